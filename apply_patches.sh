@@ -1,0 +1,147 @@
+#!/usr/bin/env bash
+# Makes a checkout ready (environment, LMDeploy, this package), then runs the patch tool. See --help.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+lmdeploy_version="$(sed -n 's/^tag v//p' "$root/third_party/VERSION")"
+requirements="$root/third_party/requirements"
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+
+usage() {
+    cat <<TEXT
+Usage: ./apply_patches.sh [--cuda | --cpu] [--no-setup] [PATCH TOOL OPTIONS]
+
+Without options: creates .venv (unless an environment is active), installs the pinned
+dependencies, LMDeploy $lmdeploy_version and this package, and applies the patch series.
+A second run finds everything done and changes nothing.
+
+  --cuda       install LMDeploy with its CUDA dependencies; later runs remember it
+  --cpu        install what a machine without a GPU needs (the default at first)
+  --no-setup   never install anything, only run the patch tool
+  --help       this text
+
+Patch tool options; with one of them nothing is installed when the environment is there:
+  --status     which patches are in the tree        --check      would they apply?
+  --reverse    take them out, byte for byte         --refresh [NNNN ...]  remake them from
+  --target DIR work on this LMDeploy tree                        an edited tree
+  --patches DIR  another series                     --json       one JSON document
+  --force      replace marked lines that are not those of this series
+TEXT
+}
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    for candidate in python3.11 python3.12 python3.13 python3.10 python3 python; do
+        if command -v "$candidate" >/dev/null 2>&1 && supported "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.10, 3.11, 3.12 or 3.13 on the PATH (LMDeploy $lmdeploy_version has no wheel for another);" \
+        "install one, or activate an environment that has it"
+}
+
+environment() {
+    printf '%s' "${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
+}
+
+has_lmdeploy() {
+    local found
+    for found in "$1"/lib/python3*/site-packages/lmdeploy-"$lmdeploy_version"*.dist-info; do
+        [ -e "$found/METADATA" ] && return 0
+    done
+    return 1
+}
+
+# One line that changes when anything that decides the content of the environment does.
+fingerprint() {
+    "$1" - "$2" "$root" <<'PYTHON'
+import hashlib, pathlib, sys
+root = pathlib.Path(sys.argv[2])
+files = [root / "pyproject.toml", root / "apply_patches.sh", *sorted((root / "third_party/requirements").glob("*.txt"))]
+digest = hashlib.sha256("\0".join([sys.argv[1], str(root)]).encode())
+for file in files:
+    digest.update(hashlib.sha256(file.read_bytes()).digest())
+print(sys.argv[1], digest.hexdigest())
+PYTHON
+}
+
+wheel_fits() {
+    [ "$(uname -s)" = Linux ] && [ "$(uname -m)" = x86_64 ]
+}
+
+install_lmdeploy() {
+    local python="$1"
+    if wheel_fits; then
+        say "installing LMDeploy $lmdeploy_version (without its CUDA dependencies)"
+        "$python" -m pip install --quiet --no-deps -r "$requirements/no-deps.txt" >&2
+    elif ! has_lmdeploy "$2"; then
+        say "error: LMDeploy $lmdeploy_version has wheels for Linux on x86-64 only; this is $(uname -s) on $(uname -m)."
+        say "Everything else is installed. The Python engine can be installed from source, without TurboMind:"
+        say "  git submodule update --init third_party/lmdeploy"
+        say "  DISABLE_TURBOMIND=1 $python -m pip install --no-deps -e third_party/lmdeploy"
+        say "  $python -m pip install --no-deps xgrammar   # version: $requirements/no-deps.txt"
+        say "and then ./apply_patches.sh again. Nobody has tried this platform yet."
+        exit 1
+    fi
+}
+
+set_up() {
+    local environment="$1" mode="$2" python="$1/bin/python" stamp="$1/.sagellm-setup" wanted
+    if [ ! -x "$python" ]; then
+        [ "$environment" = "$root/.venv" ] || die "the active environment $environment has no bin/python; deactivate it"
+        local base
+        base="$(find_python)"
+        say "creating .venv with $("$base" --version 2>&1)"
+        "$base" -m venv "$environment" >&2
+    fi
+    supported "$python" || die "$python is $("$python" --version 2>&1), wanted Python 3.10 to 3.13;" \
+        "deactivate that environment, or remove .venv"
+    if [ -z "$mode" ]; then
+        mode=cpu
+        [ -e "$stamp" ] && mode="$(cut -d' ' -f1 "$stamp")"
+    fi
+    wanted="$(fingerprint "$python" "$mode")"
+    if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && has_lmdeploy "$environment"; then
+        return
+    fi
+    rm -f "$stamp"
+    say "installing the $mode dependencies, the test tools and sageLLM (a minute or more)"
+    "$python" -m pip install --quiet --no-warn-conflicts \
+        -r "$requirements/$mode.txt" -r "$requirements/test.txt" -e "$root[test]" >&2
+    [ "$mode" = cuda ] || install_lmdeploy "$python" "$environment"
+    printf '%s\n' "$wanted" >"$stamp"
+}
+
+main() {
+    local mode="" setup=auto argument python environment
+    local -a tool=()
+    for argument in "$@"; do
+        case "$argument" in
+            -h | --help) usage; exit 0 ;;
+            --cuda) mode=cuda; [ "$setup" = never ] || setup=always ;;
+            --cpu) mode=cpu; [ "$setup" = never ] || setup=always ;;
+            --no-setup) setup=never ;;
+            *) tool+=("$argument") ;;
+        esac
+    done
+    environment="$(environment)"
+    if [ "$setup" = auto ] && [ ${#tool[@]} -gt 0 ] && [ -x "$environment/bin/python" ]; then
+        setup=never
+    fi
+    [ "$setup" = never ] || set_up "$environment" "$mode"
+    python="$environment/bin/python"
+    [ -x "$python" ] || python="$(find_python)"
+    # The caller's directory must not be searched for modules: it may be an LMDeploy source tree.
+    exec "$python" -c 'import sys; sys.path[0] = sys.argv.pop(1)
+from sagellm.patching.cli import main; sys.exit(main())' "$root" ${tool[@]+"${tool[@]}"}
+}
+
+main "$@"

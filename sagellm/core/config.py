@@ -1,0 +1,134 @@
+"""Configuration: frozen pydantic models, composed once. `SageConfig` is what the server takes from file and flags."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from sagellm.core.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda", "ascend", "maca", "camb")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PluginSpec(Model):
+    """A plug-in by entry point name or as `module:Class`, with the keyword arguments of its constructor."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class HookConfig(Model):
+    """What travels, as JSON, into the engine process and its workers.
+
+    `hold_limit_s`: a request that a plug-in holds or does not admit for longer counts as a fault of the plug-in.
+    `run_dir`: where worker processes leave their counters for the engine process to collect.
+    """
+
+    plugins: tuple[PluginSpec, ...] = ()
+    time_limit_s: float = Field(1.0, gt=0)
+    hold_limit_s: float = Field(60.0, gt=0)
+    record: Path | None = None
+    run_dir: Path | None = None
+
+
+class SageConfig(Model):
+    """One engine and its server. `None` means: decide from the machine and the model.
+
+    `kv_blocks` and `kv_memory_share` size the engine's KV pool and exclude each other; `host_kv_blocks` is the host tier
+    that plug-ins may migrate blocks to. Lengths are in tokens.
+    """
+
+    model: Path | None = None
+    model_name: str | None = None
+    device: Literal[DEVICES] = "auto"
+    dtype: Literal[DTYPES] = "auto"
+    host: str = "127.0.0.1"
+    port: int = Field(23333, ge=1, le=65535)
+    api_key: tuple[str, ...] = ()
+    kv_blocks: int | None = Field(None, ge=16)
+    kv_memory_share: float | None = Field(None, gt=0, lt=1)
+    host_kv_blocks: int = Field(0, ge=0)
+    block_size: int = Field(64, ge=16, le=1024)
+    prefix_caching: bool = True
+    context_length: int | None = Field(None, ge=1)
+    max_batch_size: int | None = Field(None, ge=1)
+    max_prefill_tokens: int = Field(4096, ge=16)
+    decode_round: int | None = Field(None, ge=1, le=256)
+    tensor_parallel: int = Field(1, ge=1, le=64)
+    threads: int | None = Field(None, ge=1)
+    plugins: tuple[PluginSpec, ...] = ()
+    plugin_time_limit_s: float = Field(1.0, gt=0)
+    record: Path | None = None
+    drain_timeout_s: float = Field(10.0, ge=0)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
+
+    @field_validator("plugins", mode="before")
+    @classmethod
+    def _plain_names(cls, value: Any) -> Any:
+        if isinstance(value, (str, dict)):
+            value = [value]
+        if isinstance(value, (list, tuple)):
+            return tuple({"name": item} if isinstance(item, str) else item for item in value)
+        return value
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _one_key(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"{value} is not a power of two")
+        return value
+
+
+def read_config(file: Path | None, overrides: dict[str, Any]) -> SageConfig:
+    """A `SageConfig` from a YAML file and values that go before it.
+
+    Raises:
+        ConfigError: an unreadable file, an unknown key, or a value out of range; one line for each.
+    """
+    values = {**_read_yaml(file), **overrides}
+    try:
+        config = SageConfig(**values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, file)) from None
+    if config.kv_blocks is not None and config.kv_memory_share is not None:
+        raise ConfigError("kv_blocks and kv_memory_share both size the KV pool; give one of them.")
+    return config
+
+
+def _read_yaml(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds a {type(content).__name__}; a configuration is a mapping of names to values.")
+    return content
+
+
+def _explain(error: ValidationError, file: Path | None) -> str:
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{name}: unknown key; known are {', '.join(sorted(SageConfig.model_fields))}.")
+        else:
+            lines.append(f"{name}: {item['msg']}, got {item['input']!r}.")
+    return (f"in {file}: " if file else "") + "\n".join(lines)

@@ -1,0 +1,28 @@
+"""The errors of sageLLM. Standard library only: the patch tool uses them before anything is installed."""
+
+
+class SageError(Exception):
+    """Base of every error that sageLLM raises on purpose.
+
+    The message says what was got, what is allowed and what to do next; a caller may print it as it is.
+    """
+
+
+class ConfigError(SageError):
+    """A configuration value, or a combination of values, that cannot work."""
+
+
+class PatchError(SageError):
+    """A tree that cannot be patched, or that is not in the state that was asked for."""
+
+
+class PluginError(SageError):
+    """A plug-in that cannot be loaded, that raised, overran its time limit or gave an answer that makes no sense."""
+
+
+class CapacityError(SageError):
+    """A request for more memory or more blocks than there is."""
+
+
+class EngineError(SageError):
+    """The engine refused a request or stopped."""

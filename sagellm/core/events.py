@@ -1,0 +1,98 @@
+"""The event log: one JSON object a line, one line a decision, with its reason.
+
+Every line has `t_ns` (time.monotonic_ns), `n` (a counter without gaps in one process), `pid` and `event`.
+"""
+
+import atexit
+import itertools
+import json
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from sagellm.core.errors import ConfigError
+
+FLUSH_INTERVAL_S = 0.2
+
+
+class Recorder(Protocol):
+    enabled: bool
+
+    def write(self, event: str, **fields: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NullRecorder:
+    """Records nothing."""
+
+    enabled = False
+
+    def write(self, event: str, **fields: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class EventLog:
+    """Appends to a file that several processes may share.
+
+    The engine's thread only formats and appends to a list; a daemon thread writes whole lines in one call, so lines of
+    different processes do not mix, and a killed process loses at most the last fifth of a second.
+    """
+
+    enabled = True
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"cannot write the event log {path}: {error.strerror}.") from None
+        self._count = itertools.count()
+        self._lines: deque[str] = deque()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sagellm-events", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def write(self, event: str, **fields: Any) -> None:
+        head = {"t_ns": time.monotonic_ns(), "n": next(self._count), "pid": os.getpid(), "event": event}
+        self._lines.append(json.dumps(head | fields, default=_plain))
+
+    def close(self) -> None:
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._thread.join()
+            os.close(self._file)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(FLUSH_INTERVAL_S):
+            self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        # Taken one by one: a line that another thread adds meanwhile is either in this write or in the next.
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
+        data = "".join(f"{line}\n" for line in lines).encode()
+        while data:
+            data = data[os.write(self._file, data) :]
+
+
+def open_recorder(path: Path | None) -> Recorder:
+    return NullRecorder() if path is None else EventLog(path)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(value)

@@ -1,0 +1,320 @@
+"""The hook contract: what an engine tells a plug-in, and what a plug-in may decide. No engine is named here.
+
+A plug-in is a subclass of `Plugin` that overrides the hooks it wants. Hooks whose name starts with `on_` are notices;
+the others are decisions, and a decision has one owner: two plug-ins that decide the same thing are refused at start.
+Every array given to a plug-in is read-only.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, NewType, Protocol
+
+import numpy as np
+
+BlockId = NewType("BlockId", int)
+RequestId = NewType("RequestId", int)
+
+
+class Tier(str, Enum):
+    """Where a block's bytes lie. `GPU` is the engine's own pool, also when that pool is the memory of a CPU device."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+class BlockState(str, Enum):
+    FREE = "free"
+    CACHED = "cached"  # held by the prefix cache alone; may be evicted
+    ACTIVE = "active"  # held by at least one request
+
+
+class EvictionReason(str, Enum):
+    PREFIX = "prefix"  # cached prefix blocks gave way
+    RECOMPUTE = "recompute"  # a waiting request lost its blocks and will be computed again
+    ABORTED = "aborted"  # a request needs more blocks than there are
+
+
+class Phase(str, Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlockInfo:
+    """One block. `size_bytes` counts all layers, keys and values; `last_access` is a counter, larger is more recent."""
+
+    block_id: BlockId
+    tier: Tier
+    state: BlockState
+    size_bytes: int
+    ref_count: int
+    last_access: int
+    tenant_id: str = ""
+
+
+class BlockCounts(NamedTuple):
+    """Blocks of the engine's pool: free + cached + active == total. Host slots are counted apart."""
+
+    total: int
+    free: int
+    cached: int
+    active: int
+    host_total: int = 0
+    host_used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationPlan:
+    """Move cached blocks from one tier to another."""
+
+    src_tier: Tier
+    dst_tier: Tier
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MigrationResult:
+    """`moved` in the order asked; `refused` maps the others to the reason."""
+
+    moved: tuple[int, ...]
+    refused: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class VictimRequest:
+    """The engine needs `count` blocks of its pool. All arrays have one entry a candidate.
+
+    Candidates form trees: a block continues the prefix of its parent. A set of victims must hold every child of each
+    block in it, since a child without its parent can never be found again; `leaf_first` builds such sets.
+
+    Attributes:
+        block_ids: int64 [n].
+        parent_ids: int64 [n], -1 where the parent is no candidate.
+        last_access: int64 [n], a counter; larger is more recent.
+        depth: int64 [n], tokens of the prefix up to and including the block.
+        on_device: bool [n], False where the bytes were offloaded, so that evicting the block frees no block of the pool.
+    """
+
+    count: int
+    block_ids: np.ndarray
+    parent_ids: np.ndarray
+    last_access: np.ndarray
+    depth: np.ndarray
+    on_device: np.ndarray
+
+    def leaf_first(self, keys: np.ndarray | None = None) -> list[int]:
+        """Victims in rising order of `keys` (default: last access, which is LRU), no block before its children.
+
+        Returns as many as free `count` blocks, or all there are. O(n + victims * log n).
+        """
+        keys = self.last_access if keys is None else keys
+        row_of = {int(block): row for row, block in enumerate(self.block_ids)}
+        parent_row = [row_of.get(int(parent), -1) for parent in self.parent_ids]
+        children = np.bincount([row for row in parent_row if row >= 0], minlength=len(row_of))
+        heap = [(keys[row], row) for row in range(len(row_of)) if children[row] == 0]
+        heapq.heapify(heap)
+        victims, freed = [], 0
+        while heap and freed < self.count:
+            _, row = heapq.heappop(heap)
+            victims.append(int(self.block_ids[row]))
+            freed += bool(self.on_device[row])
+            parent = parent_row[row]
+            if parent >= 0:
+                children[parent] -= 1
+                if children[parent] == 0:
+                    heapq.heappush(heap, (keys[parent], parent))
+        return victims
+
+
+class EvictionDecision(NamedTuple):
+    victims: Sequence[int]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionNotice:
+    """Told before the ids can be given to anyone else."""
+
+    block_ids: tuple[int, ...]
+    reason: EvictionReason
+    request_id: RequestId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixQuery:
+    """A request is about to be looked up. `token_ids`: int64 [n], all of its tokens."""
+
+    request_id: RequestId
+    token_ids: np.ndarray
+    namespace: str
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What the lookup found. `num_matched`: tokens; `block_ids`: the blocks that this lookup added."""
+
+    request_id: RequestId
+    num_tokens: int
+    num_matched: int
+    block_ids: tuple[int, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixUpdate:
+    """Blocks were published. `token_ids`: int64 [len(block_ids) * block_size], from token `first_token` of the request."""
+
+    request_id: RequestId
+    namespace: str
+    first_token: int
+    token_ids: np.ndarray
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetadata:
+    """A request as the scheduler sees it. Lengths in tokens; `arrival_s` on the clock of `time.perf_counter`."""
+
+    request_id: RequestId
+    phase: Phase
+    num_tokens: int
+    num_computed: int
+    num_generated: int
+    num_blocks: int
+    arrival_s: float
+    adapter: str = ""
+    tenant_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The engine is about to choose among `requests`, given in its own order.
+
+    `token_budget` is the engine's limit of new tokens in this step; a plug-in may lower it, not raise it.
+    """
+
+    step: int
+    phase: Phase
+    requests: tuple[RequestMetadata, ...]
+    blocks: BlockCounts
+    token_budget: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleDecision:
+    """How to go on.
+
+    Attributes:
+        order: every request id of the step once, most urgent first; None keeps the engine's order. Under memory
+            pressure requests are preempted from the end.
+        hold: ids that take no part in this step.
+        token_budget: new tokens in this step, at least 1; None for the engine's limit. The first request always runs.
+    """
+
+    order: Sequence[int] | None = None
+    hold: frozenset[int] = field(default_factory=frozenset)
+    token_budget: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step: int
+    phase: Phase
+    num_requests: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommOp:
+    """One collective on one rank. `num_bytes` is the size of the tensor given, not of what crosses the wire."""
+
+    name: str
+    num_bytes: int
+    dtype: str
+    rank: int
+    world_size: int
+    async_op: bool
+
+
+class EngineHandle(Protocol):
+    """What a plug-in may ask of its engine. Valid inside a hook only, on the thread that runs the hook."""
+
+    block_size: int
+    block_bytes: int
+
+    def block_counts(self) -> BlockCounts: ...
+
+    def get_block_info(self, block_ids: Sequence[int] | None = None) -> list[KVBlockInfo]:
+        """Information on these blocks, or on every block in use."""
+        ...
+
+    def migrate_blocks(self, plan: MigrationPlan) -> MigrationResult:
+        """Move cached blocks; the bytes are copied before the next forward pass reads or writes them."""
+        ...
+
+    def register_eviction_callback(self, callback: Callable[[EvictionNotice], None]) -> None: ...
+
+
+class Plugin:
+    """Base of every plug-in. Override what you need; a hook that is not overridden is never called.
+
+    An instance lives in the process that schedules. With tensor parallelism each worker process has an instance of its
+    own for the `comm_*` hooks, on which `attach` is not called. `options` come from the configuration.
+    """
+
+    def __init__(self, **options: object) -> None:
+        if options:
+            raise TypeError(f"unknown options {sorted(options)}")
+
+    def attach(self, engine: EngineHandle) -> None:
+        """Called once, before any other hook."""
+
+    def close(self) -> None:
+        """Called once, when the engine ends."""
+
+    def select_victims(self, request: VictimRequest) -> EvictionDecision | Sequence[int]:
+        """Choose cached blocks to give up. Fewer than asked is allowed: the engine tops up, least recent first."""
+        raise NotImplementedError
+
+    def on_evicted(self, notice: EvictionNotice) -> None: ...
+
+    def lookup_prefix(self, query: PrefixQuery) -> Sequence[int] | None:
+        """Ids of cached blocks that hold the beginning of the query, from its first token; None: the engine looks."""
+        raise NotImplementedError
+
+    def on_prefix_matched(self, match: PrefixMatch) -> None: ...
+
+    def on_prefix_stored(self, update: PrefixUpdate) -> None: ...
+
+    def admit(self, request: RequestMetadata) -> bool:
+        """May this request join the queue now? Asked before each step until the answer is True."""
+        raise NotImplementedError
+
+    def schedule(self, view: StepView) -> ScheduleDecision | None:
+        """Order, hold and bound a step; None leaves it to the engine."""
+        raise NotImplementedError
+
+    def on_step_end(self, result: StepResult) -> None: ...
+
+    def on_request_end(self, request_id: RequestId) -> None: ...
+
+    def comm_begin(self, op: CommOp) -> object:
+        """Before a collective; what it returns is handed to `comm_end`."""
+
+    def comm_end(self, op: CommOp, token: object) -> None:
+        """After a collective: for an asynchronous one, when it was waited for."""
+
+
+DECISIONS = ("select_victims", "lookup_prefix", "admit", "schedule")
+NOTICES = ("on_evicted", "on_prefix_matched", "on_prefix_stored", "on_step_end", "on_request_end")
+COMM_HOOKS = ("comm_begin", "comm_end")
+
+
+def overrides(plugin: Plugin, hook: str) -> bool:
+    """True if the plug-in brings its own version of this hook."""
+    return getattr(type(plugin), hook) is not getattr(Plugin, hook)

@@ -1,0 +1,113 @@
+"""Holds the plug-ins of one process: who decides, who listens, what was counted."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from sagellm.core.config import HookConfig
+from sagellm.core.events import Recorder, open_recorder
+from sagellm.core.guard import PluginFault, PluginGuard, Switched
+from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, Plugin, overrides
+from sagellm.core.registry import check_owners, load_plugin
+
+
+class Nonsense(Exception):  # noqa: N818 - raised by a check, handled here
+    """An answer that makes no sense; the message says what was got and what is allowed."""
+
+
+class PluginHost:
+    """Calls the hooks of the configured plug-ins.
+
+    `calls` counts the hook calls that were answered, `faults` what switched a plug-in off.
+    """
+
+    def __init__(self, config: HookConfig) -> None:
+        self.config = config
+        self.recorder: Recorder = open_recorder(config.record)
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.faults: list[PluginFault] = []
+        self.plugins = [(spec.name, load_plugin(spec)) for spec in config.plugins]
+        check_owners(self.plugins)
+        self.guards = {name: PluginGuard(name, config.time_limit_s, self._on_fault) for name, _ in self.plugins}
+        self._owner = {hook: self._users(hook)[0] for hook in DECISIONS if self._users(hook)}
+        self._listeners = {hook: self._users(hook) for hook in (*NOTICES, *COMM_HOOKS)}
+
+    def attach(self, make_handle: Callable[[PluginGuard], Any]) -> None:
+        """Give every plug-in its handle; a plug-in that fails here is off from the start."""
+        for name, plugin in self.plugins:
+            try:
+                self.guards[name].call("attach", plugin.attach, make_handle(self.guards[name]))
+            except Switched:
+                continue
+
+    def decides(self, hook: str) -> bool:
+        """True if a healthy plug-in owns this decision."""
+        owner = self._owner.get(hook)
+        return owner is not None and self.guards[owner[0]].fault is None
+
+    def decide(self, hook: str, view: Any, check: Callable[[Any], Any]) -> tuple[str, Any] | None:
+        """(plug-in name, checked answer), or None when there is no owner, or it was just switched off.
+
+        `check` turns the raw answer into what the engine uses and raises `Nonsense`, or anything at all, when it cannot.
+        """
+        if not self.decides(hook):
+            return None
+        name, plugin = self._owner[hook]
+        guard = self.guards[name]
+        try:
+            answer = guard.call(hook, getattr(plugin, hook), view)
+            checked = check(answer)
+        except Switched:
+            return None
+        except Exception as error:
+            guard.switch_off(hook, "nonsense", f"{type(error).__name__}: {error}")
+            return None
+        self.calls[name, hook] += 1
+        return name, checked
+
+    def blame(self, hook: str, detail: str) -> None:
+        """Switch off the owner of a decision whose answers, one by one sensible, together are not."""
+        name, _ = self._owner[hook]
+        self.guards[name].switch_off(hook, "nonsense", detail)
+
+    def listens(self, hook: str) -> bool:
+        return bool(self._listeners[hook])
+
+    def notify(self, hook: str, notice: Any) -> None:
+        """Tell every plug-in that listens."""
+        for name, plugin in self._listeners[hook]:
+            self.call_one(name, hook, getattr(plugin, hook), notice)
+
+    def call_one(self, name: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Result of one plug-in's function, or None when it is off."""
+        try:
+            result = self.guards[name].call(hook, function, *args)
+        except Switched:
+            return None
+        self.calls[name, hook] += 1
+        return result
+
+    def listeners(self, hook: str) -> list[tuple[str, Plugin]]:
+        return self._listeners[hook]
+
+    def report(self) -> dict[str, Any]:
+        """Counts that can be pickled or written as JSON."""
+        return {
+            "calls": [[name, hook, count] for (name, hook), count in self.calls.items()],
+            "faults": [[fault.plugin, fault.hook, fault.kind, 1] for fault in self.faults],
+            "enabled": {name: guard.healthy for name, guard in self.guards.items()},
+        }
+
+    def close(self) -> None:
+        for name, plugin in self.plugins:
+            self.call_one(name, "close", plugin.close)
+            self.guards[name].stop()
+        self.recorder.close()
+
+    def _users(self, hook: str) -> list[tuple[str, Plugin]]:
+        return [(name, plugin) for name, plugin in self.plugins if overrides(plugin, hook)]
+
+    def _on_fault(self, fault: PluginFault) -> None:
+        self.faults.append(fault)
+        last_line = fault.detail.splitlines()[-1]
+        self.recorder.write("fault", plugin=fault.plugin, hook=fault.hook, kind=fault.kind, detail=last_line)

@@ -1,0 +1,74 @@
+"""Finds plug-ins by entry point or `module:Class`; an unknown name fails at once and lists the known ones."""
+
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from sagellm.core.config import PluginSpec
+from sagellm.core.errors import ConfigError, PluginError
+from sagellm.core.hooks import DECISIONS, Plugin, overrides
+
+GROUP = "sagellm.plugins"
+
+
+def known_plugins() -> list[str]:
+    """Names that installed packages offer."""
+    return sorted({entry.name for entry in entry_points(group=GROUP)})
+
+
+def find_plugin(name: str) -> type[Plugin]:
+    """The plug-in class of that name.
+
+    Raises:
+        PluginError: no such entry point, module or class, or not a `Plugin`.
+    """
+    found = _from_module(name) if ":" in name else _from_entry_point(name)
+    if not (isinstance(found, type) and issubclass(found, Plugin)):
+        raise PluginError(f"{name} is {found!r}; a plug-in is a subclass of sagellm.core.hooks.Plugin.")
+    return found
+
+
+def load_plugin(spec: PluginSpec) -> Plugin:
+    """An instance built with the options of the specification.
+
+    Raises:
+        PluginError: as `find_plugin`, or the constructor failed.
+    """
+    kind = find_plugin(spec.name)
+    try:
+        return kind(**spec.options)
+    except Exception as error:
+        raise PluginError(f"plug-in {spec.name} cannot be built with options {spec.options}: {error}") from error
+
+
+def check_owners(plugins: Iterable[tuple[str, Plugin]]) -> None:
+    """Raises ConfigError when two plug-ins decide the same thing, or one is named twice."""
+    owners: dict[str, str] = {}
+    seen: set[str] = set()
+    for name, plugin in plugins:
+        if name in seen:
+            raise ConfigError(f"plug-in {name} is named twice; name it once.")
+        seen.add(name)
+        for hook in DECISIONS:
+            if overrides(plugin, hook) and owners.setdefault(hook, name) != name:
+                raise ConfigError(f"plug-ins {owners[hook]} and {name} both decide {hook}; keep one of them.")
+
+
+def _from_module(name: str) -> object:
+    module_name, _, class_name = name.partition(":")
+    try:
+        return getattr(import_module(module_name), class_name)
+    except ImportError as error:
+        raise PluginError(
+            f"plug-in {name}: cannot import {module_name} ({error}); is its folder on PYTHONPATH, or installed?"
+        ) from error
+    except AttributeError:
+        raise PluginError(f"plug-in {name}: module {module_name} has no {class_name}.") from None
+
+
+def _from_entry_point(name: str) -> object:
+    for entry in entry_points(group=GROUP):
+        if entry.name == name:
+            return entry.load()
+    known = ", ".join(known_plugins()) or "none installed"
+    raise PluginError(f"unknown plug-in {name!r}; known are: {known}. Or name a class as module:Class.")

@@ -1,0 +1,1 @@
+"""Adapters from the engine-neutral contracts of `sagellm.core` to real engines."""

@@ -1,0 +1,98 @@
+"""What every engine offers, whatever runs underneath."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """`temperature` 0 is greedy; `top_k` 0 means all tokens; `seed` None draws a fresh one."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """`token_s`: for each new token, seconds from the call to its arrival. `finish_reason`: stop, length or error."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    token_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSchema:
+    """Shape of one KV block: `block_size` tokens, `num_layers` layers of keys and values."""
+
+    block_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers, keys and values."""
+        width = {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * width
+
+
+@dataclass(frozen=True, slots=True)
+class CapabilityDescriptor:
+    """What an engine can do on a device: the hooks that are open, the dtypes it computes in."""
+
+    hooks: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    tensor_parallel: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    name: str
+    version: str
+    device: str
+    kv_schema: KVCacheSchema
+    num_kv_blocks: int
+    capabilities: CapabilityDescriptor = field(repr=False)
+
+
+class BaseEngine(ABC):
+    """An engine in this process. Use it as a context manager: leaving it frees the model and the cache."""
+
+    info: EngineInfo
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        delays_s: Sequence[float] | None = None,
+    ) -> list[Generation]:
+        """Continue token sequences, all at once or each after its delay.
+
+        Raises:
+            EngineError: the engine refused a request or stopped.
+        """
+
+    @abstractmethod
+    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> str:
+        """Answer a conversation in the OpenAI form, through the model's own chat template."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> "BaseEngine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

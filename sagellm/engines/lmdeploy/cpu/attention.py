@@ -1,0 +1,204 @@
+"""Paged attention over LMDeploy's KV blocks.
+
+A layer's cache is [blocks, block_size, kv_heads, dim]; seen as [slots, kv_heads, dim], token t of a sequence lies in
+slot `table[t // block_size] * block_size + t % block_size`. Blocks that follow each other in memory, the usual case, are
+read in place; others are gathered.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lmdeploy.pytorch.backends.attention import AttentionBuilder, AttentionImpl, AttentionMetadata
+
+from sagellm.core.errors import EngineError
+
+
+@dataclass
+class Span:
+    """Where one sequence of the batch stands.
+
+    `rows`: its tokens among the step's queries. `num_kv`: tokens in the cache after this step. `first_slot`: the slot of
+    token 0 if all its blocks are adjacent, else -1. `slots`: [num_kv] int64, filled only when they are not.
+    """
+
+    rows: slice
+    num_kv: int
+    first_slot: int
+    slots: torch.Tensor | None = None
+
+
+@dataclass
+class CpuAttentionMetadata(AttentionMetadata):
+    """What every layer of one step needs, computed once."""
+
+    spans: list[Span] = field(default_factory=list)
+    write_slots: torch.Tensor | None = None  # [tokens] int64: the cache slot of each new token
+
+    @classmethod
+    def of_step(cls, context) -> "CpuAttentionMetadata":
+        q_lens, kv_lens = context.q_seqlens.tolist(), context.kv_seqlens.tolist()
+        block_size = context.kv_caches[0][0].shape[1] if context.kv_caches else 1
+        spans, writes = _plan(q_lens, kv_lens, context.block_offsets.numpy(), block_size)
+        return cls(
+            context.is_decoding,
+            context.block_offsets,
+            q_start_loc=context.q_start_loc,
+            q_seqlens=context.q_seqlens,
+            kv_seqlens=context.kv_seqlens,
+            quant_policy=context.kv_quant_policy,
+            spans=spans,
+            write_slots=writes,
+        )
+
+
+def _plan(q_lens: list[int], kv_lens: list[int], tables: np.ndarray, block_size: int):
+    spans, writes, row = [], [], 0
+    for q_len, num_kv, table in zip(q_lens, kv_lens, tables, strict=True):
+        rows = slice(row, row + q_len)
+        row += q_len
+        if num_kv == 0:  # a warm-up step: it owns no block, so it must neither read nor write
+            spans.append(Span(rows, 0, 0))
+            continue
+        table = table[: -(-num_kv // block_size)]
+        adjacent = bool((np.diff(table) == 1).all())
+        new = np.arange(num_kv - q_len, num_kv)
+        writes.append(table[new // block_size] * block_size + new % block_size)
+        if adjacent:
+            spans.append(Span(rows, num_kv, int(table[0]) * block_size))
+        else:
+            tokens = np.arange(num_kv)
+            slots = table[tokens // block_size] * block_size + tokens % block_size
+            spans.append(Span(rows, num_kv, -1, torch.from_numpy(slots)))
+    return spans, torch.from_numpy(np.concatenate(writes)) if writes else None
+
+
+class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
+    """Grouped-query attention, causal, optionally within a sliding window."""
+
+    def __init__(self, num_heads: int, head_size: int, **kwargs) -> None:
+        super().__init__(num_heads, head_size, **kwargs)
+        self._window = _window(self.sliding_window)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        attn_metadata: CpuAttentionMetadata,
+        k_scales_zeros: torch.Tensor | None = None,
+        v_scales_zeros: torch.Tensor | None = None,
+        learnable_sink: torch.Tensor | None = None,
+        inplace: bool = False,
+    ) -> torch.Tensor:
+        """`query`: [tokens, heads, dim]; `key`, `value`: [tokens, kv_heads, dim]; caches as in the module's head.
+
+        Returns [tokens, heads, v_dim].
+        """
+        k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        output = query.new_empty(*query.shape[:-1], self.v_head_size)
+        if attn_metadata.write_slots is None:
+            return output.zero_()
+        if key is not None:
+            k_slots.index_copy_(0, attn_metadata.write_slots, key)
+            v_slots.index_copy_(0, attn_metadata.write_slots, value)
+        for span in attn_metadata.spans:
+            q_len = span.rows.stop - span.rows.start
+            attend = self._decode if q_len == 1 else self._prefill
+            attend(query[span.rows], k_slots, v_slots, span, output[span.rows])
+        return output
+
+    def _decode(self, query, k_slots, v_slots, span: Span, output) -> None:
+        """One query against its whole past: the heads that share a key head become rows of one product."""
+        first = 0 if self._window is None else max(0, span.num_kv - self._window)
+        keys, values = _read(k_slots, span, first), _read(v_slots, span, first)
+        grouped = query.view(1, self.num_kv_heads, -1, self.head_size)
+        out = F.scaled_dot_product_attention(grouped, keys, values, scale=self.scale)
+        output.view(1, self.num_kv_heads, -1, self.v_head_size).copy_(out)
+
+    def _prefill(self, query, k_slots, v_slots, span: Span, output) -> None:
+        """Many queries; what a prefix hit or an earlier chunk left in the cache comes before them."""
+        q_len = query.shape[0]
+        past = span.num_kv - q_len
+        first = 0 if self._window is None else max(0, past + 1 - self._window)
+        keys, values = _read(k_slots, span, first), _read(v_slots, span, first)
+        mask = self._mask(q_len, past - first, query) if past > first or self._limits(q_len) else None
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        )
+        output.copy_(out[0].transpose(0, 1))
+
+    def _limits(self, num_tokens: int) -> bool:
+        return self._window is not None and num_tokens > self._window
+
+    def _mask(self, q_len: int, past: int, like: torch.Tensor) -> torch.Tensor:
+        """[q_len, past + q_len] bool, True where a query may look: not ahead, and not beyond the window."""
+        distance = torch.arange(past, past + q_len)[:, None] - torch.arange(past + q_len)[None]
+        allowed = distance >= 0
+        return allowed if self._window is None else allowed & (distance < self._window)
+
+
+def _read(slots: torch.Tensor, span: Span, first: int) -> torch.Tensor:
+    """Tokens [first, num_kv) of a sequence as [1, kv_heads, tokens, dim]."""
+    if span.first_slot >= 0:
+        rows = slots[span.first_slot + first : span.first_slot + span.num_kv]
+    else:
+        rows = slots.index_select(0, span.slots[first:])
+    return rows.transpose(0, 1)[None]
+
+
+def _window(sliding_window) -> int | None:
+    """Number of tokens a query sees, itself included; None for all. LMDeploy writes (left, right) or a size or -1."""
+    if isinstance(sliding_window, (tuple, list)):
+        sliding_window = sliding_window[0]
+    return None if sliding_window is None or sliding_window <= 0 else int(sliding_window)
+
+
+class CpuAttentionBuilder(AttentionBuilder[CpuAttentionMetadata]):
+    @staticmethod
+    def build(
+        num_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        num_kv_heads: int | None = None,
+        v_head_size: int | None = None,
+        alibi: bool = False,
+        sliding_window: int | None = None,
+        logit_softcapping: float | None = None,
+        causal: bool = True,
+        use_flash_mla: bool = False,
+        learnable_sink: bool = False,
+        block_sparse_size: int = 1,
+        **kwargs,
+    ) -> CpuAttentionImpl:
+        unsupported = {
+            "alibi": alibi,
+            "logit_softcapping": logit_softcapping,
+            "bidirectional attention": not causal,
+            "flash MLA": use_flash_mla,
+            "attention sinks": learnable_sink,
+            "block-sparse attention": block_sparse_size > 1,
+        }
+        wanted = [name for name, value in unsupported.items() if value]
+        if wanted:
+            raise EngineError(
+                f"this model needs {', '.join(wanted)}, which the CPU device does not have; "
+                "it runs grouped-query attention, causal, with or without a sliding window. Use --device cuda."
+            )
+        return CpuAttentionImpl(
+            num_heads,
+            head_size,
+            scale=scale,
+            num_kv_heads=num_kv_heads,
+            v_head_size=v_head_size,
+            sliding_window=sliding_window,
+        )

@@ -1,0 +1,160 @@
+"""The device object that LMDeploy finds under the entry point group `sagellm.devices`.
+
+An object in that group has: `torch_device`, `max_batch_size`, `runtime`, and the methods of `CpuDevice` below.
+"""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from sagellm.core.errors import ConfigError
+from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, memory_bytes
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+class CpuDevice:
+    """LMDeploy's PyTorch engine on the host's own cores."""
+
+    torch_device = "cpu"
+    max_batch_size = 64
+
+    def __init__(self) -> None:
+        self.runtime = CpuRuntime()
+        self._steppers: weakref.WeakKeyDictionary[Any, _StepThread] = weakref.WeakKeyDictionary()
+
+    def validate(self, config: Any) -> None:
+        """Check a `PytorchEngineConfig` whose device type is this device.
+
+        Raises:
+            ConfigError: a value this device cannot honour.
+        """
+        if config.dtype not in DTYPES:
+            raise ConfigError(f"dtype {config.dtype!r} does not run on the CPU device; use one of {', '.join(DTYPES)}.")
+        if config.quant_policy != 0:
+            raise ConfigError(f"quant_policy {config.quant_policy} needs a GPU; on the CPU device leave it at 0.")
+        if config.block_size < 1 or config.block_size & (config.block_size - 1):
+            raise ConfigError(f"block_size {config.block_size} is not a power of two; use 16, 32, 64 or 128.")
+        for name in ("tp", "dp", "ep"):
+            if getattr(config, name) < 1:
+                raise ConfigError(f"{name} is {getattr(config, name)}; it must be at least 1.")
+        for name in ("num_gpu_blocks", "num_cpu_blocks", "max_prefill_token_num"):
+            if getattr(config, name) < 0:
+                raise ConfigError(f"{name} is {getattr(config, name)}; it must not be negative.")
+        if not 0 < config.cache_max_entry_count < 1:
+            raise ConfigError(f"cache_max_entry_count {config.cache_max_entry_count} must lie between 0 and 1.")
+
+    def activate(self) -> None:
+        """Make this the device of the process.
+
+        Raises:
+            ConfigError: an engine on another device lives in this process.
+        """
+        from lmdeploy.pytorch.devices import DeviceContext, get_device_manager
+
+        # The engine asks for its backend in places where no device context is set (sizing the cache, building process
+        # groups), so the default context must be ours as well.
+        get_device_manager().set_context(DeviceContext(device_type="cpu"))
+
+    def ops_backend(self) -> type:
+        from sagellm.engines.lmdeploy.cpu.backend import CpuOpsBackend
+
+        return CpuOpsBackend
+
+    def dtype(self, name: str, hf_config: Any) -> str:
+        """Resolve 'auto': float32 stays, everything of 16 bits becomes bfloat16 (the CPU has no fast float16)."""
+        if name != "auto":
+            return name
+        stored = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+        return "float32" if str(stored).removeprefix("torch.") == "float32" else "bfloat16"
+
+    def window_size(self, size: int) -> int:
+        """Keep every block of a model with a sliding window: the attention masks what lies outside.
+
+        LMDeploy's window block manager counts blocks allocated ahead as if they held history and drops one too many, so
+        tokens inside the window are lost; it also rules prefix caching out.
+        """
+        return -1
+
+    def memory(self) -> tuple[int, int]:
+        """(available, total) bytes."""
+        return memory_bytes()
+
+    def to_device(self, value: Any) -> Any:
+        """Copy what the engine hands to its agent.
+
+        A move to the CPU would alias the engine's tensors, and the agent advances its inputs in place.
+        """
+        if isinstance(value, torch.Tensor):
+            return value.clone()
+        if not is_dataclass(value):
+            return value
+        tensors = {f.name: v.clone() for f in fields(value) if isinstance(v := getattr(value, f.name), torch.Tensor)}
+        return replace(value, **tensors)
+
+    def apply_token_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+        """Forbid tokens in place. `logits`: [batch, vocab]; `bitmask`: [batch, ceil(vocab / 32)] int32.
+
+        xgrammar's CPU kernel takes float32 only.
+        """
+        import xgrammar
+
+        if logits.dtype == torch.float32:
+            xgrammar.apply_token_bitmask_inplace(logits, bitmask)
+            return
+        wide = logits.float()
+        xgrammar.apply_token_bitmask_inplace(wide, bitmask)
+        logits.copy_(wide)
+
+    async def run_step(self, step: Callable[..., Coroutine], agent: Any, args: tuple, kwargs: dict) -> Any:
+        """Run one step of a model agent on a thread of its own, so that the event loop keeps serving meanwhile."""
+        stepper = self._steppers.get(agent)
+        if stepper is None:
+            stepper = self._steppers[agent] = _StepThread(asyncio.get_running_loop())
+            weakref.finalize(agent, stepper.stop)
+        return await stepper.run(step(agent, *args, **kwargs))
+
+    def push(self, push: Callable[..., None], agent: Any, args: tuple, kwargs: dict) -> None:
+        """Hand a step's output over on the event loop that waits for it."""
+        stepper = self._steppers.get(agent)
+        if stepper is None or stepper.home is _running_loop():
+            push(agent, *args, **kwargs)
+        else:
+            stepper.home.call_soon_threadsafe(lambda: push(agent, *args, **kwargs))
+
+
+class _StepThread:
+    """A daemon thread with an event loop for the steps of one agent."""
+
+    def __init__(self, home: asyncio.AbstractEventLoop) -> None:
+        self.home = home
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._serve, name="sagellm-cpu-step", daemon=True).start()
+
+    def _serve(self) -> None:
+        # Gradient mode is a property of the thread, and the agent set it on another one.
+        with torch.inference_mode():
+            self._loop.run_forever()
+        self._loop.close()
+
+    async def run(self, step: Coroutine) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(step, self._loop))
+
+    def stop(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+CPU_DEVICE = CpuDevice()

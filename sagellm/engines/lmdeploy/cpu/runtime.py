@@ -1,0 +1,114 @@
+"""The part of `torch.cuda` that the engine's host code calls, for a device whose work is done when a call returns."""
+
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+
+class Stream:
+    """A queue that is always empty: the work of a CPU call is finished when the call returns."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, stream: "Stream") -> None:
+        pass
+
+    def wait_event(self, event: "Event") -> None:
+        pass
+
+
+class Event:
+    """A mark in such a queue: it has always been reached."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._time_ns = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._time_ns = time.perf_counter_ns()
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds from this mark to `end`."""
+        return (end._time_ns - self._time_ns) / 1e6
+
+
+class CpuRuntime:
+    """Stands where the engine writes `torch.cuda`. An attribute that is missing here is one the engine must not need."""
+
+    Stream = Stream
+    Event = Event
+
+    def __init__(self) -> None:
+        self._current = Stream()
+
+    def current_stream(self, device: object = None) -> Stream:
+        return self._current
+
+    def default_stream(self, device: object = None) -> Stream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Stream):
+        yield
+
+    def synchronize(self, device: object = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: object) -> None:
+        pass
+
+    def is_available(self) -> bool:
+        return True
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        return memory_bytes()
+
+
+def memory_bytes() -> tuple[int, int]:
+    """(available, total) bytes of memory for this process: the machine's, or its control group's when that is less."""
+    machine = psutil.virtual_memory()
+    available, total = machine.available, machine.total
+    for limit_file, used_file in _CGROUP_FILES:
+        limit, used = _read_int(limit_file), _read_int(used_file)
+        if limit is not None and used is not None and limit < total:
+            available, total = min(available, max(0, limit - used)), limit
+    return available, total
+
+
+_CGROUP_FILES = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+)
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))

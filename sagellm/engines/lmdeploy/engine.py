@@ -1,0 +1,223 @@
+"""LMDeploy's PyTorch engine in this process, with the doors opened and plug-ins loaded."""
+
+import asyncio
+import concurrent.futures
+import itertools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sagellm.core.config import HookConfig, SageConfig
+from sagellm.core.errors import EngineError, PatchError
+from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES
+from sagellm.core.registry import find_plugin
+from sagellm.engines.base import BaseEngine, CapabilityDescriptor, EngineInfo, Generation, SamplingParams
+from sagellm.engines.lmdeploy import patch_state
+from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
+
+# One decode step of a CPU takes long enough that scheduling between steps costs nothing, and a new request must not wait
+# for a whole round of steps; on a GPU LMDeploy's own value stays.
+CPU_DECODE_ROUND = 1
+
+
+def require_patched() -> None:
+    """Raises PatchError, naming the command that mends it, unless every patch is applied."""
+    state = patch_state()
+    if state.state != "applied":
+        raise PatchError(f"LMDeploy in {state.target} is {state.state}. Run: {state.command}")
+
+
+def hook_config(config: SageConfig, run_dir: Path | None = None) -> HookConfig:
+    return HookConfig(
+        plugins=config.plugins, time_limit_s=config.plugin_time_limit_s, record=config.record, run_dir=run_dir
+    )
+
+
+def build_engine_config(config: SageConfig, sizes: Sizes, device: str, hooks: HookConfig) -> Any:
+    """LMDeploy's `PytorchEngineConfig`."""
+    from lmdeploy.messages import PytorchEngineConfig
+
+    for spec in hooks.plugins:  # a wrong name must fail here, not in the engine process
+        find_plugin(spec.name)
+    options: dict[str, Any] = {}
+    if device == "cpu" or config.decode_round is not None:
+        options["prefill_interval"] = config.decode_round or CPU_DECODE_ROUND
+    if config.kv_memory_share is not None and device != "cpu":
+        options["cache_max_entry_count"] = config.kv_memory_share
+    return PytorchEngineConfig(
+        dtype=sizes.dtype,
+        tp=config.tensor_parallel,
+        session_len=sizes.context_length,
+        max_batch_size=sizes.max_batch_size,
+        block_size=config.block_size,
+        num_gpu_blocks=sizes.num_blocks,
+        num_cpu_blocks=sizes.num_host_blocks,
+        max_prefill_token_num=config.max_prefill_tokens,
+        enable_prefix_caching=config.prefix_caching,
+        device_type=device,
+        distributed_executor_backend="mp" if device == "cpu" and config.tensor_parallel > 1 else None,
+        logprobs_mode="raw_logprobs",
+        sage=hooks.model_dump_json(),
+        **options,
+    )
+
+
+def set_threads(config: SageConfig, device: str) -> None:
+    """Share the cores of this machine among the workers of a CPU engine; spawned processes inherit it."""
+    if device != "cpu":
+        return
+    from sagellm.engines.lmdeploy.cpu.runtime import usable_cores
+
+    threads = config.threads or max(1, usable_cores() // config.tensor_parallel)
+    # OpenMP reads it when a process first uses it, which for spawned workers is later than now.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+class LMDeployEngine(BaseEngine):
+    """One engine on a thread with an event loop of its own.
+
+    Raises:
+        PatchError, ConfigError, CapacityError, PluginError: at construction, before anything is loaded.
+    """
+
+    def __init__(self, config: SageConfig, model: Path | None = None) -> None:
+        require_patched()
+        model = Path(model or config.model)
+        device = resolve_device(config.device)
+        sizes = size_engine(config, model, device)
+        set_threads(config, device)
+        engine_config = build_engine_config(config, sizes, device, hook_config(config))
+        self._model = model
+        self._sessions = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="sagellm-engine", daemon=True)
+        self._thread.start()
+        self.engine = self._on_loop(self._start(engine_config))
+        self.info = _engine_info(device, sizes, self.engine)
+
+    @property
+    def hooks(self) -> Any:
+        """The scheduler's `SchedulerHooks`."""
+        return self.engine.scheduler.sage
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        delays_s: Sequence[float] | None = None,
+    ) -> list[Generation]:
+        every = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        delays = list(delays_s) if delays_s is not None else [0.0] * len(prompts)
+        return self._on_loop(self._generate(prompts, every, delays))
+
+    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> str:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(self._model)
+        prompt = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+        params = params or SamplingParams()
+        if not params.stop_token_ids and tokenizer.eos_token_id is not None:
+            params = SamplingParams(**{**_fields(params), "stop_token_ids": (tokenizer.eos_token_id,)})
+        answer = self.generate([prompt], params)[0].token_ids
+        return tokenizer.decode(answer, skip_special_tokens=True)
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        if self.hooks is not None:
+            self.hooks.close()
+        self._loop.call_soon_threadsafe(self.engine.close)
+        self._on_loop(_settle())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _start(self, engine_config: Any) -> Any:
+        from lmdeploy.pytorch.engine import Engine
+
+        engine = Engine.from_pretrained(str(self._model), engine_config=engine_config)
+        engine.start_loop()
+        return engine
+
+    async def _generate(self, prompts: Any, params: list[SamplingParams], delays: list[float]) -> list[Generation]:
+        start = time.perf_counter()
+        tasks = [self._one(p, q, d, start) for p, q, d in zip(prompts, params, delays, strict=True)]
+        return await asyncio.gather(*tasks)
+
+    async def _one(self, prompt: Any, params: SamplingParams, delay_s: float, start: float) -> Generation:
+        from lmdeploy.messages import ResponseType
+
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        start += delay_s
+        session = next(self._sessions)
+        instance = self.engine.create_instance()
+        tokens: list[int] = []
+        times: list[float] = []
+        status = None
+        try:
+            async for output in instance.async_stream_infer(session, list(prompt), gen_config=_gen_config(params)):
+                status = output.status
+                tokens.extend(int(token) for token in output.token_ids)
+                times.extend([time.perf_counter() - start] * len(output.token_ids))
+        finally:
+            await instance.async_end(session)
+        if status not in (ResponseType.FINISH, ResponseType.SUCCESS):
+            raise EngineError(f"the engine ended the request with {status}.")
+        stopped = bool(tokens) and tokens[-1] in params.stop_token_ids and not params.ignore_eos
+        return Generation(tuple(tokens), "stop" if stopped else "length", tuple(times))
+
+    def _on_loop(self, coroutine: Any) -> Any:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        while True:
+            try:
+                return future.result(timeout=1.0)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+                loop_task = getattr(getattr(self, "engine", None), "_loop_main", None)
+                if loop_task is not None and loop_task.done():
+                    future.cancel()
+                    raise EngineError("the engine loop has stopped; its log says why.") from None
+
+
+def _gen_config(params: SamplingParams) -> Any:
+    from lmdeploy.messages import GenerationConfig
+
+    greedy = params.temperature == 0
+    return GenerationConfig(
+        max_new_tokens=params.max_new_tokens,
+        do_sample=not greedy,
+        top_k=1 if greedy else params.top_k,
+        top_p=params.top_p,
+        temperature=1.0 if greedy else params.temperature,
+        random_seed=params.seed,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in SamplingParams.__slots__}
+
+
+def _engine_info(device: str, sizes: Sizes, engine: Any) -> EngineInfo:
+    import lmdeploy
+
+    dtypes = ("float32", "bfloat16") if device == "cpu" else ("float16", "bfloat16")
+    capabilities = CapabilityDescriptor((*DECISIONS, *NOTICES, *COMM_HOOKS), dtypes, tensor_parallel=True)
+    blocks = engine.cache_config.num_gpu_blocks
+    return EngineInfo("lmdeploy.pytorch", lmdeploy.__version__, device, sizes.schema, blocks, capabilities)
+
+
+async def _settle() -> None:
+    """Let the cancelled tasks of the engine end."""
+    current = asyncio.current_task()
+    others = [task for task in asyncio.all_tasks() if task is not current]
+    await asyncio.wait(others, timeout=5) if others else None

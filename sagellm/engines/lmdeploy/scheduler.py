@@ -1,0 +1,237 @@
+"""What the inserted lines in LMDeploy's scheduler call: one object a scheduler, living as long as it.
+
+Every method here runs on the engine's thread.
+"""
+
+import json
+import time
+from typing import Any
+
+from sagellm.core.config import HookConfig
+from sagellm.core.hooks import (
+    EvictionReason,
+    Phase,
+    RequestMetadata,
+    ScheduleDecision,
+    StepResult,
+    StepView,
+)
+from sagellm.core.host import Nonsense, PluginHost
+from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, Handle, KVManager
+from sagellm.engines.lmdeploy.prefix import PrefixHooks
+
+
+class SchedulerHooks:
+    """The doors of the PyTorch engine, wired to the plug-ins that `spec` (the JSON of a `HookConfig`) names."""
+
+    def __init__(self, scheduler: Any, spec: str) -> None:
+        self._scheduler = scheduler
+        self._config = HookConfig.model_validate_json(spec)
+        self._host = PluginHost(self._config)
+        self._recorder = self._host.recorder
+        self.kv = KVManager(scheduler, self._host)
+        self.prefix = PrefixHooks(self._host, self.kv)
+        self._step = 0
+        self._admitted: set[int] = set()
+        self._waiting_since: dict[int, float] = {}  # seq id -> when a plug-in first kept it out or held it
+        self._held: set[int] = set()
+        self._budget: int | None = None
+        self._num_preempted = 0
+        scheduler.block_manager.allocator.sage = self
+        scheduler.block_trie.sage = self
+        self._host.attach(lambda guard: Handle(self.kv, guard))
+
+    # ---- blocks (0001)
+
+    def tick(self) -> int:
+        return self.kv.tick()
+
+    def evict_prefix(self, trie: Any, num_blocks: int) -> int:
+        return self.kv.evict(num_blocks)
+
+    def sequence_evicted(self, seq: Any, reason: str) -> None:
+        """A request is about to lose its blocks; those that the prefix cache shares stay where they are."""
+        own = [int(block) for block in seq.logical_blocks.get_real_blocks() if int(block) not in self.kv.nodes]
+        self._recorder.write("evict", policy=BUILT_IN, reason=reason, request=seq.session_id, victims=own)
+        self.kv.tell_evicted(own, EvictionReason(reason), seq.session_id)
+
+    def preempted(self, seq: Any) -> None:
+        self._num_preempted += 1
+        self._recorder.write("preempt", request=seq.session_id, tokens=seq.num_valid_ids)
+
+    def take_swaps(self) -> tuple[dict[int, int], dict[int, int]]:
+        return self.kv.take_swaps()
+
+    # ---- prefixes (0002)
+
+    def lookup_prefix(self, trie: Any, seq: Any) -> bool:
+        return self.prefix.lookup(trie, seq)
+
+    def prefix_matched(self, trie: Any, seq: Any, blocks: Any) -> None:
+        self.prefix.matched(trie, seq, blocks)
+
+    def store_prefix(self, trie: Any, seq: Any) -> bool:
+        """Whether an index of ours took the store over; none does yet, LMDeploy's trie keeps the blocks."""
+        return False
+
+    def prefix_stored(self, trie: Any, seq: Any, blocks: Any) -> None:
+        self.prefix.stored(trie, seq, blocks)
+
+    # ---- scheduling (0003)
+
+    def arrived(self, seq: Any) -> None:
+        self._recorder.write("arrive", request=seq.session_id, tokens=seq.num_valid_ids)
+
+    def order_waiting(self, waiting: list[Any]) -> list[Any]:
+        """The waiting requests that may start in this step, most urgent first."""
+        self._budget = None
+        if self._host.decides("admit"):
+            waiting = [seq for seq in waiting if self._admits(seq)]
+        order, _ = self._choose(Phase.PREFILL, waiting, self._scheduler.cache_config.max_prefill_token_num)
+        return order
+
+    def order_running(self, running: list[Any]) -> list[Any]:
+        """The running requests that decode in this step; the others keep their blocks and wait."""
+        self._budget = None
+        order, self._held = self._choose(Phase.DECODE, running, self._scheduler.scheduler_config.max_batches)
+        if self._budget is not None:
+            self._held |= {seq.seq_id for seq in order[self._budget :]}
+            order = order[: self._budget]
+        return order
+
+    def over_budget(self, num_tokens: int, seq: Any, running: list[Any]) -> bool:
+        """Whether `seq` must wait for the next step; the first request of a step always goes."""
+        return self._budget is not None and bool(running) and num_tokens + seq.num_token_ids > self._budget
+
+    def released(self, running: list[Any]) -> list[Any]:
+        return [seq for seq in running if seq.seq_id not in self._held] if self._held else running
+
+    def step_end(self, running: list[Any], is_decoding: bool) -> None:
+        if self._host.listens("on_step_end"):
+            num_tokens = len(running) if is_decoding else sum(seq.num_history_ids for seq in running)
+            phase = Phase.DECODE if is_decoding else Phase.PREFILL
+            self._host.notify("on_step_end", StepResult(self._step, phase, len(running), num_tokens))
+
+    def ended(self, session_id: int) -> None:
+        session = self._scheduler.sessions[session_id]
+        for seq_id in session.sequences:
+            self._admitted.discard(seq_id)
+            self._waiting_since.pop(seq_id, None)
+            self._held.discard(seq_id)
+            self.prefix.forget(seq_id)
+        self._recorder.write("end", request=session_id)
+        self._host.notify("on_request_end", session_id)
+
+    def _admits(self, seq: Any) -> bool:
+        if seq.seq_id in self._admitted:
+            return True
+        decided = self._host.decide("admit", _metadata(seq, Phase.PREFILL), _check_admission)
+        if decided is None or decided[1]:
+            self._admitted.add(seq.seq_id)
+            self._waiting_since.pop(seq.seq_id, None)
+        elif self._overdue(seq, "admit"):
+            return True
+        if decided is not None:
+            self._recorder.write("admit", policy=decided[0], request=seq.session_id, admitted=decided[1])
+        return seq.seq_id in self._admitted
+
+    def _choose(self, phase: Phase, seqs: list[Any], limit: int) -> tuple[list[Any], set[int]]:
+        """(requests of the step in order, ids of those held). Sets the step's token budget."""
+        self._step += 1
+        if not seqs or not self._host.decides("schedule"):
+            return seqs, set()
+        view = StepView(self._step, phase, tuple(_metadata(s, phase) for s in seqs), self.kv.counts(), limit)
+        decided = self._host.decide("schedule", view, lambda answer: _check_schedule(answer, view))
+        if decided is None or decided[1] is None:
+            return seqs, set()
+        name, decision = decided
+        by_request = {seq.session_id: seq for seq in seqs}
+        held = {by_request[request].seq_id for request in decision.hold}
+        for seq in seqs:
+            if seq.seq_id not in held:
+                self._waiting_since.pop(seq.seq_id, None)
+            elif self._overdue(seq, "schedule"):
+                return seqs, set()
+        self._budget = decision.token_budget
+        self._recorder.write(
+            "schedule", policy=name, step=self._step, phase=phase.value, order=list(decision.order),
+            hold=decision.hold, token_budget=decision.token_budget, reason=decision.reason,
+        )  # fmt: skip
+        return [by_request[r] for r in decision.order if by_request[r].seq_id not in held], held
+
+    def _overdue(self, seq: Any, hook: str) -> bool:
+        """True once a request was kept waiting for too long; the plug-in that did it is then off."""
+        waited = time.monotonic() - self._waiting_since.setdefault(seq.seq_id, time.monotonic())
+        if waited <= self._config.hold_limit_s:
+            return False
+        self._host.blame(hook, f"request {seq.session_id} was kept waiting for {waited:.1f} s")
+        return True
+
+    # ---- report
+
+    def report(self) -> dict[str, Any]:
+        """What `/metrics` shows; picklable."""
+        workers = _worker_reports(self._config)
+        own = self._host.report()
+        return {
+            "blocks": self.kv.counts()._asdict(),
+            "evicted": {reason.value: number for reason, number in self.kv.evicted.items()},
+            "migrated": {tier.value: number for tier, number in self.kv.migrated.items()},
+            "preempted": self._num_preempted,
+            "prefix": {"query_tokens": self.prefix.num_query_tokens, "hit_tokens": self.prefix.num_hit_tokens},
+            "calls": own["calls"] + [row for worker in workers for row in worker["calls"]],
+            "faults": own["faults"] + [row for worker in workers for row in worker["faults"]],
+            "enabled": own["enabled"],
+        }
+
+    def close(self) -> None:
+        self._host.close()
+
+
+def _metadata(seq: Any, phase: Phase) -> RequestMetadata:
+    return RequestMetadata(
+        request_id=seq.session_id,
+        phase=phase,
+        num_tokens=seq.num_valid_ids,
+        num_computed=seq.num_history_ids,
+        num_generated=seq.num_new_tokens,
+        num_blocks=seq.num_blocks,
+        arrival_s=seq.arrive_time,
+        adapter=seq.adapter_name or "",
+    )
+
+
+def _check_admission(answer: Any) -> bool:
+    if not isinstance(answer, bool):
+        raise Nonsense(f"admit answered {answer!r}; it must answer True or False")
+    return answer
+
+
+def _check_schedule(answer: Any, view: StepView) -> ScheduleDecision | None:
+    if answer is None:
+        return None
+    if not isinstance(answer, ScheduleDecision):
+        raise Nonsense(f"schedule answered {answer!r}; it must answer a ScheduleDecision or None")
+    ids = [request.request_id for request in view.requests]
+    order = ids if answer.order is None else list(answer.order)
+    if sorted(order) != sorted(ids):
+        raise Nonsense(f"order {order} must name each of {ids} once")
+    if unknown := set(answer.hold) - set(ids):
+        raise Nonsense(f"hold names {sorted(unknown)}, which are not in this step")
+    budget = answer.token_budget
+    if budget is not None and not 1 <= budget:
+        raise Nonsense(f"token budget {budget}; allowed are 1 to {view.token_budget}, or None")
+    return ScheduleDecision(order, frozenset(answer.hold), budget, str(answer.reason))
+
+
+def _worker_reports(config: HookConfig) -> list[dict[str, Any]]:
+    if config.run_dir is None:
+        return []
+    reports = []
+    for file in sorted(config.run_dir.glob("rank*.json")):
+        try:
+            reports.append(json.loads(file.read_text()))
+        except (OSError, ValueError):  # replaced or removed meanwhile; the next report has it
+            continue
+    return reports
+

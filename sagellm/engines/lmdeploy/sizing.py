@@ -1,0 +1,141 @@
+"""From a `SageConfig` and a model folder to sizes: dtype, context, batch, KV blocks. Refuses what cannot fit."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sagellm.core.config import SageConfig
+from sagellm.core.errors import CapacityError, ConfigError
+from sagellm.engines.base import KVCacheSchema
+
+# On a CPU the pool comes out of the memory that everything else lives in, so the default takes a modest part of it.
+DEFAULT_CPU_SHARE = 0.25
+DEFAULT_CPU_BATCH = 32
+DEFAULT_CPU_CONTEXT = 32768
+MIN_BLOCKS = 16  # LMDeploy refuses fewer
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the engine is started with. `num_blocks` 0 leaves the choice to LMDeploy (devices with their own memory)."""
+
+    dtype: str
+    context_length: int
+    max_batch_size: int | None
+    schema: KVCacheSchema
+    num_blocks: int
+    num_host_blocks: int
+
+
+def read_hf_config(model: Path) -> dict[str, Any]:
+    """`config.json` of a Hugging Face folder.
+
+    Raises:
+        ConfigError: no such folder, or not one of a model.
+    """
+    file = model / "config.json"
+    if not model.is_dir():
+        raise ConfigError(f"{model} is not a folder; --model takes a local Hugging Face model folder.")
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{model} has no config.json; --model takes a local Hugging Face model folder.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def resolve_device(device: str) -> str:
+    """'auto' is cuda where torch sees a GPU, else cpu.
+
+    Raises:
+        ConfigError: a device this machine does not have.
+    """
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if device == "auto":
+        return "cuda" if has_cuda else "cpu"
+    if device == "cuda" and not has_cuda:
+        raise ConfigError("device cuda: torch sees no GPU here; use --device cpu, or see `sagellm doctor`.")
+    return device
+
+
+def size_engine(config: SageConfig, model: Path, device: str) -> Sizes:
+    """Raises CapacityError, with the numbers, when the pool and the model exceed the memory there is."""
+    hf = read_hf_config(model)
+    text = hf.get("text_config", hf)
+    dtype = _dtype(config.dtype, text, device)
+    schema = _schema(text, dtype, config)
+    longest = int(text.get("max_position_embeddings", DEFAULT_CPU_CONTEXT))
+    context = config.context_length or (min(longest, DEFAULT_CPU_CONTEXT) if device == "cpu" else longest)
+    if context > longest:
+        raise ConfigError(f"context_length {context} exceeds the {longest} tokens this model was made for.")
+    if device != "cpu":
+        blocks = config.kv_blocks or 0
+        return Sizes(dtype, context, config.max_batch_size, schema, blocks, config.host_kv_blocks)
+    batch = config.max_batch_size or DEFAULT_CPU_BATCH
+    return _fit(config, model, Sizes(dtype, context, batch, schema, 0, config.host_kv_blocks))
+
+
+def _dtype(wanted: str, hf: dict[str, Any], device: str) -> str:
+    if device != "cpu":
+        return wanted
+    if wanted == "float16":
+        raise ConfigError("dtype float16 is not available on the CPU device; use float32, bfloat16 or auto.")
+    if wanted != "auto":
+        return wanted
+    stored = hf.get("dtype") or hf.get("torch_dtype")
+    return "float32" if stored == "float32" else "bfloat16"
+
+
+def _schema(hf: dict[str, Any], dtype: str, config: SageConfig) -> KVCacheSchema:
+    try:
+        heads = int(hf["num_attention_heads"])
+        return KVCacheSchema(
+            block_size=config.block_size,
+            num_layers=int(hf["num_hidden_layers"]),
+            num_kv_heads=-(-int(hf.get("num_key_value_heads") or heads) // config.tensor_parallel),
+            head_dim=int(hf.get("head_dim") or hf["hidden_size"] // heads),
+            dtype="bfloat16" if dtype == "auto" else dtype,
+        )
+    except KeyError as error:
+        raise ConfigError(f"config.json has no {error.args[0]}; is this a language model that LMDeploy knows?") from None
+
+
+def _fit(config: SageConfig, model: Path, sizes: Sizes) -> Sizes:
+    from sagellm.engines.lmdeploy.cpu.runtime import memory_bytes
+
+    available, total = memory_bytes()
+    weights = _weight_bytes(model, sizes.schema.dtype)
+    room = available - weights
+    # With tensor parallelism each of the workers on this machine holds its part of every block.
+    block = sizes.schema.block_bytes * config.tensor_parallel
+    per_context = -(-sizes.context_length // config.block_size)
+    if config.kv_blocks is not None:
+        blocks = config.kv_blocks
+    elif config.kv_memory_share is not None:
+        blocks = int(available * config.kv_memory_share) // block
+    else:
+        affordable = max(int(available * DEFAULT_CPU_SHARE) // block, per_context + 1)
+        blocks = min(sizes.max_batch_size * per_context, affordable)
+    blocks = max(blocks, MIN_BLOCKS)
+    need = (blocks + sizes.num_host_blocks) * block
+    if need > room:
+        raise CapacityError(
+            f"{blocks} KV blocks and {sizes.num_host_blocks} host blocks of {_mib(block)} need {_mib(need)}, the weights "
+            f"{_mib(weights)}; of {_mib(total)} there are {_mib(available)} free. "
+            f"Ask for at most {max(0, room // block)} blocks in all, or a shorter --context-length."
+        )
+    return Sizes(sizes.dtype, sizes.context_length, sizes.max_batch_size, sizes.schema, blocks, sizes.num_host_blocks)
+
+
+def _weight_bytes(model: Path, dtype: str) -> int:
+    files = [*model.glob("*.safetensors"), *model.glob("pytorch_model*.bin")]
+    stored = sum(file.stat().st_size for file in files)
+    # Weights may be stored in 16 bits and computed in 32.
+    return 2 * stored if dtype == "float32" else stored
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
