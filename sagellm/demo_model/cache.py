@@ -107,7 +107,10 @@ def _build(folder: Path, recipe: DemoRecipe, quiet: bool) -> DemoModelRecord:
             key=recipe.key(), parameters=result.parameters, loss=result.loss, seconds=seconds, steps=recipe.steps
         )
         record.write(hidden)
-        hidden.chmod(0o755)  # mkdtemp makes it private
+        # mkdtemp and safetensors make theirs private; a server may run as another user.
+        hidden.chmod(0o755)
+        for path in hidden.iterdir():
+            path.chmod(0o644)
         if folder.exists():
             # Renamed, not removed, so that no reader ever sees a folder with some of its files gone.
             folder.rename(Path(tempfile.mkdtemp(prefix=_leftover_prefix(folder), dir=folder.parent)) / "old")

@@ -1,5 +1,6 @@
 """Write a randomly initialised Hugging Face folder of any small shape, for tests and benchmarks of an engine."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -173,7 +174,11 @@ def _write_config(shape: _Shape, folder: Path, tokenizer: "PreTrainedTokenizerBa
             # max_window_layers is the number of leading layers that see everything.
             windows = {"use_sliding_window": True, "sliding_window": shape.sliding_window, "max_window_layers": 0}
         config = Qwen2Config(architectures=["Qwen2ForCausalLM"], **settings, **windows)
-    config.save_pretrained(folder)
+    settings = json.loads(config.to_json_string(use_diff=False))
+    # transformers 4.57.3 takes any local folder with more than 100,000 tokens that a release after 4.57.2 wrote for a
+    # Mistral with a broken tokenizer, and says so at each load.
+    settings["transformers_version"] = "4.57.2"
+    (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     GenerationConfig(**ids).save_pretrained(folder)
 
 
@@ -191,6 +196,7 @@ def _write_weights(shape: _Shape, folder: Path, seed: int, special_ids: list[int
     head = "model.embed_tokens.weight" if shape.tie_embeddings else "lm_head.weight"
     tensors[head][special_ids] *= SPECIAL_TOKEN_SCALE
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable to its owner alone
 
 
 def _parameters(shape: _Shape) -> Iterator[tuple[str, tuple[int, ...], float, float]]:

@@ -32,6 +32,7 @@ def test_layout(tiny_folder: Path):
     assert "chat_template" in json.loads((tiny_folder / "tokenizer_config.json").read_text())
     assert json.loads((tiny_folder / "generation_config.json").read_text())["eos_token_id"] == 1
     assert read_record(tiny_folder).steps == 3
+    assert {path.stat().st_mode & 0o777 for path in tiny_folder.iterdir()} == {0o644}
 
 
 def test_prompt(tokenizer):

@@ -42,6 +42,19 @@ def test_greedy_answers_are_varied_and_not_decided_by_rounding(tmp_path: Path, v
     assert gap > 1e-4
 
 
+def test_a_large_vocabulary_loads_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    folder = write_random_model(tmp_path, **{**SHAPE, "vocab_size": 100_100, "hidden_size": 8})
+    logging.enable_propagation()
+    try:
+        assert len(AutoTokenizer.from_pretrained(folder)) == 100_100
+    finally:
+        logging.disable_propagation()
+    assert caplog.messages == []
+
+
 def test_every_id_has_a_text(tmp_path: Path):
     from transformers import AutoTokenizer
 

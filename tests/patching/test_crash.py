@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import OURS, SCHEDULER, Lab, snapshot
+
+from sagellm.core.errors import PatchError
+from sagellm.patching import apply
 
 DRIVER = Path(__file__).parent / "driver.py"
 
@@ -65,18 +69,33 @@ def test_kill_while_files_are_removed(lab: Lab, number: int, tmp_path: Path) -> 
     assert snapshot(victim) == snapshot(lab.pristine)
 
 
-def test_a_write_that_fails_leaves_the_tree_mendable(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sagellm.core.errors import PatchError
-    from sagellm.patching import apply, write
+def test_the_tree_is_locked_while_it_is_written(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    replace, refused = os.replace, []
 
-    replace, done = write.os.replace, []
+    def probe(source: Path, target: Path) -> None:
+        other = os.open(lab.pristine / "lmdeploy", os.O_RDONLY)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            refused.append(target)
+        finally:
+            os.close(other)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", probe)
+    assert len(apply(lab.pristine, patches=lab.patches).written) == len(refused)
+
+
+def test_a_write_that_fails_leaves_the_tree_mendable(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, done = os.replace, []
 
     def full(source: Path, target: Path) -> None:
         if len(done) == 2:
             raise OSError(28, "No space left on device", str(target))
         done.append(replace(source, target))
 
-    monkeypatch.setattr(write.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(PatchError, match="No space left on device"):
         apply(lab.pristine, patches=lab.patches)
     monkeypatch.undo()

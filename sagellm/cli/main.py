@@ -1,0 +1,33 @@
+"""Gathers the sub-commands; each is imported only when it is called, so that `--help` answers at once."""
+
+from importlib import import_module
+
+import click
+
+COMMANDS = {
+    "serve": ("sagellm.serve.command", "serve", "Serve a model over the OpenAI API."),
+    "patches": ("sagellm.cli.patches", "patches", "Apply, check, show or reverse the patches on LMDeploy."),
+    "demo-model": ("sagellm.demo_model.command", "demo_model", "Build the demo model, or say where it is."),
+    "doctor": ("sagellm.cli.doctor", "doctor", "Say what this machine can run and what is missing."),
+}
+
+
+class _Lazy(click.Group):
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[name]
+        return getattr(import_module(module), attribute)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+
+
+@click.command(cls=_Lazy)
+@click.version_option(package_name="sagellm")
+def main() -> None:
+    """A laboratory for LLM inference on LMDeploy 0.11.0."""

@@ -1,0 +1,50 @@
+"""The command line of the server: a YAML file, and flags that go before it."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sagellm.core.config import DEVICES, DTYPES, read_config
+from sagellm.core.errors import SageError
+
+
+@click.command()
+@click.option("--config", type=click.Path(path_type=Path), help="YAML file with any of the settings below.")
+@click.option("--model", type=click.Path(path_type=Path), help="Local Hugging Face folder. Default: a demo model.")
+@click.option("--model-name", help="Name in the API. Default: the folder's name.")
+@click.option("--device", type=click.Choice(DEVICES), help="Default: auto (cuda if there is a GPU, else cpu).")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Default: auto (as stored; 16 bits become bfloat16 on a CPU).")
+@click.option("--host", help="Address to listen on. Default: 127.0.0.1.")
+@click.option("--port", type=int, help="Default: 23333.")
+@click.option("--api-key", multiple=True, help="Key that clients must send; may be given several times.")
+@click.option("--kv-blocks", type=int, help="Size of the KV pool in blocks.")
+@click.option("--kv-memory-share", type=float, help="Size of the KV pool as a part of free memory, between 0 and 1.")
+@click.option("--host-kv-blocks", type=int, help="Host tier that plug-ins may migrate blocks to. Default: 0.")
+@click.option("--block-size", type=int, help="Tokens of a KV block, a power of two. Default: 64.")
+@click.option("--prefix-caching/--no-prefix-caching", default=None, help="Default: on.")
+@click.option("--context-length", type=int, help="Longest prompt plus answer, in tokens.")
+@click.option("--max-batch-size", type=int, help="Requests that run at once.")
+@click.option("--max-prefill-tokens", type=int, help="Prompt tokens in one step. Default: 4096.")
+@click.option("--decode-round", type=int, help="Decode steps between two looks at the queue.")
+@click.option("--tensor-parallel", type=int, help="Processes (CPU) or GPUs that share the model. Default: 1.")
+@click.option("--threads", type=int, help="Compute threads of a CPU worker. Default: all cores.")
+@click.option("--plugin", "plugins", multiple=True, help="module:Class or entry point name; may be given several times.")
+@click.option("--plugin-time-limit-s", type=float, help="Longest a hook may take. Default: 1.")
+@click.option("--record", type=click.Path(path_type=Path), help="Write every decision to this file, as JSON lines.")
+@click.option("--drain-timeout-s", type=float, help="Time for running requests at shutdown. Default: 10.")
+@click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), help="Default: WARNING.")
+@click.option("--json", "as_json", is_flag=True, help="Print the readiness line as JSON.")
+def serve(config: Path | None, as_json: bool, **flags: Any) -> None:
+    """Serve a model over the OpenAI API, with LMDeploy's engine and your plug-ins in it."""
+    given = {name: value for name, value in flags.items() if value is not None and value != ()}
+    try:
+        settings = read_config(config, given)
+        from sagellm.serve.server import run
+
+        code = run(settings, as_json=as_json)
+    except SageError as error:
+        click.echo(f"error: {error}", err=True)
+        code = 2
+    sys.exit(code)

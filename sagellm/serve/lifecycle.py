@@ -1,0 +1,109 @@
+"""Signals and child processes of the server.
+
+The engine runs in a process of its own. Ctrl-C in a terminal reaches the whole group; the engine must not see it, or the
+requests that are to be finished die with it. So SIGINT is blocked while the children are started, which they inherit,
+and a thread of ours takes it during that time.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+
+POLL_S = 0.2
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Loading:
+    """The time from the start to readiness: a stop signal ends the process and its children at once, with code 0."""
+
+    def __init__(self) -> None:
+        self._over = False
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        threading.Thread(target=self._watch, name="sagellm-loading", daemon=True).start()
+
+    def done(self) -> None:
+        """From now on the server's own handlers decide; after them, a repeated signal is ignored."""
+        self._over = True
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def _watch(self) -> None:
+        while not self._over:
+            if signal.sigtimedwait({signal.SIGINT}, POLL_S) is not None:
+                self._stop()
+
+    def _stop(self) -> None:
+        if not self._over:
+            end_children()
+            os._exit(0)
+
+
+class EngineWatch:
+    """Notices when the engine process ends by itself; LMDeploy would wait for its answer for ever."""
+
+    def __init__(self) -> None:
+        self.engine_died = False
+        self._stopped = threading.Event()
+        self._callback: Callable[[], None] | None = None
+        threading.Thread(target=self._run, name="sagellm-watch", daemon=True).start()
+
+    def on_death(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        engine = None
+        while not self._stopped.wait(POLL_S):
+            if engine is None:
+                engine = next((p for p in multiprocessing.active_children() if p.name == "mp_engine_proc"), None)
+            elif not engine.is_alive():
+                self._report(engine.exitcode)
+                return
+
+    def _report(self, exitcode: int | None) -> None:
+        self.engine_died = True
+        print(f"error: the engine process ended with code {exitcode}; its log is above.", file=sys.stderr, flush=True)
+        if self._callback is not None:
+            self._callback()
+        else:  # still loading: the main thread waits for an answer that cannot come
+            end_children()
+            os._exit(1)
+
+
+def end_children(grace_s: float = 5.0) -> None:
+    """End every process below this one: asked first, then killed.
+
+    Python's resource tracker is spared: it ignores the request, and ends by itself when this process does.
+    """
+    children = [child for child in psutil.Process().children(recursive=True) if not _is_tracker(child)]
+    for child in children:
+        _quietly(child.terminate)
+    deadline = time.monotonic() + grace_s
+    _, alive = psutil.wait_procs(children, timeout=max(0.0, deadline - time.monotonic()))
+    for child in alive:
+        _quietly(child.kill)
+    psutil.wait_procs(alive, timeout=1)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _quietly(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except psutil.NoSuchProcess:
+        pass

@@ -1,0 +1,80 @@
+"""What the engine process counted, among LMDeploy's own Prometheus metrics."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+MAX_AGE_S = 0.5
+
+
+def register(engine: Any) -> None:
+    """Add a collector that asks LMDeploy's `AsyncEngine` at every scrape."""
+    REGISTRY.register(EngineCollector(engine))
+
+
+class EngineCollector:
+    """Fetches the report of `SchedulerHooks` and turns it into metric families."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._report: dict[str, Any] | None = None
+        self._fetched_s = -MAX_AGE_S
+
+    def describe(self) -> list[Metric]:
+        """Empty, so that registration does not scrape."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        now = time.monotonic()
+        if now - self._fetched_s >= MAX_AGE_S:
+            self._report, self._fetched_s = self._engine.get_schedule_metrics().sage, now
+        if self._report is not None:
+            yield from families(self._report)
+
+
+def families(report: dict[str, Any]) -> Iterator[Metric]:
+    """Metric families of one report."""
+    blocks = report["blocks"]
+    states = {state: blocks[state] for state in ("free", "cached", "active")}
+    yield _gauge("sagellm_kv_blocks", "Blocks of the KV pool by state.", "state", states)
+    host = {"used": blocks["host_used"], "free": blocks["host_total"] - blocks["host_used"]}
+    yield _gauge("sagellm_host_kv_blocks", "Slots of the host tier by state.", "state", host)
+    yield _counter("sagellm_evicted_blocks", "Blocks given up, by reason.", "reason", report["evicted"])
+    yield _counter("sagellm_migrated_blocks", "Blocks moved, by the tier moved to.", "tier", report["migrated"])
+    yield _counter("sagellm_prefix_tokens", "Tokens of first lookups: asked for, and found.", "kind", report["prefix"])
+    yield CounterMetricFamily("sagellm_preemptions", "Running requests sent back.", value=report["preempted"])
+    yield _gauge("sagellm_plugin_enabled", "1 while the plug-in is called, 0 once switched off.", "plugin", report["enabled"])
+    calls = CounterMetricFamily("sagellm_plugin_calls", "Hook calls answered.", labels=["plugin", "hook"])
+    for (plugin, hook), number in _summed(report["calls"], 2).items():
+        calls.add_metric([plugin, hook], number)
+    yield calls
+    faults = CounterMetricFamily("sagellm_plugin_faults", "Why plug-ins were switched off.", labels=["plugin", "hook", "kind"])
+    for (plugin, hook, kind), number in _summed(report["faults"], 3).items():
+        faults.add_metric([plugin, hook, kind], number)
+    yield faults
+
+
+def _summed(rows: list[list[Any]], num_labels: int) -> dict[tuple, float]:
+    """Rows of several processes may carry the same labels."""
+    total: dict[tuple, float] = {}
+    for row in rows:
+        labels = tuple(row[:num_labels])
+        total[labels] = total.get(labels, 0) + row[num_labels]
+    return total
+
+
+def _gauge(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], float(value))
+    return family
+
+
+def _counter(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key.removesuffix("_tokens")], float(value))
+    return family

@@ -1,0 +1,160 @@
+"""Brings the server up, tells when it is ready, and takes it down without leaving anything behind."""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+import uvicorn
+
+from sagellm.core.config import SageConfig
+from sagellm.core.errors import ConfigError
+from sagellm.engines.lmdeploy.engine import build_engine_config, hook_config, require_patched, set_threads
+from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
+from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
+
+DEMO_NAME = "sagellm-demo"
+
+
+def run(config: SageConfig, as_json: bool = False) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code, 0 after an orderly end.
+
+    Raises:
+        SageError: before anything was started: unpatched LMDeploy, port in use, too much memory asked for, bad plug-in.
+    """
+    require_patched()
+    listener = _listen(config.host, config.port)
+    run_dir = Path(tempfile.mkdtemp(prefix="sagellm-"))
+    try:
+        model, name = _model(config)
+        device = resolve_device(config.device)
+        sizes = size_engine(config, model, device)
+        set_threads(config, device)
+        engine_config = build_engine_config(config, sizes, device, hook_config(config, run_dir))
+        return _serve(config, model, name, engine_config, listener, _Banner(config, name, device, sizes, as_json))
+    finally:
+        listener.close()
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port before a model is loaded for minutes."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        # A second server must fail here and not later; binding alone would let two of them share the port.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port.") from None
+    return listener
+
+
+def _model(config: SageConfig) -> tuple[Path, str]:
+    if config.model is not None:
+        return config.model, config.model_name or config.model.resolve().name
+    from sagellm.demo_model import ensure_demo_model
+
+    return ensure_demo_model(), config.model_name or DEMO_NAME
+
+
+def _serve(
+    config: SageConfig, model: Path, name: str, engine_config: Any, listener: socket.socket, banner: "_Banner"
+) -> int:
+    from lmdeploy.serve.openai import api_server
+
+    watch = EngineWatch()
+    loading = Loading()
+
+    def run_app(app: Any, **_: Any) -> None:
+        """Takes the place of `uvicorn.run` at the end of LMDeploy's `serve`, with the application it has built."""
+        engine = api_server.VariableInterface.async_engine
+        _extend(app, engine)
+        loading.done()
+        server = _Server(
+            uvicorn.Config(
+                app,
+                log_level="info" if config.log_level in ("DEBUG", "INFO") else "warning",
+                timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+            ),
+            banner,
+            watch,
+        )
+        server.run(sockets=[listener])
+        watch.stop()
+        engine.close()
+
+    try:
+        # LMDeploy prints its own hint three times; the banner says it once.
+        silent = mock.patch.object(api_server, "print", lambda *_, **__: None, create=True)
+        with mock.patch.object(uvicorn, "run", run_app), silent:
+            api_server.serve(
+                str(model),
+                model_name=name,
+                backend="pytorch",
+                backend_config=engine_config,
+                log_level=config.log_level,
+                api_keys=list(config.api_key) or None,
+            )
+    finally:
+        watch.stop()
+        end_children()
+    return 1 if watch.engine_died else 0
+
+
+def _extend(app: Any, engine: Any) -> None:
+    """Our validation in front of LMDeploy's handlers, our numbers among its metrics."""
+    from sagellm.serve.metrics import register
+    from sagellm.serve.validation import RequestValidation
+
+    app.add_middleware(RequestValidation, engine=engine)
+    register(engine)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, banner: "_Banner", watch: EngineWatch) -> None:
+        super().__init__(config)
+        self._banner = banner
+        watch.on_death(self._engine_died)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._banner.show()
+
+    def _engine_died(self) -> None:
+        self.should_exit = True
+        self.force_exit = True  # its requests can never finish
+
+
+class _Banner:
+    """What a person sees when the server is ready."""
+
+    def __init__(self, config: SageConfig, name: str, device: str, sizes: Sizes, as_json: bool) -> None:
+        self._config, self._name, self._device, self._sizes, self._as_json = config, name, device, sizes, as_json
+
+    def show(self) -> None:
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        url = f"http://{host}:{self._config.port}/v1"
+        if self._as_json:
+            click.echo(json.dumps({"ready": True, "url": url, "model": self._name, "pid": os.getpid()}))
+        else:
+            key = " -H 'Authorization: Bearer KEY'" if self._config.api_key else ""
+            body = json.dumps(
+                {"model": self._name, "stream": True, "messages": [{"role": "user", "content": "Write a function `add`."}]}
+            )
+            click.echo(f"\nReady: {self._name} on {self._device} at {url}")
+            click.echo(
+                f"KV pool: {self._sizes.num_blocks or 'chosen by LMDeploy'} blocks of {self._config.block_size} tokens, "
+                f"{self._sizes.dtype}; plug-ins: {', '.join(spec.name for spec in self._config.plugins) or 'none'}"
+            )
+            click.echo(f"Try:\n  curl -N {url}/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n")
+        sys.stdout.flush()
