@@ -123,12 +123,17 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, banner: "_Banner", watch: EngineWatch) -> None:
         super().__init__(config)
         self._banner = banner
+        self._watch = watch
         watch.on_death(self._engine_died)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._banner.show()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._watch.stop()  # from here on the engine process ends because it is told to
+        await super().shutdown(sockets)
 
     def _engine_died(self) -> None:
         self.should_exit = True
