@@ -26,12 +26,14 @@ class HookConfig(Model):
     """What travels, as JSON, into the engine process and its workers.
 
     `hold_limit_s`: a request that a plug-in holds or does not admit for longer counts as a fault of the plug-in.
+    `block_bytes`: size of one KV block of one worker, which the scheduler cannot know by itself.
     `run_dir`: where worker processes leave their counters for the engine process to collect.
     """
 
     plugins: tuple[PluginSpec, ...] = ()
     time_limit_s: float = Field(1.0, gt=0)
     hold_limit_s: float = Field(60.0, gt=0)
+    block_bytes: int = Field(0, ge=0)
     record: Path | None = None
     run_dir: Path | None = None
 
@@ -114,7 +116,7 @@ def _read_yaml(file: Path | None) -> dict[str, Any]:
         content = yaml.safe_load(file.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not YAML: {error}") from None
     if content is None:
         return {}

@@ -6,6 +6,7 @@ Every line has `t_ns` (time.monotonic_ns), `n` (a counter without gaps in one pr
 import atexit
 import itertools
 import json
+import logging
 import os
 import threading
 import time
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from sagellm.core.errors import ConfigError
+
+logger = logging.getLogger("sagellm")
 
 FLUSH_INTERVAL_S = 0.2
 
@@ -50,6 +53,7 @@ class EventLog:
     enabled = True
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
@@ -62,6 +66,8 @@ class EventLog:
         atexit.register(self.close)
 
     def write(self, event: str, **fields: Any) -> None:
+        if not self.enabled:
+            return
         head = {"t_ns": time.monotonic_ns(), "n": next(self._count), "pid": os.getpid(), "event": event}
         self._lines.append(json.dumps(head | fields, default=_plain))
 
@@ -80,8 +86,12 @@ class EventLog:
         # Taken one by one: a line that another thread adds meanwhile is either in this write or in the next.
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         data = "".join(f"{line}\n" for line in lines).encode()
-        while data:
-            data = data[os.write(self._file, data) :]
+        try:
+            while data and self.enabled:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:  # a full disk must not stop the engine, nor may its events pile up in memory
+            self.enabled = False
+            logger.error("the record ends: event log %s: %s.", self._path, error.strerror)
 
 
 def open_recorder(path: Path | None) -> Recorder:

@@ -57,18 +57,24 @@ def check_owners(plugins: Iterable[tuple[str, Plugin]]) -> None:
 def _from_module(name: str) -> object:
     module_name, _, class_name = name.partition(":")
     try:
-        return getattr(import_module(module_name), class_name)
-    except ImportError as error:
+        module = import_module(module_name)
+    except Exception as error:  # a module of others may raise anything while it is imported
         raise PluginError(
-            f"plug-in {name}: cannot import {module_name} ({error}); is its folder on PYTHONPATH, or installed?"
+            f"plug-in {name}: cannot import {module_name or 'a module without a name'} ({error}); "
+            "is its folder on PYTHONPATH, or installed?"
         ) from error
+    try:
+        return getattr(module, class_name)
     except AttributeError:
-        raise PluginError(f"plug-in {name}: module {module_name} has no {class_name}.") from None
+        raise PluginError(f"plug-in {name}: module {module_name} has no {class_name or 'class without a name'}.") from None
 
 
 def _from_entry_point(name: str) -> object:
     for entry in entry_points(group=GROUP):
         if entry.name == name:
-            return entry.load()
+            try:
+                return entry.load()
+            except Exception as error:
+                raise PluginError(f"plug-in {name}: cannot load {entry.value} ({error}).") from error
     known = ", ".join(known_plugins()) or "none installed"
     raise PluginError(f"unknown plug-in {name!r}; known are: {known}. Or name a class as module:Class.")

@@ -42,6 +42,7 @@ def build_engine_config(config: SageConfig, sizes: Sizes, device: str, hooks: Ho
 
     for spec in hooks.plugins:  # a wrong name must fail here, not in the engine process
         find_plugin(spec.name)
+    hooks = hooks.model_copy(update={"block_bytes": sizes.schema.block_bytes})
     options: dict[str, Any] = {}
     if device == "cpu" or config.decode_round is not None:
         options["prefill_interval"] = config.decode_round or CPU_DECODE_ROUND

@@ -36,14 +36,14 @@ BUILT_IN = "lru"
 class KVManager:
     """Owned by one scheduler; called on the engine's thread, or on a plug-in's while the engine waits for it."""
 
-    def __init__(self, scheduler: Any, host: PluginHost) -> None:
+    def __init__(self, scheduler: Any, host: PluginHost, block_bytes: int) -> None:
         self._host = host
         self._allocator = scheduler.block_manager.allocator
         self._pool_slots = scheduler.block_manager.num_gpu_blocks
         self._host_slots = scheduler.block_manager.num_cpu_blocks
         self._trie = scheduler.block_trie
         self.block_size = scheduler.cache_config.block_size
-        self.block_bytes = 0
+        self.block_bytes = block_bytes
         self.nodes: dict[int, Any] = {}  # block id -> node of LMDeploy's trie
         self._clock = count(1)
         self._outs: dict[int, int] = {}  # pool slot -> host slot, to be copied with the next pass
@@ -262,6 +262,8 @@ class KVManager:
         for src in gone:
             del self._ins[src]
         if gone:
+            # Out and back since the last pass: the way out must not write into a slot that gets a new owner either.
+            self._outs = {src: dst for src, dst in self._outs.items() if dst not in gone}
             self._allocator.get_phy_allocator("cpu").free(np.array(gone, np.int64) + self._pool_slots)
 
 
@@ -297,6 +299,8 @@ class Handle:
 
 def _check_victims(answer: Any, request: VictimRequest) -> EvictionDecision:
     decision = answer if isinstance(answer, EvictionDecision) else EvictionDecision(answer)
+    if len(decision.victims) > len(request.block_ids):
+        raise Nonsense(f"{len(decision.victims)} victims; there are {len(request.block_ids)} candidates")
     victims = [int(block) for block in decision.victims]
     chosen = set(victims)
     if len(chosen) != len(victims):

@@ -19,6 +19,7 @@ class PrefixHooks:
         self._kv = kv
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self._reused: dict[int, int] = {}  # request -> tokens that its last lookup found
         self._counted: set[int] = set()  # requests whose first lookup went into the two counters above
 
     def lookup(self, trie: Any, seq: Any) -> bool:
@@ -46,7 +47,7 @@ class PrefixHooks:
         if answer is None:
             return None
         nodes, parent = [], trie.get_root(seq.adapter_name)
-        for block in answer:
+        for block in answer[: len(tokens) // trie.block_size]:
             node = self._kv.nodes.get(int(block))
             end = parent.num_matched + trie.block_size
             if node is None:
@@ -64,6 +65,7 @@ class PrefixHooks:
         block_ids = [int(block) for block in blocks]
         if block_ids and self._kv.is_offloaded(block_ids).any():
             block_ids = self._keep(trie, seq, block_ids, self._kv.bring_back(block_ids))
+        self._reused[seq.seq_id] = seq.num_history_ids
         first = seq.seq_id not in self._counted
         if not (first or block_ids):
             return
@@ -104,6 +106,10 @@ class PrefixHooks:
         for _ in blocks:
             self._kv.nodes[int(node.block)] = node
             node = node.parent
+        # LMDeploy gave up the request's own copy of a block that was cached already. If that one lies on the host it must
+        # come back before the request reads it; the slot of the copy just given up has room for it.
+        if blocks and self._kv.is_offloaded(blocks).any():
+            self._kv.bring_back(blocks)
         first = end - len(blocks) * trie.block_size
         if self._host.recorder.enabled:
             self._host.recorder.write(
@@ -115,8 +121,13 @@ class PrefixHooks:
             update = PrefixUpdate(seq.session_id, _namespace(seq), first, tokens, tuple(map(int, blocks)))
             self._host.notify("on_prefix_stored", update)
 
+    def num_reused(self, seq_id: int) -> int:
+        """Tokens of this request that its prefill need not compute."""
+        return self._reused.get(seq_id, 0)
+
     def forget(self, seq_id: int) -> None:
         self._counted.discard(seq_id)
+        self._reused.pop(seq_id, None)
 
 
 def prefix_hashes(tokens: np.ndarray, block_size: int, namespace: str) -> list[str]:

@@ -29,7 +29,7 @@ class SchedulerHooks:
         self._config = HookConfig.model_validate_json(spec)
         self._host = PluginHost(self._config)
         self._recorder = self._host.recorder
-        self.kv = KVManager(scheduler, self._host)
+        self.kv = KVManager(scheduler, self._host, self._config.block_bytes)
         self.prefix = PrefixHooks(self._host, self.kv)
         self._step = 0
         self._admitted: set[int] = set()
@@ -108,7 +108,8 @@ class SchedulerHooks:
 
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
         if self._host.listens("on_step_end"):
-            num_tokens = len(running) if is_decoding else sum(seq.num_history_ids for seq in running)
+            reused = self.prefix.num_reused
+            num_tokens = sum(1 if is_decoding else seq.num_history_ids - reused(seq.seq_id) for seq in running)
             phase = Phase.DECODE if is_decoding else Phase.PREFILL
             self._host.notify("on_step_end", StepResult(self._step, phase, len(running), num_tokens))
 
@@ -213,15 +214,17 @@ def _check_schedule(answer: Any, view: StepView) -> ScheduleDecision | None:
     if not isinstance(answer, ScheduleDecision):
         raise Nonsense(f"schedule answered {answer!r}; it must answer a ScheduleDecision or None")
     ids = [request.request_id for request in view.requests]
-    order = ids if answer.order is None else list(answer.order)
-    if sorted(order) != sorted(ids):
+    order = ids if answer.order is None else answer.order
+    if len(order) != len(ids) or sorted(order) != sorted(ids):
         raise Nonsense(f"order {order} must name each of {ids} once")
+    if len(answer.hold) > len(ids):
+        raise Nonsense(f"hold names {len(answer.hold)} requests; there are {len(ids)} in this step")
     if unknown := set(answer.hold) - set(ids):
         raise Nonsense(f"hold names {sorted(unknown)}, which are not in this step")
     budget = answer.token_budget
     if budget is not None and not 1 <= budget:
         raise Nonsense(f"token budget {budget}; allowed are 1 to {view.token_budget}, or None")
-    return ScheduleDecision(order, frozenset(answer.hold), budget, str(answer.reason))
+    return ScheduleDecision(list(order), frozenset(answer.hold), budget, str(answer.reason))
 
 
 def _worker_reports(config: HookConfig) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 A layer's cache is [blocks, block_size, kv_heads, dim]; seen as [slots, kv_heads, dim], token t of a sequence lies in
 slot `table[t // block_size] * block_size + t % block_size`. Blocks that follow each other in memory, the usual case, are
-read in place; others are gathered.
+read in place; others are gathered. A batch of short sequences that decode is gathered as a whole: one product over a
+padded copy costs less than a call for each sequence.
 """
 
 from dataclasses import dataclass, field
@@ -30,17 +31,36 @@ class Span:
 
 
 @dataclass
+class DecodeBatch:
+    """One query for each of B sequences, padded to the longest, L tokens.
+
+    `slots`: [B * L] int64; padding repeats a slot of the same sequence, since a slot that was never written may hold NaN,
+    which no mask hides. `mask`: [B, 1, 1, L] in the cache's dtype, 0 where a query may look and -inf elsewhere.
+    """
+
+    size: int
+    slots: torch.Tensor
+    mask: torch.Tensor
+
+
+# Beyond this many padded tokens the copy costs more than the calls that it saves.
+MAX_GATHERED_TOKENS = 6144
+
+
+@dataclass
 class CpuAttentionMetadata(AttentionMetadata):
     """What every layer of one step needs, computed once."""
 
     spans: list[Span] = field(default_factory=list)
     write_slots: torch.Tensor | None = None  # [tokens] int64: the cache slot of each new token
+    batch: DecodeBatch | None = None
 
     @classmethod
     def of_step(cls, context) -> "CpuAttentionMetadata":
         q_lens, kv_lens = context.q_seqlens.tolist(), context.kv_seqlens.tolist()
-        block_size = context.kv_caches[0][0].shape[1] if context.kv_caches else 1
-        spans, writes = _plan(q_lens, kv_lens, context.block_offsets.numpy(), block_size)
+        cache, tables = context.kv_caches[0][0], context.block_offsets.numpy()
+        spans, writes = _plan(q_lens, kv_lens, tables, cache.shape[1])
+        batch = _decode_batch(kv_lens, tables, cache) if max(q_lens) == 1 else None
         return cls(
             context.is_decoding,
             context.block_offsets,
@@ -50,6 +70,7 @@ class CpuAttentionMetadata(AttentionMetadata):
             quant_policy=context.kv_quant_policy,
             spans=spans,
             write_slots=writes,
+            batch=batch,
         )
 
 
@@ -72,6 +93,21 @@ def _plan(q_lens: list[int], kv_lens: list[int], tables: np.ndarray, block_size:
             slots = table[tokens // block_size] * block_size + tokens % block_size
             spans.append(Span(rows, num_kv, -1, torch.from_numpy(slots)))
     return spans, torch.from_numpy(np.concatenate(writes)) if writes else None
+
+
+def _decode_batch(kv_lens: list[int], tables: np.ndarray, cache: torch.Tensor) -> DecodeBatch | None:
+    size, longest = len(kv_lens), max(kv_lens)
+    if size == 1 or min(kv_lens) == 0 or size * longest > MAX_GATHERED_TOKENS:
+        return None
+    lengths = np.array(kv_lens)[:, None]
+    tokens = np.arange(longest)[None]
+    valid = tokens < lengths
+    tokens = np.where(valid, tokens, 0)
+    block_size = cache.shape[1]
+    slots = np.take_along_axis(tables, tokens // block_size, axis=1) * block_size + tokens % block_size
+    mask = torch.zeros(size, 1, 1, longest, dtype=cache.dtype)
+    mask.masked_fill_(torch.from_numpy(~valid)[:, None, None], float("-inf"))
+    return DecodeBatch(size, torch.from_numpy(slots.ravel()), mask)
 
 
 class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
@@ -99,27 +135,41 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         Returns [tokens, heads, v_dim].
         """
         k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-        output = query.new_empty(*query.shape[:-1], self.v_head_size)
         if attn_metadata.write_slots is None:
-            return output.zero_()
+            return query.new_zeros(*query.shape[:-1], self.v_head_size)
         if key is not None:
             k_slots.index_copy_(0, attn_metadata.write_slots, key)
             v_slots.index_copy_(0, attn_metadata.write_slots, value)
-        for span in attn_metadata.spans:
-            q_len = span.rows.stop - span.rows.start
-            attend = self._decode if q_len == 1 else self._prefill
-            attend(query[span.rows], k_slots, v_slots, span, output[span.rows])
-        return output
+        if attn_metadata.batch is not None and self._window is None:
+            return self._decode_all(query, k_slots, v_slots, attn_metadata.batch)
+        outputs = [self._attend(query[span.rows], k_slots, v_slots, span) for span in attn_metadata.spans]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _decode(self, query, k_slots, v_slots, span: Span, output) -> None:
+    def _attend(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
+        if span.num_kv == 0:
+            return query.new_zeros(*query.shape[:-1], self.v_head_size)
+        attend = self._decode if query.shape[0] == 1 else self._prefill
+        return attend(query, k_slots, v_slots, span)
+
+    def _decode_all(self, query, k_slots, v_slots, batch: DecodeBatch) -> torch.Tensor:
+        """As `_decode`, for all sequences at once."""
+        keys, values = (
+            slots.index_select(0, batch.slots).unflatten(0, (batch.size, -1)).transpose(1, 2)
+            for slots in (k_slots, v_slots)
+        )
+        grouped = query.reshape(batch.size, self.num_kv_heads, -1, self.head_size)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.mask, scale=self.scale)
+        return out.reshape(batch.size, self.num_heads, self.v_head_size)
+
+    def _decode(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
         """One query against its whole past: the heads that share a key head become rows of one product."""
         first = 0 if self._window is None else max(0, span.num_kv - self._window)
         keys, values = _read(k_slots, span, first), _read(v_slots, span, first)
-        grouped = query.view(1, self.num_kv_heads, -1, self.head_size)
+        grouped = query.reshape(1, self.num_kv_heads, -1, self.head_size)
         out = F.scaled_dot_product_attention(grouped, keys, values, scale=self.scale)
-        output.view(1, self.num_kv_heads, -1, self.v_head_size).copy_(out)
+        return out.reshape(1, self.num_heads, self.v_head_size)
 
-    def _prefill(self, query, k_slots, v_slots, span: Span, output) -> None:
+    def _prefill(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
         """Many queries; what a prefix hit or an earlier chunk left in the cache comes before them."""
         q_len = query.shape[0]
         past = span.num_kv - q_len
@@ -135,7 +185,7 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
             scale=self.scale,
             enable_gqa=self.num_heads != self.num_kv_heads,
         )
-        output.copy_(out[0].transpose(0, 1))
+        return out[0].transpose(0, 1)
 
     def _limits(self, num_tokens: int) -> bool:
         return self._window is not None and num_tokens > self._window

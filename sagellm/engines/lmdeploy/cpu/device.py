@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sagellm.core.errors import ConfigError
-from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, memory_bytes
+from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, keep_freed_memory, memory_bytes
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -50,16 +50,13 @@ class CpuDevice:
             raise ConfigError(f"cache_max_entry_count {config.cache_max_entry_count} must lie between 0 and 1.")
 
     def activate(self) -> None:
-        """Make this the device of the process.
-
-        Raises:
-            ConfigError: an engine on another device lives in this process.
-        """
+        """Make this the device of the process."""
         from lmdeploy.pytorch.devices import DeviceContext, get_device_manager
 
         # The engine asks for its backend in places where no device context is set (sizing the cache, building process
         # groups), so the default context must be ours as well.
         get_device_manager().set_context(DeviceContext(device_type="cpu"))
+        keep_freed_memory()
 
     def ops_backend(self) -> type:
         from sagellm.engines.lmdeploy.cpu.backend import CpuOpsBackend

@@ -4,19 +4,33 @@ import torch
 import torch.nn.functional as F
 from lmdeploy.pytorch import distributed as dist
 from lmdeploy.pytorch.backends.linear import LinearBuilder, LinearImpl
+from torch import nn
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """True for weights that are worth reordering: in float32 the row-major layout is as fast."""
+    return weight.dtype == torch.bfloat16 and not weight.is_mkldnn and torch.backends.mkldnn.is_available()
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """Reorder a weight [out_features, in_features].
+
+    With a row-major weight oneDNN reorders it in every call, or falls back to a kernel that reads it at half of the
+    memory's bandwidth; a decode step is little but such reads.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+
+
+def packed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x`: [..., in_features]; `weight` as `pack` returned it."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 class CpuLinearImpl(LinearImpl):
-    """y = x W^T + b.
-
-    With a plain row-major weight oneDNN reorders it in every call, or falls back to a kernel that reads it at less than
-    half of the memory bandwidth; a decode step is nothing but such reads.
-    """
+    """y = x W^T + b."""
 
     def update_weights(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
-        """Called once after loading. `weight`: [out_features, in_features]."""
-        if weight.dtype == torch.bfloat16 and not weight.is_mkldnn and torch.backends.mkldnn.is_available():
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+        """Weights stay as they are until the whole model is loaded; `graph.optimize` packs them then."""
         return weight, bias
 
     def forward(
@@ -30,15 +44,27 @@ class CpuLinearImpl(LinearImpl):
         scatter_size: list[int] | None = None,
     ) -> torch.Tensor:
         """`x`: [..., in_features]; returns [..., out_features], summed over the group with `all_reduce`."""
-        if weight.is_mkldnn:
-            out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        else:
-            out = F.linear(x, weight, bias)
+        out = packed_linear(x, weight, bias) if weight.is_mkldnn else F.linear(x, weight, bias)
         if all_reduce:
             if scatter_size is not None:
                 return dist.reduce_scatter_by_tp_sizes(out, rank, scatter_size, group=group)
             dist.all_reduce(out, group=group)
         return out
+
+
+class GatedLinear(nn.Module):
+    """silu(x Wg^T) * (x Wu^T) in two passes over memory: oneDNN applies both element-wise steps as it writes."""
+
+    def __init__(self, gate: torch.Tensor, up: torch.Tensor) -> None:
+        """`gate`, `up`: [size, in_features], row-major."""
+        super().__init__()
+        self.gate = nn.Parameter(pack(gate), requires_grad=False)
+        self.up = nn.Parameter(pack(up), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: [..., in_features]; returns [..., size]."""
+        gate = torch.ops.mkldnn._linear_pointwise(x, self.gate, None, "swish", [1.0], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, gate, self.up, None, "mul")
 
 
 class CpuLinearBuilder(LinearBuilder):

@@ -1,21 +1,27 @@
 """Root-mean-square norm (Zhang and Sennrich, 2019) with the residual added first."""
 
 import torch
-import torch.nn.functional as F
 from lmdeploy.pytorch.backends.norm import RMSNormBuilder, RMSNormImpl
 
 
 class CpuRMSNormImpl(RMSNormImpl):
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        self._shape = (hidden_size,)
+        self._size = hidden_size
         self._eps = eps
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None):
         """`x`, `residual`: [..., hidden_size]. Returns the norm, and with a residual also the sum."""
         if residual is None:
-            return F.rms_norm(x, self._shape, weight, self._eps)
+            return self._norm(x, weight)
         total = x + residual
-        return F.rms_norm(total, self._shape, weight, self._eps), total
+        return self._norm(total, weight), total
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """In float32. One reduction and in-place products: half the memory traffic of torch's own decomposition."""
+        wide = x.to(torch.float32, copy=True)
+        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = scale.square_().div_(self._size).add_(self._eps).rsqrt_()
+        return wide.mul_(scale).mul_(weight.float()).to(x.dtype)
 
 
 class CpuRMSNormBuilder(RMSNormBuilder):

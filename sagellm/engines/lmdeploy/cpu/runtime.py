@@ -1,5 +1,6 @@
 """The part of `torch.cuda` that the engine's host code calls, for a device whose work is done when a call returns."""
 
+import ctypes
 import os
 import time
 from contextlib import contextmanager
@@ -112,3 +113,19 @@ def _read_int(path: Path) -> int | None:
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
+
+
+def keep_freed_memory(trim_bytes: int = 256 << 20, mmap_bytes: int = 32 << 20) -> bool:
+    """Ask glibc to reuse what large temporaries leave behind; False where the C library is another.
+
+    By default every temporary of a prefill is a fresh mapping, whose pages the kernel clears again at each use. 32 MiB is
+    the largest threshold that glibc takes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    settings = ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, mmap_bytes), (M_TRIM_THRESHOLD, trim_bytes))
+    return all([mallopt(name, value) == 1 for name, value in settings])

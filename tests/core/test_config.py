@@ -1,0 +1,97 @@
+"""Configuration from a file and from values that go before it; what is wrong is named, with what is allowed."""
+
+import re
+
+import pytest
+from pydantic import ValidationError
+
+from sagellm.core.config import HookConfig, PluginSpec, SageConfig, read_config
+from sagellm.core.errors import ConfigError
+
+
+def write(tmp_path, text):
+    file = tmp_path / "sage.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_values_go_before_the_file(tmp_path):
+    file = write(tmp_path, "kv_blocks: 64\nport: 8000\nplugins: [lru, {name: 'a:B', options: {size: 3}}]\n")
+    config = read_config(file, {"port": 9000})
+    assert (config.kv_blocks, config.port) == (64, 9000)
+    assert config.plugins == (PluginSpec(name="lru"), PluginSpec(name="a:B", options={"size": 3}))
+    assert read_config(None, {}) == read_config(write(tmp_path, ""), {}) == SageConfig()
+
+
+def test_one_plugin_or_key_needs_no_list():
+    assert SageConfig(plugins="lru", api_key="secret") == SageConfig(plugins=["lru"], api_key=["secret"])
+    assert SageConfig(plugins={"name": "lru"}).plugins == (PluginSpec(name="lru"),)
+
+
+def test_an_unknown_key_names_the_known_ones(tmp_path):
+    file = write(tmp_path, "kv_block: 64\n")
+    with pytest.raises(ConfigError) as caught:
+        read_config(file, {})
+    message = str(caught.value)
+    assert message.startswith(f"in {file}: kv_block: unknown key; known are ")
+    assert all(name in message for name in SageConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"port": 0}, "port: .*greater than or equal to 1, got 0"),
+        ({"port": "many"}, "port: .*integer.*got 'many'"),
+        ({"kv_blocks": 15}, "kv_blocks: .*greater than or equal to 16, got 15"),
+        ({"kv_memory_share": 1.0}, "kv_memory_share: .*less than 1, got 1.0"),
+        ({"block_size": 48}, "block_size: .*48 is not a power of two"),
+        ({"block_size": 8}, "block_size: .*greater than or equal to 16"),
+        ({"device": "tpu"}, "device: .*'auto', 'cpu', 'cuda'"),
+        ({"dtype": "int8"}, "dtype: .*'bfloat16', got 'int8'"),
+        ({"max_prefill_tokens": -1}, "max_prefill_tokens"),
+        ({"plugin_time_limit_s": 0}, "plugin_time_limit_s: .*greater than 0"),
+        ({"plugins": 7}, "plugins"),
+        ({"plugins": [{"name": "a", "colour": 1}]}, "plugins.0.colour: unknown key"),
+        ({"kv_blocks": 64, "kv_memory_share": 0.5}, "kv_blocks and kv_memory_share both size the KV pool"),
+    ],
+)
+def test_bad_values(values, message):
+    with pytest.raises(ConfigError, match=message):
+        read_config(None, values)
+
+
+def test_every_mistake_has_a_line():
+    with pytest.raises(ConfigError) as caught:
+        read_config(None, {"port": 0, "dtype": "int8", "colour": 1})
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "is not YAML"), ("- 1\n- 2\n", "holds a list; a configuration is a mapping"), ("7", "holds a int")],
+)
+def test_files_that_are_no_configuration(tmp_path, text, message):
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(str(file)) + ".*" + message):
+        read_config(file, {})
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "."])
+def test_files_that_cannot_be_read(tmp_path, name):
+    with pytest.raises(ConfigError, match="cannot read .*: "):
+        read_config(tmp_path / name, {})
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    file = tmp_path / "sage.yaml"
+    file.write_bytes(b"\xff\xfe\x00kv")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        read_config(file, {})
+
+
+def test_configurations_are_frozen_and_travel_as_json(tmp_path):
+    config = SageConfig()
+    with pytest.raises(ValidationError):
+        config.port = 1
+    hooks = HookConfig(plugins=(PluginSpec(name="a:B", options={"n": [1]}),), record=tmp_path / "r", run_dir=tmp_path)
+    assert HookConfig.model_validate_json(hooks.model_dump_json()) == hooks

@@ -1,0 +1,118 @@
+"""A call into a plug-in ends in time, whatever the plug-in does."""
+
+import logging
+import threading
+import time
+
+import pytest
+
+from sagellm.core.guard import PluginGuard, Switched
+
+LIMIT_S = 0.1
+
+
+@pytest.fixture
+def faults():
+    return []
+
+
+@pytest.fixture
+def guard(faults):
+    guard = PluginGuard("p", LIMIT_S, faults.append)
+    yield guard
+    guard.stop()
+
+
+def fails(error):
+    def function(*args):
+        raise error
+
+    return function
+
+
+def test_results_and_arguments_pass(guard, faults):
+    assert guard.call("hook", lambda a, b: a * b, 6, 7) == 42
+    assert guard.call("hook", lambda: None) is None
+    assert guard.healthy and faults == []
+
+
+def test_every_call_runs_on_the_same_thread_of_the_plugin(guard):
+    idents = {guard.call("hook", threading.get_ident) for _ in range(5)}
+    assert len(idents) == 1 and threading.get_ident() not in idents
+    assert guard.call("hook", lambda: guard.is_calling) is True
+    assert guard.is_calling is False
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), SystemExit(1), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+def test_raising(guard, faults, caplog, error):
+    with caplog.at_level(logging.ERROR, "sagellm"), pytest.raises(Switched):
+        guard.call("select_victims", fails(error))
+    (fault,) = faults
+    assert (fault.plugin, fault.hook, fault.kind) == ("p", "select_victims", "raised")
+    assert type(error).__name__ in fault.detail and "in function" in fault.detail, "a traceback belongs in the report"
+    assert "plug-in p is switched off: raised in select_victims" in caplog.text
+    assert not guard.healthy
+
+
+def test_overrunning_costs_the_limit_once(guard, faults):
+    released = threading.Event()
+    start = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(Switched):
+            guard.call("admit", released.wait, 30)
+    assert LIMIT_S <= time.monotonic() - start < 20 * LIMIT_S
+    released.set()
+    assert [(fault.kind, fault.detail) for fault in faults] == [("overran", "no answer within 0.1 s")]
+
+
+def test_a_late_answer_is_dropped(guard, faults):
+    released, finished = threading.Event(), threading.Event()
+
+    def late():
+        released.wait(30)
+        finished.set()
+        raise ValueError("too late to matter")
+
+    with pytest.raises(Switched):
+        guard.call("admit", late)
+    released.set()
+    assert finished.wait(10)
+    with pytest.raises(Switched):
+        guard.call("admit", lambda: 1)
+    assert len(faults) == 1
+
+
+def test_a_switched_off_plugin_is_never_called(guard):
+    calls = []
+    with pytest.raises(Switched):
+        guard.call("admit", fails(ValueError()))
+    with pytest.raises(Switched):
+        guard.call("admit", calls.append, 1)
+    assert calls == []
+
+
+def test_nested_calls_run_in_place(guard):
+    """A hook may cause another hook of the same plug-in, through its own request to the engine."""
+    inner = lambda: (guard.call("inner", threading.get_ident), threading.get_ident())  # noqa: E731
+    assert len(set(guard.call("outer", inner))) == 1
+
+
+def test_a_fault_inside_a_nested_call_is_the_outer_ones(guard, faults):
+    with pytest.raises(Switched):
+        guard.call("outer", lambda: guard.call("inner", fails(ValueError("deep"))))
+    assert [fault.hook for fault in faults] == ["outer"]
+
+
+def test_only_the_first_fault_is_reported(guard, faults, caplog):
+    with caplog.at_level(logging.ERROR, "sagellm"):
+        guard.switch_off("one", "nonsense", "first")
+        guard.switch_off("two", "nonsense", "second")
+    assert [fault.detail for fault in faults] == ["first"]
+    assert caplog.text.count("is switched off") == 1
+
+
+def test_stopping_ends_the_thread(guard):
+    assert guard.call("hook", lambda: 1) == 1
+    guard.stop()
+    guard._thread.join(10)
+    assert not guard._thread.is_alive()

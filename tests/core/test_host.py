@@ -1,0 +1,143 @@
+"""Who decides, who listens, and what is counted."""
+
+import json
+import threading
+
+import pytest
+
+from sagellm.core.config import HookConfig, PluginSpec
+from sagellm.core.errors import ConfigError
+from sagellm.core.hooks import Plugin
+from sagellm.core.host import Nonsense, PluginHost
+
+
+class Quiet(Plugin):
+    def on_step_end(self, result):
+        self.heard = [*getattr(self, "heard", []), result]
+
+
+class Second(Quiet):
+    pass
+
+
+class Loud(Plugin):
+    def on_step_end(self, result):
+        raise RuntimeError("too loud")
+
+
+class Admits(Plugin):
+    def __init__(self, answer=True):
+        self.answer = answer
+
+    def admit(self, request):
+        return self.answer
+
+
+class AdmitsToo(Admits):
+    pass
+
+
+class Closing(Plugin):
+    closed = 0
+
+    def close(self):
+        type(self).closed += 1
+
+
+def name_of(kind):
+    return f"{__name__}:{kind.__name__}"
+
+
+def make(*kinds, **values):
+    specs = tuple(kind if isinstance(kind, PluginSpec) else PluginSpec(name=name_of(kind)) for kind in kinds)
+    return PluginHost(HookConfig(plugins=specs, time_limit_s=1, **values))
+
+
+def must_be_true(answer):
+    if answer is not True:
+        raise Nonsense(f"got {answer!r}")
+    return "checked"
+
+
+def test_two_that_decide_the_same_are_refused():
+    with pytest.raises(ConfigError, match="Admits and .*AdmitsToo both decide admit; keep one"):
+        make(Admits, AdmitsToo)
+
+
+def test_the_same_name_twice_is_refused():
+    with pytest.raises(ConfigError, match="is named twice; name it once"):
+        make(Quiet, Quiet)
+
+
+def test_a_decision_is_checked_and_counted():
+    host = make(Admits)
+    assert host.decides("admit") and not host.decides("schedule")
+    assert host.decide("admit", object(), must_be_true) == (name_of(Admits), "checked")
+    assert host.decide("schedule", object(), must_be_true) is None
+    assert host.report() == {
+        "calls": [[name_of(Admits), "admit", 1]], "faults": [], "enabled": {name_of(Admits): True}
+    }  # fmt: skip
+    host.close()
+
+
+@pytest.mark.parametrize("check", [must_be_true, lambda answer: answer.nothing, lambda answer: 1 / 0])
+def test_nonsense_switches_off(check):
+    host = make(PluginSpec(name=name_of(Admits), options={"answer": "perhaps"}), Quiet)
+    assert host.decide("admit", None, check) is None
+    assert not host.decides("admit")
+    assert host.decide("admit", None, lambda answer: answer) is None
+    host.notify("on_step_end", 1)
+    report = host.report()
+    assert report["faults"] == [[name_of(Admits), "admit", "nonsense", 1]]
+    assert report["calls"] == [[name_of(Quiet), "on_step_end", 1]]
+    assert report["enabled"] == {name_of(Admits): False, name_of(Quiet): True}
+    json.dumps(report)
+    host.close()
+
+
+def test_notices_go_on_to_the_others():
+    host = make(Quiet, Loud, Second)
+    for step in (1, 2):
+        host.notify("on_step_end", step)
+    assert [getattr(plugin, "heard", None) for _, plugin in host.plugins] == [[1, 2], None, [1, 2]]
+    assert host.report()["faults"] == [[name_of(Loud), "on_step_end", "raised", 1]]
+    assert host.listens("on_step_end") and not host.listens("on_evicted")
+    host.close()
+
+
+def test_blame_switches_off_the_owner():
+    host = make(Admits)
+    host.blame("admit", "kept a request waiting")
+    assert not host.decides("admit")
+    assert host.faults[0].detail == "kept a request waiting"
+    host.close()
+
+
+def test_closing_tells_every_plugin_once():
+    Closing.closed = 0
+    host = make(Closing, Quiet)
+    host.close()
+    assert Closing.closed == 1
+    for guard in host.guards.values():
+        guard._thread.join(10)
+    assert not any(guard._thread.is_alive() for guard in host.guards.values())
+
+
+def test_a_fault_is_recorded(tmp_path):
+    host = make(Loud, record=tmp_path / "events.jsonl")
+    host.notify("on_step_end", 1)
+    host.close()
+    (line,) = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert (line["event"], line["plugin"], line["hook"], line["kind"]) == (
+        "fault", name_of(Loud), "on_step_end", "raised",
+    )  # fmt: skip
+    assert line["detail"] == "RuntimeError: too loud"
+
+
+def test_hosts_do_not_share_state():
+    one, two = make(Admits), make(Admits)
+    one.blame("admit", "only here")
+    assert not one.decides("admit") and two.decides("admit")
+    assert threading.active_count() >= 3
+    one.close()
+    two.close()

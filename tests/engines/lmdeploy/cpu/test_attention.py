@@ -1,0 +1,118 @@
+"""Paged attention against brute force: lengths, pasts, windows, head groups, scattered blocks, unwritten slots."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.core.errors import EngineError
+from sagellm.engines.lmdeploy.cpu.attention import (
+    CpuAttentionBuilder,
+    CpuAttentionImpl,
+    CpuAttentionMetadata,
+    _plan,
+    _window,
+)
+
+BLOCK, BLOCKS, DIM = 16, 40, 16
+
+
+def brute_force(query, keys, values, past, window):
+    """Every score of one sequence, masked, in one softmax. `query`: [q, heads, dim]; `keys`: [past + q, kv_heads, dim]."""
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[-1] ** -0.5
+    distance = torch.arange(past, past + len(query))[:, None] - torch.arange(len(keys))[None]
+    allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, float("-inf")).softmax(-1), values)
+
+
+def run(lengths, window, heads, kv_heads, scattered, seed):
+    """A step over sequences of (new, past) tokens in one paged cache whose other slots are NaN; compares with the oracle."""
+    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    caches = [torch.full((BLOCKS, BLOCK, kv_heads, DIM), float("nan")) for _ in range(2)]
+    flat = [cache.flatten(0, 1) for cache in caches]
+    free = rng.permutation(BLOCKS) if scattered else np.arange(BLOCKS)
+    widest = max(-(-(new + past) // BLOCK) for new, past in lengths)
+    tables = np.zeros((len(lengths), widest), np.int32)
+    queries, keys, values, expected = [], [], [], []
+    for row, (new, past) in enumerate(lengths):
+        need = -(-(new + past) // BLOCK)
+        tables[row, :need], free = free[:need], free[need:]
+        q = torch.randn(new, heads, DIM, generator=generator)
+        k, v = (torch.randn(new + past, kv_heads, DIM, generator=generator) for _ in range(2))
+        tokens = np.arange(past)
+        slots = torch.from_numpy(tables[row][tokens // BLOCK].astype(np.int64) * BLOCK + tokens % BLOCK)
+        flat[0][slots], flat[1][slots] = k[:past], v[:past]
+        queries.append(q), keys.append(k[past:]), values.append(v[past:])
+        expected.append(brute_force(q, k, v, past, window))
+    spans, writes = _plan([n for n, _ in lengths], [n + p for n, p in lengths], tables, BLOCK)
+    metadata = CpuAttentionMetadata(False, None, spans=spans, write_slots=writes)
+    attention = CpuAttentionImpl(heads, DIM, num_kv_heads=kv_heads, sliding_window=window)
+    out = attention.forward(torch.cat(queries), torch.cat(keys), torch.cat(values), *caches, metadata)
+    torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
+    written = sum(new + past for new, past in lengths)
+    assert int((~flat[0][:, 0, 0].isnan()).sum()) == written, "it wrote outside of its own slots"
+
+
+SEQUENCE = st.one_of(
+    st.tuples(st.integers(1, 60), st.just(0)),
+    st.tuples(st.just(1), st.integers(0, 90)),
+    st.tuples(st.integers(1, 40), st.integers(0, 60)),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    lengths=st.lists(SEQUENCE, min_size=1, max_size=4),
+    window=st.sampled_from([None, 1, 15, 16, 24, 200]),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    scattered=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_attention_is_brute_force(lengths, window, heads, scattered, seed):
+    run(lengths, window, *heads, scattered, seed)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(
+    "lengths",
+    [[(1, 0)], [(16, 0)], [(1, 15)], [(1, 16)], [(33, 0)], [(20, 50)], [(30, 3)], [(1, 100), (40, 0), (1, 31), (5, 11)]],
+)
+def test_lengths_at_the_edges_of_blocks(lengths, window):
+    for scattered in (False, True):
+        run(lengths, window, 4, 2, scattered, seed=0)
+
+
+def test_blocks_in_a_row_are_read_in_place():
+    tables = np.array([[3, 4, 5], [3, 5, 4]], np.int32)
+    spans, _ = _plan([1, 1], [40, 40], tables, BLOCK)
+    assert (spans[0].first_slot, spans[0].slots) == (48, None)
+    assert spans[1].first_slot == -1
+    assert spans[1].slots.tolist() == [*range(48, 64), *range(80, 96), *range(64, 72)]
+
+
+def test_entries_of_a_table_behind_the_last_token_do_not_matter():
+    spans, _ = _plan([1], [20], np.array([[3, 4, 0, 17]], np.int32), BLOCK)
+    assert spans[0].first_slot == 48
+
+
+def test_a_warm_up_step_touches_nothing():
+    cache = torch.full((4, BLOCK, 2, DIM), float("nan"))
+    spans, writes = _plan([1, 1], [0, 0], np.zeros((2, 1), np.int32), BLOCK)
+    metadata = CpuAttentionMetadata(True, None, spans=spans, write_slots=writes)
+    query = torch.randn(2, 4, DIM)
+    out = CpuAttentionImpl(4, DIM, num_kv_heads=2).forward(query, query[:, :2], query[:, :2], cache, cache, metadata)
+    assert out.abs().sum() == 0 and bool(cache.isnan().all())
+
+
+def test_window_as_lmdeploy_writes_it():
+    assert [_window(value) for value in (None, -1, 0, (-1, -1), (24, 24), 24, [24, 0])] == [None] * 4 + [24] * 3
+
+
+def test_what_is_missing_is_refused_by_name():
+    with pytest.raises(EngineError, match="needs alibi, attention sinks, which the CPU device does not have"):
+        CpuAttentionBuilder.build(4, 16, alibi=True, learnable_sink=True)
+    assert isinstance(CpuAttentionBuilder.build(4, 16, num_kv_heads=2), CpuAttentionImpl)

@@ -1,0 +1,132 @@
+"""The other operators against their plain formulas."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sagellm.engines.lmdeploy.cpu.activation import CpuSiluAndMulImpl
+from sagellm.engines.lmdeploy.cpu.linear import CpuLinearImpl
+from sagellm.engines.lmdeploy.cpu.norm import CpuRMSNormImpl
+from sagellm.engines.lmdeploy.cpu.rotary import CpuApplyRotaryEmbImpl, _joined
+from sagellm.engines.lmdeploy.cpu.sampling import CpuMultinomialSamplingImpl, _uniform
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def test_rms_norm_with_and_without_a_residual():
+    x, residual, weight = torch.randn(5, 32), torch.randn(5, 32), torch.randn(32)
+    norm = CpuRMSNormImpl(32, 1e-5)
+
+    def plain(value):
+        return value / (value.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    torch.testing.assert_close(norm.forward(x, weight), plain(x))
+    before = x.clone(), residual.clone()
+    out, total = norm.forward(x, weight, residual)
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(out, plain(x + residual))
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+def test_silu_and_mul():
+    x = torch.randn(3, 5, 64)
+    out = CpuSiluAndMulImpl().forward(x.clone())
+    gate, up = x[..., :32], x[..., 32:]
+    torch.testing.assert_close(out, gate / (1 + (-gate).exp()) * up)
+    assert out.is_contiguous()
+
+
+def rotated(states, cos, sin):
+    half = states.shape[-1] // 2
+    turned = torch.cat((-states[..., half:], states[..., :half]), -1)
+    return states * cos[:, None] + turned * sin[:, None]
+
+
+@pytest.mark.parametrize("layout", ["packed", "separate", "values_between"])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_rotary(layout, inplace):
+    tokens, heads, kv_heads, dim = 6, 4, 2, 16
+    packed = torch.randn(tokens, heads + 2 * kv_heads, dim)
+    query, key, value = packed[:, :heads], packed[:, heads : heads + kv_heads], packed[:, heads + kv_heads :]
+    if layout == "separate":
+        query, key = query.clone(), key.clone()
+    if layout == "values_between":
+        key, value = value, key
+    angles = torch.rand(tokens, dim // 2) * 6
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+    assert (_joined(query, key) is not None) == (layout == "packed")
+    expected = rotated(query, cos, sin), rotated(key, cos, sin)
+    kept = query.clone(), value.clone()
+    out = CpuApplyRotaryEmbImpl().forward(query, key, cos, sin, inplace=inplace)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(value, kept[1]), "the values are not rotated"
+    assert torch.equal(query, out[0] if inplace else kept[0])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_linear(bias, dtype, tokens):
+    x, weight = torch.randn(2, tokens, 64, dtype=dtype), torch.randn(48, 64, dtype=dtype)
+    b = torch.randn(48, dtype=dtype) if bias else None
+    linear = CpuLinearImpl()
+    packed, same_bias = linear.update_weights(weight.clone(), b)
+    assert packed.is_mkldnn == (dtype is torch.bfloat16 and torch.backends.mkldnn.is_available())
+    assert same_bias is b
+    out = linear.forward(x, packed, same_bias)
+    assert out.shape == (2, tokens, 48) and out.dtype is dtype
+    torch.testing.assert_close(out, F.linear(x, weight, b))
+    exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-4 if dtype is torch.float32 else 0.2)
+
+
+def sample(scores, seeds, offsets=None, indices=None):
+    offsets = torch.zeros_like(seeds) if offsets is None else offsets
+    return CpuMultinomialSamplingImpl().forward(scores, seeds, offsets, indices)
+
+
+def test_sampling_follows_the_probabilities():
+    count = 8000
+    weights = torch.tensor([0.1, 0.0, 0.5, 0.0, 0.4, 0.0])
+    drawn = sample(weights.expand(count, -1), torch.arange(count))
+    share = torch.bincount(drawn, minlength=6) / count
+    assert share[weights == 0].sum() == 0
+    torch.testing.assert_close(share, weights, rtol=0, atol=0.03)
+    along = sample(weights.expand(count, -1), torch.full((count,), 7), torch.arange(count))
+    torch.testing.assert_close(torch.bincount(along, minlength=6) / count, weights, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24])
+def test_a_token_without_probability_is_never_drawn(monkeypatch, uniform):
+    monkeypatch.setattr("sagellm.engines.lmdeploy.cpu.sampling._uniform", lambda seed, offset: uniform)
+    for scores in ([0, 0, 1, 0, 0], [0, 0.3, 0, 0.7, 0], [0.2] * 5, [1e-30, 0, 1, 1e-30, 0]):
+        row = torch.tensor([scores], dtype=torch.float32)
+        assert row[0, sample(row, torch.zeros(1, dtype=torch.int64))] > 0
+    many = torch.full((1, 50_000), 1 / 50_000)
+    many[0, -5:] = 0
+    assert many[0, sample(many, torch.zeros(1, dtype=torch.int64))] > 0
+
+
+def test_sampling_depends_on_its_own_row_only():
+    scores, seeds, offsets = torch.rand(6, 20), torch.arange(6) * 10**12, torch.arange(6)
+    together = sample(scores, seeds, offsets)
+    for row in range(6):
+        one = slice(row, row + 1)
+        assert sample(scores[one], seeds[one], offsets[one]) == together[row]
+
+
+def test_indices_map_the_drawn_places():
+    scores = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    indices = torch.tensor([[30, 31], [40, 41]])
+    assert sample(scores, torch.tensor([1, 2]), indices=indices).tolist() == [31, 40]
+
+
+def test_uniform_numbers_spread():
+    values = [_uniform(seed, offset) for seed in range(100) for offset in range(100)]
+    assert 0 <= min(values) < 0.001 and 0.999 < max(values) < 1
+    assert len(set(values)) > 9900
+    assert abs(sum(values) / len(values) - 0.5) < 0.01
+    assert 0 <= _uniform(-5, 2**40) < 1

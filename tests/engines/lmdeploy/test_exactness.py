@@ -1,0 +1,166 @@
+"""Greedy float32 output equals transformers token for token, whatever the cache and the scheduler do meanwhile."""
+
+import asyncio
+
+import pytest
+
+from sagellm.core.errors import EngineError
+from sagellm.engines.base import SamplingParams
+from tests.pool import settle
+from tests.reference import make_prompts
+
+NUM_NEW = 40
+GREEDY = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
+# Together they want far more than 30 blocks of 16 tokens.
+CROWD = make_prompts((40, 100, 33, 90, 64, 70, 20, 50, 130, 12))
+
+
+def answers(engine, prompts, params=GREEDY):
+    result = [generation.token_ids for generation in engine.generate(prompts, params)]
+    settle(engine)
+    return result
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen2-window", "mistral"])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_batches_equal_transformers(start_engine, reference, model, prefix_caching):
+    prompts = make_prompts((5, 40, 100, 33))
+    engine = start_engine(model=model, prefix_caching=prefix_caching)
+    expected = reference(prompts, NUM_NEW, model)
+    assert answers(engine, prompts[1:2]) == expected[1:2]
+    assert answers(engine, prompts) == expected
+    before = engine.hooks.report()["prefix"]["hit_tokens"]
+    assert answers(engine, prompts) == expected
+    hit = engine.hooks.report()["prefix"]["hit_tokens"] - before
+    # All full blocks but those of a last token that must be computed: 2, 6 and 2 of 16 tokens.
+    assert hit == (160 if prefix_caching else 0)
+
+
+def test_under_block_pressure(start_engine, reference):
+    engine = start_engine(kv_blocks=30)
+    for _ in range(2):
+        assert answers(engine, CROWD) == reference(CROWD, NUM_NEW)
+    report = engine.hooks.report()
+    # Without these the test proves nothing.
+    assert report["preempted"] > 0
+    assert report["evicted"]["prefix"] > 0 and report["evicted"]["recompute"] > 0
+    assert report["faults"] == []
+    for _ in range(2):
+        assert answers(engine, CROWD[:1]) == reference(CROWD[:1], NUM_NEW)
+    assert engine.hooks.report()["prefix"]["hit_tokens"] > 0
+
+
+def test_under_block_pressure_with_a_window(start_engine, reference):
+    engine = start_engine(model="mistral", kv_blocks=30)
+    assert answers(engine, CROWD) == reference(CROWD, NUM_NEW, "mistral")
+    assert engine.hooks.report()["preempted"] > 0
+
+
+@pytest.mark.parametrize("decode_round", [4, 16])
+def test_rounds_of_several_decode_steps(start_engine, reference, decode_round):
+    engine = start_engine(kv_blocks=30, decode_round=decode_round)
+    assert answers(engine, CROWD) == reference(CROWD, NUM_NEW)
+    assert answers(engine, CROWD) == reference(CROWD, NUM_NEW)
+
+
+def test_prompt_longer_than_a_prefill_step(start_engine, reference):
+    prompts = make_prompts((300, 20, 150))
+    engine = start_engine(max_prefill_tokens=64)
+    expected = reference(prompts, NUM_NEW)
+    assert answers(engine, prompts[:1]) == expected[:1]
+    assert answers(engine, prompts) == expected
+    assert engine.hooks.report()["prefix"]["hit_tokens"] >= 18 * 16
+
+
+def test_shared_prefix_diverges_inside_a_block(start_engine, reference):
+    base = make_prompts((50,))[0]
+    prompts = [base, base[:40] + [11, 12], base[:32], base[:33], base + [9] * 30]
+    engine = start_engine()
+    expected = reference(prompts, NUM_NEW)
+    for prompt, wanted in zip(prompts, expected, strict=True):
+        assert answers(engine, [prompt]) == [wanted]
+    assert answers(engine, prompts) == expected
+
+
+def test_bfloat16_finishes(start_engine):
+    engine = start_engine(model="llama-bf16", kv_blocks=30)
+    assert engine.info.kv_schema.dtype == "bfloat16"
+    for generation in engine.generate(CROWD, GREEDY):
+        assert len(generation.token_ids) == NUM_NEW
+        assert all(0 <= token < 320 for token in generation.token_ids)
+        assert generation.finish_reason == "length"
+
+
+def test_seeds_fix_the_output_whatever_the_batch(start_engine):
+    engine = start_engine()
+    prompts = make_prompts((20, 30, 40, 50))
+    params = [SamplingParams(20, temperature=1.5, seed=seed, ignore_eos=True) for seed in (1, 2, 3, 2**31 + 5)]
+    alone = [answers(engine, [prompt], [each])[0] for prompt, each in zip(prompts, params, strict=True)]
+    assert answers(engine, prompts, params) == alone
+    assert answers(engine, prompts[::-1], params[::-1]) == alone[::-1]
+    same = [prompts[0]] * 3
+    assert answers(engine, same, [params[0]] * 3) == [alone[0]] * 3
+    others = answers(engine, same, [params[1], params[2], SamplingParams(20, temperature=1.5, ignore_eos=True)])
+    assert len({alone[0], *others}) == 4
+    free = SamplingParams(20, temperature=1.5, ignore_eos=True)
+    assert len(set(answers(engine, same, free))) == 3
+
+
+def test_stop_tokens_and_lengths(start_engine, reference):
+    prompt = make_prompts((30,))[0]
+    (expected,) = reference([prompt], NUM_NEW)
+    stop = expected[7]
+    first = expected.index(stop)
+    engine = start_engine()
+    (stopped, short, one) = engine.generate(
+        [prompt] * 3, [SamplingParams(NUM_NEW, stop_token_ids=(stop,)), SamplingParams(5, ignore_eos=True),
+                       SamplingParams(1, ignore_eos=True)],
+    )  # fmt: skip
+    assert (stopped.token_ids, stopped.finish_reason) == (expected[: first + 1], "stop")
+    assert (short.token_ids, short.finish_reason) == (expected[:5], "length")
+    assert one.token_ids == expected[:1]
+    assert len(stopped.token_s) == first + 1
+    assert list(stopped.token_s) == sorted(stopped.token_s)
+
+
+def test_cancelling_returns_the_blocks_and_harms_nobody(start_engine, reference):
+    from lmdeploy.messages import GenerationConfig
+
+    prompts = make_prompts((60, 70, 80))
+    engine = start_engine()
+
+    async def cancel_after(session: int, prompt: list[int], count: int) -> list[int]:
+        instance = engine.engine.create_instance()
+        config = GenerationConfig(max_new_tokens=NUM_NEW, top_k=1, ignore_eos=True)
+        tokens: list[int] = []
+        stream = instance.async_stream_infer(session, prompt, gen_config=config)
+        async for output in stream:
+            tokens.extend(output.token_ids)
+            if len(tokens) >= count:
+                break
+        await instance.async_cancel(session)
+        await stream.aclose()
+        await instance.async_end(session)
+        return tokens
+
+    async def both():
+        return await asyncio.gather(
+            cancel_after(1001, prompts[0], 3), cancel_after(1002, prompts[1], 10), engine._one(prompts[2], GREEDY, 0, 0)
+        )
+
+    first, second, third = engine._on_loop(both())
+    settle(engine)
+    expected = reference(prompts, NUM_NEW)
+    assert tuple(first) == expected[0][: len(first)] and 3 <= len(first) < NUM_NEW
+    assert tuple(second) == expected[1][: len(second)] and 10 <= len(second) < NUM_NEW
+    assert third.token_ids == expected[2]
+    assert engine.hooks.kv.counts().active == 0
+    assert answers(engine, prompts) == expected  # what the cancelled ones left in the prefix cache is right
+
+
+def test_requests_that_cannot_fit_are_refused(start_engine, reference):
+    engine = start_engine(kv_blocks=16, context_length=512)
+    with pytest.raises(EngineError, match="INPUT_LENGTH_ERROR"):
+        engine.generate(make_prompts((600,)), GREEDY)
+    prompts = make_prompts((30,))
+    assert answers(engine, prompts) == reference(prompts, NUM_NEW)

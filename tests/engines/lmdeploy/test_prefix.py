@@ -1,0 +1,95 @@
+"""A prefix index of one's own in front of LMDeploy's, and the notices of what was found and stored."""
+
+import numpy as np
+
+from sagellm.engines.base import SamplingParams
+from sagellm.engines.lmdeploy.prefix import prefix_hashes
+from tests.engines.lmdeploy.test_exactness import CROWD, answers
+from tests.plugins import plugin_of
+from tests.pool import settle
+from tests.reference import make_prompts
+
+OWN_INDEX = "tests.plugins:OwnIndex"
+SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
+PROMPTS = make_prompts((64, 65, 100, 15, 17))
+
+
+def test_an_own_index_finds_what_the_engine_finds(start_engine, reference):
+    own, plain = start_engine(OWN_INDEX), start_engine()
+    expected = reference(PROMPTS, 20)
+    for _ in range(2):
+        assert answers(own, PROMPTS, SHORT) == expected
+        assert answers(plain, PROMPTS, SHORT) == expected
+    hits = plain.hooks.report()["prefix"]
+    assert own.hooks.report()["prefix"] == hits
+    assert hits["hit_tokens"] == 48 + 64 + 96 + 0 + 16
+    second = plugin_of(own).matched[len(PROMPTS) :]
+    assert [match.num_matched for match in second] == [48, 64, 96, 0, 16]
+    assert [match.num_tokens for match in second] == [64, 65, 100, 15, 17]
+    assert {match.source for match in second} == {OWN_INDEX}
+    assert all(len(match.block_ids) * 16 == match.num_matched for match in second)
+
+
+def test_an_own_index_under_pressure(start_engine, reference):
+    engine = start_engine(OWN_INDEX, kv_blocks=30)
+    for _ in range(2):
+        assert answers(engine, CROWD) == reference(CROWD, 40)
+    assert answers(engine, CROWD[:1]) == answers(engine, CROWD[:1]) == reference(CROWD[:1], 40)
+    report = engine.hooks.report()
+    assert report["faults"] == []
+    assert report["preempted"] > 0 and report["evicted"]["prefix"] > 0
+    assert report["prefix"]["hit_tokens"] > 0
+
+
+def test_what_was_stored_is_what_was_computed(start_engine, reference):
+    engine = start_engine("tests.plugins:Listener")
+    for prompt, wanted in zip(PROMPTS, reference(PROMPTS, 20), strict=True):
+        engine.generate([prompt], SHORT)
+        settle(engine)
+        listener = plugin_of(engine)
+        mine = [u for u in listener.stored if u.request_id == listener.ended[-1]]
+        whole = prompt + list(wanted)
+        position = 0
+        for update in mine:
+            assert update.first_token == position and update.namespace == ""
+            assert len(update.token_ids) == 16 * len(update.block_ids)
+            position += len(update.token_ids)
+            assert update.token_ids.tolist() == whole[update.first_token : position]
+            assert not update.token_ids.flags.writeable
+            # The engine's own record of these blocks, last first.
+            for end, block in zip(range(len(update.token_ids), 0, -16), update.block_ids[::-1], strict=True):
+                assert engine.hooks.kv.nodes[block].tokens.tolist() == update.token_ids[end - 16 : end].tolist()
+        assert position == (len(prompt) + 19) // 16 * 16
+
+
+def test_a_second_request_stores_only_what_is_new(start_engine):
+    engine = start_engine("tests.plugins:Listener")
+    prompt = PROMPTS[2]
+    engine.generate([prompt], SHORT)
+    engine.generate([prompt[:70] + [5] * 30], SHORT)
+    settle(engine)
+    listener = plugin_of(engine)
+    first, second = listener.ended
+    assert [match.num_matched for match in listener.matched] == [0, 64]
+    shared = next(match.block_ids for match in listener.matched if match.request_id == second)
+    stored = [block for u in listener.stored if u.request_id == first for block in u.block_ids]
+    assert list(shared) == stored[:4]
+    assert min(u.first_token for u in listener.stored if u.request_id == second) == 64
+
+
+def test_prefix_caching_off_leaves_the_hooks_silent(start_engine):
+    engine = start_engine(OWN_INDEX, prefix_caching=False)
+    engine.generate(PROMPTS, SHORT)
+    assert engine.hooks.report()["calls"] == []
+    assert engine.hooks.report()["prefix"] == {"query_tokens": 0, "hit_tokens": 0}
+
+
+def test_hashes_name_whole_prefixes():
+    tokens = np.arange(40)
+    hashes = prefix_hashes(tokens, 16, "")
+    assert len(hashes) == 2 and hashes == prefix_hashes(tokens[:33], 16, "")
+    other = tokens.copy()
+    other[0] = 7
+    assert not set(prefix_hashes(other, 16, "")) & set(hashes)
+    assert not set(prefix_hashes(tokens, 16, "adapter")) & set(hashes)
+    assert prefix_hashes(tokens[:15], 16, "") == []

@@ -1,0 +1,123 @@
+"""Order, admission, holding and token budgets by a plug-in, on a running engine."""
+
+import pytest
+
+from sagellm.core.config import PluginSpec
+from sagellm.core.hooks import Phase
+from sagellm.engines.base import SamplingParams
+from tests.engines.lmdeploy.test_exactness import CROWD, answers
+from tests.plugins import plugin_of
+from tests.pool import settle
+from tests.reference import make_prompts
+
+SHORT = SamplingParams(max_new_tokens=12, ignore_eos=True)
+PROMPTS = make_prompts((40, 30, 20, 20, 10))
+TOGETHER = PluginSpec(name="tests.plugins:Together", options={"count": len(PROMPTS)})
+LISTENER = "tests.plugins:Listener"
+
+
+def run(engine, reference, prompts=PROMPTS):
+    assert answers(engine, prompts, SHORT) == reference(prompts, 12)
+    assert engine.hooks.report()["faults"] == []
+
+
+@pytest.mark.parametrize("plugin", [None, "tests.plugins:LastFirst"])
+def test_the_order_decides_who_finishes_first(start_engine, reference, plugin):
+    extra = [plugin] if plugin else []
+    engine = start_engine(LISTENER, TOGETHER, *extra, max_batch_size=1)
+    run(engine, reference)
+    ended = plugin_of(engine).ended
+    assert ended == sorted(ended, reverse=plugin is not None)
+
+
+@pytest.mark.parametrize("plugin", [None, "tests.plugins:LastFirst"])
+def test_the_order_decides_who_is_preempted(start_engine, reference, plugin):
+    together = PluginSpec(name="tests.plugins:Together", options={"count": len(CROWD)})
+    engine = start_engine(together, *([plugin] if plugin else []), kv_blocks=30)
+    preempted = []
+    original = engine.hooks.preempted
+    engine.hooks.preempted = lambda seq: preempted.append(seq.session_id) or original(seq)
+    assert answers(engine, CROWD) == reference(CROWD, 40)
+    assert engine.hooks.report()["faults"] == []
+    assert preempted
+    most_urgent = len(CROWD) - 1 if plugin else 0
+    assert most_urgent not in preempted
+
+
+def test_admission_is_asked_again_until_it_is_given(start_engine, reference):
+    engine = start_engine(PluginSpec(name="tests.plugins:Defer", options={"times": 3}))
+    run(engine, reference)
+    assert set(plugin_of(engine).asked.values()) == {4}
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_held_request_stands_still_and_then_goes_on(start_engine, reference, phase):
+    hold = PluginSpec(name="tests.plugins:Hold", options={"phase": phase.value, "steps": 4})
+    engine = start_engine(TOGETHER, hold)
+    run(engine, reference)
+    plugin = plugin_of(engine, 1)
+    assert plugin.left == 0
+    assert len(set(plugin.progress)) == 1, "the held request went on"
+    if phase is Phase.DECODE:
+        assert plugin.others == sorted(set(plugin.others)), "the others did not go on"
+
+
+def test_budgets_bound_every_step(start_engine, reference):
+    budget = PluginSpec(name="tests.plugins:Budget", options={"prefill": 50, "decode": 2})
+    engine = start_engine(TOGETHER, budget, prefix_caching=False)
+    run(engine, reference)
+    steps = plugin_of(engine, 1).steps
+    prefills = [step for step in steps if step.phase is Phase.PREFILL]
+    decodes = [step for step in steps if step.phase is Phase.DECODE]
+    assert sum(step.num_tokens for step in prefills) == sum(map(len, PROMPTS))
+    assert all(step.num_tokens <= 50 for step in prefills) and len(prefills) >= 3
+    assert {step.num_requests for step in decodes} == {1, 2}
+    assert all(step.num_tokens == step.num_requests for step in decodes)
+    assert sum(step.num_tokens for step in decodes) == 11 * len(PROMPTS)
+
+
+def test_the_first_request_runs_whatever_the_budget(start_engine, reference):
+    budget = PluginSpec(name="tests.plugins:Budget", options={"prefill": 1, "decode": 1})
+    engine = start_engine(TOGETHER, budget)
+    run(engine, reference)
+    assert {step.num_requests for step in plugin_of(engine, 1).steps} == {1}
+
+
+def test_steps_count_the_tokens_that_were_computed(start_engine, reference):
+    engine = start_engine(LISTENER)
+    run(engine, reference, PROMPTS[:1])
+    run(engine, reference, PROMPTS[:1])
+    prefills = [step for step in plugin_of(engine).steps if step.phase is Phase.PREFILL]
+    assert [step.num_tokens for step in prefills] == [40, 40 - 32]
+
+
+def test_the_view_tells_the_truth(start_engine, reference, monkeypatch):
+    engine = start_engine(TOGETHER, "tests.plugins:LastFirst")
+    views = []
+    plugin = plugin_of(engine, 1)
+    original = plugin.schedule
+    plugin.schedule = lambda view: views.append(view) or original(view)
+    run(engine, reference)
+    settle(engine)
+    full = next(v for v in views if v.phase is Phase.PREFILL and len(v.requests) == len(PROMPTS))
+    by_id = sorted(full.requests, key=lambda r: r.request_id)
+    assert [request.num_tokens for request in by_id] == [len(prompt) for prompt in PROMPTS]
+    assert {(r.num_computed, r.num_generated, r.num_blocks) for r in by_id} == {(0, 0, 0)}
+    assert full.token_budget == 4096
+    assert full.blocks.free == full.blocks.total == 64
+    last = next(v for v in reversed(views) if v.phase is Phase.DECODE)
+    assert {request.num_generated for request in last.requests} == {11}
+    assert all(r.num_computed == r.num_tokens - 1 for r in last.requests)
+    assert [view.step for view in views] == sorted({view.step for view in views})
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"), [("tests.plugins:HoldForever", "schedule"), ("tests.plugins:NeverAdmit", "admit")]
+)
+def test_waiting_has_an_end(start_engine, reference, limits, name, hook):
+    limits(hold_limit_s=0.3)
+    engine = start_engine(name)
+    assert answers(engine, PROMPTS, SHORT) == reference(PROMPTS, 12)
+    assert engine.hooks.report()["faults"] == [[name, hook, "nonsense", 1]]
+    assert engine.hooks.report()["enabled"] == {name: False}
+    assert "was kept waiting for 0." in engine.hooks._host.faults[0].detail
