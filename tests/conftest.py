@@ -69,7 +69,8 @@ def start_engine(model_folder: Callable[[str], Path]) -> Iterator[Callable]:
     yield start
     try:
         for engine in engines:
-            settle(engine)
+            if not engine._loop.is_closed():
+                settle(engine)
             check_pool(engine)
     finally:
         for engine in engines:

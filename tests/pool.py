@@ -44,8 +44,10 @@ def check_pool(engine: Any) -> None:
     expected = np.zeros(memory.num_blocks(), np.int64)
     expected[cached] = 1
     assert memory.ref_count.tolist() == expected.tolist(), "an idle engine holds each cached block once, others never"
-    leaves = {id(node) for node in nodes if not node.children}
-    assert {id(leaf) for leaf in scheduler.block_trie.leaves} == leaves
+    # LMDeploy leaves a node among the leaves when a request walks over it and adds a child, so this is no equality; a
+    # leaf that is missing would raise in its `allocate`.
+    leaves = {id(leaf) for leaf in scheduler.block_trie.leaves}
+    assert {id(node) for node in nodes if not node.children} <= leaves <= {id(node) for node in nodes}
 
     slots = memory.phy_map[cached].tolist() if cached else []
     assert len(set(slots)) == len(slots), "two blocks share a slot"

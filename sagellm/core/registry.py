@@ -66,7 +66,8 @@ def _from_module(name: str) -> object:
     try:
         return getattr(module, class_name)
     except AttributeError:
-        raise PluginError(f"plug-in {name}: module {module_name} has no {class_name or 'class without a name'}.") from None
+        missing = class_name or "class without a name"
+        raise PluginError(f"plug-in {name}: module {module_name} has no {missing}.") from None
 
 
 def _from_entry_point(name: str) -> object:

@@ -16,14 +16,19 @@ from collections.abc import Callable
 import psutil
 
 POLL_S = 0.2
+END_S = 10.0  # for an orderly end without an engine; a handler may be waiting for an answer of it, without a limit
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Loading:
-    """The time from the start to readiness: a stop signal ends the process and its children at once, with code 0."""
+    """The time from the start to readiness: a stop signal ends the process and its children at once, with code 0.
 
-    def __init__(self) -> None:
+    `clean_up` is called last, whatever the main thread is doing.
+    """
+
+    def __init__(self, clean_up: Callable[[], None]) -> None:
         self._over = False
+        self._clean_up = clean_up
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         signal.signal(signal.SIGTERM, lambda *_: self._stop())
         threading.Thread(target=self._watch, name="sagellm-loading", daemon=True).start()
@@ -43,20 +48,29 @@ class Loading:
     def _stop(self) -> None:
         if not self._over:
             end_children()
+            self._clean_up()
             os._exit(0)
 
 
 class EngineWatch:
-    """Notices when the engine process ends by itself; LMDeploy would wait for its answer for ever."""
+    """Notices when the engine ends by itself; LMDeploy would wait for its answer for ever."""
 
-    def __init__(self) -> None:
+    def __init__(self, clean_up: Callable[[], None]) -> None:
         self.engine_died = False
+        self._clean_up = clean_up
         self._stopped = threading.Event()
+        self._dead = threading.Event()
+        self._reason = ""
         self._callback: Callable[[], None] | None = None
         threading.Thread(target=self._run, name="sagellm-watch", daemon=True).start()
 
     def on_death(self, callback: Callable[[], None]) -> None:
         self._callback = callback
+
+    def report_dead_loop(self) -> None:
+        """The process lives, but its loop has ended with an error: no request will be worked on."""
+        self._reason = "the engine has stopped working"
+        self._dead.set()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -67,17 +81,23 @@ class EngineWatch:
             if engine is None:
                 engine = next((p for p in multiprocessing.active_children() if p.name == "mp_engine_proc"), None)
             elif not engine.is_alive():
-                self._report(engine.exitcode)
+                self._reason = f"the engine process ended with code {engine.exitcode}"
+                self._dead.set()
+            if self._dead.is_set() and not self._stopped.is_set():
+                self._end()
                 return
 
-    def _report(self, exitcode: int | None) -> None:
+    def _end(self) -> None:
         self.engine_died = True
-        print(f"error: the engine process ended with code {exitcode}; its log is above.", file=sys.stderr, flush=True)
+        print(f"error: {self._reason}; its log is above.", file=sys.stderr, flush=True)
         if self._callback is not None:
             self._callback()
-        else:  # still loading: the main thread waits for an answer that cannot come
-            end_children()
-            os._exit(1)
+            if self._stopped.wait(END_S):
+                return
+        # Still loading, or stuck in a call to the engine: the main thread waits for what cannot come.
+        end_children()
+        self._clean_up()
+        os._exit(1)
 
 
 def end_children(grace_s: float = 5.0) -> None:

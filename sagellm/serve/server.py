@@ -1,23 +1,26 @@
 """Brings the server up, tells when it is ready, and takes it down without leaving anything behind."""
 
+import inspect
 import json
 import os
 import shutil
 import socket
-import sys
 import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
-import click
 import uvicorn
 
 from sagellm.core.config import SageConfig
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, PluginError
+from sagellm.core.registry import check_owners, find_plugin
 from sagellm.engines.lmdeploy.engine import build_engine_config, hook_config, require_patched, set_threads
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
 from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
+from sagellm.serve.logprobs import chat_logprobs
+from sagellm.serve.logs import claim_stdout, quiet_disconnects
 
 DEMO_NAME = "sagellm-demo"
 
@@ -29,18 +32,42 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         SageError: before anything was started: unpatched LMDeploy, port in use, too much memory asked for, bad plug-in.
     """
     require_patched()
+    _check_plugins(config)
+    device = resolve_device(config.device)
     listener = _listen(config.host, config.port)
     run_dir = Path(tempfile.mkdtemp(prefix="sagellm-"))
+    clean_up = partial(shutil.rmtree, run_dir, ignore_errors=True)
+    loading = Loading(clean_up)
     try:
         model, name = _model(config)
-        device = resolve_device(config.device)
         sizes = size_engine(config, model, device)
         set_threads(config, device)
         engine_config = build_engine_config(config, sizes, device, hook_config(config, run_dir))
-        return _serve(config, model, name, engine_config, listener, _Banner(config, name, device, sizes, as_json))
+        banner = _Banner(config, name, device, sizes, as_json, claim_stdout())
+        return _serve(config, model, name, engine_config, listener, banner, loading, EngineWatch(clean_up))
     finally:
         listener.close()
-        shutil.rmtree(run_dir, ignore_errors=True)
+        clean_up()
+
+
+def _check_plugins(config: SageConfig) -> None:
+    """What would otherwise end the engine process after the model is loaded.
+
+    Raises:
+        PluginError, ConfigError: an unknown plug-in or option, two owners of a decision, a record that cannot be written.
+    """
+    kinds = [(spec, find_plugin(spec.name)) for spec in config.plugins]
+    check_owners((spec.name, object.__new__(kind)) for spec, kind in kinds)  # not built: it lives in the engine process
+    for spec, kind in kinds:
+        try:
+            inspect.signature(kind).bind(**spec.options)
+        except TypeError as error:
+            raise PluginError(f"plug-in {spec.name} does not take options {spec.options}: {error}.") from None
+    if config.record is not None:
+        try:
+            config.record.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"cannot write --record {config.record}: {error.strerror}.") from None
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -67,23 +94,27 @@ def _model(config: SageConfig) -> tuple[Path, str]:
 
 
 def _serve(
-    config: SageConfig, model: Path, name: str, engine_config: Any, listener: socket.socket, banner: "_Banner"
+    config: SageConfig,
+    model: Path,
+    name: str,
+    engine_config: Any,
+    listener: socket.socket,
+    banner: "_Banner",
+    loading: Loading,
+    watch: EngineWatch,
 ) -> int:
     from lmdeploy.serve.openai import api_server
-
-    watch = EngineWatch()
-    loading = Loading()
 
     def run_app(app: Any, **_: Any) -> None:
         """Takes the place of `uvicorn.run` at the end of LMDeploy's `serve`, with the application it has built."""
         engine = api_server.VariableInterface.async_engine
-        _extend(app, engine)
+        _extend(app, engine, watch)
         loading.done()
         server = _Server(
             uvicorn.Config(
                 app,
                 log_level="info" if config.log_level in ("DEBUG", "INFO") else "warning",
-                timeout_graceful_shutdown=max(1, round(config.drain_timeout_s)),
+                timeout_graceful_shutdown=config.drain_timeout_s,
             ),
             banner,
             watch,
@@ -92,10 +123,12 @@ def _serve(
         watch.stop()
         engine.close()
 
+    quiet_disconnects()
+    # LMDeploy prints its own hint three times; the banner says it once.
+    silent = mock.patch.object(api_server, "print", lambda *_, **__: None, create=True)
+    logprobs = mock.patch.object(api_server, "_create_chat_completion_logprobs", chat_logprobs)
     try:
-        # LMDeploy prints its own hint three times; the banner says it once.
-        silent = mock.patch.object(api_server, "print", lambda *_, **__: None, create=True)
-        with mock.patch.object(uvicorn, "run", run_app), silent:
+        with mock.patch.object(uvicorn, "run", run_app), silent, logprobs:
             api_server.serve(
                 str(model),
                 model_name=name,
@@ -110,12 +143,18 @@ def _serve(
     return 1 if watch.engine_died else 0
 
 
-def _extend(app: Any, engine: Any) -> None:
-    """Our validation in front of LMDeploy's handlers, our numbers among its metrics."""
+def _extend(app: Any, engine: Any, watch: EngineWatch) -> None:
+    """Our checks in front of LMDeploy's handlers, our generation behind them, our numbers among its metrics."""
+    from lmdeploy.serve.openai.api_server import VariableInterface
+    from starlette.middleware import Middleware
+
+    from sagellm.serve.generation import Generation
     from sagellm.serve.metrics import register
     from sagellm.serve.validation import RequestValidation
 
-    app.add_middleware(RequestValidation, engine=engine)
+    # Innermost, so that a refusal passes through the layer that lets browsers read it.
+    app.user_middleware.append(Middleware(RequestValidation, engine=engine, interface=VariableInterface))
+    engine.generate = Generation(engine, watch.report_dead_loop)
     register(engine)
 
 
@@ -143,23 +182,28 @@ class _Server(uvicorn.Server):
 class _Banner:
     """What a person sees when the server is ready."""
 
-    def __init__(self, config: SageConfig, name: str, device: str, sizes: Sizes, as_json: bool) -> None:
-        self._config, self._name, self._device, self._sizes, self._as_json = config, name, device, sizes, as_json
+    def __init__(
+        self, config: SageConfig, name: str, device: str, sizes: Sizes, as_json: bool, out: TextIO
+    ) -> None:
+        self._config, self._name, self._device, self._sizes = config, name, device, sizes
+        self._as_json, self._out = as_json, out
 
     def show(self) -> None:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         url = f"http://{host}:{self._config.port}/v1"
         if self._as_json:
-            click.echo(json.dumps({"ready": True, "url": url, "model": self._name, "pid": os.getpid()}))
+            self._say(json.dumps({"ready": True, "url": url, "model": self._name, "pid": os.getpid()}))
         else:
             key = " -H 'Authorization: Bearer KEY'" if self._config.api_key else ""
             body = json.dumps(
                 {"model": self._name, "stream": True, "messages": [{"role": "user", "content": "Write a function `add`."}]}
             )
-            click.echo(f"\nReady: {self._name} on {self._device} at {url}")
-            click.echo(
+            self._say(f"\nReady: {self._name} on {self._device} at {url}")
+            self._say(
                 f"KV pool: {self._sizes.num_blocks or 'chosen by LMDeploy'} blocks of {self._config.block_size} tokens, "
                 f"{self._sizes.dtype}; plug-ins: {', '.join(spec.name for spec in self._config.plugins) or 'none'}"
             )
-            click.echo(f"Try:\n  curl -N {url}/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n")
-        sys.stdout.flush()
+            self._say(f"Try:\n  curl -N {url}/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n")
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._out, flush=True)

@@ -1,96 +1,171 @@
-"""Requests that LMDeploy would pass on to the engine although they cannot be served are answered here, with a 400.
+"""Requests that LMDeploy would pass on to the engine although they cannot be served are answered here, with a 4xx.
 
 Some of them would stop the engine for everybody: a token id outside the vocabulary, a schema that does not compile.
+Paths that belong to other kinds of deployment, which could do the same, are not served at all.
 """
 
 import json
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
-PATHS = (CHAT, COMPLETION, GENERATE)
-COUNTS = ("max_tokens", "max_completion_tokens", "max_new_tokens", "n")
-MAX_LOGPROBS = 20  # OpenAI's limit; a number beyond the vocabulary would end the engine's loop
+from pydantic import BaseModel, ValidationError
 
+from sagellm.serve.formats import check_format
+from sagellm.serve.parameters import Refused, check_parameters
 
-class Refused(Exception):  # noqa: N818 - becomes a response, never an error of ours
-    """The message for the client: what was got, what is allowed."""
+CHAT, COMPLETION, GENERATE, ENCODE = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/encode"
+POST_PATHS = (CHAT, COMPLETION, GENERATE, ENCODE)
+GET_PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models")
+MAX_BODY_BYTES = 32 << 20
 
 
 class RequestValidation:
-    """ASGI middleware. `engine` is LMDeploy's `AsyncEngine`."""
+    """ASGI middleware. `engine` is LMDeploy's `AsyncEngine`, `interface` what its handlers share."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], engine: Any) -> None:
-        self._app = app
-        self._engine = engine
+    def __init__(self, app: Callable[..., Awaitable[None]], engine: Any, interface: Any) -> None:
+        from lmdeploy.serve.openai import protocol
+
+        self._app, self._engine, self._interface = app, engine, interface
+        self._models: dict[str, type[BaseModel]] = {
+            CHAT: protocol.ChatCompletionRequest,
+            COMPLETION: protocol.CompletionRequest,
+            GENERATE: protocol.GenerateReqInput,
+            ENCODE: protocol.EncodeRequest,
+        }
+        # The rows of the embedding: a tokenizer's own count leaves out tokens that were added to it.
+        self._vocab = engine.engine.model_config.vocab_size
         config = engine.backend_config
         pool_tokens = (config.num_gpu_blocks - 1) * config.block_size
         self._context = min(engine.session_len, pool_tokens) if config.num_gpu_blocks else engine.session_len
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = await _read(receive)
         try:
-            request = _parse(body)
-            if request is not None:
-                await self._check(scope["path"], request)
+            path = self._known_path(scope)
+            if path in POST_PATHS and self._has_key(scope):
+                _check_media_type(scope)
+                raw = _parse(await _read(receive))
+                raw = await self._checked(path, raw)
+                receive = _replay(json.dumps(raw).encode(), receive)
         except Refused as refused:
-            await _answer(send, 400, str(refused))
+            await _answer(send, refused.status, str(refused))
             return
-        await self._app(scope, _replay(body, receive), send)
+        await self._app(scope, receive, send)
 
-    async def _check(self, path: str, request: dict[str, Any]) -> None:
-        if request.get("model") not in (None, self._engine.model_name):
-            return  # LMDeploy answers 404
-        for name in COUNTS:
-            _check_count(name, request.get(name))
-        for name in ("logprobs", "top_logprobs"):
-            _check_logprobs(name, request.get(name))
-        _check_format(request.get("response_format"))
-        for tokens in await self._prompts(path, request):
-            self._check_tokens(tokens, request)
+    def _known_path(self, scope: dict) -> str:
+        """The path, "" where LMDeploy or the layers around it answer for themselves."""
+        path, method = scope["path"], scope["method"]
+        if method == "POST" and path in POST_PATHS:
+            return path
+        if method in ("GET", "HEAD") and (path in GET_PATHS or path.startswith("/metrics/")):
+            return ""
+        if path in POST_PATHS or path in GET_PATHS:
+            raise Refused(f"{path} does not take {method}.", 405)
+        known = ", ".join((*GET_PATHS, *POST_PATHS))
+        raise Refused(f"there is no {path} here; known are {known}.", 404)
 
-    async def _prompts(self, path: str, request: dict[str, Any]) -> list[list[int]]:
-        """Token ids of the prompts, as the handler will see them; empty where the handler itself refuses the form."""
+    def _has_key(self, scope: dict) -> bool:
+        """False where LMDeploy answers 401; a client without a key is not worth the work of a check."""
+        keys = self._interface.api_keys
+        if not keys:
+            return True
+        kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return kind.lower() == b"bearer" and any(secrets.compare_digest(key, known.encode()) for known in keys)
+
+    async def _checked(self, path: str, raw: dict[str, Any]) -> dict[str, Any]:
+        """The JSON that the handler gets.
+
+        Raises:
+            Refused: it must not get any.
+        """
+        raw = {name: value for name, value in raw.items() if value is not None}  # null means: the default
+        try:
+            request = self._models[path].model_validate(raw)
+        except ValidationError as error:
+            raise Refused(_explain(error)) from None
+        if path == ENCODE:
+            return raw
+        if getattr(request, "model", self._engine.model_name) != self._engine.model_name:
+            return raw  # LMDeploy answers 404
+        check_parameters(request, raw, self._vocab)
         if path == CHAT:
-            return await self._chat_prompt(request)
-        if path == GENERATE and request.get("input_ids") is not None:
-            return [request["input_ids"]]
-        prompt = request.get("prompt")
-        if isinstance(prompt, str):
-            prompt = [prompt]
-        if not isinstance(prompt, list):
-            return []
-        if prompt and all(isinstance(item, int) for item in prompt):
-            raise Refused("prompt is a list of token ids; send text, or use /generate with input_ids.")
-        if not all(isinstance(item, str) for item in prompt):
-            raise Refused("prompt must be a string or a list of strings.")
-        return [self._engine.tokenizer.encode(text) for text in prompt]
+            check_format(request)
+        prompts = await self._prompts(path, request)
+        for tokens in prompts:
+            self._check_tokens(tokens)
+        if request.stream and len(prompts) > 1:
+            raise Refused(f"stream with {len(prompts)} prompts is not supported; send one prompt a request.")
+        return {**raw, **self._amended(path, request, len(prompts))}
 
-    async def _chat_prompt(self, request: dict[str, Any]) -> list[list[int]]:
-        messages = request.get("messages")
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            return []
-        if not messages:
+    def _amended(self, path: str, request: Any, num_prompts: int) -> dict[str, Any]:
+        """Fields that LMDeploy would take differently from what OpenAI's API says."""
+        # LMDeploy counts requests but uses one id a prompt, so that ids of concurrent requests would collide.
+        fields: dict[str, Any] = {"session_id": self._interface.session_id + 1}
+        self._interface.session_id += num_prompts
+        if getattr(request, "seed", None) == 0:
+            fields["seed"] = 1 << 32  # 0 would mean none; the engine uses the low 32 bits
+        if path == CHAT and request.logprobs and not request.top_logprobs:
+            fields["top_logprobs"] = 1  # without it the chosen token's would be left out too
+        return fields
+
+    async def _prompts(self, path: str, request: Any) -> list[list[int]]:
+        """Token ids of the prompts, as the handler will see them."""
+        if path == CHAT:
+            return [await self._chat_prompt(request)]
+        if path == GENERATE:
+            if (request.prompt is None) == (request.input_ids is None):
+                raise Refused("give either prompt or input_ids.")
+            return [self._encode(request.prompt) if request.input_ids is None else request.input_ids]
+        prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        if prompts and all(isinstance(item, int) for item in prompts):
+            raise Refused("prompt is a list of token ids; send text, or use /generate with input_ids.")
+        if not prompts or not all(isinstance(item, str) for item in prompts):
+            raise Refused("prompt must be a string, or a list of at least one string.")
+        return [self._encode(text) for text in prompts]
+
+    def _encode(self, text: str) -> list[int]:
+        return self._engine.tokenizer.encode(text)
+
+    async def _chat_prompt(self, request: Any) -> list[int]:
+        if not request.messages:
             raise Refused("messages is empty; send at least one message.")
+        plain = isinstance(request.messages, str)
         try:
             rendered = await self._engine._get_prompt_input(
-                messages, True, True, self._engine.model_name, tools=request.get("tools")
+                request.messages,
+                request.do_preprocess and not plain,
+                True,
+                None,
+                tools=self._tools(request),
+                reasoning_effort=request.reasoning_effort,
+                enable_thinking=request.enable_thinking,
             )
-        except Exception as error:
+        except Refused:
+            raise
+        except Exception as error:  # templates come with the model and raise what they like
             raise Refused(f"the chat template cannot render these messages: {error}") from None
-        return [rendered["input_ids"]]
+        return rendered["input_ids"]
 
-    def _check_tokens(self, tokens: list[int], request: dict[str, Any]) -> None:
-        vocab = self._engine.tokenizer.vocab_size
-        if not isinstance(tokens, list) or not tokens:
+    def _tools(self, request: Any) -> list[dict[str, Any]] | None:
+        if not request.tools or request.tool_choice == "none":
+            return None
+        tools = request.tools
+        if not isinstance(request.tool_choice, str):
+            wanted = request.tool_choice.function.name
+            tools = [tool for tool in tools if tool.function.name == wanted]
+            if not tools:
+                raise Refused(f"tool_choice names {wanted!r}, which is not among the tools.")
+        whole = self._engine.arch == "GptOssForCausalLM"
+        return [tool.model_dump() if whole else tool.function.model_dump() for tool in tools]
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        if not tokens:
             raise Refused("the prompt is empty; send at least one token.")
-        if not all(isinstance(token, int) and 0 <= token < vocab for token in tokens):
-            raise Refused(f"input_ids must lie between 0 and {vocab - 1}.")
+        if not all(0 <= token < self._vocab for token in tokens):
+            raise Refused(f"token ids must lie between 0 and {self._vocab - 1}.")
         if len(tokens) >= self._context:
             raise Refused(
                 f"the prompt has {len(tokens)} tokens; with a context of {self._context} at most {self._context - 1} "
@@ -98,53 +173,41 @@ class RequestValidation:
             )
 
 
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-        raise Refused(f"{name} is {value}; it must be at least 1.")
+def _check_media_type(scope: dict) -> None:
+    media = dict(scope["headers"]).get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if media != b"application/json":
+        raise Refused("send the body with the header Content-Type: application/json.", 415)
 
 
-def _check_logprobs(name: str, value: Any) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and not 0 <= value <= MAX_LOGPROBS:
-        raise Refused(f"{name} is {value}; allowed are 0 to {MAX_LOGPROBS}.")
-
-
-def _check_format(wanted: Any) -> None:
-    """Compile a schema here: in the engine a schema that does not compile ends every request."""
-    if not isinstance(wanted, dict):
-        return
-    import xgrammar
-
-    kind = wanted.get("type")
+def _parse(body: bytes) -> dict[str, Any]:
     try:
-        if kind == "json_schema":
-            schema = wanted.get("json_schema")
-            for key in ("json_schema", "schema"):
-                if isinstance(schema, dict) and key in schema:
-                    schema = schema[key]
-                    break
-            if not isinstance(schema, dict):
-                raise ValueError(f"the schema is {schema!r}, not an object")
-            xgrammar.Grammar.from_json_schema(json.dumps(schema))
-        elif kind == "regex_schema":
-            xgrammar.Grammar.from_regex(wanted.get("regex_schema", ""))
-    except Exception as error:
-        raise Refused(f"response_format cannot be compiled: {error}") from None
+        request = json.loads(body, parse_constant=_no_constant)
+        json.dumps(request, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no tokenizer takes
+    except (ValueError, RecursionError) as error:  # UnicodeError is a ValueError
+        raise Refused(f"the body is not JSON: {error}.") from None
+    if not isinstance(request, dict):
+        raise Refused(f"the body is a JSON {type(request).__name__}; send an object.")
+    return request
 
 
-def _parse(body: bytes) -> dict[str, Any] | None:
-    """The JSON object, or None where LMDeploy itself answers 422."""
-    try:
-        request = json.loads(body)
-    except ValueError:
-        return None
-    return request if isinstance(request, dict) else None
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _explain(error: ValidationError) -> str:
+    """One sentence a field."""
+    lines = {".".join(str(part) for part in item["loc"][:1]): item["msg"] for item in error.errors()}
+    return "; ".join(f"{name}: {message}" for name, message in lines.items()) + "."
 
 
 async def _read(receive: Callable) -> bytes:
-    parts = []
+    parts, size = [], 0
     while True:
         message = await receive()
         parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY_BYTES:
+            raise Refused(f"the body is larger than {MAX_BODY_BYTES} bytes.", 413)
         if not message.get("more_body") or message["type"] == "http.disconnect":
             return b"".join(parts)
 
@@ -163,8 +226,8 @@ def _replay(body: bytes, receive: Callable) -> Callable:
 
 
 async def _answer(send: Callable, status: int, message: str) -> None:
-    error = {"object": "error", "message": message, "type": "invalid_request_error", "code": status}
-    body = json.dumps({**error, "error": error}).encode()
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
+    body = json.dumps({"object": "error", **error, "error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from sagellm.demo_model import DemoRecipe
-from sagellm.demo_model.__main__ import main
+from sagellm.demo_model.command import demo_model
 from sagellm.demo_model.base import read_record
 from sagellm.demo_model.tokenizer import BOS, EOS
 
@@ -91,33 +91,33 @@ def test_importing_needs_no_torch():
 
 def test_command(tmp_path: Path, tiny_recipe: DemoRecipe, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = CliRunner().invoke(main, ["--json", "--steps", "2"], obj=tiny_recipe)
+    first = CliRunner().invoke(demo_model, ["--json", "--steps", "2"], obj=tiny_recipe)
     answer = json.loads(first.stdout)
     assert first.exit_code == 0 and first.stderr == ""
     assert set(answer) == {"path", "parameters", "seconds", "loss", "cached"}
     assert Path(answer["path"]).parent == tmp_path / "sagellm" and answer["cached"] is False
     assert read_record(Path(answer["path"])).steps == 2
-    again = CliRunner().invoke(main, ["--json", "--steps", "2"], obj=tiny_recipe)
+    again = CliRunner().invoke(demo_model, ["--json", "--steps", "2"], obj=tiny_recipe)
     assert json.loads(again.stdout) == {**answer, "cached": True}
-    plain = CliRunner().invoke(main, ["--steps", "2"], obj=tiny_recipe)
+    plain = CliRunner().invoke(demo_model, ["--steps", "2"], obj=tiny_recipe)
     assert plain.stdout == answer["path"] + "\n"
 
 
 def test_command_out(tmp_path: Path, tiny_recipe: DemoRecipe):
-    done = CliRunner().invoke(main, ["--out", str(tmp_path / "here")], obj=tiny_recipe)
+    done = CliRunner().invoke(demo_model, ["--out", str(tmp_path / "here")], obj=tiny_recipe)
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'here'}\n")
     assert (tmp_path / "here" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--steps", "many"], ["--nonsense"], ["--out", __file__]])
 def test_misuse_exits_2(arguments: list[str]):
-    done = CliRunner().invoke(main, arguments)
+    done = CliRunner().invoke(demo_model, arguments)
     assert done.exit_code == 2 and "Usage:" in done.stderr
 
 
 def test_failure_exits_1(tmp_path: Path, tiny_recipe: DemoRecipe):
     (tmp_path / "thesis.txt").touch()
-    done = CliRunner().invoke(main, ["--out", str(tmp_path)], obj=tiny_recipe)
+    done = CliRunner().invoke(demo_model, ["--out", str(tmp_path)], obj=tiny_recipe)
     assert done.exit_code == 1 and "is not a demo model" in done.stderr
-    done = CliRunner().invoke(main, ["--out", str(tmp_path), "--json"], obj=tiny_recipe)
+    done = CliRunner().invoke(demo_model, ["--out", str(tmp_path), "--json"], obj=tiny_recipe)
     assert done.exit_code == 1 and "is not a demo model" in json.loads(done.stdout)["error"]

@@ -96,10 +96,13 @@ class LMDeployEngine(BaseEngine):
         engine_config = build_engine_config(config, sizes, device, hook_config(config))
         self._model = model
         self._sessions = itertools.count()
+        # Built here, not on the loop's thread: with several workers LMDeploy installs a signal handler, which Python
+        # allows on the main thread only.
+        self.engine = _build(model, engine_config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sagellm-engine", daemon=True)
         self._thread.start()
-        self.engine = self._on_loop(self._start(engine_config))
+        self._on_loop(self._start())
         self.info = _engine_info(device, sizes, self.engine)
 
     @property
@@ -139,12 +142,8 @@ class LMDeployEngine(BaseEngine):
         self._thread.join()
         self._loop.close()
 
-    async def _start(self, engine_config: Any) -> Any:
-        from lmdeploy.pytorch.engine import Engine
-
-        engine = Engine.from_pretrained(str(self._model), engine_config=engine_config)
-        engine.start_loop()
-        return engine
+    async def _start(self) -> None:
+        self.engine.start_loop()
 
     async def _generate(self, prompts: Any, params: list[SamplingParams], delays: list[float]) -> list[Generation]:
         start = time.perf_counter()
@@ -186,6 +185,14 @@ class LMDeployEngine(BaseEngine):
                 if loop_task is not None and loop_task.done():
                     future.cancel()
                     raise EngineError("the engine loop has stopped; its log says why.") from None
+
+
+def _build(model: Path, engine_config: Any) -> Any:
+    from lmdeploy.pytorch.engine import Engine
+
+    if engine_config.tp > 1 and threading.current_thread() is not threading.main_thread():
+        raise EngineError("tensor_parallel above 1 needs the main thread; build the engine there.")
+    return Engine.from_pretrained(str(model), engine_config=engine_config)
 
 
 def _gen_config(params: SamplingParams) -> Any:

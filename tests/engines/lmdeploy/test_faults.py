@@ -1,17 +1,20 @@
 """A plug-in that fails is switched off, counted once, and no request is lost or changed."""
 
+import re
 import time
 
 import pytest
 
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import PluginError
+from sagellm.engines.base import SamplingParams
 from tests.engines.lmdeploy.faulty import HOOKS, name_of
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
 
 LIMIT_S = 0.2
-# Enough of them to fill 16 blocks: each is answered in up to five.
+PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
+# Together they want about twice the 16 blocks that they get.
 FEW = CROWD[:1] + CROWD[2:5] + CROWD[6:8]
 
 
@@ -26,8 +29,8 @@ def test_each_hook_that_fails(start_engine, reference, hook, fault, kind):
         faulty(hook, fault), "tests.plugins:Listener", kv_blocks=16, plugin_time_limit_s=LIMIT_S
     )  # fmt: skip
     start = time.monotonic()
-    assert answers(engine, FEW) == reference(FEW, 40)
-    assert answers(engine, FEW[:1]) == reference(FEW[:1], 40)
+    assert answers(engine, FEW, PARAMS) == reference(FEW, 24)
+    assert answers(engine, FEW[:1], PARAMS) == reference(FEW[:1], 24)
     report = engine.hooks.report()
     assert report["faults"] == [[name_of(hook), hook, kind, 1]]
     assert report["enabled"] == {name_of(hook): False, "tests.plugins:Listener": True}
@@ -54,25 +57,35 @@ NONSENSE = [
 ]
 
 
+# What the report says of those that only their own check can find.
+DETAILS = {
+    "unknown": "are unknown or active", "active": "are unknown or active", "twice": "names? a block twice",
+    "orphan": "still has the cached child", "drops": "must name each", "duplicates": "must name each",
+    "invents": "must name each", "holds_unknown": "are not in this step", "foreign": "does not hold tokens 0 to 16",
+    "free_block": "is not cached",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("hook", "fault"), NONSENSE)
 def test_nonsense(start_engine, reference, hook, fault):
     engine = start_engine(faulty(hook, fault), kv_blocks=16)
     for _ in range(2):
-        assert answers(engine, FEW) == reference(FEW, 40)
+        assert answers(engine, FEW, PARAMS) == reference(FEW, 24)
     assert engine.hooks.report()["faults"] == [[name_of(hook), hook, "nonsense", 1]]
     assert engine.hooks.report()["enabled"] == {name_of(hook): False}
+    assert re.search(DETAILS.get(fault, ""), engine.hooks._host.faults[0].detail)
 
 
 def test_the_fault_says_what_was_got_and_what_is_allowed(start_engine):
     engine = start_engine(faulty("schedule", "budget"))
-    answers(engine, FEW)
+    answers(engine, FEW, PARAMS)
     (fault,) = engine.hooks._host.faults
     assert fault.detail == "Nonsense: token budget 0; allowed are 1 to 4096, or None"
 
 
 def test_an_eviction_callback_that_fails(start_engine, reference):
     engine = start_engine("tests.plugins:BadCallback", kv_blocks=16)
-    assert answers(engine, FEW) == reference(FEW, 40)
+    assert answers(engine, FEW, PARAMS) == reference(FEW, 24)
     assert engine.hooks.report()["faults"] == [["tests.plugins:BadCallback", "eviction_callback", "raised", 1]]
 
 
@@ -87,7 +100,7 @@ def test_closing_is_not_stopped_by_a_plugin(start_engine, reference):
             plugin_time_limit_s=LIMIT_S,
         )  # fmt: skip
         with LMDeployEngine(config) as engine:
-            assert answers(engine, FEW[:1]) == reference(FEW[:1], 40)
+            assert answers(engine, FEW[:1], PARAMS) == reference(FEW[:1], 24)
         engine.close()  # once more does no harm
         assert engine.hooks.report()["enabled"] == {name_of("close"): False}
 

@@ -1,5 +1,7 @@
 """Paged attention against brute force: lengths, pasts, windows, head groups, scattered blocks, unwritten slots."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ BLOCK, BLOCKS, DIM = 16, 40, 16
 
 
 def brute_force(query, keys, values, past, window):
-    """Every score of one sequence, masked, in one softmax. `query`: [q, heads, dim]; `keys`: [past + q, kv_heads, dim]."""
+    """All scores of a sequence, masked, in one softmax. `query`: [q, heads, dim]; `keys`: [past + q, kv_heads, dim]."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[-1] ** -0.5
@@ -28,8 +30,19 @@ def brute_force(query, keys, values, past, window):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, float("-inf")).softmax(-1), values)
 
 
+def metadata_of(lengths, tables, caches):
+    """What a step over sequences of (new, past) tokens computes once for all layers."""
+    new, whole = ([n for n, _ in lengths], [n + p for n, p in lengths])
+    step = SimpleNamespace(
+        q_seqlens=torch.tensor(new), kv_seqlens=torch.tensor(whole), kv_caches=[caches],
+        block_offsets=torch.from_numpy(tables), is_decoding=max(new) == 1,
+        q_start_loc=torch.tensor(new).cumsum(0) - torch.tensor(new), kv_quant_policy=0,
+    )  # fmt: skip
+    return CpuAttentionMetadata.of_step(step)
+
+
 def run(lengths, window, heads, kv_heads, scattered, seed):
-    """A step over sequences of (new, past) tokens in one paged cache whose other slots are NaN; compares with the oracle."""
+    """A step over sequences of (new, past) tokens in a paged cache whose other slots are NaN, and by the oracle."""
     generator = torch.Generator().manual_seed(seed)
     rng = np.random.default_rng(seed)
     caches = [torch.full((BLOCKS, BLOCK, kv_heads, DIM), float("nan")) for _ in range(2)]
@@ -48,8 +61,7 @@ def run(lengths, window, heads, kv_heads, scattered, seed):
         flat[0][slots], flat[1][slots] = k[:past], v[:past]
         queries.append(q), keys.append(k[past:]), values.append(v[past:])
         expected.append(brute_force(q, k, v, past, window))
-    spans, writes = _plan([n for n, _ in lengths], [n + p for n, p in lengths], tables, BLOCK)
-    metadata = CpuAttentionMetadata(False, None, spans=spans, write_slots=writes)
+    metadata = metadata_of(lengths, tables, caches)
     attention = CpuAttentionImpl(heads, DIM, num_kv_heads=kv_heads, sliding_window=window)
     out = attention.forward(torch.cat(queries), torch.cat(keys), torch.cat(values), *caches, metadata)
     torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
@@ -66,7 +78,10 @@ SEQUENCE = st.one_of(
 
 @settings(max_examples=120, deadline=None)
 @given(
-    lengths=st.lists(SEQUENCE, min_size=1, max_size=4),
+    lengths=st.one_of(
+        st.lists(SEQUENCE, min_size=1, max_size=4),
+        st.lists(st.tuples(st.just(1), st.integers(0, 90)), min_size=2, max_size=6),  # a step that only decodes
+    ),
     window=st.sampled_from([None, 1, 15, 16, 24, 200]),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
     scattered=st.booleans(),
@@ -79,7 +94,7 @@ def test_attention_is_brute_force(lengths, window, heads, scattered, seed):
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize(
     "lengths",
-    [[(1, 0)], [(16, 0)], [(1, 15)], [(1, 16)], [(33, 0)], [(20, 50)], [(30, 3)], [(1, 100), (40, 0), (1, 31), (5, 11)]],
+    [[(1, 0)], [(16, 0)], [(1, 15)], [(1, 16)], [(33, 0)], [(20, 50)], [(30, 3)], [(1, 100), (40, 0), (5, 11)]],
 )
 def test_lengths_at_the_edges_of_blocks(lengths, window):
     for scattered in (False, True):
@@ -101,8 +116,7 @@ def test_entries_of_a_table_behind_the_last_token_do_not_matter():
 
 def test_a_warm_up_step_touches_nothing():
     cache = torch.full((4, BLOCK, 2, DIM), float("nan"))
-    spans, writes = _plan([1, 1], [0, 0], np.zeros((2, 1), np.int32), BLOCK)
-    metadata = CpuAttentionMetadata(True, None, spans=spans, write_slots=writes)
+    metadata = metadata_of([(1, -1), (1, -1)], np.zeros((2, 1), np.int32), [cache, cache])
     query = torch.randn(2, 4, DIM)
     out = CpuAttentionImpl(4, DIM, num_kv_heads=2).forward(query, query[:, :2], query[:, :2], cache, cache, metadata)
     assert out.abs().sum() == 0 and bool(cache.isnan().all())

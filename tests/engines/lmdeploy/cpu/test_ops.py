@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from sagellm.engines.lmdeploy.cpu.activation import CpuSiluAndMulImpl
-from sagellm.engines.lmdeploy.cpu.linear import CpuLinearImpl
+from sagellm.engines.lmdeploy.cpu.linear import CpuLinearImpl, GatedLinear, can_pack, pack
 from sagellm.engines.lmdeploy.cpu.norm import CpuRMSNormImpl
 from sagellm.engines.lmdeploy.cpu.rotary import CpuApplyRotaryEmbImpl, _joined
 from sagellm.engines.lmdeploy.cpu.sampling import CpuMultinomialSamplingImpl, _uniform
@@ -72,15 +72,24 @@ def test_rotary(layout, inplace):
 def test_linear(bias, dtype, tokens):
     x, weight = torch.randn(2, tokens, 64, dtype=dtype), torch.randn(48, 64, dtype=dtype)
     b = torch.randn(48, dtype=dtype) if bias else None
-    linear = CpuLinearImpl()
-    packed, same_bias = linear.update_weights(weight.clone(), b)
-    assert packed.is_mkldnn == (dtype is torch.bfloat16 and torch.backends.mkldnn.is_available())
-    assert same_bias is b
-    out = linear.forward(x, packed, same_bias)
+    assert can_pack(weight) == (dtype is torch.bfloat16 and torch.backends.mkldnn.is_available())
+    ready = pack(weight.clone()) if can_pack(weight) else weight
+    assert ready.is_mkldnn == can_pack(weight) and not can_pack(ready)
+    out = CpuLinearImpl().forward(x, ready, b)
     assert out.shape == (2, tokens, 48) and out.dtype is dtype
     torch.testing.assert_close(out, F.linear(x, weight, b))
     exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-4 if dtype is torch.float32 else 0.2)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_gated_linear(tokens):
+    x, gate, up = (torch.randn(size, 64).bfloat16() for size in (tokens, 32, 32))
+    out = GatedLinear(gate, up)(x)
+    exact = F.silu(F.linear(x.double(), gate.double())) * F.linear(x.double(), up.double())
+    assert out.shape == (tokens, 32) and out.dtype is torch.bfloat16
+    torch.testing.assert_close(out.double(), exact, rtol=0.03, atol=0.1)
 
 
 def sample(scores, seeds, offsets=None, indices=None):

@@ -1,0 +1,1 @@
+"""Measurements. Nothing here asserts a time; tests do not run these."""

@@ -1,0 +1,140 @@
+"""What the hooks cost: CPU time of an engine step, without the doors, with the doors, with a no-op plug-in on every hook.
+
+    python -m benchmarks.hook_overhead [--rounds 30] [--out FILE]
+
+The engine without the doors is the installed one less every line that is marked for patches 0001 to 0004 (0006, the CPU
+device, stays, or nothing would run here). A round is a batch of requests on a tiny model, one thread; its figure is the
+CPU time of the whole process over the number of decode steps, so the model's own work counts as well.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
+from benchmarks.machine import describe
+
+BATCH, PROMPT_TOKENS, NEW_TOKENS = 4, 48, 128
+BARE, DOORS, PLUGIN = "without the doors", "doors, nothing installed", "no-op plug-in on every hook"
+
+
+@click.command()
+@click.option("--rounds", default=30, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
+def main(rounds: int, out: Path | None) -> None:
+    """Measure, print a table, and write the result."""
+    from sagellm.core.config import HookConfig, PluginSpec
+    from sagellm.demo_model.random_model import write_random_model
+
+    noop = HookConfig(plugins=(PluginSpec(name="benchmarks.noop_plugin:NoOp"),)).model_dump_json()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_random_model(
+            Path(scratch) / "tiny", architecture="llama", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
+            intermediate_size=128, vocab_size=512, dtype="float32", max_position_embeddings=2048,
+        )  # fmt: skip
+        bare = write_bare_tree(Path(scratch) / "bare")
+        contestants = [
+            Contestant(BARE, build, str(model), None, str(bare)),
+            Contestant(DOORS, build, str(model), None, None),
+            Contestant(PLUGIN, build, str(model), noop, None),
+        ]
+        try:
+            interleave(contestants, None, 2)
+            answers = interleave(contestants, None, rounds)
+        finally:
+            for contestant in contestants:
+                contestant.close()
+    result = {"rounds": rounds, "machine": describe(), "step_cpu_us": {}, "ratio": {}}
+    for name, values in answers.items():
+        result["step_cpu_us"][name] = summary(values)
+        result["ratio"][name] = paired_ratio(values, answers[BARE])
+        figures, ratio = result["step_cpu_us"][name], result["ratio"][name]
+        click.echo(
+            f"{name:<28} {figures['median']:8.1f} us a step   x {ratio['median']:.4f} "
+            f"({ratio['low']:.4f} to {ratio['high']:.4f})"
+        )
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1))
+
+
+def write_bare_tree(folder: Path) -> Path:
+    """The installed LMDeploy without the doors of 0001 to 0004, as a folder for `sys.path`."""
+    source = Path(find_spec("lmdeploy").origin).parent
+    shutil.copytree(source, folder / "lmdeploy", ignore=shutil.ignore_patterns("__pycache__", "lib"))
+    markers = tuple(f"# sage:000{number}" for number in (1, 2, 3, 4))
+    for file in (folder / "lmdeploy").rglob("*.py"):
+        text = file.read_text()
+        if any(marker in text for marker in markers):
+            kept = [line for line in text.splitlines(keepends=True) if not line.rstrip().endswith(markers)]
+            file.write_text("".join(kept))
+    for own in ("sage_hooks.py", "sage_comm.py"):
+        (folder / "lmdeploy" / own).unlink()
+    return folder
+
+
+def build(model: str, spec: str | None, tree: str | None) -> Any:
+    """An engine of the tree given, or of the installed one, driven without anything of ours around it."""
+    if tree is not None:
+        sys.path.insert(0, tree)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import asyncio
+
+    import torch
+    from lmdeploy.messages import GenerationConfig, PytorchEngineConfig
+    from lmdeploy.pytorch.engine import Engine
+
+    torch.set_num_threads(1)
+    loop = asyncio.new_event_loop()
+    options = {} if tree is not None else {"sage": spec}
+    config = PytorchEngineConfig(
+        device_type="cpu", dtype="float32", block_size=16, num_gpu_blocks=256, max_batch_size=BATCH, prefill_interval=1,
+        enable_prefix_caching=True, session_len=1024, **options,
+    )  # fmt: skip
+    sampling = GenerationConfig(max_new_tokens=NEW_TOKENS, top_k=1, ignore_eos=True, stop_token_ids=[])
+
+    async def start() -> Any:
+        engine = Engine.from_pretrained(model, engine_config=config)
+        engine.start_loop()
+        return engine
+
+    engine = loop.run_until_complete(start())
+    sessions = iter(range(10**9))
+    prompts = [[(7 * row + column) % 400 + 50 for column in range(PROMPT_TOKENS)] for row in range(BATCH)]
+
+    async def one(prompt: list[int]) -> None:
+        session, instance = next(sessions), engine.create_instance()
+        async for _ in instance.async_stream_infer(session, prompt, gen_config=sampling):
+            pass
+        await instance.async_end(session)
+
+    async def run() -> None:
+        await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+    def answer(_: Any) -> float:
+        start_s = time.process_time()
+        loop.run_until_complete(run())
+        return (time.process_time() - start_s) / NEW_TOKENS * 1e6
+
+    def close() -> None:
+        engine.close()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+    answer.close = close
+    return answer
+
+
+if __name__ == "__main__":
+    multiprocessing.freeze_support()
+    main()

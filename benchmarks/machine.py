@@ -1,0 +1,58 @@
+"""What a result must carry: the machine, the versions, and how fast its memory is."""
+
+import os
+import platform
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("lmdeploy", "torch", "transformers", "numpy", "sagellm")
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, versions and the commit of this checkout."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def read_bandwidth_gb_s(threads: int, size_bytes: int = 1 << 30, repeats: int = 5) -> float:
+    """Best of several passes that read a buffer, larger than any cache, once. 10^9 bytes a second."""
+    import torch
+
+    torch.set_num_threads(threads)
+    buffer = torch.ones(size_bytes // 4, dtype=torch.float32)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.dot(buffer, buffer)  # one stream: both operands are the same memory
+        best = min(best, time.perf_counter() - start)
+    return size_bytes / best / 1e9
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    done = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return done.stdout.strip() or None

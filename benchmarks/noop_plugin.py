@@ -1,0 +1,55 @@
+"""A plug-in that overrides every hook and does nothing, to see what being asked costs."""
+
+from collections.abc import Sequence
+
+from sagellm.core.hooks import (
+    CommOp,
+    EvictionNotice,
+    Plugin,
+    PrefixMatch,
+    PrefixQuery,
+    PrefixUpdate,
+    RequestId,
+    RequestMetadata,
+    ScheduleDecision,
+    StepResult,
+    StepView,
+    VictimRequest,
+)
+
+
+class NoOp(Plugin):
+    """Every decision is left to the engine."""
+
+    def select_victims(self, request: VictimRequest) -> Sequence[int]:
+        return ()
+
+    def on_evicted(self, notice: EvictionNotice) -> None:
+        pass
+
+    def lookup_prefix(self, query: PrefixQuery) -> None:
+        return None
+
+    def on_prefix_matched(self, match: PrefixMatch) -> None:
+        pass
+
+    def on_prefix_stored(self, update: PrefixUpdate) -> None:
+        pass
+
+    def admit(self, request: RequestMetadata) -> bool:
+        return True
+
+    def schedule(self, view: StepView) -> ScheduleDecision | None:
+        return None
+
+    def on_step_end(self, result: StepResult) -> None:
+        pass
+
+    def on_request_end(self, request_id: RequestId) -> None:
+        pass
+
+    def comm_begin(self, op: CommOp) -> None:
+        pass
+
+    def comm_end(self, op: CommOp, token: object) -> None:
+        pass

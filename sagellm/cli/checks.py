@@ -1,0 +1,165 @@
+"""The questions that `sagellm doctor` asks, one function a subject. Each answers for itself whatever else is missing."""
+
+import importlib.util
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from sagellm.core.errors import SageError
+
+OK, NOTE, MISSING = "ok", "note", "missing"
+SETUP = "./apply_patches.sh"
+NEW_PYTHON = f"python3.12 -m venv .venv && . .venv/bin/activate && {SETUP}"
+PYTHONS = ((3, 10), (3, 13))
+MIN_FREE_BYTES = 2 << 30  # torch, LMDeploy and a small model
+MIN_DISK_BYTES = 200 << 20
+LIBRARIES = ("transformers", "tokenizers", "safetensors", "xgrammar", "fastapi", "uvicorn", "zmq", "openai")
+
+
+class Finding(NamedTuple):
+    """`state`: ok, note (works, worth knowing) or missing (the server cannot run). `command` mends it."""
+
+    name: str
+    state: str
+    text: str
+    command: str = ""
+
+
+def python() -> list[Finding]:
+    found = sys.version_info[:2]
+    low, high = PYTHONS
+    fits = low <= found <= high
+    wheel = platform.system() == "Linux" and platform.machine() == "x86_64"
+    version = f"Python {platform.python_version()}; LMDeploy's wheel is made for 3.{low[1]} to 3.{high[1]}"
+    return [
+        Finding("python", OK if fits else MISSING, version, "" if fits else NEW_PYTHON),
+        Finding(
+            "platform",
+            OK if wheel else MISSING,
+            f"{platform.system()} {platform.machine()}; LMDeploy's wheel is made for Linux x86_64",
+        ),
+    ]
+
+
+def lmdeploy() -> list[Finding]:
+    from sagellm.patching import status
+
+    try:
+        state = status()
+    except SageError as error:
+        return [Finding("lmdeploy", MISSING, str(error), SETUP)]
+    version = Finding("lmdeploy", OK, f"LMDeploy {state.version} in {state.target}")
+    if state.applied:
+        return [version, Finding("patches", OK, f"all {len(state.patches)} patches are applied")]
+    return [version, Finding("patches", MISSING, state.reason or f"the series is {state.state}", state.command or SETUP)]
+
+
+def torch() -> list[Finding]:
+    absent = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    libraries = (
+        Finding("libraries", MISSING, f"not installed: {', '.join(absent)}", SETUP)
+        if absent
+        else Finding("libraries", OK, f"{', '.join(LIBRARIES)} are there")
+    )
+    if importlib.util.find_spec("torch") is None:
+        return [libraries, Finding("torch", MISSING, "torch is not installed", SETUP)]
+    import torch as pytorch
+
+    backends = [name for name in ("mkldnn", "mkl", "openmp") if getattr(pytorch.backends, name).is_available()]
+    text = f"torch {pytorch.__version__}; CPU kernels: {', '.join(backends) or 'plain'}"
+    return [libraries, Finding("torch", OK, text), _gpus(pytorch)]
+
+
+def _gpus(pytorch) -> Finding:
+    if not pytorch.cuda.is_available():
+        built = pytorch.version.cuda or pytorch.version.hip
+        reason = f"torch is built for CUDA {built} and finds no GPU" if built else "torch is built without CUDA"
+        driver = Path("/proc/driver/nvidia/version").exists()
+        text = f"none: {reason}{', but there is an NVIDIA driver' if driver else ''}; the CPU device serves"
+        return Finding("gpu", NOTE, text, f"{SETUP} --cuda" if driver and not built else "")
+    names = [pytorch.cuda.get_device_name(index) for index in range(pytorch.cuda.device_count())]
+    return Finding("gpu", OK, ", ".join(names))
+
+
+def engines() -> list[Finding]:
+    """The compiled engine needs CUDA's libraries; importing it in a process of its own cannot harm this one."""
+    run = subprocess.run(
+        [sys.executable, "-c", "import lmdeploy, sys; sys.path.append(lmdeploy.__path__[0] + '/lib'); import _turbomind"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if run.returncode == 0:
+        return [Finding("turbomind", OK, "the compiled engine can be imported (its wheel carries no hooks)")]
+    reason = (run.stderr.strip().splitlines() or [f"code {run.returncode}"])[-1]
+    return [Finding("turbomind", NOTE, f"the compiled engine cannot be imported ({reason}); the PyTorch engine serves")]
+
+
+def processor() -> list[Finding]:
+    from sagellm.engines.lmdeploy.cpu.runtime import usable_cores
+
+    try:
+        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    except (OSError, StopIteration):
+        flags = []
+    wanted = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 bfloat16", "amx_bf16": "AMX bfloat16"}
+    found = [name for flag, name in wanted.items() if flag in flags]
+    fast = "amx_bf16" in flags or "avx512_bf16" in flags
+    text = f"{usable_cores()} cores; {', '.join(found) or 'no vector units known'}"
+    text += "" if fast else "; bfloat16 is computed without instructions of its own: --dtype float32 may be faster"
+    return [Finding("cpu", OK if fast else NOTE, text)]
+
+
+def memory() -> list[Finding]:
+    from sagellm.engines.lmdeploy.cpu.runtime import memory_bytes
+
+    available, total = memory_bytes()
+    text = f"{_gib(available)} free of {_gib(total)}"
+    if available >= MIN_FREE_BYTES:
+        return [Finding("memory", OK, text)]
+    return [Finding("memory", NOTE, f"{text}; {_gib(MIN_FREE_BYTES)} are needed for a small model")]
+
+
+def disk_and_demo_model() -> list[Finding]:
+    from sagellm.demo_model.base import DemoRecipe, read_record
+    from sagellm.demo_model.cache import default_cache_dir
+
+    cache = default_cache_dir()
+    folder = cache / DemoRecipe().folder_name()
+    existing = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    disk = Finding("disk", OK if free >= MIN_DISK_BYTES else NOTE, f"{_gib(free)} free for {cache}")
+    if read_record(folder) is not None:
+        return [disk, Finding("demo model", OK, str(folder))]
+    return [disk, Finding("demo model", NOTE, "not built yet; the first start builds it", "sagellm demo-model")]
+
+
+def port(number: int) -> list[Finding]:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", number))
+            probe.listen()  # binding alone succeeds beside another server that allows reuse
+        except OSError as error:
+            text = f"port {number} on 127.0.0.1: {error.strerror}"
+            return [Finding("port", NOTE, text, f"sagellm serve --port {number % 65535 + 1}")]
+    return [Finding("port", OK, f"port {number} on 127.0.0.1 is free")]
+
+
+def extensions() -> list[Finding]:
+    from sagellm.core.registry import known_plugins
+
+    devices = sorted({entry.name for entry in metadata.entry_points(group="sagellm.devices")})
+    own = Finding("devices", OK, f"by entry point: {', '.join(devices)}")
+    if "cpu" not in devices:
+        own = Finding("devices", MISSING, "the CPU device is not registered; is sagellm installed?", SETUP)
+    return [own, Finding("plug-ins", OK, f"by entry point: {', '.join(known_plugins()) or 'none'}")]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,105 @@
+"""What happens between LMDeploy's handlers and its `AsyncEngine.generate`: stop strings, errors, and clients that leave.
+
+LMDeploy stops at single tokens whose text contains the stop word, which cuts text before it, and ignores words of
+several tokens without a word. Here the text decides, as in OpenAI's API: the answer ends in front of the first match.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import HTTPException
+
+END = object()
+LOOP_IS_DEAD = "HANDLER_NOT_EXIST"  # LMDeploy's name for a request that nobody will ever work on
+
+
+class StopStrings:
+    """Finds the first of some strings in text that arrives in pieces, keeping back what may be the start of one."""
+
+    def __init__(self, words: list[str], keep_word: bool = False) -> None:
+        self._words = words
+        self._keep_word = keep_word
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """What may be shown now, and whether a word was found. O(len(text) * number of words)."""
+        self._held += text
+        found = [(at, word) for word in self._words if (at := self._held.find(word)) >= 0]
+        if found:
+            at, word = min(found)
+            return self._held[: at + len(word) * self._keep_word], True
+        keep = max((_overlap(self._held, word) for word in self._words), default=0)
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown, False
+
+    def flush(self) -> str:
+        """What was kept back, when nothing more will come."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, word: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `word`."""
+    for size in range(min(len(text), len(word) - 1), 0, -1):
+        if text.endswith(word[:size]):
+            return size
+    return 0
+
+
+class Generation:
+    """Stands before `engine.generate`. `on_dead` is called when the engine turns out to have stopped working."""
+
+    def __init__(self, engine: Any, on_dead: Callable[[], None]) -> None:
+        self._generate = engine.generate
+        self._on_dead = on_dead
+
+    async def __call__(self, messages: Any, session_id: int, gen_config: Any = None, **options: Any) -> AsyncIterator[Any]:
+        """Takes the place of LMDeploy's generator; same arguments, same `GenOut`s.
+
+        Raises:
+            HTTPException: 500, where LMDeploy would put the text of its error into the answer.
+        """
+        words = list(gen_config.stop_words or []) if gen_config is not None else []
+        stops = StopStrings(words, bool(words) and gen_config.include_stop_str_in_output)
+        if words:
+            gen_config = dataclasses.replace(gen_config, stop_words=None, include_stop_str_in_output=False)
+        outputs: asyncio.Queue = asyncio.Queue()
+        inner = self._generate(messages, session_id, gen_config=gen_config, **options)
+        # A task of its own: when a client leaves, the server cancels every `await` of its handler, also those with which
+        # LMDeploy takes the request out of the engine; its blocks would never come back.
+        task = asyncio.create_task(_pump(inner, outputs), name=f"sagellm-generate-{session_id}")
+        try:
+            while (out := await outputs.get()) is not END:
+                if isinstance(out, BaseException):
+                    raise out
+                self._check(out)
+                out.response, found = stops.feed(out.response or "")
+                if found:
+                    out.finish_reason = "stop"
+                elif out.finish_reason:
+                    out.response += stops.flush()
+                yield out
+                if found:
+                    return
+        finally:
+            task.cancel()
+
+    def _check(self, out: Any) -> None:
+        if out.finish_reason != "error":
+            return
+        if LOOP_IS_DEAD in out.response:
+            self._on_dead()
+        raise HTTPException(500, f"the engine gave this request up: {out.response}")
+
+
+async def _pump(inner: AsyncIterator[Any], outputs: asyncio.Queue) -> None:
+    try:
+        async for out in inner:
+            outputs.put_nowait(out)
+        outputs.put_nowait(END)
+    except Exception as error:  # the handler's side raises it
+        outputs.put_nowait(error)
+    finally:
+        await inner.aclose()

@@ -1,0 +1,32 @@
+"""Where log lines go, and which of LMDeploy's are noise."""
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+
+def claim_stdout() -> TextIO:
+    """A stream on standard output for the lines that programs read; all else, of this process and of those it starts,
+
+    goes to standard error from now on: LMDeploy logs to standard output.
+    """
+    sys.stdout.flush()
+    ours = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return ours
+
+
+class ClientLeft(logging.Filter):
+    """Drops the errors that LMDeploy logs when a client goes away, which is nobody's fault."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = str(record.msg)
+        if "exception caught:" not in text:
+            return True
+        cause = text.partition("exception caught:")[2].strip()
+        return cause not in ("", "CancelledError", "GeneratorExit")
+
+
+def quiet_disconnects() -> None:
+    logging.getLogger("lmdeploy").addFilter(ClientLeft())

@@ -1,0 +1,80 @@
+"""Ranges of the request parameters that LMDeploy hands to its engine unchecked.
+
+A value that the engine cannot use ends its loop, and with it every request, so it must be found here.
+"""
+
+import math
+from typing import Any
+
+MAX_LOGPROBS = 20  # OpenAI's limit; a number beyond the vocabulary would end the engine's loop
+MAX_COUNT = 2**31 - 1
+MAX_STOPS = 16
+# (name, lowest, highest) of whole numbers
+COUNTS = (
+    ("max_tokens", 1, MAX_COUNT),
+    ("max_completion_tokens", 1, MAX_COUNT),
+    ("n", 1, 1),
+    ("min_new_tokens", 0, MAX_COUNT),
+    ("top_logprobs", 0, MAX_LOGPROBS),
+    ("logprobs", 0, MAX_LOGPROBS),
+)
+# What LMDeploy passes between servers of a disaggregated deployment; a single engine cannot serve it.
+FOREIGN = ("migration_request", "with_cache", "preserve_cache", "image_data", "logit_bias", "return_routed_experts")
+
+
+class Refused(Exception):  # noqa: N818 - becomes a response, never an error of ours
+    """The message for the client: what was got, what is allowed. `status` is the HTTP status."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def check_parameters(request: Any, raw: dict[str, Any], vocab_size: int) -> None:
+    """Check a request of LMDeploy's pydantic model; `raw` is its JSON, with the fields the model does not know.
+
+    Raises:
+        Refused: the first value that is out of range.
+    """
+    for name in FOREIGN:
+        if raw.get(name):
+            raise Refused(f"{name} is not supported by this server; leave it out.")
+    if raw.get("session_id", -1) != -1:
+        raise Refused("session_id is given by the server; leave it out.")
+    for name, lowest, highest in COUNTS:
+        _check_count(name, getattr(request, name, None), lowest, highest)
+    _check_sampling(request, vocab_size)
+    _check_stops(request, vocab_size)
+
+
+def stop_strings(stop: str | list[str] | None) -> list[str]:
+    return [stop] if isinstance(stop, str) else list(stop or [])
+
+
+def _check_count(name: str, value: Any, lowest: int, highest: int) -> None:
+    if value is None or isinstance(value, bool) or lowest <= value <= highest:
+        return
+    allowed = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
+    raise Refused(f"{name} is {value}; allowed: {allowed}.")
+
+
+def _check_sampling(request: Any, vocab_size: int) -> None:
+    for name, lowest, highest in (("temperature", 0.0, 2.0), ("min_p", 0.0, 1.0)):
+        value = getattr(request, name)
+        if not lowest <= value <= highest:
+            raise Refused(f"{name} is {value}; allowed: {lowest:g} to {highest:g}.")
+    if not 0 < request.top_p <= 1:
+        raise Refused(f"top_p is {request.top_p}; allowed: more than 0, at most 1.")
+    if not (request.repetition_penalty > 0 and math.isfinite(request.repetition_penalty)):
+        raise Refused(f"repetition_penalty is {request.repetition_penalty}; it must be a positive number.")
+    if not 0 <= request.top_k <= vocab_size:
+        raise Refused(f"top_k is {request.top_k}; allowed: 0 (all tokens) to {vocab_size}, the size of the vocabulary.")
+
+
+def _check_stops(request: Any, vocab_size: int) -> None:
+    words = stop_strings(request.stop)
+    if len(words) > MAX_STOPS or not all(words):
+        raise Refused(f"stop has {len(words)} words; allowed are up to {MAX_STOPS}, none of them empty.")
+    for token in getattr(request, "stop_token_ids", None) or ():
+        if not 0 <= token < vocab_size:
+            raise Refused(f"stop_token_ids holds {token}; allowed: 0 to {vocab_size - 1}.")

@@ -1,0 +1,97 @@
+"""Two workers over gloo: exact output, collectives seen on both ranks, faults there, and no process left behind."""
+
+import json
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from sagellm.core.config import PluginSpec
+from sagellm.core.errors import EngineError
+from tests.engines.lmdeploy.test_exactness import CROWD, answers
+from tests.pool import settle
+
+# A worker that dies can leave its parent waiting for it.
+pytestmark = pytest.mark.timeout(120)
+
+
+def children():
+    return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+
+
+@pytest.fixture
+def two_workers(start_engine):
+    """`two_workers(*plugins, **config)`; afterwards the workers must be gone."""
+    before = children()
+    engines = []
+
+    def start(*plugins, **config):
+        engine = start_engine(*plugins, tensor_parallel=2, **config)
+        engines.append(engine)
+        assert len(children() - before) >= 2
+        return engine
+
+    yield start
+    for engine in engines:
+        settle(engine)
+        engine.close()
+    left = [psutil.Process(pid) for pid in children() - before if psutil.pid_exists(pid)]
+    left = [process for process in left if "resource_tracker" not in " ".join(process.cmdline())]
+    _, alive = psutil.wait_procs(left, timeout=20)
+    assert alive == []
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_exact_output_and_every_collective_is_seen(two_workers, reference, limits, tmp_path):
+    limits(run_dir=tmp_path)
+    record = tmp_path / "events.jsonl"
+    plugin = PluginSpec(name="tests.plugins:CommLog", options={"folder": str(tmp_path)})
+    engine = two_workers(plugin, kv_blocks=30, record=record)
+    assert answers(engine, CROWD) == reference(CROWD, 40)
+    assert engine.hooks.report()["preempted"] > 0
+    report = engine.hooks.report()
+    assert report["faults"] == []
+    logs = [read(tmp_path / f"comm{rank}.jsonl") for rank in (0, 1)]
+    for rank, lines in enumerate(logs):
+        assert {(line["rank"], line["world"]) for line in lines} == {(rank, 2)}
+        assert all(line["token"] == {"begin": line["op"], "bytes": line["bytes"]} for line in lines)
+        reduces = [line for line in lines if line["op"] == "all_reduce"]
+        # Two layers with two each in every step; a row of 64 float32 numbers a token.
+        assert len(reduces) >= 4 * 40
+        sizes = [line["bytes"] for line in reduces if line["dtype"] == "float32"]
+        assert min(sizes) > 0 and not any(size % (64 * 4) for size in sizes)
+    seen = [Counter((line["op"], line["bytes"]) for line in lines if line["op"] == "all_reduce") for lines in logs]
+    assert seen[0] == seen[1]
+    assert len({line["pid"] for lines in logs for line in lines}) == 2
+    assert {hook for name, hook, _ in report["calls"] if name == plugin.name} == {"comm_begin", "comm_end"}
+    workers = {line["pid"] for lines in logs for line in lines}
+    comm = [line for line in read(record) if line["event"] == "comm"]
+    assert {line["pid"] for line in comm} <= workers and {line["rank"] for line in comm} == {0, 1}
+    assert all(line["duration_ns"] > 0 and line["world_size"] == 2 for line in comm)
+
+
+def test_a_raising_plugin_is_switched_off_in_each_worker(two_workers, reference, limits, tmp_path):
+    limits(run_dir=tmp_path)
+    name = "tests.plugins:CommRaises"
+    # The other one is not disturbed: it moves blocks to the host cache of both workers and back.
+    engine = two_workers(name, "tests.plugins:OffloadInstead", kv_blocks=30, host_kv_blocks=20)
+    for _ in range(2):
+        assert answers(engine, CROWD) == reference(CROWD, 40)
+    assert min(engine.hooks.report()["migrated"].values()) > 0
+    assert engine.hooks.report()["faults"] == [[name, "comm_begin", "raised", 1]] * 2
+
+
+def test_workers_need_the_main_thread(start_engine):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(EngineError, match="needs the main thread"):
+        pool.submit(start_engine, tensor_parallel=2).result()
+
+
+def test_one_rank_has_no_observer(start_engine, limits, tmp_path):
+    limits(run_dir=tmp_path)
+    engine = start_engine(PluginSpec(name="tests.plugins:CommLog", options={"folder": str(tmp_path)}))
+    engine.generate(CROWD[:1])
+    assert list(tmp_path.iterdir()) == []

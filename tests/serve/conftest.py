@@ -1,0 +1,43 @@
+"""One server on the demo model for most tests, and servers of their own on a tiny model for the others."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from tests.serve.harness import KEY, ServerProcess
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Without `--model`, so on the demo model, in float32."""
+    process = ServerProcess(tmp_path_factory.mktemp("server"), "--api-key", KEY, "--device", "cpu")
+    try:
+        yield process.ready()
+        process.end()
+    finally:
+        process.kill()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[OpenAI]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def launch(model_folder: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """`launch(*options, model="llama", env=None)`: a server that is starting, on a tiny random model."""
+    started: list[ServerProcess] = []
+
+    def start(*options: object, model: str | None = "llama", env: dict[str, str] | None = None) -> ServerProcess:
+        base = ("--device", "cpu", "--block-size", 16, "--max-batch-size", 4)
+        if model is not None:
+            base += ("--model", model_folder(model), "--model-name", "tiny")
+        started.append(ServerProcess(tmp_path / f"server{len(started)}", *base, *options, env=env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()

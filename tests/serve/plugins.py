@@ -1,0 +1,44 @@
+"""Plug-ins that the tests of the server name as module:Class."""
+
+import time
+
+from sagellm.core.hooks import EvictionDecision, Plugin, ScheduleDecision
+
+
+class Counting(Plugin):
+    """Decides as the engine would and gives a reason; hears every notice."""
+
+    def schedule(self, view):
+        return ScheduleDecision(reason="as it came")
+
+    def on_step_end(self, result):
+        pass
+
+
+class Raising(Plugin):
+    def on_prefix_stored(self, update):
+        raise RuntimeError("raised on purpose")
+
+
+class Hanging(Plugin):
+    def admit(self, request):
+        time.sleep(0.6)
+        return True
+
+
+class CommRaises(Plugin):
+    def comm_begin(self, op):
+        raise RuntimeError("raised on purpose")
+
+
+class Evicting(Plugin):
+    def __init__(self, size):
+        self.size = size
+
+    def select_victims(self, request):
+        return EvictionDecision(request.leaf_first(), "least recent")
+
+
+class AlsoEvicting(Plugin):
+    def select_victims(self, request):
+        return request.leaf_first()

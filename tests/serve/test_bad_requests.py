@@ -1,0 +1,133 @@
+"""What a client may send by mistake: a clear 4xx, and a server that goes on as before."""
+
+import json
+
+import pytest
+
+ASK = [{"role": "user", "content": "Hello"}]
+CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+NO = {"model": "no-such-model"}
+
+CHAT_CASES = {
+    "max_tokens 0": ({"max_tokens": 0}, "max_tokens is 0"),
+    "max_tokens -5": ({"max_tokens": -5}, "max_tokens is -5"),
+    "max_tokens as text": ({"max_tokens": "-5"}, "max_tokens is -5"),
+    "max_tokens huge": ({"max_tokens": 2**70}, "max_tokens"),
+    "max_completion_tokens 0": ({"max_completion_tokens": 0}, "max_completion_tokens is 0"),
+    "max_tokens a list": ({"max_tokens": [1]}, "max_tokens"),
+    "messages missing": ({"messages": None}, "messages"),
+    "messages empty": ({"messages": []}, "messages is empty"),
+    "messages a number": ({"messages": 5}, "messages"),
+    "message without role": ({"messages": [{"content": "x"}]}, "role"),
+    "role unknown": ({"messages": [{"role": "nobody", "content": "x"}]}, "role"),
+    "content a number": ({"messages": [{"role": "user", "content": 5}]}, "chat template"),
+    "half a surrogate pair": ({"messages": [{"role": "user", "content": "\ud800"}]}, "not JSON"),
+    "no template": ({"do_preprocess": False}, "chat template"),
+    "top_logprobs -1": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs is -1"),
+    "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
+    "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
+    "n huge": ({"n": 10**9}, "n is 1000000000"),
+    "n 0": ({"n": 0}, "n is 0"),
+    "temperature": ({"temperature": 3}, "temperature"),
+    "top_p 0": ({"top_p": 0}, "top_p"),
+    "min_p 2": ({"min_p": 2}, "min_p"),
+    "top_k beyond the vocabulary": ({"top_k": 10**6}, "top_k is 1000000"),
+    "top_k as text": ({"top_k": "1000000"}, "top_k is 1000000"),
+    "top_k -1": ({"top_k": -1}, "top_k is -1"),
+    "repetition_penalty 0": ({"repetition_penalty": 0}, "repetition_penalty"),
+    "logit_bias": ({"logit_bias": {"5": 1.0}}, "logit_bias is not supported"),
+    "stop empty": ({"stop": ""}, "stop"),
+    "stop a number": ({"stop": [5]}, "stop"),
+    "session_id": ({"session_id": 1}, "session_id"),
+    "with_cache": ({"with_cache": True}, "with_cache"),
+    "migration": ({"migration_request": {"x": 1}}, "migration_request"),
+    "stream a list": ({"stream": []}, "stream"),
+    "tool_choice": (
+        {
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {"type": "function", "function": {"name": "g"}},
+        },
+        "tool_choice names 'g'",
+    ),
+}
+OTHER_CASES = {
+    "prompt empty": (COMPLETION, {"prompt": ""}, "prompt"),
+    "prompt of ids": (COMPLETION, {"prompt": [1, 2]}, "token ids"),
+    "prompts none": (COMPLETION, {"prompt": []}, "prompt"),
+    "prompts mixed": (COMPLETION, {"prompt": ["a", None]}, "prompt"),
+    "logprobs 1000": (COMPLETION, {"prompt": "a", "logprobs": 1000}, "logprobs is 1000"),
+    "logprobs -1": (COMPLETION, {"prompt": "a", "logprobs": -1}, "logprobs is -1"),
+    "streamed prompts": (COMPLETION, {"prompt": ["a", "b"], "stream": True}, "stream with 2 prompts"),
+    "ids negative": (GENERATE, {"input_ids": [5, -1]}, "between 0 and"),
+    "ids beyond the vocabulary": (GENERATE, {"input_ids": [5, 10**6]}, "between 0 and"),
+    "ids beyond 64 bits": (GENERATE, {"input_ids": [2**80]}, "input_ids"),
+    "ids none": (GENERATE, {"input_ids": []}, "empty"),
+    "ids as text": (GENERATE, {"input_ids": ["x"]}, "input_ids"),
+    "ids and prompt": (GENERATE, {"input_ids": [1], "prompt": "a"}, "either"),
+    "neither": (GENERATE, {}, "either"),
+    "stop ids": (GENERATE, {"prompt": "a", "stop_token_ids": [10**6], "ignore_eos": True}, "stop_token_ids"),
+    "an image": (GENERATE, {"prompt": "a", "image_data": "x.png"}, "image_data"),
+}
+
+
+def check(server, answer, words, status=400):
+    assert answer.status_code == status, answer.text
+    assert words in answer.json()["error"]["message"]
+    check_alive(server)
+
+
+def check_alive(server):
+    body = {"prompt": "import os", "max_tokens": 2, "temperature": 0}
+    answer = server.post(GENERATE, body)
+    assert answer.status_code == 200 and answer.json()["meta_info"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("name", CHAT_CASES)
+def test_chat(server, name):
+    fields, words = CHAT_CASES[name]
+    body = json.dumps({"model": server.model, "messages": ASK, "max_tokens": 4} | fields)
+    check(server, server.post(CHAT, body), words)
+
+
+@pytest.mark.parametrize("name", OTHER_CASES)
+def test_completions_and_raw_generation(server, name):
+    path, fields, words = OTHER_CASES[name]
+    check(server, server.post(path, {"model": server.model, "max_tokens": 4} | fields), words)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION, GENERATE])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"max_tokens": NaN}', b"[" * 50000])
+def test_bodies_that_are_no_request(server, path, body):
+    check(server, server.post(path, body), "the body is")
+
+
+def test_prompts_longer_than_the_context(server):
+    text = "word " * 3000
+    for path, fields in ((CHAT, {"messages": [{"role": "user", "content": text}]}), (COMPLETION, {"prompt": text})):
+        check(server, server.post(path, {"model": server.model} | fields), "--context-length")
+    check(server, server.post(GENERATE, {"input_ids": [5] * 2048}), "has 2048 tokens")
+    longest = server.post(GENERATE, {"input_ids": [5] * 2047, "max_tokens": 50, "ignore_eos": True})
+    assert longest.status_code == 200
+    check_alive(server)
+
+
+def test_an_unknown_model(server):
+    for path, fields in ((CHAT, {"messages": ASK}), (COMPLETION, {"prompt": "a"})):
+        answer = server.post(path, NO | fields)
+        assert answer.status_code == 404 and "no-such-model" in answer.text
+    check_alive(server)
+
+
+def test_other_media_types_methods_and_paths(server):
+    form = server.post(GENERATE, b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+    check(server, form, "application/json", 415)
+    check(server, server.post("/health", {}), "does not take POST", 405)
+    # Paths of other kinds of deployment: one of them would put the engine to sleep, one would end it.
+    for path in ("/sleep", "/update_weights", "/pooling", "/distserve/free_cache", "/abort_request", "/v1/embeddings"):
+        check(server, server.post(path, {"input": [10**6]}), f"there is no {path}", 404)
+
+
+def test_nothing_of_it_is_in_the_log(server):
+    """Mistakes of clients are no errors of the server."""
+    assert "Traceback" not in server.stderr
+    assert "Deprecat" not in server.stderr

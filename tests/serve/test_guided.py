@@ -1,0 +1,91 @@
+"""Guided decoding with formats that force an end, and one that does not."""
+
+import json
+import re
+
+import pytest
+
+ASK = [{"role": "user", "content": "Answer."}]
+FLAGS = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
+COLOUR = {"enum": ["red", "green", "blue"]}
+OBJECT = {
+    "type": "object",
+    "properties": {"colour": COLOUR, "big": {"type": "boolean"}},
+    "required": ["colour", "big"],
+    "additionalProperties": False,
+}
+
+
+def ask(client, model, schema, **options):
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    options = dict(max_tokens=64, temperature=0) | options
+    return client.chat.completions.create(model=model, messages=ASK, response_format=wanted, **options).choices[0]
+
+
+def check_guided(client, model):
+    plain = dict(model=model, messages=ASK, max_tokens=8, temperature=0)
+    before = client.chat.completions.create(**plain).choices[0].message.content
+    for _ in range(2):
+        choice = ask(client, model, COLOUR)
+        assert choice.finish_reason == "stop" and json.loads(choice.message.content) in COLOUR["enum"]
+        assert json.loads(ask(client, model, {"const": 17}).message.content) == 17
+        sampled = ask(client, model, {"type": "boolean"}, temperature=1.0, seed=3)
+        assert isinstance(json.loads(sampled.message.content), bool)
+    word = {"type": "regex_schema", "regex_schema": r"[a-c]{3}-\d{2}"}
+    choice = client.chat.completions.create(**plain | {"max_tokens": 32}, extra_body={"response_format": word}).choices[0]
+    assert choice.finish_reason == "stop" and re.fullmatch(word["regex_schema"], choice.message.content)
+    for schema in (FLAGS, OBJECT):
+        choice = ask(client, model, schema, max_tokens=128)
+        # A small model may go on with white space, which JSON allows between any two of its parts.
+        if choice.finish_reason == "stop":
+            assert len(json.loads(choice.message.content)) == 2
+        else:
+            assert choice.message.content.lstrip()[:1] in "[{"
+    assert client.chat.completions.create(**plain).choices[0].message.content == before
+
+
+def test_in_float32(server, client):
+    check_guided(client, server.model)
+    server.wait_idle()
+
+
+def test_in_bfloat16(launch):
+    server = launch("--dtype", "bfloat16", model="llama-bf16").ready()
+    with server.client() as client:
+        check_guided(client, server.model)
+    server.end()
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": []}}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#/nowhere"}}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "string", "pattern": "["}}},
+        {"type": "json_schema", "json_schema": {"name": "a", "json_schema": {"type": "boolean"}}},
+        {"type": "json_schema", "json_schema": {"name": "a"}},
+        {"type": "json_schema"},
+        {"type": "regex_schema", "regex_schema": "(a"},
+        {"type": "regex_schema", "regex_schema": ""},
+        {"type": "regex_schema"},
+        {"type": "grammar"},
+    ],
+)
+def test_a_format_that_does_not_compile_is_refused(server, client, wanted):
+    body = {"model": server.model, "messages": ASK, "max_tokens": 8, "response_format": wanted}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
+    assert ask(client, server.model, COLOUR).finish_reason == "stop"
+
+
+def test_deep_schemas_and_endless_answers_are_refused(server, client):
+    deep = {"type": "integer"}
+    for _ in range(200):
+        deep = {"type": "array", "items": deep}
+    cases = [{"schema": deep}, {"schema": COLOUR, "ignore_eos": True}, {"schema": COLOUR, "min_new_tokens": 30}]
+    for case in cases:
+        wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": case.pop("schema")}}
+        body = {"model": server.model, "messages": ASK, "max_tokens": 40, "response_format": wanted} | case
+        assert server.post("/v1/chat/completions", body).status_code == 400
+    assert ask(client, server.model, COLOUR).finish_reason == "stop"

@@ -1,0 +1,97 @@
+"""Start, stop and accidents: exit codes, and nothing left behind. `end` looks for children, the port and the folder."""
+
+import json
+import signal
+import threading
+
+import httpx
+import psutil
+import pytest
+
+from tests.serve.harness import wait_until
+
+REQUEST = {"input_ids": [5] * 20, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+class Stream(threading.Thread):
+    """A streamed request that is read to its end, whatever that is."""
+
+    def __init__(self, server, max_tokens):
+        super().__init__(daemon=True)
+        self.events, self.complete = [], False
+        self._server, self._body = server, REQUEST | {"max_tokens": max_tokens}
+        self.start()
+        wait_until("the first chunk", lambda: self.events)
+
+    def run(self):
+        try:
+            with httpx.stream("POST", f"{self._server.url}/generate", json=self._body, timeout=60) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        self.events.append(json.loads(line[6:]))
+                    self.complete |= line == "data: [DONE]"
+        except httpx.HTTPError:
+            pass
+
+
+def refuses(server):
+    try:
+        httpx.get(f"{server.url}/health", timeout=5)
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+def test_interrupt_while_idle(launch):
+    server = launch().ready()
+    server.end(signal.SIGINT)
+    assert json.loads(server.stdout)["ready"] is True  # one line, nothing else
+    assert "Traceback" not in server.stderr
+
+
+def test_interrupt_of_the_group_lets_a_running_request_finish(launch):
+    """Ctrl-C in a terminal reaches every process of the group."""
+    server = launch("--drain-timeout-s", 25).ready()
+    stream = Stream(server, 300)
+    server.send(signal.SIGINT, group=True)
+    wait_until("new connections are refused", lambda: refuses(server))
+    stream.join(30)
+    assert stream.complete and stream.events[-1]["meta_info"]["completion_tokens"] == 300
+    server.end(None)
+
+
+def test_terminate_while_streaming_ends_within_the_drain_time(launch):
+    server = launch("--drain-timeout-s", 0.5).ready()
+    stream = Stream(server, 2000)
+    server.end(signal.SIGTERM)
+    stream.join(10)
+    assert not stream.is_alive() and not stream.complete
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stop_while_loading(launch, number):
+    server = launch()
+    server.engine_process()
+    server.end(number, group=number == signal.SIGINT)
+    assert server.stdout == ""
+    assert "Traceback" not in server.stderr
+
+
+def test_the_engine_process_is_killed(launch):
+    server = launch().ready()
+    stream = Stream(server, 2000)
+    server.engine_process().kill()
+    server.end(None, code=1)
+    assert "error: the engine process ended with code -9" in server.stderr
+    stream.join(10)
+    assert not stream.complete
+
+
+def test_the_engine_process_is_killed_while_loading(launch):
+    server = launch()
+    engine = server.engine_process()
+    # Before that the child of a few milliseconds is not yet known to the watch.
+    wait_until("the engine loads libraries", lambda: engine.memory_info().rss > 200 << 20 or not psutil.pid_exists(engine.pid))
+    engine.kill()
+    server.end(None, code=1)
+    assert "error: the engine process ended with code -9" in server.stderr

@@ -1,0 +1,105 @@
+"""Mistakes at the start: exit code 2, one clear message, and nothing left behind."""
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+HERE = "tests.serve.plugins"
+
+
+@pytest.fixture
+def refused(launch, tmp_path):
+    """Start with these options and return the message."""
+
+    def start(*options, model="llama", env=None):
+        server = launch(*options, model=model, env=env)
+        server.end(None, code=2)
+        assert server.stdout == ""
+        assert "Traceback" not in server.stderr
+        assert server.stderr.count("rror: ") == 1, server.stderr
+        return server.stderr
+
+    return start
+
+
+def test_the_port_is_taken(refused):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        message = refused("--port", port)
+    assert f"port {port}" in message and "Choose another --port" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--plugin", "nobody"], ["unknown plug-in 'nobody'", "module:Class"]),
+        (["--plugin", "no_such_module:X"], ["no_such_module"]),
+        (["--plugin", f"{HERE}:Nobody"], ["has no Nobody"]),
+        (["--plugin", "pathlib:Path"], ["subclass"]),
+        (["--plugin", f"{HERE}:Evicting"], ["Evicting", "size"]),
+        (["--plugin", f"{HERE}:Counting", "--plugin", f"{HERE}:Counting"], ["named twice"]),
+        (["--record", "/no/such/folder/record"], ["--record", "No such file"]),
+        (["--model", "/no/such/model"], ["/no/such/model is not a folder"]),
+        (["--device", "cpu", "--dtype", "float16"], ["float16", "bfloat16"]),
+        (["--context-length", 4096], ["4096", "2048"]),
+        (["--block-size", 17], ["17 is not a power of two"]),
+        (["--device", "abacus"], ["abacus"]),
+        (["--kv-blocks", 10**9], ["1000000000 KV blocks", "MiB", "Ask for at most"]),
+    ],
+)
+def test_values_that_cannot_work(refused, options, words):
+    message = refused(*options)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modle: x\n", ["modle: unknown key", "model_name"]),
+        ("port: [1\n", ["is not YAML"]),
+        ("- 1\n", ["holds a list"]),
+        ("port: 99999\n", ["port", "99999"]),
+        (
+            f"plugins: [{{name: '{HERE}:Evicting', options: {{size: 1}}}}, '{HERE}:AlsoEvicting']\n",
+            ["both decide select_victims"],
+        ),
+    ],
+)
+def test_configuration_files_that_cannot_work(refused, tmp_path, text, words):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    message = refused("--config", file)
+    for word in words:
+        assert word in message
+
+
+def test_no_gpu(refused):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert "torch sees no GPU" in refused("--device", "cuda", model=None)
+
+
+def test_a_folder_that_is_not_a_model(refused, tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    assert "has no config.json" in refused("--model", folder)
+
+
+def test_an_unpatched_lmdeploy(refused, tmp_path):
+    """A copy of the installed one, taken back to what its authors ship; only its small files are needed."""
+    from sagellm.patching import default_target, reverse
+
+    copy = tmp_path / "site" / "lmdeploy"
+    shutil.copytree(default_target(), copy, ignore=shutil.ignore_patterns("__pycache__", "lib", "bin", "*.so"))
+    reverse(copy)
+    path = os.pathsep.join([str(copy.parent), str(Path(__file__).parents[2])])
+    message = refused(env={"PYTHONPATH": path})
+    assert "is not applied" in message and "Run: " in message

@@ -1,0 +1,123 @@
+"""Parts of the server that need no server."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import pytest
+from fastapi import HTTPException
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sagellm.serve.generation import Generation, StopStrings
+from sagellm.serve.logs import ClientLeft
+from sagellm.serve.validation import RequestValidation
+
+TEXT = st.text(alphabet="ab", max_size=30)
+WORDS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3)
+
+
+@given(st.lists(TEXT, max_size=8), WORDS, st.booleans())
+def test_stop_strings_find_the_first_word_however_the_text_is_cut(pieces, words, keep):
+    whole = "".join(pieces)
+    stops, shown, found = StopStrings(words, keep), "", False
+    for piece in pieces:
+        text, found = stops.feed(piece)
+        shown += text
+        assert whole.startswith(shown)
+        if found:
+            break
+    else:
+        shown += stops.flush()
+    first = min(((whole.find(word), len(word)) for word in words if word in whole), default=None)
+    assert found == (first is not None)
+    if first is None:
+        assert shown == whole
+    elif not keep:
+        assert shown == whole[: first[0]]
+    else:
+        assert shown[first[0] :] in words and whole.startswith(shown)
+
+
+class FakeEngine:
+    """Yields what it is given; knows whether it was closed."""
+
+    def __init__(self, *outputs):
+        self._outputs, self.closed = outputs, False
+
+    async def generate(self, messages, session_id, gen_config=None):
+        try:
+            for out in self._outputs:
+                if isinstance(out, Exception):
+                    raise out
+                yield out
+                await asyncio.sleep(0)
+        finally:
+            self.closed = True
+
+
+def out(text, reason=None):
+    return SimpleNamespace(response=text, finish_reason=reason)
+
+
+def collect(engine, on_dead=lambda: None, take=None):
+    async def run():
+        texts = []
+        generator = Generation(engine, on_dead)("x", 1)
+        async for item in generator:
+            texts.append(item.response)
+            if len(texts) == take:
+                break
+        await generator.aclose()
+        await asyncio.sleep(0.01)
+        return texts
+
+    return asyncio.run(run())
+
+
+def test_outputs_pass_and_a_reader_that_leaves_closes_the_engine_side():
+    engine = FakeEngine(out("a"), out("b"), out("", "stop"))
+    assert collect(engine) == ["a", "b", ""] and engine.closed
+    engine = FakeEngine(out("a"), out("b"), out("", "stop"))
+    assert collect(engine, take=1) == ["a"] and engine.closed
+
+
+def test_an_error_of_the_engine_is_a_500_and_a_dead_one_is_told():
+    told = []
+    for status, dead in (("CANCEL", 0), ("HANDLER_NOT_EXIST", 1)):
+        engine = FakeEngine(out(f"internal error happened, status code ResponseType.{status}", "error"))
+        with pytest.raises(HTTPException) as caught:
+            collect(engine, lambda: told.append(True))
+        assert caught.value.status_code == 500 and len(told) == dead
+    with pytest.raises(KeyError):
+        collect(FakeEngine(out("a"), KeyError("x")))
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("[safe_run] exception caught: CancelledError ", False),
+        ("[safe_run] exception caught: GeneratorExit ", False),
+        ("[model_inst] exception caught: ", False),
+        ("[safe_run] exception caught: RuntimeError out of blocks", True),
+        ("something else", True),
+    ],
+)
+def test_only_the_noise_of_leaving_clients_is_dropped(text, kept):
+    record = logging.LogRecord("lmdeploy", logging.ERROR, "file", 1, text, None, None)
+    assert ClientLeft().filter(record) is kept
+
+
+def test_tokens_that_were_added_to_a_tokenizer_are_in_the_vocabulary():
+    """`vocab_size` of a tokenizer leaves them out; chat templates of many models write nothing but such tokens."""
+    pytest.importorskip("lmdeploy")
+    engine = SimpleNamespace(
+        engine=SimpleNamespace(model_config=SimpleNamespace(vocab_size=1100)),
+        backend_config=SimpleNamespace(num_gpu_blocks=0, block_size=64),
+        session_len=128,
+        tokenizer=SimpleNamespace(vocab_size=1000),
+    )
+    validation = RequestValidation(None, engine, SimpleNamespace(api_keys=None))
+    validation._check_tokens([1005, 1099])
+    with pytest.raises(Exception, match="between 0 and 1099"):
+        validation._check_tokens([1100])
