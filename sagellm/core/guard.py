@@ -37,6 +37,9 @@ class PluginGuard:
         self.fault: PluginFault | None = None
         self._time_limit_s = time_limit_s
         self._on_fault = on_fault
+        # Held while the plug-in works on the engine's state through its handle; an overrun waits for it, so that the
+        # engine never goes on in the middle of such a change.
+        self.engine_access = threading.Lock()
         self._calls: SimpleQueue = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"sagellm-plugin-{name}", daemon=True)
         self._thread.start()
@@ -65,7 +68,8 @@ class PluginGuard:
         box: list[Any] = []
         self._calls.put((function, args, box, done))
         if not done.acquire(timeout=self._time_limit_s):
-            self.switch_off(hook, "overran", f"no answer within {self._time_limit_s:g} s")
+            with self.engine_access:
+                self.switch_off(hook, "overran", f"no answer within {self._time_limit_s:g} s")
             raise Switched
         error = box[1]
         if error is not None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 
 import psutil
 
@@ -29,8 +30,11 @@ class Loading:
     def __init__(self, clean_up: Callable[[], None]) -> None:
         self._over = False
         self._clean_up = clean_up
+        # Its start unblocks SIGINT, so it must not come between the block and the start of the engine process.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        for number in STOP_SIGNALS:  # SIGINT too: a library's thread that is older than the block may take it
+            signal.signal(number, lambda *_: self._stop())
         threading.Thread(target=self._watch, name="sagellm-loading", daemon=True).start()
 
     def done(self) -> None:

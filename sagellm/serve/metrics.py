@@ -1,13 +1,10 @@
 """What the engine process counted, among LMDeploy's own Prometheus metrics."""
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
-MAX_AGE_S = 0.5
 
 
 def register(engine: Any) -> None:
@@ -20,19 +17,15 @@ class EngineCollector:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._report: dict[str, Any] | None = None
-        self._fetched_s = -MAX_AGE_S
 
     def describe(self) -> list[Metric]:
         """Empty, so that registration does not scrape."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        now = time.monotonic()
-        if now - self._fetched_s >= MAX_AGE_S:
-            self._report, self._fetched_s = self._engine.get_schedule_metrics().sage, now
-        if self._report is not None:
-            yield from families(self._report)
+        report = self._engine.get_schedule_metrics().sage
+        if report is not None:
+            yield from families(report)
 
 
 def families(report: dict[str, Any]) -> Iterator[Metric]:

@@ -43,6 +43,8 @@ def check_parameters(request: Any, raw: dict[str, Any], vocab_size: int) -> None
         raise Refused("session_id is given by the server; leave it out.")
     for name, lowest, highest in COUNTS:
         _check_count(name, getattr(request, name, None), lowest, highest)
+    if getattr(request, "top_logprobs", None) and not request.logprobs:
+        raise Refused("top_logprobs needs logprobs: true.")
     _check_sampling(request, vocab_size)
     _check_stops(request, vocab_size)
 

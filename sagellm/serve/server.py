@@ -21,6 +21,7 @@ from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
 from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
 from sagellm.serve.logprobs import chat_logprobs
 from sagellm.serve.logs import claim_stdout, quiet_disconnects
+from sagellm.serve.startup import lasting_managers
 
 DEMO_NAME = "sagellm-demo"
 
@@ -108,6 +109,7 @@ def _serve(
     def run_app(app: Any, **_: Any) -> None:
         """Takes the place of `uvicorn.run` at the end of LMDeploy's `serve`, with the application it has built."""
         engine = api_server.VariableInterface.async_engine
+        end_managers()
         _extend(app, engine, watch)
         loading.done()
         server = _Server(
@@ -128,7 +130,7 @@ def _serve(
     silent = mock.patch.object(api_server, "print", lambda *_, **__: None, create=True)
     logprobs = mock.patch.object(api_server, "_create_chat_completion_logprobs", chat_logprobs)
     try:
-        with mock.patch.object(uvicorn, "run", run_app), silent, logprobs:
+        with mock.patch.object(uvicorn, "run", run_app), silent, logprobs, lasting_managers() as end_managers:
             api_server.serve(
                 str(model),
                 model_name=name,

@@ -116,3 +116,20 @@ def test_stopping_ends_the_thread(guard):
     guard.stop()
     guard._thread.join(10)
     assert not guard._thread.is_alive()
+
+
+def test_an_overrun_waits_for_a_change_in_progress(faults):
+    """A plug-in that is late in the middle of a change to the engine's state: the engine goes on after it, not during."""
+    guard = PluginGuard("late", 0.05, faults.append)
+    order, started = [], threading.Event()
+
+    def change():
+        with guard.engine_access:
+            started.set()
+            threading.Event().wait(0.2)
+            order.append("changed")
+
+    with pytest.raises(Switched):
+        guard.call("select_victims", change)
+    order.append("engine goes on")
+    assert started.is_set() and order == ["changed", "engine goes on"]

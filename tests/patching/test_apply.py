@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import OURS, SCHEDULER, SERIES, TRIE, Lab, insert, snapshot, timestamps
+from tests.patching.conftest import OURS, SCHEDULER, SERIES, TRIE, Lab, insert, snapshot, timestamps
 
 from sagellm.core.errors import PatchError
 from sagellm.patching import apply, check, reverse, status

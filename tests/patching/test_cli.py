@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import SERIES, Lab, insert, snapshot
+from tests.patching.conftest import SERIES, Lab, insert, snapshot
 
 ROOT = Path(__file__).parents[2]
 

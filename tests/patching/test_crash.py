@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import OURS, SCHEDULER, Lab, snapshot
+from tests.patching.conftest import OURS, SCHEDULER, Lab, snapshot
 
 from sagellm.core.errors import PatchError
 from sagellm.patching import apply

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import OURS, SCHEDULER, SERIES, TRIE, Lab, insert, snapshot, timestamps
+from tests.patching.conftest import OURS, SCHEDULER, SERIES, TRIE, Lab, insert, snapshot, timestamps
 
 from sagellm.core.errors import PatchError
 from sagellm.patching import apply, check, refresh

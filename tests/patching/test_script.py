@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SERIES, Lab
+from tests.patching.conftest import SERIES, Lab
 
 ROOT = Path(__file__).parents[2]
 PIP = """

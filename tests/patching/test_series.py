@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import snapshot, timestamps
+from tests.patching.conftest import snapshot, timestamps
 
 from sagellm.patching import apply, check, default_target, refresh, reverse, status
 from sagellm.patching.markers import comment_mark, marker_of, owner_of

@@ -64,7 +64,7 @@ def test_values_that_cannot_work(refused, options, words):
         ("modle: x\n", ["modle: unknown key", "model_name"]),
         ("port: [1\n", ["is not YAML"]),
         ("- 1\n", ["holds a list"]),
-        ("port: 99999\n", ["port", "99999"]),
+        ("kv_memory_share: 2\n", ["kv_memory_share", "2"]),
         (
             f"plugins: [{{name: '{HERE}:Evicting', options: {{size: 1}}}}, '{HERE}:AlsoEvicting']\n",
             ["both decide select_victims"],

@@ -38,7 +38,8 @@ def test_the_first_chunk_comes_before_the_last_token_and_a_client_may_leave(serv
     """Blocks are held from the prompt to the last token: while some are, the answer is not finished."""
     server.wait_idle()
     with httpx.stream("POST", f"{server.url}/generate", json=LONG, headers=HEADERS, timeout=60) as response:
-        first = next(events(response.iter_lines()))
+        chunks = events(response.iter_lines())  # kept: the connection closes when nothing refers to them
+        first = next(chunks)
         assert first["text"] and first["meta_info"]["finish_reason"] is None
         assert first["meta_info"]["completion_tokens"] < LONG["max_tokens"] / 10
         server.wait_for_metric("active blocks", lambda n: n > 0, "sagellm_kv_blocks", state="active")

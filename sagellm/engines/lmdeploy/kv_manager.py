@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from sagellm.core.errors import PluginError
-from sagellm.core.guard import PluginGuard
 from sagellm.core.hooks import (
     BlockCounts,
     BlockState,
@@ -265,36 +264,6 @@ class KVManager:
             # Out and back since the last pass: the way out must not write into a slot that gets a new owner either.
             self._outs = {src: dst for src, dst in self._outs.items() if dst not in gone}
             self._allocator.get_phy_allocator("cpu").free(np.array(gone, np.int64) + self._pool_slots)
-
-
-class Handle:
-    """The engine handle of one plug-in."""
-
-    def __init__(self, kv: KVManager, guard: PluginGuard) -> None:
-        self._kv = kv
-        self._guard = guard
-        self.block_size = kv.block_size
-
-    @property
-    def block_bytes(self) -> int:
-        return self._kv.block_bytes
-
-    def block_counts(self) -> BlockCounts:
-        return self._during_call().counts()
-
-    def get_block_info(self, block_ids: Sequence[int] | None = None) -> list[KVBlockInfo]:
-        return self._during_call().info(block_ids)
-
-    def migrate_blocks(self, plan: MigrationPlan) -> MigrationResult:
-        return self._during_call().migrate(plan, self._guard.name)
-
-    def register_eviction_callback(self, callback: Callable[[EvictionNotice], None]) -> None:
-        self._during_call().add_callback(self._guard.name, callback)
-
-    def _during_call(self) -> KVManager:
-        if not self._guard.is_calling:
-            raise PluginError("the engine handle works inside a hook only, on the thread that runs the hook.")
-        return self._kv
 
 
 def _check_victims(answer: Any, request: VictimRequest) -> EvictionDecision:

@@ -17,7 +17,8 @@ from sagellm.core.hooks import (
     StepView,
 )
 from sagellm.core.host import Nonsense, PluginHost
-from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, Handle, KVManager
+from sagellm.engines.lmdeploy.handle import Handle
+from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 from sagellm.engines.lmdeploy.prefix import PrefixHooks
 
 

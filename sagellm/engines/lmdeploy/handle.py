@@ -1,0 +1,40 @@
+"""What a plug-in may ask of LMDeploy's PyTorch engine: the `EngineHandle` of the contract, one for each plug-in."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sagellm.core.errors import PluginError
+from sagellm.core.guard import PluginGuard
+from sagellm.core.hooks import BlockCounts, EvictionNotice, KVBlockInfo, MigrationPlan, MigrationResult
+from sagellm.engines.lmdeploy.kv_manager import KVManager
+
+
+class Handle:
+    """Works inside a hook only. Each request runs to its end before the engine goes on, even after an overrun."""
+
+    def __init__(self, kv: KVManager, guard: PluginGuard) -> None:
+        self._kv = kv
+        self._guard = guard
+        self.block_size = kv.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self._kv.block_bytes
+
+    def block_counts(self) -> BlockCounts:
+        return self._ask(self._kv.counts)
+
+    def get_block_info(self, block_ids: Sequence[int] | None = None) -> list[KVBlockInfo]:
+        return self._ask(self._kv.info, block_ids)
+
+    def migrate_blocks(self, plan: MigrationPlan) -> MigrationResult:
+        return self._ask(self._kv.migrate, plan, self._guard.name)
+
+    def register_eviction_callback(self, callback: Callable[[EvictionNotice], None]) -> None:
+        self._ask(self._kv.add_callback, self._guard.name, callback)
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        with self._guard.engine_access:
+            if not self._guard.is_calling:
+                raise PluginError("the engine handle works inside a hook only, on the thread that runs the hook.")
+            return function(*args)
