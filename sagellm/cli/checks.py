@@ -56,7 +56,10 @@ def lmdeploy() -> list[Finding]:
     version = Finding("lmdeploy", OK, f"LMDeploy {state.version} in {state.target}")
     if state.applied:
         return [version, Finding("patches", OK, f"all {len(state.patches)} patches are applied")]
-    return [version, Finding("patches", MISSING, state.reason or f"the series is {state.state}", state.command or SETUP)]
+    return [
+        version,
+        Finding("patches", MISSING, state.reason or f"the series is {state.state}", state.command or SETUP),
+    ]
 
 
 def torch() -> list[Finding]:
@@ -89,7 +92,11 @@ def _gpus(pytorch) -> Finding:
 def engines() -> list[Finding]:
     """The compiled engine needs CUDA's libraries; importing it in a process of its own cannot harm this one."""
     run = subprocess.run(
-        [sys.executable, "-c", "import lmdeploy, sys; sys.path.append(lmdeploy.__path__[0] + '/lib'); import _turbomind"],
+        [
+            sys.executable,
+            "-c",
+            "import lmdeploy, sys; sys.path.append(lmdeploy.__path__[0] + '/lib'); import _turbomind",
+        ],
         capture_output=True,
         text=True,
         timeout=60,
@@ -104,7 +111,9 @@ def processor() -> list[Finding]:
     from sagellm.engines.lmdeploy.cpu.runtime import usable_cores
 
     try:
-        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+        flags = next(
+            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
+        ).split()
     except (OSError, StopIteration):
         flags = []
     wanted = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 bfloat16", "amx_bf16": "AMX bfloat16"}

@@ -17,7 +17,9 @@ COLOURS = {"applied": "green", "not applied": "yellow"}
 @click.argument("verb", type=click.Choice(VERBS), default="status")
 @click.argument("numbers", nargs=-1, metavar="[NNNN]...")
 @click.option("--target", "targets", multiple=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--patches", "series", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another series.")
+@click.option(
+    "--patches", "series", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another series."
+)
 @click.option("--force", is_flag=True, help="Replace marked lines that are not those of this series.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def patches(

@@ -59,7 +59,7 @@ class SageConfig(Model):
     prefix_caching: bool = True
     context_length: int | None = Field(None, ge=1)
     max_batch_size: int | None = Field(None, ge=1)
-    max_prefill_tokens: int = Field(4096, ge=16)
+    max_prefill_tokens: int | None = Field(None, ge=16)
     decode_round: int | None = Field(None, ge=1, le=256)
     tensor_parallel: int = Field(1, ge=1, le=64)
     threads: int | None = Field(None, ge=1)

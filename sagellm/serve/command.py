@@ -26,11 +26,13 @@ from sagellm.core.errors import SageError
 @click.option("--prefix-caching/--no-prefix-caching", default=None, help="Default: on.")
 @click.option("--context-length", type=int, help="Longest prompt plus answer, in tokens.")
 @click.option("--max-batch-size", type=int, help="Requests that run at once.")
-@click.option("--max-prefill-tokens", type=int, help="Prompt tokens in one step. Default: 4096.")
+@click.option("--max-prefill-tokens", type=int, help="Prompt tokens in one step. Default: 512 on a CPU, else 4096.")
 @click.option("--decode-round", type=int, help="Decode steps between two looks at the queue.")
 @click.option("--tensor-parallel", type=int, help="Processes (CPU) or GPUs that share the model. Default: 1.")
 @click.option("--threads", type=int, help="Compute threads of a CPU worker. Default: all cores.")
-@click.option("--plugin", "plugins", multiple=True, help="module:Class or entry point name; may be given several times.")
+@click.option(
+    "--plugin", "plugins", multiple=True, help="module:Class or entry point name; may be given several times."
+)
 @click.option("--plugin-time-limit-s", type=float, help="Longest a hook may take. Default: 1.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write every decision to this file, as JSON lines.")
 @click.option("--drain-timeout-s", type=float, help="Time for running requests at shutdown. Default: 10.")

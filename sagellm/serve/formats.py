@@ -20,7 +20,9 @@ def check_format(request: Any) -> None:
     if wanted is None or wanted.type == "text":
         return
     if request.ignore_eos or request.min_new_tokens:
-        raise Refused("response_format cannot be combined with ignore_eos or min_new_tokens: the format says where to end.")
+        raise Refused(
+            "response_format cannot be combined with ignore_eos or min_new_tokens: the format says where to end."
+        )
     import xgrammar
 
     try:
@@ -35,7 +37,9 @@ def check_format(request: Any) -> None:
 def _schema_text(wanted: Any) -> str:
     schema = wanted.json_schema if wanted is not None else None
     if not isinstance(schema, dict):
-        raise Refused("response_format has no schema; send {'type': 'json_schema', 'json_schema': {'name': ..., 'schema': {...}}}.")
+        raise Refused(
+            "response_format has no schema; send {'type': 'json_schema', 'json_schema': {'name': ..., 'schema': {...}}}."
+        )
     if _depth(schema) > MAX_SCHEMA_DEPTH:
         raise Refused(f"the schema in response_format is nested deeper than {MAX_SCHEMA_DEPTH} levels.")
     return _limited(json.dumps(schema), "the schema is empty")

@@ -55,7 +55,9 @@ class Generation:
         self._generate = engine.generate
         self._on_dead = on_dead
 
-    async def __call__(self, messages: Any, session_id: int, gen_config: Any = None, **options: Any) -> AsyncIterator[Any]:
+    async def __call__(
+        self, messages: Any, session_id: int, gen_config: Any = None, **options: Any
+    ) -> AsyncIterator[Any]:
         """Takes the place of LMDeploy's generator; same arguments, same `GenOut`s.
 
         Raises:

@@ -5,6 +5,7 @@ requests that are to be finished die with it. So SIGINT is blocked while the chi
 and a thread of ours takes it during that time.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -127,7 +128,5 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def _quietly(action: Callable[[], None]) -> None:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         action()
-    except psutil.NoSuchProcess:
-        pass

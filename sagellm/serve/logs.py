@@ -7,9 +7,9 @@ from typing import TextIO
 
 
 def claim_stdout() -> TextIO:
-    """A stream on standard output for the lines that programs read; all else, of this process and of those it starts,
+    """A stream on standard output for the lines that programs read.
 
-    goes to standard error from now on: LMDeploy logs to standard output.
+    All else, of this process and of those it starts, goes to standard error from now on: LMDeploy logs to standard output.
     """
     sys.stdout.flush()
     ours = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -39,12 +39,16 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
     yield _counter("sagellm_migrated_blocks", "Blocks moved, by the tier moved to.", "tier", report["migrated"])
     yield _counter("sagellm_prefix_tokens", "Tokens of first lookups: asked for, and found.", "kind", report["prefix"])
     yield CounterMetricFamily("sagellm_preemptions", "Running requests sent back.", value=report["preempted"])
-    yield _gauge("sagellm_plugin_enabled", "1 while the plug-in is called, 0 once switched off.", "plugin", report["enabled"])
+    yield _gauge(
+        "sagellm_plugin_enabled", "1 while the plug-in is called, 0 once switched off.", "plugin", report["enabled"]
+    )
     calls = CounterMetricFamily("sagellm_plugin_calls", "Hook calls answered.", labels=["plugin", "hook"])
     for (plugin, hook), number in _summed(report["calls"], 2).items():
         calls.add_metric([plugin, hook], number)
     yield calls
-    faults = CounterMetricFamily("sagellm_plugin_faults", "Why plug-ins were switched off.", labels=["plugin", "hook", "kind"])
+    faults = CounterMetricFamily(
+        "sagellm_plugin_faults", "Why plug-ins were switched off.", labels=["plugin", "hook", "kind"]
+    )
     for (plugin, hook, kind), number in _summed(report["faults"], 3).items():
         faults.add_metric([plugin, hook, kind], number)
     yield faults

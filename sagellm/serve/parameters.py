@@ -22,7 +22,7 @@ COUNTS = (
 FOREIGN = ("migration_request", "with_cache", "preserve_cache", "image_data", "logit_bias", "return_routed_experts")
 
 
-class Refused(Exception):  # noqa: N818 - becomes a response, never an error of ours
+class Refused(Exception):
     """The message for the client: what was got, what is allowed. `status` is the HTTP status."""
 
     def __init__(self, message: str, status: int = 400) -> None:

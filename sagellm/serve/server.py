@@ -108,22 +108,8 @@ def _serve(
 
     def run_app(app: Any, **_: Any) -> None:
         """Takes the place of `uvicorn.run` at the end of LMDeploy's `serve`, with the application it has built."""
-        engine = api_server.VariableInterface.async_engine
         end_managers()
-        _extend(app, engine, watch)
-        loading.done()
-        server = _Server(
-            uvicorn.Config(
-                app,
-                log_level="info" if config.log_level in ("DEBUG", "INFO") else "warning",
-                timeout_graceful_shutdown=config.drain_timeout_s,
-            ),
-            banner,
-            watch,
-        )
-        server.run(sockets=[listener])
-        watch.stop()
-        engine.close()
+        _run_app(app, api_server.VariableInterface.async_engine, config, listener, banner, loading, watch)
 
     quiet_disconnects()
     # LMDeploy prints its own hint three times; the banner says it once.
@@ -143,6 +129,25 @@ def _serve(
         watch.stop()
         end_children()
     return 1 if watch.engine_died else 0
+
+
+def _run_app(
+    app: Any,
+    engine: Any,
+    config: SageConfig,
+    listener: socket.socket,
+    banner: "_Banner",
+    loading: Loading,
+    watch: EngineWatch,
+) -> None:
+    _extend(app, engine, watch)
+    loading.done()
+    log_level = "info" if config.log_level in ("DEBUG", "INFO") else "warning"
+    # uvicorn's annotation says int; it hands the value to asyncio, which takes fractions.
+    settings = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=config.drain_timeout_s)
+    _Server(settings, banner, watch).run(sockets=[listener])
+    watch.stop()
+    engine.close()
 
 
 def _extend(app: Any, engine: Any, watch: EngineWatch) -> None:
@@ -184,9 +189,7 @@ class _Server(uvicorn.Server):
 class _Banner:
     """What a person sees when the server is ready."""
 
-    def __init__(
-        self, config: SageConfig, name: str, device: str, sizes: Sizes, as_json: bool, out: TextIO
-    ) -> None:
+    def __init__(self, config: SageConfig, name: str, device: str, sizes: Sizes, as_json: bool, out: TextIO) -> None:
         self._config, self._name, self._device, self._sizes = config, name, device, sizes
         self._as_json, self._out = as_json, out
 
@@ -198,7 +201,11 @@ class _Banner:
         else:
             key = " -H 'Authorization: Bearer KEY'" if self._config.api_key else ""
             body = json.dumps(
-                {"model": self._name, "stream": True, "messages": [{"role": "user", "content": "Write a function `add`."}]}
+                {
+                    "model": self._name,
+                    "stream": True,
+                    "messages": [{"role": "user", "content": "Write a function `add`."}],
+                }
             )
             self._say(f"\nReady: {self._name} on {self._device} at {url}")
             self._say(

@@ -1,5 +1,6 @@
 """Starts `python -m sagellm.serve` as users do, and proves at its end that nothing is left of it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -117,10 +118,8 @@ class ServerProcess:
     def kill(self) -> None:
         """Clean up after a failed test."""
         for process in [*self.family(), self.process]:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 process.kill()
-            except (psutil.NoSuchProcess, ProcessLookupError):
-                pass
         self.process.wait(END_S)
 
     def client(self, key: str = KEY) -> OpenAI:

@@ -32,7 +32,9 @@ def check_guided(client, model):
         sampled = ask(client, model, {"type": "boolean"}, temperature=1.0, seed=3)
         assert isinstance(json.loads(sampled.message.content), bool)
     word = {"type": "regex_schema", "regex_schema": r"[a-c]{3}-\d{2}"}
-    choice = client.chat.completions.create(**plain | {"max_tokens": 32}, extra_body={"response_format": word}).choices[0]
+    choice = client.chat.completions.create(**plain | {"max_tokens": 32}, extra_body={"response_format": word}).choices[
+        0
+    ]
     assert choice.finish_reason == "stop" and re.fullmatch(word["regex_schema"], choice.message.content)
     for schema in (FLAGS, OBJECT):
         choice = ask(client, model, schema, max_tokens=128)

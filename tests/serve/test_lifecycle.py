@@ -91,7 +91,9 @@ def test_the_engine_process_is_killed_while_loading(launch):
     server = launch()
     engine = server.engine_process()
     # Before that the child of a few milliseconds is not yet known to the watch.
-    wait_until("the engine loads libraries", lambda: engine.memory_info().rss > 200 << 20 or not psutil.pid_exists(engine.pid))
+    wait_until(
+        "the engine loads libraries", lambda: engine.memory_info().rss > 200 << 20 or not psutil.pid_exists(engine.pid)
+    )
     engine.kill()
     server.end(None, code=1)
     assert "error: the engine process ended with code -9" in server.stderr

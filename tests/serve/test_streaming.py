@@ -51,7 +51,9 @@ def test_a_client_that_leaves_without_streaming(server, path):
     body = json.dumps(LONG | {"stream": False, "model": server.model}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        connection.sendall(
+            f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        )
         server.wait_for_metric("active blocks", lambda n: n > 0, "sagellm_kv_blocks", state="active")
     server.wait_idle()
 

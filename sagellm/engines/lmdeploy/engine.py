@@ -22,6 +22,10 @@ from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
 # for a whole round of steps; on a GPU LMDeploy's own value stays.
 CPU_DECODE_ROUND = 1
 
+# More prompt tokens at once only help until the cores are busy. On a CPU they are at a few hundred; beyond, activations
+# leave the caches and each layer's product runs slower, and the first request of a batch waits for the last.
+PREFILL_TOKENS, CPU_PREFILL_TOKENS = 4096, 512
+
 
 def require_patched() -> None:
     """Raises PatchError, naming the command that mends it, unless every patch is applied."""
@@ -56,7 +60,7 @@ def build_engine_config(config: SageConfig, sizes: Sizes, device: str, hooks: Ho
         block_size=config.block_size,
         num_gpu_blocks=sizes.num_blocks,
         num_cpu_blocks=sizes.num_host_blocks,
-        max_prefill_token_num=config.max_prefill_tokens,
+        max_prefill_token_num=config.max_prefill_tokens or (CPU_PREFILL_TOKENS if device == "cpu" else PREFILL_TOKENS),
         enable_prefix_caching=config.prefix_caching,
         device_type=device,
         distributed_executor_backend="mp" if device == "cpu" and config.tensor_parallel > 1 else None,
@@ -75,9 +79,9 @@ def set_threads(config: SageConfig, device: str) -> None:
     threads = config.threads or max(1, usable_cores() // config.tensor_parallel)
     # OpenMP reads it when a process first uses it, which for spawned workers is later than now.
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    import torch
+    from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
 
-    torch.set_num_threads(threads)
+    CPU_DEVICE.use_threads(threads)
 
 
 class LMDeployEngine(BaseEngine):

@@ -26,6 +26,7 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self.runtime = CpuRuntime()
+        self._threads: int | None = None
         self._steppers: weakref.WeakKeyDictionary[Any, _StepThread] = weakref.WeakKeyDictionary()
 
     def validate(self, config: Any) -> None:
@@ -57,6 +58,16 @@ class CpuDevice:
         # groups), so the default context must be ours as well.
         get_device_manager().set_context(DeviceContext(device_type="cpu"))
         keep_freed_memory()
+        # The step's thread does the parallel work. OpenMP keeps a pool for every thread that ever did any, and once all
+        # pools together have more threads than there are cores it stops spinning between two operators, which makes a
+        # forward pass up to half as long again. So whoever builds the model stays serial.
+        if self._threads is None:
+            self.use_threads(torch.get_num_threads())
+        torch.set_num_threads(1)
+
+    def use_threads(self, threads: int) -> None:
+        """Compute threads of the next engine in this process."""
+        self._threads = threads
 
     def ops_backend(self) -> type:
         from sagellm.engines.lmdeploy.cpu.backend import CpuOpsBackend
@@ -112,7 +123,7 @@ class CpuDevice:
         """Run one step of a model agent on a thread of its own, so that the event loop keeps serving meanwhile."""
         stepper = self._steppers.get(agent)
         if stepper is None:
-            stepper = self._steppers[agent] = _StepThread(asyncio.get_running_loop())
+            stepper = self._steppers[agent] = _StepThread(asyncio.get_running_loop(), self._threads)
             weakref.finalize(agent, stepper.stop)
         return await stepper.run(step(agent, *args, **kwargs))
 
@@ -128,12 +139,14 @@ class CpuDevice:
 class _StepThread:
     """A daemon thread with an event loop for the steps of one agent."""
 
-    def __init__(self, home: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, home: asyncio.AbstractEventLoop, threads: int) -> None:
         self.home = home
+        self._threads = threads
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._serve, name="sagellm-cpu-step", daemon=True).start()
 
     def _serve(self) -> None:
+        torch.set_num_threads(self._threads)
         # Gradient mode is a property of the thread, and the agent set it on another one.
         with torch.inference_mode():
             self._loop.run_forever()
