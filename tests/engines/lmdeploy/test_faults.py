@@ -80,7 +80,7 @@ def test_the_fault_says_what_was_got_and_what_is_allowed(start_engine):
     engine = start_engine(faulty("schedule", "budget"))
     answers(engine, FEW, PARAMS)
     (fault,) = engine.hooks._host.faults
-    assert fault.detail == "Nonsense: token budget 0; allowed are 1 to 4096, or None"
+    assert fault.detail == "Nonsense: token budget 0; allowed are 1 to 512, or None"
 
 
 def test_an_eviction_callback_that_fails(start_engine, reference):
