@@ -103,7 +103,7 @@ def test_the_view_tells_the_truth(start_engine, reference, monkeypatch):
     by_id = sorted(full.requests, key=lambda r: r.request_id)
     assert [request.num_tokens for request in by_id] == [len(prompt) for prompt in PROMPTS]
     assert {(r.num_computed, r.num_generated, r.num_blocks) for r in by_id} == {(0, 0, 0)}
-    assert full.token_budget == 4096
+    assert full.token_budget == 512
     assert full.blocks.free == full.blocks.total == 64
     last = next(v for v in reversed(views) if v.phase is Phase.DECODE)
     assert {request.num_generated for request in last.requests} == {11}
