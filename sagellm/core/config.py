@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sagellm.core.errors import ConfigError
 
@@ -90,6 +90,12 @@ class SageConfig(Model):
             raise ValueError(f"{value} is not a power of two")
         return value
 
+    @model_validator(mode="after")
+    def _one_pool_size(self) -> "SageConfig":
+        if self.kv_blocks is not None and self.kv_memory_share is not None:
+            raise ValueError("kv_blocks and kv_memory_share both size the KV pool; give one of them")
+        return self
+
 
 def read_config(file: Path | None, overrides: dict[str, Any]) -> SageConfig:
     """A `SageConfig` from a YAML file and values that go before it.
@@ -99,12 +105,9 @@ def read_config(file: Path | None, overrides: dict[str, Any]) -> SageConfig:
     """
     values = {**_read_yaml(file), **overrides}
     try:
-        config = SageConfig(**values)
+        return SageConfig(**values)
     except ValidationError as error:
         raise ConfigError(_explain(error, file)) from None
-    if config.kv_blocks is not None and config.kv_memory_share is not None:
-        raise ConfigError("kv_blocks and kv_memory_share both size the KV pool; give one of them.")
-    return config
 
 
 def _read_yaml(file: Path | None) -> dict[str, Any]:
@@ -131,6 +134,8 @@ def _explain(error: ValidationError, file: Path | None) -> str:
         name = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             lines.append(f"{name}: unknown key; known are {', '.join(sorted(SageConfig.model_fields))}.")
+        elif not name:  # a combination of values
+            lines.append(f"{item['msg'].removeprefix('Value error, ')}.")
         else:
             lines.append(f"{name}: {item['msg']}, got {item['input']!r}.")
     return (f"in {file}: " if file else "") + "\n".join(lines)

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import itertools
+import logging
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.config import HookConfig, SageConfig
-from sagellm.core.errors import EngineError, PatchError
+from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES
 from sagellm.core.registry import find_plugin
 from sagellm.engines.base import BaseEngine, CapabilityDescriptor, EngineInfo, Generation, SamplingParams
@@ -93,11 +94,15 @@ class LMDeployEngine(BaseEngine):
 
     def __init__(self, config: SageConfig, model: Path | None = None) -> None:
         require_patched()
-        model = Path(model or config.model)
+        model = model or config.model
+        if model is None:
+            raise ConfigError("no model: pass a folder, or set `model`; `sagellm demo-model` builds one.")
+        model = Path(model)
         device = resolve_device(config.device)
         sizes = size_engine(config, model, device)
         set_threads(config, device)
         engine_config = build_engine_config(config, sizes, device, hook_config(config))
+        logging.getLogger("lmdeploy").setLevel(config.log_level)
         self._model = model
         self._sessions = itertools.count()
         # Built here, not on the loop's thread: with several workers LMDeploy installs a signal handler, which Python
