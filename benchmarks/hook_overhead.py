@@ -1,10 +1,12 @@
 """What the hooks cost: CPU time of an engine step, without the doors, with the doors, with a no-op plug-in on every hook.
 
-    python -m benchmarks.hook_overhead [--rounds 30] [--out FILE]
+    python -m benchmarks.hook_overhead [--starts 4] [--rounds 20] [--out FILE]
 
 The engine without the doors is the installed one less every line that is marked for patches 0001 to 0004 (0006, the CPU
 device, stays, or nothing would run here). A round is a batch of requests on a tiny model, one thread; its figure is the
-CPU time of the whole process over the number of decode steps, so the model's own work counts as well.
+CPU time of the whole process over the number of decode steps, so the model's own work counts as well. Two processes of the
+same code differ by a percent (memory layout, hash seeds), so all are started anew a few times, and a second engine without
+the doors runs along as the control: what it differs by is the error of the measurement.
 """
 
 import json
@@ -25,41 +27,52 @@ from benchmarks.machine import describe
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 4, 48, 128
 BARE, DOORS, PLUGIN = "without the doors", "doors, nothing installed", "no-op plug-in on every hook"
+DECIDES = "plug-in that decides each step"
+CONTROL = "without the doors, again"
 
 
 @click.command()
-@click.option("--rounds", default=30, show_default=True)
+@click.option("--starts", default=4, show_default=True, help="Times that every contestant is started anew.")
+@click.option("--rounds", default=20, show_default=True, help="Rounds a start.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(rounds: int, out: Path | None) -> None:
+def main(starts: int, rounds: int, out: Path | None) -> None:
     """Measure, print a table, and write the result."""
     from sagellm.core.config import HookConfig, PluginSpec
     from sagellm.demo_model.random_model import write_random_model
 
-    noop = HookConfig(plugins=(PluginSpec(name="benchmarks.noop_plugin:NoOp"),)).model_dump_json()
+    noop, decides = (
+        HookConfig(plugins=(PluginSpec(name=f"benchmarks.noop_plugin:{name}"),)).model_dump_json()
+        for name in ("NoOp", "EngineOrder")
+    )
     with tempfile.TemporaryDirectory() as scratch:
         model = write_random_model(
             Path(scratch) / "tiny", architecture="llama", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
             intermediate_size=128, vocab_size=512, dtype="float32", max_position_embeddings=2048,
         )  # fmt: skip
         bare = write_bare_tree(Path(scratch) / "bare")
-        contestants = [
-            Contestant(BARE, build, str(model), None, str(bare)),
-            Contestant(DOORS, build, str(model), None, None),
-            Contestant(PLUGIN, build, str(model), noop, None),
-        ]
-        try:
-            interleave(contestants, None, 2)
-            answers = interleave(contestants, None, rounds)
-        finally:
-            for contestant in contestants:
-                contestant.close()
-    result = {"rounds": rounds, "machine": describe(), "step_cpu_us": {}, "ratio": {}}
+        answers = {}
+        for _ in range(starts):
+            contestants = [
+                Contestant(BARE, build, str(model), None, str(bare)),
+                Contestant(DOORS, build, str(model), None, None),
+                Contestant(PLUGIN, build, str(model), noop, None),
+                Contestant(DECIDES, build, str(model), decides, None),
+                Contestant(CONTROL, build, str(model), None, str(bare)),
+            ]
+            try:
+                interleave(contestants, None, 2)
+                for name, values in interleave(contestants, None, rounds).items():
+                    answers.setdefault(name, []).extend(values)
+            finally:
+                for contestant in contestants:
+                    contestant.close()
+    result = {"starts": starts, "rounds": rounds, "machine": describe(), "step_cpu_us": {}, "ratio": {}}
     for name, values in answers.items():
         result["step_cpu_us"][name] = summary(values)
         result["ratio"][name] = paired_ratio(values, answers[BARE])
         figures, ratio = result["step_cpu_us"][name], result["ratio"][name]
         click.echo(
-            f"{name:<28} {figures['median']:8.1f} us a step   x {ratio['median']:.4f} "
+            f"{name:<30} {figures['median']:8.1f} us a step   x {ratio['median']:.4f} "
             f"({ratio['low']:.4f} to {ratio['high']:.4f})"
         )
     if out is not None:

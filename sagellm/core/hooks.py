@@ -3,6 +3,9 @@
 A plug-in is a subclass of `Plugin` that overrides the hooks it wants. Hooks whose name starts with `on_` are notices;
 the others are decisions, and a decision has one owner: two plug-ins that decide the same thing are refused at start.
 Every array given to a plug-in is read-only.
+
+`on_evicted` and `on_request_end` are told at once. The other notices arrive in order with the plug-in's next call, at the
+latest with the first step that the engine chooses after `COALESCE_S`.
 """
 
 import heapq
@@ -12,6 +15,8 @@ from enum import Enum
 from typing import NamedTuple, NewType, Protocol
 
 import numpy as np
+
+COALESCE_S = 0.01
 
 BlockId = NewType("BlockId", int)
 RequestId = NewType("RequestId", int)
@@ -175,8 +180,7 @@ class PrefixUpdate:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestMetadata:
+class RequestMetadata(NamedTuple):  # as StepView and StepResult: made in every step, cheaper than a frozen dataclass
     """A request as the scheduler sees it. Lengths in tokens; `arrival_s` on the clock of `time.perf_counter`."""
 
     request_id: RequestId
@@ -190,17 +194,17 @@ class RequestMetadata:
     tenant_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepView:
+class StepView(NamedTuple):
     """The engine is about to choose among `requests`, given in its own order.
 
-    `token_budget` is the engine's limit of new tokens in this step; a plug-in may lower it, not raise it.
+    `token_budget` is the engine's limit of new tokens in this step; a plug-in may lower it, not raise it. `free_blocks`
+    leaves out what the prefix cache would give up: `EngineHandle.block_counts` tells that too, and costs more.
     """
 
     step: int
     phase: Phase
     requests: tuple[RequestMetadata, ...]
-    blocks: BlockCounts
+    free_blocks: int
     token_budget: int
 
 
@@ -221,12 +225,14 @@ class ScheduleDecision:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
+    """A step is done. `end_s`: when, on the clock of `time.perf_counter`."""
+
     step: int
     phase: Phase
     num_requests: int
     num_tokens: int
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +302,11 @@ class Plugin:
         raise NotImplementedError
 
     def schedule(self, view: StepView) -> ScheduleDecision | None:
-        """Order, hold and bound a step; None leaves it to the engine."""
+        """Order, hold and bound a step.
+
+        None leaves it to the engine, and is not asked for again until a request has come or gone, or `COALESCE_S` have
+        passed; `ScheduleDecision()` says the same for one step only.
+        """
         raise NotImplementedError
 
     def on_step_end(self, result: StepResult) -> None: ...

@@ -1,6 +1,5 @@
 """Holds the plug-ins of one process: who decides, who listens, what was counted."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +10,16 @@ from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, Plugin, overrides
 from sagellm.core.registry import check_owners, load_plugin
 
 
-class Nonsense(Exception):  # noqa: N818 - raised by a check, handled here
+class Nonsense(Exception):
     """An answer that makes no sense; the message says what was got and what is allowed."""
 
 
 class PluginHost:
-    """Calls the hooks of the configured plug-ins.
-
-    `calls` counts the hook calls that were answered, `faults` what switched a plug-in off.
-    """
+    """Calls the hooks of the configured plug-ins. `faults` lists what switched a plug-in off."""
 
     def __init__(self, config: HookConfig) -> None:
         self.config = config
         self.recorder: Recorder = open_recorder(config.record)
-        self.calls: Counter[tuple[str, str]] = Counter()
         self.faults: list[PluginFault] = []
         self.plugins = [(spec.name, load_plugin(spec)) for spec in config.plugins]
         check_owners(self.plugins)
@@ -62,7 +57,6 @@ class PluginHost:
         except Exception as error:
             guard.switch_off(hook, "nonsense", f"{type(error).__name__}: {error}")
             return None
-        self.calls[name, hook] += 1
         return name, checked
 
     def blame(self, hook: str, detail: str) -> None:
@@ -74,18 +68,29 @@ class PluginHost:
         return bool(self._listeners[hook])
 
     def notify(self, hook: str, notice: Any) -> None:
-        """Tell every plug-in that listens."""
+        """Tell every plug-in that listens, now."""
         for name, plugin in self._listeners[hook]:
             self.call_one(name, hook, getattr(plugin, hook), notice)
+
+    def post(self, hook: str, notice: Any) -> None:
+        """Tell every plug-in that listens, each with the next call it gets or at the next `flush`."""
+        for name, plugin in self._listeners[hook]:
+            self.guards[name].post(hook, getattr(plugin, hook), notice)
+
+    def flush(self, after_s: float = 0.0) -> None:
+        """Hand over what was posted, to each plug-in where the first of it has waited for `after_s`."""
+        for guard in self.guards.values():
+            try:
+                guard.flush(after_s)
+            except Switched:
+                continue
 
     def call_one(self, name: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
         """Result of one plug-in's function, or None when it is off."""
         try:
-            result = self.guards[name].call(hook, function, *args)
+            return self.guards[name].call(hook, function, *args)
         except Switched:
             return None
-        self.calls[name, hook] += 1
-        return result
 
     def listeners(self, hook: str) -> list[tuple[str, Plugin]]:
         return self._listeners[hook]
@@ -93,7 +98,9 @@ class PluginHost:
     def report(self) -> dict[str, Any]:
         """Counts that can be pickled or written as JSON."""
         return {
-            "calls": [[name, hook, count] for (name, hook), count in self.calls.items()],
+            "calls": [
+                [name, hook, count] for name, guard in self.guards.items() for hook, count in guard.calls.copy().items()
+            ],
             "faults": [[fault.plugin, fault.hook, fault.kind, 1] for fault in self.faults],
             "enabled": {name: guard.healthy for name, guard in self.guards.items()},
         }

@@ -111,6 +111,53 @@ def test_only_the_first_fault_is_reported(guard, faults, caplog):
     assert caplog.text.count("is switched off") == 1
 
 
+def test_posted_calls_run_before_the_next_one(guard, faults):
+    heard = []
+    guard.post("notice", heard.append, 1)
+    guard.post("notice", heard.append, 2)
+    assert heard == []
+    assert guard.call("decision", lambda: list(heard)) == [1, 2]
+    assert guard.calls == {"notice": 2, "decision": 1} and faults == []
+
+
+def test_flush_runs_what_has_waited_long_enough(guard):
+    heard = []
+    guard.flush()
+    guard.post("notice", heard.append, 1)
+    guard.flush(after_s=60)
+    assert heard == []
+    guard.flush()
+    assert heard == [1]
+    guard.flush()
+    assert heard == [1]
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(lambda: 1 / 0, "raised"), (lambda: time.sleep(5 * LIMIT_S), "overran")])
+def test_a_posted_call_that_fails_is_the_one_blamed(guard, faults, fault, kind):
+    heard = []
+    guard.post("before", heard.append, 1)
+    guard.post("bad", fault)
+    guard.post("after", heard.append, 2)
+    with pytest.raises(Switched):
+        guard.call("decision", heard.append, 3)
+    guard.post("later", heard.append, 4)
+    with pytest.raises(Switched):
+        guard.call("decision", heard.append, 5)
+    guard.stop()
+    guard._thread.join(10)
+    assert heard == [1]
+    assert [(fault.hook, fault.kind) for fault in faults] == [("bad", kind)]
+    assert guard.calls["before"] == 1 and guard.calls["decision"] == 0
+
+
+def test_each_call_has_the_whole_limit(guard, faults):
+    """Several calls handed over together, none of them late, are no overrun."""
+    for _ in range(4):
+        guard.post("notice", time.sleep, 0.6 * LIMIT_S)
+    assert guard.call("decision", lambda: "in time") == "in time"
+    assert faults == []
+
+
 def test_stopping_ends_the_thread(guard):
     assert guard.call("hook", lambda: 1) == 1
     guard.stop()

@@ -89,7 +89,7 @@ def test_nonsense_switches_off(check):
     host.notify("on_step_end", 1)
     report = host.report()
     assert report["faults"] == [[name_of(Admits), "admit", "nonsense", 1]]
-    assert report["calls"] == [[name_of(Quiet), "on_step_end", 1]]
+    assert report["calls"] == [[name_of(Admits), "admit", 1], [name_of(Quiet), "on_step_end", 1]]
     assert report["enabled"] == {name_of(Admits): False, name_of(Quiet): True}
     json.dumps(report)
     host.close()
@@ -103,6 +103,28 @@ def test_notices_go_on_to_the_others():
     assert host.report()["faults"] == [[name_of(Loud), "on_step_end", "raised", 1]]
     assert host.listens("on_step_end") and not host.listens("on_evicted")
     host.close()
+
+
+def test_posted_notices_wait_for_the_flush_and_keep_their_order():
+    host = make(Quiet, Loud, Second)
+    for step in (1, 2, 3):
+        host.post("on_step_end", step)
+    heard = lambda: [getattr(plugin, "heard", None) for _, plugin in host.plugins]  # noqa: E731
+    assert heard() == [None, None, None]
+    host.flush(after_s=60)
+    assert heard() == [None, None, None]
+    host.flush()
+    assert heard() == [[1, 2, 3], None, [1, 2, 3]]
+    assert host.report()["faults"] == [[name_of(Loud), "on_step_end", "raised", 1]]
+    assert sorted(host.report()["calls"]) == [[name_of(Quiet), "on_step_end", 3], [name_of(Second), "on_step_end", 3]]
+    host.close()
+
+
+def test_closing_hands_over_what_was_posted():
+    host = make(Quiet)
+    host.post("on_step_end", 1)
+    host.close()
+    assert host.plugins[0][1].heard == [1]
 
 
 def test_blame_switches_off_the_owner():

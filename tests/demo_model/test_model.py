@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from sagellm.demo_model import DemoRecipe
-from sagellm.demo_model.command import demo_model
 from sagellm.demo_model.base import read_record
+from sagellm.demo_model.command import demo_model
 from sagellm.demo_model.tokenizer import BOS, EOS
 
 USER = [{"role": "user", "content": "Write a function."}]

@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from tests.patching.conftest import OURS, SCHEDULER, SERIES, TRIE, Lab, insert, snapshot, timestamps
 
 from sagellm.core.errors import PatchError
 from sagellm.patching import apply, check, reverse, status
 from sagellm.patching.manifest import sha256
+from tests.patching.conftest import OURS, SCHEDULER, SERIES, TRIE, Lab, insert, snapshot, timestamps
 
 
 def test_apply_gives_the_edited_tree(lab: Lab) -> None:

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.patching.conftest import OURS, SCHEDULER, Lab, snapshot
 
 from sagellm.core.errors import PatchError
 from sagellm.patching import apply
+from tests.patching.conftest import OURS, SCHEDULER, Lab, snapshot
 
 DRIVER = Path(__file__).parent / "driver.py"
 

@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.patching.conftest import OURS, SCHEDULER, SERIES, TRIE, Lab, insert, snapshot, timestamps
 
 from sagellm.core.errors import PatchError
 from sagellm.patching import apply, check, refresh
 from sagellm.patching.diff import format_patch, parse_patch
 from sagellm.patching.recipe import build_recipes
+from tests.patching.conftest import OURS, SCHEDULER, SERIES, TRIE, Lab, insert, snapshot, timestamps
 
 CPP = "src/turbomind/engine/demo.cc"
 

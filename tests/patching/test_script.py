@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.patching.conftest import SERIES, Lab
 
 ROOT = Path(__file__).parents[2]

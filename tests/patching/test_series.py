@@ -7,11 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.patching.conftest import snapshot, timestamps
 
 from sagellm.patching import apply, check, default_target, refresh, reverse, status
 from sagellm.patching.markers import comment_mark, marker_of, owner_of
 from sagellm.patching.patchset import PatchSet, default_directory, load_patchset, read_series
+from tests.patching.conftest import snapshot, timestamps
 
 PATCHES = default_directory()
 NAMES = read_series(PATCHES)

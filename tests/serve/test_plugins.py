@@ -20,8 +20,8 @@ def test_calls_faults_and_the_record(launch, tmp_path):
     record = tmp_path / "record.jsonl"
     options = [word for name in names.values() for word in ("--plugin", name)]
     server = launch(*options, "--plugin-time-limit-s", 0.2, "--record", record).ready()
-    texts = {generate(server)["text"] for _ in range(3)}
-    assert len(texts) == 1
+    answers = {tuple(generate(server)["output_ids"]) for _ in range(3)}
+    assert len(answers) == 1
     server.wait_idle()
 
     counting, raising, hanging = names.values()
@@ -44,12 +44,12 @@ def test_calls_faults_and_the_record(launch, tmp_path):
 
 def test_tensor_parallel_and_a_fault_in_a_worker(launch):
     alone = launch().ready()
-    expected = generate(alone)["text"]
+    expected = generate(alone)["output_ids"]
     alone.end()
     name = f"{HERE}:CommRaises"
     server = launch("--tensor-parallel", 2, "--plugin", name).ready()
     assert len({process.pid for process in server.family()}) >= 3  # the engine and two workers
-    assert generate(server)["text"] == expected
+    assert generate(server)["output_ids"] == expected
     faults = dict(plugin=name, hook="comm_begin")
     server.wait_for_metric("a fault in a worker", lambda n: n >= 1, "sagellm_plugin_faults_total", **faults)
     counted = server.metric("sagellm_plugin_faults_total", **faults)

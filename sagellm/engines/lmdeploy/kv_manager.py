@@ -38,12 +38,14 @@ class KVManager:
     def __init__(self, scheduler: Any, host: PluginHost, block_bytes: int) -> None:
         self._host = host
         self._allocator = scheduler.block_manager.allocator
+        self._pool = self._allocator.get_phy_allocator("gpu")
         self._pool_slots = scheduler.block_manager.num_gpu_blocks
         self._host_slots = scheduler.block_manager.num_cpu_blocks
         self._trie = scheduler.block_trie
         self.block_size = scheduler.cache_config.block_size
         self.block_bytes = block_bytes
         self.nodes: dict[int, Any] = {}  # block id -> node of LMDeploy's trie
+        self._has_node = np.zeros(self._allocator._log_mem.num_blocks(), bool)  # the keys of `nodes`
         self._clock = count(1)
         self._outs: dict[int, int] = {}  # pool slot -> host slot, to be copied with the next pass
         self._ins: dict[int, int] = {}  # host slot -> pool slot
@@ -57,12 +59,21 @@ class KVManager:
 
     # ---- information
 
+    def add_node(self, node: Any) -> None:
+        """The prefix cache holds this node's block from now on."""
+        self.nodes[int(node.block)] = node
+        self._has_node[node.block] = True
+
+    def num_free(self) -> int:
+        return self._pool.get_num_free_blocks()
+
     def counts(self) -> BlockCounts:
-        free = self._allocator.get_phy_allocator("gpu").get_num_free_blocks()
-        cached = 0
-        if self.nodes:
-            ids = np.fromiter(self.nodes, np.int64, len(self.nodes))
-            cached = int(((self._allocator.get_ref_count(ids) == 1) & self._on_device(ids)).sum())
+        memory = self._allocator._log_mem
+        is_cached = self._has_node & (memory.ref_count == 1)
+        if self._host_slots:
+            is_cached &= memory.phy_map < self._pool_slots
+        cached = int(np.count_nonzero(is_cached))
+        free = self.num_free()
         host_used = self._host_slots - self._allocator.get_phy_allocator("cpu").get_num_free_blocks()
         active = self._pool_slots - free - cached
         return BlockCounts(self._pool_slots, free, cached, active, self._host_slots, host_used)
@@ -109,8 +120,7 @@ class KVManager:
 
     def evict(self, num_blocks: int) -> int:
         """Free at least `num_blocks` of the pool if the prefix cache holds them; returns how many became free."""
-        pool = self._allocator.get_phy_allocator("gpu")
-        before = pool.get_num_free_blocks()
+        before = self.num_free()
         request = self._victim_request(num_blocks)
         if len(request.block_ids) == 0:
             return 0
@@ -119,11 +129,11 @@ class KVManager:
             name, decision = decided
             self._drop(decision.victims, name, decision.reason, request)
         # A plug-in may also have made room by migrating, or chosen too few.
-        missing = num_blocks - (pool.get_num_free_blocks() - before)
+        missing = num_blocks - (self.num_free() - before)
         if missing > 0:
             request = self._victim_request(missing)
             self._drop(request.leaf_first(), BUILT_IN, "least recently used", request)
-        return pool.get_num_free_blocks() - before
+        return self.num_free() - before
 
     def _victim_request(self, num_blocks: int) -> VictimRequest:
         ids = np.fromiter(self.nodes, np.int64, len(self.nodes))
@@ -153,6 +163,7 @@ class KVManager:
         # Deepest first, so that a node is a leaf when its turn comes.
         for block in sorted(victims, key=lambda block: -self.nodes[block].num_matched):
             node = self.nodes.pop(block)
+            self._has_node[block] = False
             parent = node.parent
             node.parent = None
             self._trie.leaves.discard(node)
@@ -209,19 +220,18 @@ class KVManager:
         if host.get_num_free_blocks() == 0:
             return "the host tier is full" if self._host_slots else "there is no host tier (host_kv_blocks is 0)"
         target = int(host.allocate(1)[0])
-        self._allocator.get_phy_allocator("gpu").free(np.array([slot]))
+        self._pool.free(np.array([slot]))
         self._outs[slot] = target - self._pool_slots
         self._allocator.update_phy_map(np.array([block]), np.array([target]))
         return ""
 
     def _restore(self, block: int) -> str:
         slot = self._slot(block)
-        pool = self._allocator.get_phy_allocator("gpu")
         if slot < self._pool_slots:
             return "not on the host"
-        if pool.get_num_free_blocks() == 0:
+        if self.num_free() == 0:
             return "the pool is full"
-        target = int(pool.allocate(1)[0])
+        target = int(self._pool.allocate(1)[0])
         self._ins[slot - self._pool_slots] = target
         self._allocator.update_phy_map(np.array([block]), np.array([target]))
         return ""
@@ -229,7 +239,7 @@ class KVManager:
     def bring_back(self, block_ids: Sequence[int]) -> int:
         """Restore blocks that a request has just matched; returns how many of the first ones are on the device now."""
         away = [block for block, is_away in zip(block_ids, self.is_offloaded(block_ids), strict=True) if is_away]
-        room = self._allocator.get_phy_allocator("gpu").get_num_free_blocks()
+        room = self.num_free()
         if len(away) > room:
             self.evict(len(away) - room)
         for position, block in enumerate(block_ids):

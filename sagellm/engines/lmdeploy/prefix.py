@@ -81,7 +81,7 @@ class PrefixHooks:
                 hashes=prefix_hashes(seq.valid_ids, trie.block_size, _namespace(seq)),
             )  # fmt: skip
         if self._host.listens("on_prefix_matched"):
-            self._host.notify(
+            self._host.post(
                 "on_prefix_matched",
                 PrefixMatch(seq.session_id, seq.num_valid_ids, num_matched, tuple(block_ids), source),
             )
@@ -104,7 +104,7 @@ class PrefixHooks:
         node = seq.logical_blocks.last_shared_node
         end = node.num_matched
         for _ in blocks:
-            self._kv.nodes[int(node.block)] = node
+            self._kv.add_node(node)
             node = node.parent
         # LMDeploy gave up the request's own copy of a block that was cached already. If that one lies on the host it must
         # come back before the request reads it; the slot of the copy just given up has room for it.
@@ -119,7 +119,7 @@ class PrefixHooks:
         if self._host.listens("on_prefix_stored"):
             tokens = _read_only(seq.valid_ids[first:end])
             update = PrefixUpdate(seq.session_id, _namespace(seq), first, tokens, tuple(map(int, blocks)))
-            self._host.notify("on_prefix_stored", update)
+            self._host.post("on_prefix_stored", update)
 
     def num_reused(self, seq_id: int) -> int:
         """Tokens of this request that its prefill need not compute."""

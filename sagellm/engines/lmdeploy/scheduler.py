@@ -9,6 +9,7 @@ from typing import Any
 
 from sagellm.core.config import HookConfig
 from sagellm.core.hooks import (
+    COALESCE_S,
     EvictionReason,
     Phase,
     RequestMetadata,
@@ -37,6 +38,7 @@ class SchedulerHooks:
         self._waiting_since: dict[int, float] = {}  # seq id -> when a plug-in first kept it out or held it
         self._held: set[int] = set()
         self._budget: int | None = None
+        self._left: dict[Phase, tuple[float, list[int]]] = {}  # steps left to the engine: until when, which seq ids
         self._num_preempted = 0
         scheduler.block_manager.allocator.sage = self
         scheduler.block_trie.sage = self
@@ -110,9 +112,12 @@ class SchedulerHooks:
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
         if self._host.listens("on_step_end"):
             reused = self.prefix.num_reused
-            num_tokens = sum(1 if is_decoding else seq.num_history_ids - reused(seq.seq_id) for seq in running)
-            phase = Phase.DECODE if is_decoding else Phase.PREFILL
-            self._host.notify("on_step_end", StepResult(self._step, phase, len(running), num_tokens))
+            if is_decoding:
+                phase, num_tokens = Phase.DECODE, len(running)
+            else:
+                phase, num_tokens = Phase.PREFILL, sum(seq.num_history_ids - reused(seq.seq_id) for seq in running)
+            end_s = time.perf_counter()
+            self._host.post("on_step_end", StepResult(self._step, phase, len(running), num_tokens, end_s))
 
     def ended(self, session_id: int) -> None:
         session = self._scheduler.sessions[session_id]
@@ -123,6 +128,7 @@ class SchedulerHooks:
             self.prefix.forget(seq_id)
         self._recorder.write("end", request=session_id)
         self._host.notify("on_request_end", session_id)
+        self._host.flush()  # it may have been the last one for long
 
     def _admits(self, seq: Any) -> bool:
         if seq.seq_id in self._admitted:
@@ -140,10 +146,13 @@ class SchedulerHooks:
     def _choose(self, phase: Phase, seqs: list[Any], limit: int) -> tuple[list[Any], set[int]]:
         """(requests of the step in order, ids of those held). Sets the step's token budget."""
         self._step += 1
-        if not seqs or not self._host.decides("schedule"):
-            return seqs, set()
-        view = StepView(self._step, phase, tuple(_metadata(s, phase) for s in seqs), self.kv.counts(), limit)
-        decided = self._host.decide("schedule", view, lambda answer: _check_schedule(answer, view))
+        decided = None
+        if seqs and self._host.decides("schedule") and not self._is_left(phase, seqs):
+            view = StepView(self._step, phase, tuple([_metadata(seq, phase) for seq in seqs]), self.kv.num_free(), limit)
+            decided = self._host.decide("schedule", view, lambda answer: _check_schedule(answer, view))
+            if decided is not None and decided[1] is None:
+                self._left[phase] = time.monotonic() + COALESCE_S, [seq.seq_id for seq in seqs]
+        self._host.flush(COALESCE_S)
         if decided is None or decided[1] is None:
             return seqs, set()
         name, decision = decided
@@ -160,6 +169,11 @@ class SchedulerHooks:
             hold=decision.hold, token_budget=decision.token_budget, reason=decision.reason,
         )  # fmt: skip
         return [by_request[r] for r in decision.order if by_request[r].seq_id not in held], held
+
+    def _is_left(self, phase: Phase, seqs: list[Any]) -> bool:
+        """Whether the plug-in left steps with just these requests to the engine, a moment ago."""
+        until_s, seq_ids = self._left.get(phase, (0.0, []))
+        return time.monotonic() < until_s and seq_ids == [seq.seq_id for seq in seqs]
 
     def _overdue(self, seq: Any, hook: str) -> bool:
         """True once a request was kept waiting for too long; the plug-in that did it is then off."""
@@ -223,7 +237,7 @@ def _check_schedule(answer: Any, view: StepView) -> ScheduleDecision | None:
     if unknown := set(answer.hold) - set(ids):
         raise Nonsense(f"hold names {sorted(unknown)}, which are not in this step")
     budget = answer.token_budget
-    if budget is not None and not 1 <= budget:
+    if budget is not None and not budget >= 1:
         raise Nonsense(f"token budget {budget}; allowed are 1 to {view.token_budget}, or None")
     return ScheduleDecision(list(order), frozenset(answer.hold), budget, str(answer.reason))
 

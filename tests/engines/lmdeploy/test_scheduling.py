@@ -1,9 +1,11 @@
 """Order, admission, holding and token budgets by a plug-in, on a running engine."""
 
+import time
+
 import pytest
 
 from sagellm.core.config import PluginSpec
-from sagellm.core.hooks import Phase
+from sagellm.core.hooks import Phase, ScheduleDecision
 from sagellm.engines.base import SamplingParams
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
@@ -104,11 +106,43 @@ def test_the_view_tells_the_truth(start_engine, reference, monkeypatch):
     assert [request.num_tokens for request in by_id] == [len(prompt) for prompt in PROMPTS]
     assert {(r.num_computed, r.num_generated, r.num_blocks) for r in by_id} == {(0, 0, 0)}
     assert full.token_budget == 512
-    assert full.blocks.free == full.blocks.total == 64
+    assert full.free_blocks == 64
     last = next(v for v in reversed(views) if v.phase is Phase.DECODE)
     assert {request.num_generated for request in last.requests} == {11}
     assert all(r.num_computed == r.num_tokens - 1 for r in last.requests)
     assert [view.step for view in views] == sorted({view.step for view in views})
+
+
+@pytest.mark.parametrize(("answer", "decodes"), [(ScheduleDecision(), 11), (None, 1)], ids=["each step", "left alone"])
+def test_none_stands_until_the_requests_change(start_engine, reference, monkeypatch, answer, decodes):
+    monkeypatch.setattr("sagellm.engines.lmdeploy.scheduler.COALESCE_S", 60.0)
+    engine = start_engine("tests.plugins:LastFirst")
+    views = []
+    plugin_of(engine).schedule = lambda view: views.append(view) or answer
+    for number in (1, 2):  # the second run has other requests, so it is asked about anew
+        run(engine, reference, PROMPTS[:1])
+        assert [view.phase for view in views] == [Phase.PREFILL, *[Phase.DECODE] * decodes] * number
+
+
+def test_none_stands_for_a_moment_only(start_engine, reference, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.lmdeploy.scheduler.COALESCE_S", 0.0)
+    engine = start_engine("tests.plugins:LastFirst")
+    views = []
+    plugin_of(engine).schedule = views.append
+    run(engine, reference, PROMPTS[:1])
+    assert len(views) == 12
+
+
+def test_steps_are_told_in_order_with_the_time_of_their_end(start_engine, reference):
+    engine = start_engine(LISTENER)
+    before_s = time.perf_counter()
+    run(engine, reference)
+    after_s = time.perf_counter()
+    steps = plugin_of(engine).steps
+    times = [step.end_s for step in steps]
+    assert times == sorted(times) and before_s < times[0] and times[-1] < after_s
+    assert [step.step for step in steps] == sorted(step.step for step in steps)
+    assert sum(step.num_tokens for step in steps if step.phase is Phase.DECODE) == 11 * len(PROMPTS)
 
 
 @pytest.mark.parametrize(

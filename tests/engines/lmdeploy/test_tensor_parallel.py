@@ -67,7 +67,7 @@ def test_exact_output_and_every_collective_is_seen(two_workers, reference, limit
     seen = [Counter((line["op"], line["bytes"]) for line in lines if line["op"] == "all_reduce") for lines in logs]
     assert seen[0] == seen[1]
     assert len({line["pid"] for lines in logs for line in lines}) == 2
-    assert {hook for name, hook, _ in report["calls"] if name == plugin.name} == {"comm_begin", "comm_end"}
+    assert {hook for name, hook, _ in report["calls"] if name == plugin.name} == {"attach", "comm_begin", "comm_end"}
     workers = {line["pid"] for lines in logs for line in lines}
     comm = [line for line in read(record) if line["event"] == "comm"]
     assert {line["pid"] for line in comm} <= workers and {line["rank"] for line in comm} == {0, 1}
