@@ -1,5 +1,7 @@
 """One server on the demo model for most tests, and servers of their own on a tiny model for the others."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +12,13 @@ from tests.serve.harness import KEY, ServerProcess
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def demo_model() -> None:
+    """The demo model lies in the cache; building it takes longer than a server may take to start."""
+    subprocess.run([sys.executable, "-m", "sagellm.demo_model"], check=True)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, demo_model: None) -> Iterator[ServerProcess]:
     """Without `--model`, so on the demo model, in float32."""
     process = ServerProcess(tmp_path_factory.mktemp("server"), "--api-key", KEY, "--device", "cpu")
     try:
