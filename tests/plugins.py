@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,29 @@ class CommLog(Plugin):
         line = {"op": op.name, "bytes": op.num_bytes, "dtype": op.dtype, "rank": op.rank, "world": op.world_size}
         with open(self.folder / f"comm{op.rank}.jsonl", "a") as file:
             file.write(json.dumps(line | {"token": token, "pid": os.getpid()}) + "\n")
+
+
+class CommSleeps(Plugin):
+    """Overruns at the end of the first collective."""
+
+    def comm_end(self, op, token):
+        threading.Event().wait(30)
+
+
+class SaysGoodbye(Plugin):
+    """Leaves a file when it is closed, in each process that has an instance."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def comm_end(self, op, token):
+        pass
+
+    def on_step_end(self, result):
+        self.last = result
+
+    def close(self):
+        (self.folder / f"closed-{os.getpid()}").write_text(type(getattr(self, "last", None)).__name__)
 
 
 class CommRaises(Plugin):

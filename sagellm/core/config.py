@@ -96,6 +96,13 @@ class SageConfig(Model):
             raise ValueError("kv_blocks and kv_memory_share both size the KV pool; give one of them")
         return self
 
+    @model_validator(mode="after")
+    def _round_fits(self) -> "SageConfig":
+        # The longest answer leaves one block of the pool free, and room for a whole round is set aside at once.
+        if self.decode_round is not None and self.decode_round > self.block_size:
+            raise ValueError(f"decode_round {self.decode_round} is above block_size {self.block_size}; lower it")
+        return self
+
 
 def read_config(file: Path | None, overrides: dict[str, Any]) -> SageConfig:
     """A `SageConfig` from a YAML file and values that go before it.

@@ -65,6 +65,7 @@ class PluginGuard:
         self.engine_access = threading.Lock()
         self._posted: list[Call] = []
         self._posted_since_s = 0.0
+        self._stopped = False
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"sagellm-plugin-{name}", daemon=True)
         self._thread.start()
@@ -99,9 +100,9 @@ class PluginGuard:
         """Result of `function(*args)`, run after what was posted.
 
         Raises:
-            Switched: the plug-in was off already, or this call or a posted one switched it off.
+            Switched: the plug-in was off or stopped already, or this call or a posted one switched it off.
         """
-        if self.fault is not None:
+        if self.fault is not None or self._stopped:
             raise Switched
         if threading.get_ident() == self._thread.ident:  # a hook caused by this plug-in's own request
             result = function(*args)
@@ -135,6 +136,8 @@ class PluginGuard:
         self._on_fault(self.fault)
 
     def stop(self) -> None:
+        """End the thread; nothing is called after this."""
+        self._stopped = True
         self._queue.put(None)
 
     def _serve(self) -> None:

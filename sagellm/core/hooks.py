@@ -38,7 +38,7 @@ class BlockState(str, Enum):
 
 class EvictionReason(str, Enum):
     PREFIX = "prefix"  # cached prefix blocks gave way
-    RECOMPUTE = "recompute"  # a waiting request lost its blocks and will be computed again
+    RECOMPUTE = "recompute"  # a request that is not running lost its blocks; it is computed again if it goes on
     ABORTED = "aborted"  # a request needs more blocks than there are
 
 
@@ -113,25 +113,43 @@ class VictimRequest:
     def leaf_first(self, keys: np.ndarray | None = None) -> list[int]:
         """Victims in rising order of `keys` (default: last access, which is LRU), no block before its children.
 
-        Returns as many as free `count` blocks, or all there are. O(n + victims * log n).
+        Only blocks on the device are ranked. One that was offloaded goes when the block above it does, and stays otherwise,
+        since evicting it frees nothing of the pool. Returns as many as free `count` blocks, or all that free any.
+        O(n + victims * log n).
         """
         keys = self.last_access if keys is None else keys
-        row_of = {int(block): row for row, block in enumerate(self.block_ids)}
-        parent_row = [row_of.get(int(parent), -1) for parent in self.parent_ids]
-        children = np.bincount([row for row in parent_row if row >= 0], minlength=len(row_of))
-        heap = [(keys[row], row) for row in range(len(row_of)) if children[row] == 0]
+        parent_row, offloaded_below = self._device_forest()
+        children = np.bincount([row for row in parent_row if row >= 0], minlength=len(parent_row))
+        heap = [(keys[row], row) for row in np.flatnonzero(self.on_device).tolist() if children[row] == 0]
         heapq.heapify(heap)
-        victims, freed = [], 0
+        victims: list[int] = []
+        freed = 0
         while heap and freed < self.count:
             _, row = heapq.heappop(heap)
+            victims.extend(int(self.block_ids[below]) for below in offloaded_below.get(row, ()))
             victims.append(int(self.block_ids[row]))
-            freed += bool(self.on_device[row])
+            freed += 1
             parent = parent_row[row]
             if parent >= 0:
                 children[parent] -= 1
                 if children[parent] == 0:
                     heapq.heappush(heap, (keys[parent], parent))
         return victims
+
+    def _device_forest(self) -> tuple[list[int], dict[int, list[int]]]:
+        """For each row on the device the row of the nearest block above it that is on the device too, else -1; and by such
+        a row the offloaded ones that hang on it, deepest first."""
+        row_of = {int(block): row for row, block in enumerate(self.block_ids)}
+        above = [row_of.get(int(parent), -1) for parent in self.parent_ids]
+        if self.on_device.all():
+            return above, {}
+        nearest, offloaded_below = [-1] * len(above), {}
+        for row in np.argsort(self.depth, kind="stable").tolist():
+            parent = above[row]
+            nearest[row] = parent if parent < 0 or self.on_device[parent] else nearest[parent]
+            if not self.on_device[row] and nearest[row] >= 0:
+                offloaded_below.setdefault(nearest[row], []).insert(0, row)
+        return [up if here else -1 for up, here in zip(nearest, self.on_device, strict=True)], offloaded_below
 
 
 class EvictionDecision(NamedTuple):
@@ -215,7 +233,8 @@ class ScheduleDecision:
     Attributes:
         order: every request id of the step once, most urgent first; None keeps the engine's order. Under memory
             pressure requests are preempted from the end.
-        hold: ids that take no part in this step.
+        hold: ids that take no part in this step. A held request keeps its blocks, so holding one until another, which
+            needs those blocks, has ended waits in vain.
         token_budget: new tokens in this step, at least 1; None for the engine's limit. The first request always runs.
     """
 

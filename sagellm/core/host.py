@@ -10,6 +10,13 @@ from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, Plugin, overrides
 from sagellm.core.registry import check_owners, load_plugin
 
 
+class _Rejected:
+    """A check's objection, on its way back from the plug-in's thread."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.detail = f"{type(error).__name__}: {error}"
+
+
 class Nonsense(Exception):
     """An answer that makes no sense; the message says what was got and what is allowed."""
 
@@ -21,6 +28,7 @@ class PluginHost:
         self.config = config
         self.recorder: Recorder = open_recorder(config.record)
         self.faults: list[PluginFault] = []
+        self._closed = False
         self.plugins = [(spec.name, load_plugin(spec)) for spec in config.plugins]
         check_owners(self.plugins)
         self.guards = {name: PluginGuard(name, config.time_limit_s, self._on_fault) for name, _ in self.plugins}
@@ -43,19 +51,27 @@ class PluginHost:
     def decide(self, hook: str, view: Any, check: Callable[[Any], Any]) -> tuple[str, Any] | None:
         """(plug-in name, checked answer), or None when there is no owner, or it was just switched off.
 
-        `check` turns the raw answer into what the engine uses and raises `Nonsense`, or anything at all, when it cannot.
+        `check` turns the raw answer into plain values that the engine uses and raises `Nonsense`, or anything at all, when
+        it cannot. It runs on the plug-in's thread: reading an answer may run the plug-in's code.
         """
         if not self.decides(hook):
             return None
         name, plugin = self._owner[hook]
-        guard = self.guards[name]
+        function = getattr(plugin, hook)
+
+        def ask() -> Any:
+            answer = function(view)
+            try:
+                return check(answer)
+            except BaseException as error:
+                return _Rejected(error)
+
         try:
-            answer = guard.call(hook, getattr(plugin, hook), view)
-            checked = check(answer)
+            checked = self.guards[name].call(hook, ask)
         except Switched:
             return None
-        except Exception as error:
-            guard.switch_off(hook, "nonsense", f"{type(error).__name__}: {error}")
+        if isinstance(checked, _Rejected):
+            self.guards[name].switch_off(hook, "nonsense", checked.detail)
             return None
         return name, checked
 
@@ -106,6 +122,10 @@ class PluginHost:
         }
 
     def close(self) -> None:
+        """Once; later calls do nothing."""
+        if self._closed:
+            return
+        self._closed = True
         for name, plugin in self.plugins:
             self.call_one(name, "close", plugin.close)
             self.guards[name].stop()

@@ -1,7 +1,9 @@
 """Collectives of a worker process, seen by the plug-ins that ask for them."""
 
+import contextlib
 import json
 import os
+import threading
 import time
 from typing import Any
 
@@ -33,6 +35,7 @@ class CommObserver:
         self._world_size = world_size
         self._next_report_s = 0.0
         self._num_faults = -1
+        self._late: threading.Timer | None = None
 
     @property
     def is_needed(self) -> bool:
@@ -75,12 +78,26 @@ class CommObserver:
         if self._host.config.run_dir is None:
             return
         if now < self._next_report_s and len(self._host.faults) == self._num_faults:
+            if self._late is None:  # this may be the last collective for long
+                self._late = threading.Timer(REPORT_INTERVAL_S, self._write_report)
+                self._late.daemon = True
+                self._late.start()
             return
         self._next_report_s, self._num_faults = now + REPORT_INTERVAL_S, len(self._host.faults)
+        self._write_report()
+
+    def _write_report(self) -> None:
+        self._late = None
         file = self._host.config.run_dir / f"rank{self._rank}.json"
-        draft = file.with_suffix(".tmp")
-        draft.write_text(json.dumps(self._host.report()))
-        os.replace(draft, file)
+        draft = file.with_suffix(f".{threading.get_ident()}.tmp")
+        with contextlib.suppress(FileNotFoundError):  # the server has ended and taken its folder along
+            draft.write_text(json.dumps(self._host.report()))
+            os.replace(draft, file)
+
+    def close(self) -> None:
+        self._host.close()
+        if self._host.config.run_dir is not None:
+            self._write_report()
 
 
 class _WatchedWork:

@@ -22,6 +22,7 @@ from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
 # One decode step of a CPU takes long enough that scheduling between steps costs nothing, and a new request must not wait
 # for a whole round of steps; on a GPU LMDeploy's own value stays.
 CPU_DECODE_ROUND = 1
+DECODE_ROUND = 16  # LMDeploy's own default
 
 # More prompt tokens at once only help until the cores are busy. On a CPU they are at a few hundred; beyond, activations
 # leave the caches and each layer's product runs slower, and the first request of a batch waits for the last.
@@ -48,9 +49,8 @@ def build_engine_config(config: SageConfig, sizes: Sizes, device: str, hooks: Ho
     for spec in hooks.plugins:  # a wrong name must fail here, not in the engine process
         find_plugin(spec.name)
     hooks = hooks.model_copy(update={"block_bytes": sizes.schema.block_bytes})
-    options: dict[str, Any] = {}
-    if device == "cpu" or config.decode_round is not None:
-        options["prefill_interval"] = config.decode_round or CPU_DECODE_ROUND
+    default_round = CPU_DECODE_ROUND if device == "cpu" else DECODE_ROUND
+    options: dict[str, Any] = {"prefill_interval": config.decode_round or default_round}
     if config.kv_memory_share is not None and device != "cpu":
         options["cache_max_entry_count"] = config.kv_memory_share
     return PytorchEngineConfig(

@@ -1,11 +1,12 @@
 """What a plug-in may ask of LMDeploy's PyTorch engine: the `EngineHandle` of the contract, one for each plug-in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from sagellm.core.errors import PluginError
 from sagellm.core.guard import PluginGuard
-from sagellm.core.hooks import BlockCounts, EvictionNotice, KVBlockInfo, MigrationPlan, MigrationResult
+from sagellm.core.hooks import BlockCounts, EvictionNotice, KVBlockInfo, MigrationPlan, MigrationResult, Tier
 from sagellm.engines.lmdeploy.kv_manager import KVManager
 
 
@@ -25,13 +26,25 @@ class Handle:
         return self._ask(self._kv.counts)
 
     def get_block_info(self, block_ids: Sequence[int] | None = None) -> list[KVBlockInfo]:
-        return self._ask(self._kv.info, block_ids)
+        return self._ask(self._kv.info, None if block_ids is None else self._plain(block_ids))
 
     def migrate_blocks(self, plan: MigrationPlan) -> MigrationResult:
+        plan = MigrationPlan(Tier(plan.src_tier), Tier(plan.dst_tier), tuple(self._plain(plan.block_ids)))
         return self._ask(self._kv.migrate, plan, self._guard.name)
 
     def register_eviction_callback(self, callback: Callable[[EvictionNotice], None]) -> None:
         self._ask(self._kv.add_callback, self._guard.name, callback)
+
+    def _plain(self, block_ids: Iterable[int]) -> list[int]:
+        """Numbers of our own, made before the engine's state is taken hold of: reading an argument may run any code.
+
+        Raises:
+            PluginError: more ids than there are blocks.
+        """
+        ids = [int(block) for block in islice(block_ids, self._kv.num_blocks + 1)]
+        if len(ids) > self._kv.num_blocks:
+            raise PluginError(f"more than {self._kv.num_blocks} block ids; the engine has no more blocks.")
+        return ids
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         with self._guard.engine_access:

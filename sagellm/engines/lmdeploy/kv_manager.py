@@ -45,7 +45,8 @@ class KVManager:
         self.block_size = scheduler.cache_config.block_size
         self.block_bytes = block_bytes
         self.nodes: dict[int, Any] = {}  # block id -> node of LMDeploy's trie
-        self._has_node = np.zeros(self._allocator._log_mem.num_blocks(), bool)  # the keys of `nodes`
+        self.num_blocks = self._allocator._log_mem.num_blocks()  # of the pool and the host tier together
+        self._has_node = np.zeros(self.num_blocks, bool)  # the keys of `nodes`
         self._clock = count(1)
         self._outs: dict[int, int] = {}  # pool slot -> host slot, to be copied with the next pass
         self._ins: dict[int, int] = {}  # host slot -> pool slot
@@ -140,9 +141,10 @@ class KVManager:
         # A request that holds a block holds all its ancestors, so below an unreferenced block nothing is referenced.
         ids = ids[self._allocator.get_ref_count(ids) == 1] if ids.size else ids
         nodes = [self.nodes[block] for block in ids.tolist()]
+        parents = np.array([node.parent.block for node in nodes], np.int64)
         arrays = (
             ids,
-            np.array([node.parent.block for node in nodes], np.int64),
+            np.where(np.isin(parents, ids), parents, -1),
             self._allocator.get_access_time(ids),
             np.array([node.num_matched for node in nodes], np.int64),
             self._on_device(ids),
@@ -189,11 +191,11 @@ class KVManager:
     def migrate(self, plan: MigrationPlan, policy: str = BUILT_IN) -> MigrationResult:
         """Raises PluginError for a pair of tiers that this engine does not have."""
         moves = {(Tier.GPU, Tier.CPU): self._offload, (Tier.CPU, Tier.GPU): self._restore}
-        pair = (Tier(plan.src_tier), Tier(plan.dst_tier))
+        pair = (plan.src_tier, plan.dst_tier)
         if pair not in moves:
             raise PluginError(f"cannot migrate {pair[0].value} -> {pair[1].value}; allowed: gpu -> cpu, cpu -> gpu.")
         moved, refused = [], {}
-        for block in plan.block_ids:
+        for block in map(int, plan.block_ids):
             why = self._why_not(block) or moves[pair](block)
             if why:
                 refused[block] = why

@@ -19,11 +19,15 @@ class PrefixHooks:
         self._kv = kv
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
-        self._reused: dict[int, int] = {}  # request -> tokens that its last lookup found
         self._counted: set[int] = set()  # requests whose first lookup went into the two counters above
 
     def lookup(self, trie: Any, seq: Any) -> bool:
-        """Before LMDeploy's own lookup; True if a plug-in answered and the blocks were taken."""
+        """Before LMDeploy's own lookup; True if there is nothing left for it to look up."""
+        node = seq.logical_blocks.last_shared_node
+        num_shared = 0 if node is None else node.num_matched // trie.block_size
+        if seq.num_blocks > num_shared:
+            # Sent back with its blocks: LMDeploy would append a match behind blocks that the request computed itself.
+            return True
         if not self._host.decides("lookup_prefix") or seq.num_blocks:
             return False
         tokens = _read_only(seq.valid_ids)
@@ -65,7 +69,6 @@ class PrefixHooks:
         block_ids = [int(block) for block in blocks]
         if block_ids and self._kv.is_offloaded(block_ids).any():
             block_ids = self._keep(trie, seq, block_ids, self._kv.bring_back(block_ids))
-        self._reused[seq.seq_id] = seq.num_history_ids
         first = seq.seq_id not in self._counted
         if not (first or block_ids):
             return
@@ -121,13 +124,8 @@ class PrefixHooks:
             update = PrefixUpdate(seq.session_id, _namespace(seq), first, tokens, tuple(map(int, blocks)))
             self._host.post("on_prefix_stored", update)
 
-    def num_reused(self, seq_id: int) -> int:
-        """Tokens of this request that its prefill need not compute."""
-        return self._reused.get(seq_id, 0)
-
     def forget(self, seq_id: int) -> None:
         self._counted.discard(seq_id)
-        self._reused.pop(seq_id, None)
 
 
 def prefix_hashes(tokens: np.ndarray, block_size: int, namespace: str) -> list[str]:

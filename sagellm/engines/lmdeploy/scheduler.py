@@ -5,7 +5,13 @@ Every method here runs on the engine's thread.
 
 import json
 import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from operator import index
 from typing import Any
+
+import numpy as np
 
 from sagellm.core.config import HookConfig
 from sagellm.core.hooks import (
@@ -23,6 +29,17 @@ from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 from sagellm.engines.lmdeploy.prefix import PrefixHooks
 
 
+@dataclass
+class _SentStep:
+    """A step on its way through the device, or a round of decode steps of which `num_left` have not ended."""
+
+    number: int
+    is_decoding: bool
+    seq_ids: list[int]
+    num_tokens: int
+    num_left: int
+
+
 class SchedulerHooks:
     """The doors of the PyTorch engine, wired to the plug-ins that `spec` (the JSON of a `HookConfig`) names."""
 
@@ -34,8 +51,12 @@ class SchedulerHooks:
         self.kv = KVManager(scheduler, self._host, self._config.block_bytes)
         self.prefix = PrefixHooks(self._host, self.kv)
         self._step = 0
+        self._chosen = Phase.PREFILL  # of the step chosen last
         self._admitted: set[int] = set()
-        self._waiting_since: dict[int, float] = {}  # seq id -> when a plug-in first kept it out or held it
+        # seq id -> since when, without a break, it has not been admitted, or was held in steps of this phase
+        self._refused_since: dict[int, float] = {}
+        self._held_since: dict[Phase, dict[int, float]] = {phase: {} for phase in Phase}
+        self._sent: deque[_SentStep] = deque()
         self._held: set[int] = set()
         self._budget: int | None = None
         self._left: dict[Phase, tuple[float, list[int]]] = {}  # steps left to the engine: until when, which seq ids
@@ -62,7 +83,12 @@ class SchedulerHooks:
         self._num_preempted += 1
         self._recorder.write("preempt", request=seq.session_id, tokens=seq.num_valid_ids)
 
-    def take_swaps(self) -> tuple[dict[int, int], dict[int, int]]:
+    def dispatch(self, running: list[Any], num_loops: int) -> tuple[dict[int, int], dict[int, int]]:
+        """A step, or a round of `num_loops` decode steps, is about to be sent; returns the copies to make before it."""
+        is_decoding = self._chosen is Phase.DECODE
+        num_tokens = len(running) if is_decoding else sum(seq.num_token_ids for seq in running)
+        seq_ids = [seq.seq_id for seq in running]
+        self._sent.append(_SentStep(self._step, is_decoding, seq_ids, num_tokens, num_loops))
         return self.kv.take_swaps()
 
     # ---- prefixes (0002)
@@ -110,20 +136,30 @@ class SchedulerHooks:
         return [seq for seq in running if seq.seq_id not in self._held] if self._held else running
 
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
-        if self._host.listens("on_step_end"):
-            reused = self.prefix.num_reused
-            if is_decoding:
-                phase, num_tokens = Phase.DECODE, len(running)
-            else:
-                phase, num_tokens = Phase.PREFILL, sum(seq.num_history_ids - reused(seq.seq_id) for seq in running)
-            end_s = time.perf_counter()
-            self._host.post("on_step_end", StepResult(self._step, phase, len(running), num_tokens, end_s))
+        step = self._find_sent([seq.seq_id for seq in running], is_decoding)
+        if step is None or not self._host.listens("on_step_end"):
+            return
+        phase = Phase.DECODE if is_decoding else Phase.PREFILL
+        result = StepResult(step.number, phase, len(running), step.num_tokens, time.perf_counter())
+        self._host.post("on_step_end", result)
+        if not self._scheduler.sessions:  # everyone has left; no step may follow for long
+            self._host.flush()
+
+    def _find_sent(self, seq_ids: list[int], is_decoding: bool) -> "_SentStep | None":
+        """The step that ends now. Steps end in the order in which they were sent; a round may end before its last loop."""
+        while self._sent:
+            step = self._sent[0]
+            if step.num_left and step.is_decoding == is_decoding and step.seq_ids == seq_ids:
+                step.num_left -= 1
+                return step
+            self._sent.popleft()
+        return None
 
     def ended(self, session_id: int) -> None:
         session = self._scheduler.sessions[session_id]
         for seq_id in session.sequences:
             self._admitted.discard(seq_id)
-            self._waiting_since.pop(seq_id, None)
+            self._refused_since.pop(seq_id, None)
             self._held.discard(seq_id)
             self.prefix.forget(seq_id)
         self._recorder.write("end", request=session_id)
@@ -136,8 +172,8 @@ class SchedulerHooks:
         decided = self._host.decide("admit", _metadata(seq, Phase.PREFILL), _check_admission)
         if decided is None or decided[1]:
             self._admitted.add(seq.seq_id)
-            self._waiting_since.pop(seq.seq_id, None)
-        elif self._overdue(seq, "admit"):
+            self._refused_since.pop(seq.seq_id, None)
+        elif self._overdue(seq, self._refused_since.setdefault(seq.seq_id, time.monotonic()), "admit"):
             return True
         if decided is not None:
             self._recorder.write("admit", policy=decided[0], request=seq.session_id, admitted=decided[1])
@@ -146,6 +182,7 @@ class SchedulerHooks:
     def _choose(self, phase: Phase, seqs: list[Any], limit: int) -> tuple[list[Any], set[int]]:
         """(requests of the step in order, ids of those held). Sets the step's token budget."""
         self._step += 1
+        self._chosen = phase
         decided = None
         if seqs and self._host.decides("schedule") and not self._is_left(phase, seqs):
             view = StepView(self._step, phase, tuple([_metadata(seq, phase) for seq in seqs]), self.kv.num_free(), limit)
@@ -153,15 +190,17 @@ class SchedulerHooks:
             if decided is not None and decided[1] is None:
                 self._left[phase] = time.monotonic() + COALESCE_S, [seq.seq_id for seq in seqs]
         self._host.flush(COALESCE_S)
+        since, self._held_since[phase] = self._held_since[phase], {}
         if decided is None or decided[1] is None:
             return seqs, set()
         name, decision = decided
         by_request = {seq.session_id: seq for seq in seqs}
         held = {by_request[request].seq_id for request in decision.hold}
-        for seq in seqs:
-            if seq.seq_id not in held:
-                self._waiting_since.pop(seq.seq_id, None)
-            elif self._overdue(seq, "schedule"):
+        now = time.monotonic()
+        self._held_since[phase] = {seq_id: since.get(seq_id, now) for seq_id in held}
+        for request in decision.hold:
+            seq = by_request[request]
+            if self._overdue(seq, self._held_since[phase][seq.seq_id], "schedule"):
                 return seqs, set()
         self._budget = decision.token_budget
         self._recorder.write(
@@ -175,9 +214,9 @@ class SchedulerHooks:
         until_s, seq_ids = self._left.get(phase, (0.0, []))
         return time.monotonic() < until_s and seq_ids == [seq.seq_id for seq in seqs]
 
-    def _overdue(self, seq: Any, hook: str) -> bool:
+    def _overdue(self, seq: Any, since_s: float, hook: str) -> bool:
         """True once a request was kept waiting for too long; the plug-in that did it is then off."""
-        waited = time.monotonic() - self._waiting_since.setdefault(seq.seq_id, time.monotonic())
+        waited = time.monotonic() - since_s
         if waited <= self._config.hold_limit_s:
             return False
         self._host.blame(hook, f"request {seq.session_id} was kept waiting for {waited:.1f} s")
@@ -197,7 +236,10 @@ class SchedulerHooks:
             "prefix": {"query_tokens": self.prefix.num_query_tokens, "hit_tokens": self.prefix.num_hit_tokens},
             "calls": own["calls"] + [row for worker in workers for row in worker["calls"]],
             "faults": own["faults"] + [row for worker in workers for row in worker["faults"]],
-            "enabled": own["enabled"],
+            "enabled": {
+                name: on and all(worker["enabled"].get(name, True) for worker in workers)
+                for name, on in own["enabled"].items()
+            },
         }
 
     def close(self) -> None:
@@ -218,9 +260,9 @@ def _metadata(seq: Any, phase: Phase) -> RequestMetadata:
 
 
 def _check_admission(answer: Any) -> bool:
-    if not isinstance(answer, bool):
+    if not isinstance(answer, (bool, np.bool_)):
         raise Nonsense(f"admit answered {answer!r}; it must answer True or False")
-    return answer
+    return bool(answer)
 
 
 def _check_schedule(answer: Any, view: StepView) -> ScheduleDecision | None:
@@ -229,17 +271,19 @@ def _check_schedule(answer: Any, view: StepView) -> ScheduleDecision | None:
     if not isinstance(answer, ScheduleDecision):
         raise Nonsense(f"schedule answered {answer!r}; it must answer a ScheduleDecision or None")
     ids = [request.request_id for request in view.requests]
-    order = ids if answer.order is None else answer.order
-    if len(order) != len(ids) or sorted(order) != sorted(ids):
+    # Plain numbers from here on: what a plug-in hands over may be an array, or change later.
+    order = ids if answer.order is None else [int(request) for request in islice(answer.order, len(ids) + 1)]
+    if sorted(order) != sorted(ids):
         raise Nonsense(f"order {order} must name each of {ids} once")
-    if len(answer.hold) > len(ids):
-        raise Nonsense(f"hold names {len(answer.hold)} requests; there are {len(ids)} in this step")
-    if unknown := set(answer.hold) - set(ids):
+    hold = [int(request) for request in islice(answer.hold, len(ids) + 1)]
+    if len(hold) > len(ids):
+        raise Nonsense(f"hold names more than the {len(ids)} requests of this step")
+    if unknown := set(hold) - set(ids):
         raise Nonsense(f"hold names {sorted(unknown)}, which are not in this step")
-    budget = answer.token_budget
+    budget = None if answer.token_budget is None else index(answer.token_budget)
     if budget is not None and not budget >= 1:
         raise Nonsense(f"token budget {budget}; allowed are 1 to {view.token_budget}, or None")
-    return ScheduleDecision(list(order), frozenset(answer.hold), budget, str(answer.reason))
+    return ScheduleDecision(order, frozenset(hold), budget, str(answer.reason))
 
 
 def _worker_reports(config: HookConfig) -> list[dict[str, Any]]:

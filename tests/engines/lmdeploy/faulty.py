@@ -3,7 +3,7 @@
 import itertools
 import threading
 
-from sagellm.core.hooks import DECISIONS, NOTICES, EvictionDecision, Plugin, ScheduleDecision
+from sagellm.core.hooks import DECISIONS, NOTICES, EvictionDecision, MigrationPlan, Plugin, ScheduleDecision, Tier
 
 FOREVER_S = 30  # beyond every limit of the tests; the thread is a daemon's
 
@@ -28,6 +28,24 @@ def _lie_about_sizes(plugin, argument):
     return Odd()
 
 
+class _Blocks(list):
+    """Reading it does what the fault says."""
+
+    def __init__(self, act):
+        self._act = act
+
+    def __iter__(self):
+        self._act(None, None)
+
+
+def _migrate(block_ids):
+    def migrate(plugin, argument):
+        plugin.engine.migrate_blocks(MigrationPlan(Tier.GPU, Tier.CPU, block_ids))
+        return []
+
+    return migrate
+
+
 def _ids(view):
     return [request.request_id for request in view.requests]
 
@@ -48,9 +66,15 @@ FAULTS = {
     "twice": lambda plugin, r: [r.leaf_first()[0]] * 2,
     "orphan": lambda plugin, r: [int(p) for p in r.parent_ids if p >= 0][:1],
     "of_objects": lambda plugin, r: [object()],
+    "exit_when_read": lambda plugin, r: _Blocks(_exit),
+    "sleep_when_read": lambda plugin, r: _Blocks(_sleep),
+    "migrates_endlessly": _migrate(itertools.count()),
+    "migrates_sleeping": _migrate(_Blocks(_sleep)),
     # schedule
     "budget": lambda plugin, v: ScheduleDecision(token_budget=0),
     "budget_text": lambda plugin, v: ScheduleDecision(token_budget="many"),
+    "budget_fraction": lambda plugin, v: ScheduleDecision(token_budget=2.5),
+    "budget_infinite": lambda plugin, v: ScheduleDecision(token_budget=float("inf")),
     "drops": lambda plugin, v: ScheduleDecision(order=_ids(v)[1:]),
     "duplicates": lambda plugin, v: ScheduleDecision(order=[*_ids(v)[1:], _ids(v)[-1], _ids(v)[0]]),
     "invents": lambda plugin, v: ScheduleDecision(order=[*_ids(v)[1:], 10**6]),
@@ -68,6 +92,9 @@ class Faulty(Plugin):
         self.fault = fault
         self.calls = 0
         self.stored = {}
+
+    def attach(self, engine):
+        self.engine = engine
 
     def fail(self, argument=None):
         self.calls += 1

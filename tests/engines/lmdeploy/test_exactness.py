@@ -1,12 +1,13 @@
 """Greedy float32 output equals transformers token for token, whatever the cache and the scheduler do meanwhile."""
 
 import asyncio
+import random
 
 import pytest
 
 from sagellm.core.errors import EngineError
 from sagellm.engines.base import SamplingParams
-from tests.pool import settle
+from tests.pool import check_pool, settle
 from tests.reference import make_prompts
 
 NUM_NEW = 40
@@ -61,6 +62,33 @@ def test_rounds_of_several_decode_steps(start_engine, reference, decode_round):
     engine = start_engine(kv_blocks=30, decode_round=decode_round)
     assert answers(engine, CROWD) == reference(CROWD, NUM_NEW)
     assert answers(engine, CROWD) == reference(CROWD, NUM_NEW)
+
+
+@pytest.mark.parametrize("decode_round", [1, 8])
+def test_equal_prompts_under_pressure(start_engine, reference, decode_round):
+    """A request that is sent back with its blocks finds the next one published by its twin."""
+    (text,) = make_prompts((130,))
+    engine = start_engine(kv_blocks=18, decode_round=decode_round)
+    draw = random.Random(decode_round)
+    for _ in range(16):  # each batch meets the case about one time in five
+        prompts = [text[: draw.choice((33, 40, 47, 64, 70, 100))] for _ in range(8)]
+        delays = [0.2 * draw.random() for _ in prompts]
+        found = [generation.token_ids for generation in engine.generate(prompts, GREEDY, delays)]
+        settle(engine)
+        assert found == reference(prompts, NUM_NEW)
+        check_pool(engine)
+    report = engine.hooks.report()
+    assert report["preempted"] + report["evicted"]["prefix"] > 0
+
+
+def test_the_longest_answer_fits_whatever_the_round(start_engine, reference):
+    """Room for a whole round is set aside at once, also at the very end of the pool."""
+    engine = start_engine(kv_blocks=16, block_size=16, decode_round=16)
+    (prompt,) = make_prompts((150,))
+    (generation,) = engine.generate([prompt], SamplingParams(max_new_tokens=90, ignore_eos=True))
+    assert generation.token_ids == reference([prompt], 90)[0]
+    settle(engine)
+    assert engine.hooks.report()["evicted"]["aborted"] == 0
 
 
 def test_prompt_longer_than_a_prefill_step(start_engine, reference):

@@ -44,9 +44,9 @@ def test_each_hook_that_fails(start_engine, reference, hook, fault, kind):
         assert time.monotonic() - start < 10
 
 
-VICTIMS = ["none", "number", "endless", "odd", "unknown", "negative", "active", "twice", "orphan", "of_objects"]
+VICTIMS = ["none", "number", "endless", "odd", "unknown", "negative", "active", "twice", "orphan", "of_objects", "exit_when_read"]
 SCHEDULES = [
-    "number", "budget", "budget_text", "drops", "duplicates", "invents", "endless_order", "holds_unknown",
+    "number", "budget", "budget_text", "budget_fraction", "budget_infinite", "drops", "duplicates", "invents", "endless_order", "holds_unknown",
     "holds_number",
 ]  # fmt: skip
 NONSENSE = [
@@ -74,6 +74,16 @@ def test_nonsense(start_engine, reference, hook, fault):
     assert engine.hooks.report()["faults"] == [[name_of(hook), hook, "nonsense", 1]]
     assert engine.hooks.report()["enabled"] == {name_of(hook): False}
     assert re.search(DETAILS.get(fault, ""), engine.hooks._host.faults[0].detail)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("sleep_when_read", "overran"), ("migrates_endlessly", "raised"), ("migrates_sleeping", "overran")]
+)
+def test_a_plugin_whose_values_are_traps(start_engine, reference, fault, kind):
+    """What a plug-in hands over is read on its own thread, before the engine's state is taken hold of."""
+    engine = start_engine(faulty("select_victims", fault), kv_blocks=16, plugin_time_limit_s=LIMIT_S)
+    assert answers(engine, FEW, PARAMS) == reference(FEW, 24)
+    assert engine.hooks.report()["faults"] == [[name_of("select_victims"), "select_victims", kind, 1]]
 
 
 def test_the_fault_says_what_was_got_and_what_is_allowed(start_engine):

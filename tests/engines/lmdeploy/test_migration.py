@@ -1,5 +1,6 @@
 """Blocks that move to the host tier and back: the bytes are the same, nothing is lost, and they still hit."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -140,6 +141,40 @@ def test_restored_and_offloaded_within_one_step(engine, reference):
     assert answers(engine, [LONG], SHORT) == reference([LONG], 16)
 
 
+def test_ids_may_be_numpy_numbers(start_engine, reference, tmp_path):
+    """Also with a record, whose JSON knows none."""
+    engine = start_engine(AT_ADMISSION, host_kv_blocks=4, record=tmp_path / "events.jsonl")
+    answers(engine, [LONG], SHORT)
+    blocks = np.array(sorted(cached_blocks(engine)))
+    results = []
+
+    def migrate(handle):
+        results.append(handle.migrate_blocks(MigrationPlan(Tier.GPU, Tier.CPU, tuple(blocks))))
+
+    plugin_of(engine).jobs = [migrate]
+    assert answers(engine, [OTHER], SHORT) == reference([OTHER], 16)
+    assert engine.hooks.report()["faults"] == []
+    assert len(results[0].moved) == 4 and set(results[0].refused.values()) == {"the host tier is full"}
+
+
+def test_the_host_tier_survives_what_frees_nothing(start_engine):
+    """Room in the pool is made by evicting blocks of the pool, however old those on the host are."""
+    engine = start_engine(AT_ADMISSION, host_kv_blocks=8)
+    answers(engine, [LONG], SHORT)
+    old = sorted(cached_blocks(engine))
+    plugin_of(engine).jobs = [offload(old, [])]
+    answers(engine, [OTHER], SHORT)
+    before = engine.hooks.kv.counts()
+    assert before.host_used == len(old) and before.cached > 0
+    engine._on_loop(_call(lambda: engine.hooks.kv.evict(1)))
+    after = engine.hooks.kv.counts()
+    assert (after.host_used, after.free) == (before.host_used, before.free + 1)
+
+
+async def _call(function):
+    return function()
+
+
 @pytest.mark.parametrize("round_trip", [False, True])
 def test_evicted_before_its_copy_was_made(engine, reference, round_trip):
     answers(engine, [LONG], SHORT)
@@ -151,7 +186,8 @@ def test_evicted_before_its_copy_was_made(engine, reference, round_trip):
         if round_trip:
             restore(blocks, [])(handle)
         request = kv._victim_request(100)
-        kv._drop(request.leaf_first(), "test", "all of them", request)
+        deepest_first = request.block_ids[np.argsort(-request.depth)]
+        kv._drop(deepest_first.tolist(), "test", "all of them", request)
         assert kv._ins == {}
         assert kv._outs == {}, "a copy would go to a slot that is free for others"
 

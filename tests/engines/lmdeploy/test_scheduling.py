@@ -2,7 +2,9 @@
 
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from sagellm.core.config import PluginSpec
 from sagellm.core.hooks import Phase, ScheduleDecision
@@ -143,6 +145,54 @@ def test_steps_are_told_in_order_with_the_time_of_their_end(start_engine, refere
     assert times == sorted(times) and before_s < times[0] and times[-1] < after_s
     assert [step.step for step in steps] == sorted(step.step for step in steps)
     assert sum(step.num_tokens for step in steps if step.phase is Phase.DECODE) == 11 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_steps_carry_the_numbers_under_which_they_were_chosen(start_engine, reference, caching):
+    """Also when a request is computed again after a preemption, and while the next step is chosen ahead."""
+    together = PluginSpec(name="tests.plugins:Together", options={"count": len(CROWD)})
+    engine = start_engine(LISTENER, together, "tests.plugins:LastFirst", kv_blocks=30, prefix_caching=caching)
+    sent = []
+    original = engine.hooks.dispatch
+
+    def dispatch(running, num_loops):
+        sent.append((engine.hooks._step, len(running), sum(seq.num_token_ids for seq in running)))
+        return original(running, num_loops)
+
+    engine.hooks.dispatch = dispatch
+    assert answers(engine, CROWD) == reference(CROWD, 40)
+    assert engine.hooks.report()["preempted"] > 0
+    assert [(step.step, step.num_requests, step.num_tokens) for step in plugin_of(engine).steps] == sent
+
+
+def test_holding_now_and_then_is_no_fault(start_engine, reference, limits):
+    """The clock of a held request stands still while the request runs."""
+    limits(hold_limit_s=0.2)
+    engine = start_engine("tests.plugins:LastFirst", decode_round=1)
+    plugin, calls = plugin_of(engine), []
+
+    def schedule(view):
+        calls.append(view)
+        if view.phase is Phase.DECODE and len(calls) in (3, 9):
+            return ScheduleDecision(hold=frozenset([view.requests[0].request_id]))
+        if len(calls) == 6:
+            time.sleep(0.3)
+        return ScheduleDecision()
+
+    plugin.schedule = schedule
+    run(engine, reference, PROMPTS[:1])
+    assert len(calls) > 9
+
+
+def test_numbers_of_other_libraries_are_numbers(start_engine, reference):
+    defer = PluginSpec(name="tests.plugins:Defer", options={"times": 0})
+    engine = start_engine("tests.plugins:LastFirst", defer)
+    first, second = plugin_of(engine), plugin_of(engine, 1)
+    second.admit = lambda request: np.True_
+    first.schedule = lambda view: ScheduleDecision(
+        order=torch.tensor([request.request_id for request in view.requests]), token_budget=np.int64(400)
+    )
+    run(engine, reference)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,9 @@ def two_workers(start_engine):
 
     yield start
     for engine in engines:
-        settle(engine)
-        engine.close()
+        if not engine._loop.is_closed():
+            settle(engine)
+            engine.close()
     left = [psutil.Process(pid) for pid in children() - before if psutil.pid_exists(pid)]
     left = [process for process in left if "resource_tracker" not in " ".join(process.cmdline())]
     _, alive = psutil.wait_procs(left, timeout=20)
@@ -83,6 +84,26 @@ def test_a_raising_plugin_is_switched_off_in_each_worker(two_workers, reference,
         assert answers(engine, CROWD) == reference(CROWD, 40)
     assert min(engine.hooks.report()["migrated"].values()) > 0
     assert engine.hooks.report()["faults"] == [[name, "comm_begin", "raised", 1]] * 2
+
+
+def test_a_hanging_plugin_is_left_behind_in_each_worker(two_workers, reference, limits, tmp_path):
+    limits(run_dir=tmp_path)
+    name = "tests.plugins:CommSleeps"
+    # Rounds of several steps: then the workers pass sampled tokens on by a collective of their own.
+    engine = two_workers(name, plugin_time_limit_s=0.2, decode_round=4)
+    assert answers(engine, CROWD[:4]) == reference(CROWD[:4], 40)
+    report = engine.hooks.report()
+    assert report["faults"] == [[name, "comm_end", "overran", 1]] * 2
+    assert report["enabled"] == {name: False}
+
+
+def test_every_instance_is_closed(two_workers, reference, tmp_path):
+    plugin = PluginSpec(name="tests.plugins:SaysGoodbye", options={"folder": str(tmp_path)})
+    engine = two_workers(plugin)
+    assert answers(engine, CROWD[:1]) == reference(CROWD[:1], 40)
+    engine.close()
+    heard = sorted(file.read_text() for file in tmp_path.glob("closed-*"))
+    assert heard == ["NoneType", "NoneType", "StepResult"], "two workers and the engine, which heard of its steps"
 
 
 def test_workers_need_the_main_thread(start_engine):

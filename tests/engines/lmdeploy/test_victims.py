@@ -139,4 +139,4 @@ def test_arrays_given_to_a_plugin_are_read_only(start_engine):
         assert np.unique(request.block_ids).size == request.block_ids.size
         depth = dict(zip(request.block_ids.tolist(), request.depth.tolist(), strict=True))
         for block, parent in zip(request.block_ids.tolist(), request.parent_ids.tolist(), strict=True):
-            assert depth[block] == depth.get(parent, depth[block] - 16) + 16
+            assert parent == -1 or depth[block] == depth[parent] + 16
