@@ -27,6 +27,7 @@ class HookConfig(Model):
 
     `hold_limit_s`: a request that a plug-in holds or does not admit for longer counts as a fault of the plug-in.
     `block_bytes`: size of one KV block of one worker, which the scheduler cannot know by itself.
+    `comm_metrics`: measure how long collectives keep their callers waiting.
     `run_dir`: where worker processes leave their counters for the engine process to collect.
     """
 
@@ -36,6 +37,7 @@ class HookConfig(Model):
     block_bytes: int = Field(0, ge=0)
     record: Path | None = None
     run_dir: Path | None = None
+    comm_metrics: bool = False
 
 
 class SageConfig(Model):
@@ -66,6 +68,7 @@ class SageConfig(Model):
     plugins: tuple[PluginSpec, ...] = ()
     plugin_time_limit_s: float = Field(1.0, gt=0)
     record: Path | None = None
+    comm_metrics: bool = False
     drain_timeout_s: float = Field(10.0, ge=0)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 

@@ -8,6 +8,7 @@ import click
 
 from sagellm.core.config import DEVICES, DTYPES, read_config
 from sagellm.core.errors import SageError
+from sagellm.serve.early import stop_at_once
 
 
 @click.command()
@@ -35,11 +36,13 @@ from sagellm.core.errors import SageError
 )
 @click.option("--plugin-time-limit-s", type=float, help="Longest a hook may take. Default: 1.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write every decision to this file, as JSON lines.")
+@click.option("--comm-metrics", is_flag=True, default=None, help="Measure the time spent in collectives.")
 @click.option("--drain-timeout-s", type=float, help="Time for running requests at shutdown. Default: 10.")
 @click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), help="Default: WARNING.")
 @click.option("--json", "as_json", is_flag=True, help="Print the readiness line as JSON.")
 def serve(config: Path | None, as_json: bool, **flags: Any) -> None:
     """Serve a model over the OpenAI API, with LMDeploy's engine and your plug-ins in it."""
+    stop_at_once()
     given = {name: value for name, value in flags.items() if value is not None and value != ()}
     try:
         settings = read_config(config, given)

@@ -37,7 +37,12 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
     yield _gauge("sagellm_host_kv_blocks", "Slots of the host tier by state.", "state", host)
     yield _counter("sagellm_evicted_blocks", "Blocks given up, by reason.", "reason", report["evicted"])
     yield _counter("sagellm_migrated_blocks", "Blocks moved, by the tier moved to.", "tier", report["migrated"])
-    yield _counter("sagellm_prefix_tokens", "Tokens of first lookups: asked for, and found.", "kind", report["prefix"])
+    yield from _lookups(report)
+    yield CounterMetricFamily("sagellm_step_seconds", "Wall-clock time with a step running.", value=report["step_s"])
+    waits = CounterMetricFamily("sagellm_comm_seconds", "Time spent waiting for collectives.", labels=["rank", "op"])
+    for rank, op, spent_ns in report["comm_ns"]:
+        waits.add_metric([str(rank), op], spent_ns / 1e9)
+    yield waits
     yield CounterMetricFamily("sagellm_preemptions", "Running requests sent back.", value=report["preempted"])
     yield _gauge(
         "sagellm_plugin_enabled", "1 while the plug-in is called, 0 once switched off.", "plugin", report["enabled"]
@@ -52,6 +57,16 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
     for (plugin, hook, kind), number in _summed(report["faults"], 3).items():
         faults.add_metric([plugin, hook, kind], number)
     yield faults
+
+
+def _lookups(report: dict[str, Any]) -> Iterator[Metric]:
+    for unit in ("tokens", "blocks"):
+        text = f"{unit.capitalize()} of prefix lookups, asked for and found: first ones, and after a loss of blocks."
+        family = CounterMetricFamily(f"sagellm_prefix_{unit}", text, labels=["kind", "admission"])
+        for admission, key in (("first", "prefix"), ("retry", "prefix_retries")):
+            for kind in ("query", "hit"):
+                family.add_metric([kind, admission], report[key][f"{kind}_{unit}"])
+        yield family
 
 
 def _summed(rows: list[list[Any]], num_labels: int) -> dict[tuple, float]:
@@ -73,5 +88,5 @@ def _gauge(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
 def _counter(name: str, text: str, label: str, values: dict[str, Any]) -> Metric:
     family = CounterMetricFamily(name, text, labels=[label])
     for key, value in values.items():
-        family.add_metric([key.removesuffix("_tokens")], float(value))
+        family.add_metric([key], float(value))
     return family

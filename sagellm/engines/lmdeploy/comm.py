@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -36,10 +37,12 @@ class CommObserver:
         self._next_report_s = 0.0
         self._num_faults = -1
         self._late: threading.Timer | None = None
+        self._exposed_ns: Counter[str] = Counter()  # time in which the caller waited, by operation
 
     @property
     def is_needed(self) -> bool:
-        return self._host.recorder.enabled or self._host.listens("comm_begin") or self._host.listens("comm_end")
+        asked = self._host.config.comm_metrics or self._host.recorder.enabled
+        return asked or self._host.listens("comm_begin") or self._host.listens("comm_end")
 
     def run(self, name: str, function: Any, args: tuple, kwargs: dict) -> Any:
         tensor = _first_tensor((*args, *kwargs.values()))
@@ -57,10 +60,15 @@ class CommObserver:
         }
         start_ns = time.monotonic_ns()
         work = function(*args, **kwargs)
+        self._exposed_ns[name] += time.monotonic_ns() - start_ns
         if op.async_op and work is not None:
-            return _WatchedWork(work, lambda: self._end(op, tokens, start_ns))
+            return _WatchedWork(work, lambda waited_ns: self._end_async(op, tokens, start_ns, waited_ns))
         self._end(op, tokens, start_ns)
         return work
+
+    def _end_async(self, op: CommOp, tokens: dict[str, Any], start_ns: int, waited_ns: int) -> None:
+        self._exposed_ns[op.name] += waited_ns
+        self._end(op, tokens, start_ns)
 
     def _end(self, op: CommOp, tokens: dict[str, Any], start_ns: int) -> None:
         duration_ns = time.monotonic_ns() - start_ns
@@ -91,7 +99,8 @@ class CommObserver:
         file = self._host.config.run_dir / f"rank{self._rank}.json"
         draft = file.with_suffix(f".{threading.get_ident()}.tmp")
         with contextlib.suppress(FileNotFoundError):  # the server has ended and taken its folder along
-            draft.write_text(json.dumps(self._host.report()))
+            own = {"comm_ns": [[self._rank, name, spent] for name, spent in self._exposed_ns.copy().items()]}
+            draft.write_text(json.dumps(self._host.report() | own))
             os.replace(draft, file)
 
     def close(self) -> None:
@@ -108,10 +117,11 @@ class _WatchedWork:
         self._end = end
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
+        start_ns = time.monotonic_ns()
         result = self._work.wait(*args, **kwargs)
         end, self._end = self._end, None
         if end is not None:
-            end()
+            end(time.monotonic_ns() - start_ns)
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -38,7 +38,8 @@ def require_patched() -> None:
 
 def hook_config(config: SageConfig, run_dir: Path | None = None) -> HookConfig:
     return HookConfig(
-        plugins=config.plugins, time_limit_s=config.plugin_time_limit_s, record=config.record, run_dir=run_dir
+        plugins=config.plugins, time_limit_s=config.plugin_time_limit_s, record=config.record, run_dir=run_dir,
+        comm_metrics=config.comm_metrics,
     )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,32 @@ from sagellm.core.host import Nonsense, PluginHost
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 
 
+@dataclass
+class LookupCounts:
+    """Tokens and whole blocks that lookups asked for, and that they found as a contiguous prefix."""
+
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    query_blocks: int = 0
+    hit_blocks: int = 0
+
+    def add(self, query_tokens: int, hit_tokens: int, block_size: int) -> None:
+        self.query_tokens += query_tokens
+        self.hit_tokens += hit_tokens
+        self.query_blocks += query_tokens // block_size
+        self.hit_blocks += hit_tokens // block_size
+
+
 class PrefixHooks:
     """`trie` is LMDeploy's `BlockTrie`, `seq` its `SchedulerSequence`."""
 
     def __init__(self, host: PluginHost, kv: KVManager) -> None:
         self._host = host
         self._kv = kv
-        self.num_query_tokens = 0
-        self.num_hit_tokens = 0
-        self._counted: set[int] = set()  # requests whose first lookup went into the two counters above
+        self.first = LookupCounts()
+        self.retries = LookupCounts()
+        self._counted: set[int] = set()  # requests whose first lookup was counted
+        self._again: set[int] = set()  # requests that lost their blocks since the last lookup that was counted
 
     def lookup(self, trie: Any, seq: Any) -> bool:
         """Before LMDeploy's own lookup; True if there is nothing left for it to look up."""
@@ -70,13 +88,15 @@ class PrefixHooks:
         if block_ids and self._kv.is_offloaded(block_ids).any():
             block_ids = self._keep(trie, seq, block_ids, self._kv.bring_back(block_ids))
         first = seq.seq_id not in self._counted
-        if not (first or block_ids):
+        if not (first or block_ids or seq.seq_id in self._again):
             return
         num_matched = len(block_ids) * trie.block_size
         if first:
             self._counted.add(seq.seq_id)
-            self.num_query_tokens += seq.num_valid_ids
-            self.num_hit_tokens += num_matched
+            self.first.add(seq.num_valid_ids, num_matched, trie.block_size)
+        elif seq.seq_id in self._again:
+            self.retries.add(seq.num_valid_ids, num_matched, trie.block_size)
+        self._again.discard(seq.seq_id)
         if self._host.recorder.enabled:
             self._host.recorder.write(
                 "lookup", request=seq.session_id, tokens=seq.num_valid_ids, matched=num_matched, blocks=block_ids,
@@ -124,8 +144,14 @@ class PrefixHooks:
             update = PrefixUpdate(seq.session_id, _namespace(seq), first, tokens, tuple(map(int, blocks)))
             self._host.post("on_prefix_stored", update)
 
+    def lost_blocks(self, seq_id: int) -> None:
+        """The next lookup of this request is a retry."""
+        if seq_id in self._counted:
+            self._again.add(seq_id)
+
     def forget(self, seq_id: int) -> None:
         self._counted.discard(seq_id)
+        self._again.discard(seq_id)
 
 
 def prefix_hashes(tokens: np.ndarray, block_size: int, namespace: str) -> list[str]:

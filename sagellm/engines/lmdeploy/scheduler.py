@@ -6,7 +6,7 @@ Every method here runs on the engine's thread.
 import json
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from operator import index
 from typing import Any
@@ -38,6 +38,7 @@ class _SentStep:
     seq_ids: list[int]
     num_tokens: int
     num_left: int
+    sent_s: float
 
 
 class SchedulerHooks:
@@ -61,6 +62,8 @@ class SchedulerHooks:
         self._budget: int | None = None
         self._left: dict[Phase, tuple[float, list[int]]] = {}  # steps left to the engine: until when, which seq ids
         self._num_preempted = 0
+        self._step_s = 0.0  # wall-clock time with a step on its way
+        self._last_end_s = 0.0
         scheduler.block_manager.allocator.sage = self
         scheduler.block_trie.sage = self
         self._host.attach(lambda guard: Handle(self.kv, guard))
@@ -75,6 +78,7 @@ class SchedulerHooks:
 
     def sequence_evicted(self, seq: Any, reason: str) -> None:
         """A request is about to lose its blocks; those that the prefix cache shares stay where they are."""
+        self.prefix.lost_blocks(seq.seq_id)
         own = [int(block) for block in seq.logical_blocks.get_real_blocks() if int(block) not in self.kv.nodes]
         self._recorder.write("evict", policy=BUILT_IN, reason=reason, request=seq.session_id, victims=own)
         self.kv.tell_evicted(own, EvictionReason(reason), seq.session_id)
@@ -88,7 +92,7 @@ class SchedulerHooks:
         is_decoding = self._chosen is Phase.DECODE
         num_tokens = len(running) if is_decoding else sum(seq.num_token_ids for seq in running)
         seq_ids = [seq.seq_id for seq in running]
-        self._sent.append(_SentStep(self._step, is_decoding, seq_ids, num_tokens, num_loops))
+        self._sent.append(_SentStep(self._step, is_decoding, seq_ids, num_tokens, num_loops, time.perf_counter()))
         return self.kv.take_swaps()
 
     # ---- prefixes (0002)
@@ -137,10 +141,15 @@ class SchedulerHooks:
 
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
         step = self._find_sent([seq.seq_id for seq in running], is_decoding)
-        if step is None or not self._host.listens("on_step_end"):
+        if step is None:
+            return
+        end_s = time.perf_counter()
+        self._step_s += end_s - max(step.sent_s, self._last_end_s)
+        self._last_end_s = end_s
+        if not self._host.listens("on_step_end"):
             return
         phase = Phase.DECODE if is_decoding else Phase.PREFILL
-        result = StepResult(step.number, phase, len(running), step.num_tokens, time.perf_counter())
+        result = StepResult(step.number, phase, len(running), step.num_tokens, end_s)
         self._host.post("on_step_end", result)
         if not self._scheduler.sessions:  # everyone has left; no step may follow for long
             self._host.flush()
@@ -233,7 +242,10 @@ class SchedulerHooks:
             "evicted": {reason.value: number for reason, number in self.kv.evicted.items()},
             "migrated": {tier.value: number for tier, number in self.kv.migrated.items()},
             "preempted": self._num_preempted,
-            "prefix": {"query_tokens": self.prefix.num_query_tokens, "hit_tokens": self.prefix.num_hit_tokens},
+            "prefix": asdict(self.prefix.first),
+            "prefix_retries": asdict(self.prefix.retries),
+            "step_s": self._step_s,
+            "comm_ns": [row for worker in workers for row in worker["comm_ns"]],
             "calls": own["calls"] + [row for worker in workers for row in worker["calls"]],
             "faults": own["faults"] + [row for worker in workers for row in worker["faults"]],
             "enabled": {

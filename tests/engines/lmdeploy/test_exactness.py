@@ -45,6 +45,9 @@ def test_under_block_pressure(start_engine, reference):
     # Without these the test proves nothing.
     assert report["preempted"] > 0
     assert report["evicted"]["prefix"] > 0 and report["evicted"]["recompute"] > 0
+    assert report["prefix"]["query_tokens"] == 2 * sum(map(len, CROWD))
+    assert report["prefix"]["query_blocks"] == 2 * sum(len(prompt) // 16 for prompt in CROWD)
+    assert report["prefix_retries"]["query_tokens"] > 0, "who lost its blocks looks them up again"
     assert report["faults"] == []
     for _ in range(2):
         assert answers(engine, CROWD[:1]) == reference(CROWD[:1], NUM_NEW)

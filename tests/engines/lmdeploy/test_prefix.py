@@ -81,7 +81,7 @@ def test_prefix_caching_off_leaves_the_hooks_silent(start_engine):
     engine = start_engine(OWN_INDEX, prefix_caching=False)
     engine.generate(PROMPTS, SHORT)
     assert [hook for _, hook, _ in engine.hooks.report()["calls"]] == ["attach"]
-    assert engine.hooks.report()["prefix"] == {"query_tokens": 0, "hit_tokens": 0}
+    assert engine.hooks.report()["prefix"] == dict.fromkeys(("query_tokens", "hit_tokens", "query_blocks", "hit_blocks"), 0)
 
 
 def test_hashes_name_whole_prefixes():

@@ -70,6 +70,7 @@ def test_exact_output_and_every_collective_is_seen(two_workers, reference, limit
     assert len({line["pid"] for lines in logs for line in lines}) == 2
     assert {hook for name, hook, _ in report["calls"] if name == plugin.name} == {"attach", "comm_begin", "comm_end"}
     workers = {line["pid"] for lines in logs for line in lines}
+    engine.close()  # writes the record to its end
     comm = [line for line in read(record) if line["event"] == "comm"]
     assert {line["pid"] for line in comm} <= workers and {line["rank"] for line in comm} == {0, 1}
     assert all(line["duration_ns"] > 0 and line["world_size"] == 2 for line in comm)
@@ -95,6 +96,18 @@ def test_a_hanging_plugin_is_left_behind_in_each_worker(two_workers, reference, 
     report = engine.hooks.report()
     assert report["faults"] == [[name, "comm_end", "overran", 1]] * 2
     assert report["enabled"] == {name: False}
+
+
+def test_time_in_collectives_is_measured_on_request(two_workers, limits, tmp_path):
+    limits(run_dir=tmp_path, comm_metrics=True)
+    engine = two_workers()
+    answers(engine, CROWD[:2])
+    engine.close()  # the workers leave their last counts
+    report = engine.hooks.report()
+    waits = {(rank, name): spent_ns for rank, name, spent_ns in report["comm_ns"]}
+    assert min(waits[rank, "all_reduce"] for rank in (0, 1)) > 0
+    exposed_s = max(sum(spent for (rank, _), spent in waits.items() if rank == number) for number in (0, 1)) / 1e9
+    assert 0 < exposed_s < report["step_s"]
 
 
 def test_every_instance_is_closed(two_workers, reference, tmp_path):
