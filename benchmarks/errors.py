@@ -1,0 +1,11 @@
+"""What ends a benchmark or a judgement, each with the exit code that the command line gives it."""
+
+from sagellm.core.errors import SageError
+
+
+class BenchmarkError(SageError):
+    """Misuse: a bad config, a file that cannot be read, a result of another schema. Exit code 2."""
+
+
+class ServerDied(SageError):
+    """The server under test ended or stopped answering; what was measured until then is kept, marked failed."""

@@ -1,0 +1,112 @@
+"""The one result format of all scenarios, version 1. `docs/result.schema.json` is made from these models."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from benchmarks.errors import BenchmarkError
+
+SCHEMA = "sagellm-benchmark/1"
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Definition(Model):
+    """What a metric means. `better` tells which way a change is good; None for figures that are neither."""
+
+    unit: str
+    better: Literal["lower", "higher"] | None
+    text: str
+
+
+class Run(Model):
+    """One scenario of one contestant in one round.
+
+    `status`: valid; void, the measurement itself is not to be trusted (saturated client, contaminated cache); failed, the
+    server or the scenario broke. `metrics` holds what could be measured; `absent` says why the others are missing.
+    """
+
+    contestant: str
+    scenario: str
+    round: int
+    seed: int
+    status: Literal["valid", "void", "failed"] = "valid"
+    reason: str = ""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    absent: dict[str, str] = Field(default_factory=dict)
+    client: dict[str, float] = Field(default_factory=dict)
+    cache: dict[str, float] = Field(default_factory=dict)
+    samples: str | None = None
+
+
+class Result(Model):
+    """A benchmark's outcome.
+
+    `status`: complete; partial, stopped by its user; failed, a server died. `reason` tells why. `environment` carries
+    machine, versions, commit and patch state. `definitions` covers every metric that appears in `runs`.
+    """
+
+    schema_name: Literal["sagellm-benchmark/1"] = Field(SCHEMA, alias="schema")
+    name: str
+    status: Literal["complete", "partial", "failed"]
+    reason: str = ""
+    started: str
+    duration_s: float
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    definitions: dict[str, Definition]
+    runs: list[Run]
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    def of(self, contestant: str, scenario: str, metric: str) -> dict[int, float]:
+        """Round -> value, of the valid runs that have it."""
+        return {
+            run.round: run.metrics[metric]
+            for run in self.runs
+            if (run.contestant, run.scenario, run.status) == (contestant, scenario, "valid") and metric in run.metrics
+        }
+
+    def contestants(self) -> list[str]:
+        return list(dict.fromkeys(run.contestant for run in self.runs))
+
+    def scenarios(self) -> list[str]:
+        return list(dict.fromkeys(run.scenario for run in self.runs))
+
+    def write(self, file: Path) -> None:
+        """Whole or not at all."""
+        draft = file.with_name(file.name + ".tmp")
+        draft.write_text(self.model_dump_json(indent=1, by_alias=True))
+        os.replace(draft, file)
+
+
+def read_result(file: Path) -> Result:
+    """Raises BenchmarkError when it cannot be read or is no result of this schema."""
+    try:
+        values = json.loads(file.read_text())
+    except OSError as error:
+        raise BenchmarkError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise BenchmarkError(f"{file} is no JSON: {error}") from None
+    found = values.get("schema") if isinstance(values, dict) else None
+    if found != SCHEMA:
+        raise BenchmarkError(f"{file} has schema {found!r}; this program reads {SCHEMA!r}")
+    try:
+        return Result.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BenchmarkError(f"{file} is damaged at {where}: {first['msg']}") from None
+
+
+def json_schema() -> dict[str, Any]:
+    return Result.model_json_schema(by_alias=True)
+
+
+if __name__ == "__main__":  # python -m benchmarks.result > benchmarks/docs/result.schema.json
+    print(json.dumps(json_schema(), indent=1))

@@ -1,0 +1,258 @@
+"""Runs a benchmark from a configuration and writes one result: JSON, samples, a report and plots.
+
+    python -m benchmarks.runner --config FILE | --preset NAME | --scenario NAME  --out DIR
+
+Contestants are all up at once and asked in turn (A B B A), so that what else the machine does hits all alike. Ctrl-C and a
+server that dies leave a valid partial result. Exit codes: 0 complete, 1 partial, failed or nothing valid, 2 misuse.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from datetime import datetime, timezone
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.config import BenchmarkConfig, Closed, load_config, make_config, preset, preset_names
+from benchmarks.environment import environment
+from benchmarks.errors import BenchmarkError, ServerDied
+from benchmarks.load.samples import read_samples
+from benchmarks.metrics.definitions import DEFINITIONS
+from benchmarks.metrics.flops import peak_flops
+from benchmarks.report.markdown import markdown
+from benchmarks.result import Definition, Result, Run
+from benchmarks.scenarios import component, component_names
+from benchmarks.scenarios.serve import ServeScenario, Subject
+from benchmarks.server import Server
+from sagellm.core.errors import SageError
+
+UNITS = 1000  # of the progress bar, a run
+
+
+class BenchmarkRunner:
+    """One benchmark. `run(config)` returns the result and leaves it, with everything else, in the folder `out`."""
+
+    def __init__(self, out: Path, show_progress: bool | None = None) -> None:
+        self._out = out
+        self._show = sys.stderr.isatty() if show_progress is None else show_progress
+
+    def run(self, config: BenchmarkConfig) -> Result:
+        """Raises BenchmarkError before anything is measured; afterwards a result of status partial or failed tells."""
+        components = {name: component(name, options) for name, options in config.components.items()}
+        self._make_folder()
+        names = self._contestant_names(config)
+        result = Result(
+            name=config.name,
+            status="partial",
+            reason="still running",
+            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            duration_s=0.0,
+            config=config.model_dump(mode="json"),
+            environment=environment({side.name: side.checkout for side in config.contestants}),
+            definitions={},
+            runs=[],
+        )
+        start_s = time.monotonic()
+        try:
+            with contextlib.ExitStack() as stack:
+                bar = stack.enter_context(_Bar(self._show, len(names) * config.rounds))
+                for run, definitions in self._runs(config, components, result, stack, bar):
+                    result.runs.append(run)
+                    result.definitions |= {name: definitions[name] for name in run.metrics}
+                    result.duration_s = time.monotonic() - start_s
+                    result.write(self._out / "result.json")
+            result.status, result.reason = "complete", ""
+        except KeyboardInterrupt:
+            result.status, result.reason = "partial", "stopped by its user"
+        except ServerDied as error:
+            result.status, result.reason = "failed", str(error)
+        result.duration_s = time.monotonic() - start_s
+        self._report(result)
+        return result
+
+    def _runs(
+        self, config: BenchmarkConfig, components: dict[str, Any], result: Result, stack: contextlib.ExitStack, bar: "_Bar"
+    ) -> Iterator[tuple[Run, dict[str, Definition]]]:
+        if config.workload is not None:
+            subjects = self._subjects(config, result, stack)
+            scenarios = self._scenarios(config)
+            for number in range(config.rounds):
+                for scenario in scenarios:
+                    for subject in _in_turn(subjects, number):
+                        with bar.one(f"{scenario.name} {subject.contestant.name}, round {number + 1}") as progress:
+                            yield scenario.run(subject, number, progress), DEFINITIONS
+        first = config.contestants[0].name
+        for number in range(config.rounds):
+            for name, module in components.items():
+                seed = config.seed * 1000 + number
+                with bar.one(f"{name}, round {number + 1}"):
+                    options = {**module.OPTIONS, **config.components[name]}
+                    metrics = _apart(_run_component, name, seed, options)
+                    run = Run(contestant=first, scenario=name, round=number, seed=seed, metrics=metrics)
+                    yield run, module.DEFINITIONS
+
+    def _subjects(self, config: BenchmarkConfig, result: Result, stack: contextlib.ExitStack) -> list[Subject]:
+        model = config.server.get("model")
+        if model is None:
+            from sagellm.demo_model import ensure_demo_model
+
+            model = ensure_demo_model()
+        subjects, peaks = [], {}
+        for side in config.contestants:
+            sage = config.sage_config(side)
+            if sage.tensor_parallel > 1:
+                sage = sage.model_copy(update={"comm_metrics": True})
+                sage.__pydantic_fields_set__.add("comm_metrics")
+            server = Server(sage, side.checkout)
+            stack.callback(server.close)
+            facts = server.ready()
+            key = (facts.get("device", "cpu"), facts.get("dtype", "auto"))
+            if key not in peaks:
+                peaks[key] = _peak(config, *key, sage.threads or _cores())
+            peak, name = peaks[key]
+            result.environment.setdefault("peak", {})[side.name] = {"flops": peak, "name": name}
+            devices = 1 if key[0] == "cpu" else sage.tensor_parallel  # a CPU's workers share one machine
+            subjects.append(
+                Subject(side, server, facts, Path(sage.model or model), sage.block_size, devices, peak, name)
+            )
+        return subjects
+
+    def _scenarios(self, config: BenchmarkConfig) -> list[ServeScenario]:
+        samples = self._out / "samples"
+        if not config.sweep:
+            return [ServeScenario(config, config.workload, "serve", samples)]
+        return [
+            ServeScenario(
+                config, config.workload.model_copy(update={"arrivals": Closed(concurrency=users)}), f"serve@{users}", samples
+            )
+            for users in config.sweep
+        ]
+
+    def _contestant_names(self, config: BenchmarkConfig) -> list[str]:
+        """One entry for each run of a round."""
+        served = len(config.contestants) * max(1, len(config.sweep)) if config.workload is not None else 0
+        return [*["serve"] * served, *config.components]
+
+    def _make_folder(self) -> None:
+        try:
+            (self._out / "samples").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchmarkError(f"cannot write to {self._out}: {error.strerror}") from None
+        if (self._out / "result.json").exists():
+            raise BenchmarkError(f"{self._out} holds a result already; choose another --out")
+
+    def _report(self, result: Result) -> None:
+        result.write(self._out / "result.json")
+
+        from benchmarks.report.plots import write_plots  # matplotlib takes a second to load
+
+        def samples_of(run: Run) -> Any:
+            return read_samples(self._out / run.samples) if run.samples else None
+
+        (self._out / "plots").mkdir(exist_ok=True)
+        plots = write_plots(result, self._out / "plots", samples_of, self._out) if result.runs else []
+        (self._out / "report.md").write_text(markdown(result, [plot.relative_to(self._out) for plot in plots]))
+
+
+class _Bar:
+    """A progress bar over the runs, with the time left; nothing where there is no terminal."""
+
+    def __init__(self, show: bool, num_runs: int) -> None:
+        columns = (TextColumn("{task.description:<32}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+        self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not show)
+        self._task = self._progress.add_task("starting", total=num_runs * UNITS)
+        self._done = 0
+
+    def __enter__(self) -> "_Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    @contextlib.contextmanager
+    def one(self, text: str) -> Iterator[Any]:
+        self._progress.update(self._task, description=text)
+        yield lambda done, of: self._progress.update(self._task, completed=self._done + UNITS * done / max(of, 1))
+        self._done += UNITS
+        self._progress.update(self._task, completed=self._done)
+
+
+def _in_turn(subjects: list[Subject], number: int) -> list[Subject]:
+    """A B B A ...; with more than two the row is turned, so that none stands at an end more often than the others."""
+    turn = number // 2 % len(subjects)
+    row = [*subjects[turn:], *subjects[:turn]]
+    return row if number % 2 == 0 else row[::-1]
+
+
+def _peak(config: BenchmarkConfig, device: str, dtype: str, threads: int) -> tuple[float | None, str]:
+    if config.peak_tflops is not None:
+        return config.peak_tflops * 1e12, "given in the config"
+    try:
+        return _apart(peak_flops, device, dtype, threads)
+    except BenchmarkError as error:
+        return None, str(error)
+
+
+def _apart(function: Any, *args: Any) -> Any:
+    """The function's result, from a process of its own: its threads and memory are gone afterwards."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _run_component(name: str, seed: int, options: dict[str, Any]) -> dict[str, float]:
+    return component(name, {}).run(seed, **options)
+
+
+def _cores() -> int:
+    import os
+
+    return len(os.sched_getaffinity(0))
+
+
+def _choose(config: Path | None, name: str | None, scenario: str | None) -> BenchmarkConfig:
+    given = [value for value in (config, name, scenario) if value is not None]
+    if len(given) != 1:
+        raise BenchmarkError("give one of --config, --preset and --scenario")
+    if config is not None:
+        return load_config(config)
+    if name is not None:
+        return preset(name)
+    if scenario == "serve":
+        return preset("ci")
+    component(scenario, {})
+    return make_config({"name": scenario, "components": {scenario: {}}})
+
+
+@click.command()
+@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="A YAML file; see configs/.")
+@click.option("--preset", "name", help=f"One of {', '.join(preset_names())}.")
+@click.option("--scenario", help=f"serve, or one of {', '.join(component_names())}.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Instead of the config's.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="A folder of its own.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def main(
+    config: Path | None, name: str | None, scenario: str | None, rounds: int | None, out: Path, as_json: bool
+) -> None:
+    """Run a benchmark."""
+    try:
+        chosen = _choose(config, name, scenario)
+        if rounds is not None:
+            chosen = chosen.model_copy(update={"rounds": rounds})
+        result = BenchmarkRunner(out).run(chosen)
+    except SageError as error:
+        click.echo("\n".join(f"error: {line}" for line in str(error).splitlines()), err=True)
+        sys.exit(2)
+    click.echo(result.model_dump_json(by_alias=True) if as_json else (out / "report.md").read_text())
+    sys.exit(0 if result.status == "complete" and any(run.status == "valid" for run in result.runs) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Prompts have the lengths and the shared beginnings they were asked for, and nothing else in common."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.config import Closed, Constant, LogNormal, Trace, Uniform, Workload
+from benchmarks.errors import BenchmarkError
+from benchmarks.load.prompts import allowed_ids, draw_lengths, make_prompts, shared_tokens
+
+IDS = allowed_ids(2048)
+HUNDRED = Constant(value=100)
+
+
+def workload(num_requests=40, prompt=HUNDRED, output=HUNDRED, **options):
+    return Workload(
+        arrivals=Closed(concurrency=1), num_requests=num_requests, prompt_tokens=prompt, output_tokens=output, **options
+    )
+
+
+def ids_of(*args, ids=IDS):
+    return [prompt.ids for prompt in make_prompts(*args, ids)]
+
+
+def common(one, other):
+    """Length of the common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@pytest.mark.parametrize(("vocab_size", "first"), [(151_936, 300), (600, 300), (320, 160)])
+def test_allowed_ids(vocab_size, first):
+    ids = allowed_ids(vocab_size)
+    assert ids == range(first, vocab_size)
+    used = {token for prompt in ids_of(workload(200), 0, ids=ids) for token in prompt}
+    assert min(used) >= first and max(used) < vocab_size
+
+
+def test_too_few_ids():
+    with pytest.raises(BenchmarkError, match="made of 5 token ids; at least 16"):
+        make_prompts(workload(), 0, range(5))
+
+
+def test_without_reuse_nothing_is_shared():
+    prompts = ids_of(workload(200), 0)
+    blocks = [tuple(prompt[start : start + 16]) for prompt in prompts for start in range(0, 96, 16)]
+    assert len(set(blocks)) == len(blocks)
+
+
+@pytest.mark.parametrize(("reuse", "share"), [(0.5, 50), (0.126, 13), (0.99, 99)])
+def test_reuse_is_a_shared_beginning(reuse, share):
+    prompts = ids_of(workload(reuse=reuse, num_prefixes=3), 5)
+    assert len({tuple(prompt[:share]) for prompt in prompts}) == 3
+    pairs = [common(a, b) for i, a in enumerate(prompts) for b in prompts[:i]]
+    # Tails are random, so that two may begin with the same token, but not go on alike.
+    assert all(length < 3 or share <= length < share + 3 for length in pairs)
+
+
+def test_a_shorter_share_begins_a_longer_one():
+    prompts = ids_of(workload(prompt=Uniform(low=20, high=200), reuse=0.5), 0)
+    longest = max(prompts, key=len)
+    assert all(common(prompt, longest) >= round(len(prompt) / 2) for prompt in prompts)
+    assert len({len(prompt) for prompt in prompts}) > 20
+
+
+@pytest.mark.parametrize("options", [{}, {"reuse": 0.8, "num_prefixes": 2}])
+def test_seeds_repeat_and_share_nothing(options):
+    first, again, other = (ids_of(workload(**options), seed) for seed in (1, 1, 2))
+    assert first == again
+    assert not {tuple(prompt[:16]) for prompt in first} & {tuple(prompt[:16]) for prompt in other}
+    assert sum(shared_tokens(first + other, 16)) == sum(shared_tokens(first, 16)) + sum(shared_tokens(other, 16))
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        Uniform(low=3, high=9),
+        LogNormal(median=50, sigma=0.7, low=10, high=200),
+        LogNormal(median=100_000, sigma=4, low=100_000, high=100_000),
+        LogNormal(median=100, sigma=0.001, low=1, high=1_000_000),
+    ],
+)
+def test_lengths_stay_inside(length):
+    values = draw_lengths(length, 2000, np.random.default_rng(0))
+    assert values.dtype == np.int64
+    assert values.min() >= length.low and values.max() <= length.high
+
+
+def test_lognormal_is_the_one_drawn_again_outside_its_bounds():
+    length = LogNormal(median=60, sigma=0.9, low=20, high=150)
+    rng = np.random.default_rng(1)
+    drawn = np.rint(rng.lognormal(np.log(60), 0.9, 200_000))
+    drawn = drawn[(drawn >= 20) & (drawn <= 150)]
+    values = draw_lengths(length, 20_000, rng)
+    shares = np.linspace(0.05, 0.95, 19)
+    assert np.quantile(values, shares) == pytest.approx(np.quantile(drawn, shares), abs=3)
+
+
+def test_output_lengths():
+    prompts = make_prompts(workload(output=Uniform(low=2, high=6)), 0, IDS)
+    assert {prompt.max_tokens for prompt in prompts} == {2, 3, 4, 5, 6}
+
+
+@pytest.mark.parametrize(
+    ("scale", "lengths", "outputs"), [(1, [600, 1024, 5], [3, 30, 1]), (0.1, [60, 102, 1], [1, 3, 1])]
+)
+def test_a_trace_shares_what_its_hashes_share(tmp_path, scale, lengths, outputs):
+    rows = [(600, 3, [7, 8]), (1024, 30, [7, 9]), (5, 1, [10])]
+    names = ("input_length", "output_length", "hash_ids")
+    lines = [{"timestamp": 0, **dict(zip(names, row, strict=True))} for row in rows]
+    (tmp_path / "trace").write_text("\n".join(map(json.dumps, lines)))
+    config = Workload(arrivals=Trace(file=tmp_path / "trace", scale=scale), num_requests=3)
+    prompts = make_prompts(config, 0, IDS)
+    assert [len(prompt.ids) for prompt in prompts] == lengths
+    assert [prompt.max_tokens for prompt in prompts] == outputs
+    block = round(512 * scale)
+    assert block <= common(prompts[0].ids, prompts[1].ids) < block + 3
+    assert common(prompts[0].ids, ids_of(config, 1)[0]) < 3
+
+
+def naive_shared(prompts, block_size):
+    answers = []
+    for index, prompt in enumerate(prompts):
+        best = 0
+        for earlier in prompts[:index]:
+            both = min(common(prompt, earlier), len(prompt) - 1)
+            best = max(best, both // block_size * block_size)
+        answers.append(best)
+    return answers
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=12),
+    st.sampled_from([1, 2, 3, 4]),
+)
+def test_shared_tokens_equals_the_naive_one(prompts, block_size):
+    assert shared_tokens(prompts, block_size) == naive_shared(prompts, block_size)
+
+
+def test_one_token_of_a_repeated_prompt_is_left():
+    prompt = list(range(32))
+    assert shared_tokens([prompt, prompt, prompt + [1]], 16) == [0, 16, 32]

@@ -1,0 +1,97 @@
+"""Metrics from Prometheus counters: reading the page, differences, what is missing."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.metrics.compute import counter_metrics, parse_prometheus, series
+
+KINDS = [(unit, kind, admission) for unit in ("tokens", "blocks") for kind in ("query", "hit")
+         for admission in ("first", "retry")]  # fmt: skip
+
+
+def page(counts: dict[tuple[str, str, str], int], preemptions: int = 0) -> str:
+    registry = CollectorRegistry()
+    for unit in ("tokens", "blocks"):
+        counter = Counter(f"sagellm_prefix_{unit}", "Prefix.", ["kind", "admission"], registry=registry)
+        for (of, kind, admission), value in counts.items():
+            if of == unit:
+                counter.labels(kind=kind, admission=admission).inc(value)
+    Counter("sagellm_preemptions", "Preemptions.", registry=registry).inc(preemptions)
+    Gauge("sagellm_running", "Requests.", registry=registry).set(-preemptions)
+    return generate_latest(registry).decode()
+
+
+def waited(rank: str, op: str) -> str:
+    return series("sagellm_comm_seconds_total", rank=rank, op=op)
+
+
+def test_series_names_sort_and_escape():
+    assert series("a_total") == "a_total"
+    assert series("a_total", z="1", b='x"\\') == 'a_total{b="x\\"\\\\",z="1"}'
+
+
+def test_parse():
+    parsed = parse_prometheus(page({("tokens", "hit", "first"): 3}, preemptions=2))
+    assert parsed['sagellm_prefix_tokens_total{admission="first",kind="hit"}'] == 3
+    assert parsed["sagellm_preemptions_total"] == 2
+    assert parsed["sagellm_running"] == -2
+
+
+def test_no_prometheus_page():
+    with pytest.raises(BenchmarkError, match="cannot be read"):
+        parse_prometheus("<html>not found</html>")
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), min_size=8, max_size=8), st.integers(0, 9))
+def test_differences(values: list[tuple[int, int]], preempted: int):
+    before = {name: first for name, (first, _) in zip(KINDS, values, strict=True)}
+    after = {name: first + more for name, (first, more) in zip(KINDS, values, strict=True)}
+    metrics, absent = counter_metrics(parse_prometheus(page(before, 5)), parse_prometheus(page(after, 5 + preempted)))
+    more = {name: more for name, (_, more) in zip(KINDS, values, strict=True)}
+    for metric, unit, admission in [("tokens", "tokens", "first"), ("blocks", "blocks", "first"),
+                                    ("retries", "tokens", "retry")]:  # fmt: skip
+        asked, found = more[unit, "query", admission], more[unit, "hit", admission]
+        if asked:
+            assert metrics[f"kv_hit_rate_{metric}"] == pytest.approx(found / asked)
+        else:
+            assert f"kv_hit_rate_{metric}" in absent
+    assert metrics["preemptions"] == preempted
+    assert metrics["comm_share"] == 0
+
+
+def test_a_series_that_appears_began_at_zero():
+    after = parse_prometheus(page({("tokens", "query", "first"): 8, ("tokens", "hit", "first"): 2}))
+    metrics, absent = counter_metrics({}, after)
+    assert metrics["kv_hit_rate_tokens"] == 0.25
+    assert "sagellm_prefix_blocks_total" in absent["kv_hit_rate_blocks"]
+
+
+def test_a_restarted_server_is_found_out():
+    with pytest.raises(BenchmarkError, match="fell from 3 to 1: the server was restarted"):
+        counter_metrics({"sagellm_preemptions_total": 3.0}, {"sagellm_preemptions_total": 1.0})
+
+
+def test_communication_share_is_of_the_slowest_rank():
+    before = {waited("0", "all_reduce"): 1.0, "sagellm_step_seconds_total": 10.0}
+    after = {
+        waited("0", "all_reduce"): 3.5,
+        waited("1", "all_reduce"): 2.0,
+        waited("1", "all_gather"): 1.0,
+        "sagellm_step_seconds_total": 16.0,
+    }
+    assert counter_metrics(before, after, tensor_parallel=2).metrics["comm_share"] == 0.5
+
+
+@pytest.mark.parametrize("after", [{}, {"sagellm_step_seconds_total": 1.0}])
+def test_communication_that_nobody_counts_is_absent_and_not_zero(after: dict[str, float]):
+    measured = counter_metrics({}, after, tensor_parallel=2)
+    assert "comm_share" in measured.absent and "comm_share" not in measured.metrics
+
+
+def test_no_step_no_share():
+    counters = {waited("0", "all_reduce"): 1.0, "sagellm_step_seconds_total": 1.0}
+    assert counter_metrics(counters, counters, tensor_parallel=2).absent["comm_share"] == "no engine step was made"
