@@ -20,7 +20,7 @@ A second run finds everything done and changes nothing.
   --no-setup   never install anything, only run the patch tool
   --help       this text
 
-Patch tool options; with one of them nothing is installed when the environment is there:
+Patch tool options; with one of them nothing is installed:
   --status     which patches are in the tree        --check      would they apply?
   --reverse    take them out, byte for byte         --refresh [NNNN ...]  remake them from
   --target DIR work on this LMDeploy tree                        an edited tree
@@ -120,8 +120,20 @@ set_up() {
     printf '%s\n' "$wanted" >"$stamp"
 }
 
+# The patch tool's `main`, or its `parse` alone, with its arguments. It runs on any supported Python.
+patch_tool() {
+    local action="$1" python="$2/bin/python"
+    shift 2
+    [ -x "$python" ] || python="$(find_python)"
+    # The caller's directory must not be searched for modules: it may be an LMDeploy source tree.
+    "$python" -c 'import sys; sys.path[0], action = sys.argv.pop(1), sys.argv.pop(1)
+from sagellm.patching import cli
+code = getattr(cli, action)()
+sys.exit(code if action == "main" else 0)' "$root" "$action" "$@"
+}
+
 main() {
-    local mode="" setup=auto argument python environment
+    local mode="" setup=auto argument environment
     local -a tool=()
     for argument in "$@"; do
         case "$argument" in
@@ -133,15 +145,15 @@ main() {
         esac
     done
     environment="$(environment)"
-    if [ "$setup" = auto ] && [ ${#tool[@]} -gt 0 ] && [ -x "$environment/bin/python" ]; then
-        setup=never
+    if [ ${#tool[@]} -gt 0 ]; then
+        [ "$setup" = always ] || setup=never
+        patch_tool parse "$environment" "${tool[@]}" # before anything is installed: a mistake should cost no time
     fi
     [ "$setup" = never ] || set_up "$environment" "$mode"
-    python="$environment/bin/python"
-    [ -x "$python" ] || python="$(find_python)"
-    # The caller's directory must not be searched for modules: it may be an LMDeploy source tree.
-    exec "$python" -c 'import sys; sys.path[0] = sys.argv.pop(1)
-from sagellm.patching.cli import main; sys.exit(main())' "$root" ${tool[@]+"${tool[@]}"}
+    patch_tool main "$environment" ${tool[@]+"${tool[@]}"}
+    if [ "$setup" != never ] && [ "$environment" != "$root/.venv" ]; then
+        say "This is in the active environment: run $environment/bin/python where the documentation says .venv/bin/python."
+    fi
 }
 
 main "$@"

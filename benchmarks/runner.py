@@ -7,6 +7,7 @@ server that dies leave a valid partial result. Exit codes: 0 complete, 1 partial
 """
 
 import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -72,6 +73,11 @@ class BenchmarkRunner:
         except KeyboardInterrupt:
             result.status, result.reason = "partial", "stopped by its user"
         except ServerDied as error:
+            result.status, result.reason = "failed", str(error)
+        except BenchmarkError as error:
+            if not result.runs:  # misuse that only a running server could show; nothing half-written stays
+                shutil.rmtree(self._out)
+                raise
             result.status, result.reason = "failed", str(error)
         result.duration_s = time.monotonic() - start_s
         self._report(result)
@@ -142,11 +148,11 @@ class BenchmarkRunner:
 
     def _make_folder(self) -> None:
         try:
+            if self._out.is_dir() and any(self._out.iterdir()):
+                raise BenchmarkError(f"{self._out} is not empty; choose another --out")
             (self._out / "samples").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BenchmarkError(f"cannot write to {self._out}: {error.strerror}") from None
-        if (self._out / "result.json").exists():
-            raise BenchmarkError(f"{self._out} holds a result already; choose another --out")
 
     def _report(self, result: Result) -> None:
         result.write(self._out / "result.json")

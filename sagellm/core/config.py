@@ -12,7 +12,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 class Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
 class PluginSpec(Model):
@@ -51,7 +51,7 @@ class SageConfig(Model):
     model_name: str | None = None
     device: Literal[DEVICES] = "auto"
     dtype: Literal[DTYPES] = "auto"
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", min_length=1)
     port: int = Field(23333, ge=1, le=65535)
     api_key: tuple[str, ...] = ()
     kv_blocks: int | None = Field(None, ge=16)
@@ -85,6 +85,14 @@ class SageConfig(Model):
     @classmethod
     def _one_key(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("api_key")
+    @classmethod
+    def _can_be_sent(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        # What a header carries without an encoding, and without the blanks around it.
+        if any(not key or not key.isascii() or not key.isprintable() or key != key.strip() for key in value):
+            raise ValueError("a key is one or more ASCII characters, without blanks at its ends")
+        return value
 
     @field_validator("block_size")
     @classmethod
@@ -135,6 +143,9 @@ def _read_yaml(file: Path | None) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds a {type(content).__name__}; a configuration is a mapping of names to values.")
+    odd = [name for name in content if not isinstance(name, str)]
+    if odd:
+        raise ConfigError(f"in {file}: the key {odd[0]!r} is a {type(odd[0]).__name__}; keys are names.")
     return content
 
 

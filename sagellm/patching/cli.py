@@ -22,7 +22,7 @@ OK, NO = 0, 1
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Exit code 0: fine, 1: the answer is no, 2: misuse."""
-    options = _parser().parse_args(arguments)
+    options = parse(arguments)
     try:
         document, lines, code = _run(options)
     except PatchError as error:
@@ -33,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return NO
     print(json.dumps(document, indent=1) if options.json else "\n".join(lines))
     return code
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options; ends the process with code 2 when they are wrong."""
+    return _parser().parse_args(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,11 +28,13 @@ def read_series(directory: Path) -> tuple[str, ...]:
         PatchError: when there is no such file, a name is malformed, or the numbers do not ascend.
     """
     try:
-        lines = (directory / "series").read_text().splitlines()
+        lines = (directory / "series").read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise PatchError(
             f"no patch series in {directory}: {error.strerror}; name its directory with --patches"
         ) from error
+    except UnicodeError as error:
+        raise PatchError(f"cannot read {directory / 'series'}: {error}; is it damaged?") from error
     names = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
     for name in names:
         if not _NAME.match(name):

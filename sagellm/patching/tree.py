@@ -38,17 +38,32 @@ class Target:
 
     def read(self, name: str) -> bytes | None:
         """The text of a file, or None when it is not there."""
-        try:
-            return self.path(name).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        path = self.path(name)
+        with _named(path):
+            try:
+                return path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
 
     def version(self) -> str:
         """`__version__` as version.py spells it."""
-        match = _VERSION.search((self.package / "version.py").read_text())
+        file = self.package / "version.py"
+        with _named(file):
+            match = _VERSION.search(file.read_text(encoding="utf-8"))
         if match is None:
-            raise PatchError(f"{self.package / 'version.py'} names no __version__; is this LMDeploy?")
+            raise PatchError(f"{file} names no __version__; is this LMDeploy?")
         return match[1]
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Raises PatchError, with the name of the file, where it cannot be read or is not what it should be."""
+    try:
+        yield
+    except OSError as error:
+        raise PatchError(f"cannot read {error.filename or path}: {error.strerror}") from error
+    except (ValueError, csv.Error) as error:  # UnicodeError is a ValueError
+        raise PatchError(f"cannot read {path}: {error}; is it damaged?") from error
 
 
 def tree_of(name: str) -> str:
@@ -63,11 +78,12 @@ def locate(directory: Path | str) -> Target:
         PatchError: when there is none.
     """
     directory = Path(directory).absolute()
-    for package in (directory / "lmdeploy", directory):
-        if (package / "version.py").is_file() and (package / "__init__.py").is_file():
-            # A package directory under another name is a copy: what lies beside it is not LMDeploy's.
-            has_cpp = package.name == "lmdeploy" and (package.parent / _CPP_SOURCES).is_dir()
-            return Target(package, package.parent, has_cpp)
+    with _named(directory):
+        for package in (directory / "lmdeploy", directory):
+            if (package / "version.py").is_file() and (package / "__init__.py").is_file():
+                # A package directory under another name is a copy: what lies beside it is not LMDeploy's.
+                has_cpp = package.name == "lmdeploy" and (package.parent / _CPP_SOURCES).is_dir()
+                return Target(package, package.parent, has_cpp)
     raise PatchError(f"no LMDeploy in {directory}: wanted a directory with lmdeploy/version.py, or lmdeploy itself")
 
 
@@ -140,9 +156,11 @@ def wheel_hashes(target: Target, version: str) -> dict[str, str]:
     installed = installed_package()
     for site in [target.root, *([installed.parent] if installed else [])]:
         record = site / f"lmdeploy-{version}.dist-info" / "RECORD"
-        if record.is_file():
-            with record.open(newline="") as file:
-                rows = [row for row in csv.reader(file) if row and row[0].startswith("lmdeploy/") and row[1]]
+        with _named(record):
+            if not record.is_file():
+                continue
+            with record.open(newline="", encoding="utf-8") as file:
+                rows = [row for row in csv.reader(file) if len(row) > 1 and row[0].startswith("lmdeploy/") and row[1]]
             if rows:  # the RECORD of an editable installation lists no files of the package
                 return {row[0]: _hex(row[1]) for row in rows}
     return {}
@@ -161,7 +179,8 @@ def locked(target: Target) -> Iterator[None]:
     except ImportError:  # no flock on this system
         yield
         return
-    handle = os.open(target.package, os.O_RDONLY)
+    with _named(target.package):
+        handle = os.open(target.package, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

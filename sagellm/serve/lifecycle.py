@@ -17,9 +17,10 @@ from multiprocessing import resource_tracker
 
 import psutil
 
+from sagellm.serve.early import STOP_SIGNALS
+
 POLL_S = 0.2
 END_S = 10.0  # for an orderly end without an engine; a handler may be waiting for an answer of it, without a limit
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Loading:
@@ -94,7 +95,8 @@ class EngineWatch:
 
     def _end(self) -> None:
         self.engine_died = True
-        print(f"error: {self._reason}; its log is above.", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # whoever read standard error may be gone; that must not keep us alive
+            print(f"error: {self._reason}; its log is above.", file=sys.stderr, flush=True)
         if self._callback is not None:
             self._callback()
             if self._stopped.wait(END_S):

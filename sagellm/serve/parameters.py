@@ -9,6 +9,7 @@ from typing import Any
 MAX_LOGPROBS = 20  # OpenAI's limit; a number beyond the vocabulary would end the engine's loop
 MAX_COUNT = 2**31 - 1
 MAX_STOPS = 16
+MIN_TEMPERATURE = 1e-5  # below it scores divided by it leave the range of the numbers, and the answer is noise
 # (name, lowest, highest) of whole numbers
 COUNTS = (
     ("max_tokens", 1, MAX_COUNT),
@@ -41,6 +42,10 @@ def check_parameters(request: Any, raw: dict[str, Any], vocab_size: int) -> None
             raise Refused(f"{name} is not supported by this server; leave it out.")
     if raw.get("session_id", -1) != -1:
         raise Refused("session_id is given by the server; leave it out.")
+    if raw.get("best_of", 1) != 1:
+        raise Refused("best_of is not supported by this server; leave it out.")
+    if getattr(request, "tool_choice", None) == "required":
+        raise Refused("tool_choice 'required' is not supported by this server; send 'auto', 'none' or a function.")
     for name, lowest, highest in COUNTS:
         _check_count(name, getattr(request, name, None), lowest, highest)
     if getattr(request, "top_logprobs", None) and not request.logprobs:
@@ -65,6 +70,10 @@ def _check_sampling(request: Any, vocab_size: int) -> None:
         value = getattr(request, name)
         if not lowest <= value <= highest:
             raise Refused(f"{name} is {value}; allowed: {lowest:g} to {highest:g}.")
+    if 0 < request.temperature < MIN_TEMPERATURE:
+        raise Refused(
+            f"temperature is {request.temperature}; allowed: 0 (always the likeliest token), or {MIN_TEMPERATURE} to 2."
+        )
     if not 0 < request.top_p <= 1:
         raise Refused(f"top_p is {request.top_p}; allowed: more than 0, at most 1.")
     if not (request.repetition_penalty > 0 and math.isfinite(request.repetition_penalty)):

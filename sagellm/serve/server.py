@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -18,6 +19,7 @@ from sagellm.core.errors import ConfigError, PluginError
 from sagellm.core.registry import check_owners, find_plugin
 from sagellm.engines.lmdeploy.engine import build_engine_config, hook_config, require_patched, set_threads
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
+from sagellm.serve.following import following
 from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
 from sagellm.serve.logprobs import chat_logprobs
 from sagellm.serve.logs import claim_stdout, quiet_disconnects
@@ -36,16 +38,17 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     _check_plugins(config)
     device = resolve_device(config.device)
     listener = _listen(config.host, config.port)
-    run_dir = Path(tempfile.mkdtemp(prefix="sagellm-"))
+    run_dir = Path(tempfile.gettempdir(), f"sagellm-{secrets.token_hex(4)}")
     clean_up = partial(shutil.rmtree, run_dir, ignore_errors=True)
     loading = Loading(clean_up)
     try:
+        run_dir.mkdir(0o700)  # not before there is somebody to take it away again
         model, name = _model(config)
         sizes = size_engine(config, model, device)
         set_threads(config, device)
         engine_config = build_engine_config(config, sizes, device, hook_config(config, run_dir))
         banner = _Banner(config, name, device, sizes, as_json, claim_stdout())
-        return _serve(config, model, name, engine_config, listener, banner, loading, EngineWatch(clean_up))
+        return _serve(config, model, name, engine_config, listener, banner, loading, EngineWatch(clean_up), run_dir)
     finally:
         listener.close()
         clean_up()
@@ -103,6 +106,7 @@ def _serve(
     banner: "_Banner",
     loading: Loading,
     watch: EngineWatch,
+    run_dir: Path,
 ) -> int:
     from lmdeploy.serve.openai import api_server
 
@@ -116,7 +120,8 @@ def _serve(
     silent = mock.patch.object(api_server, "print", lambda *_, **__: None, create=True)
     logprobs = mock.patch.object(api_server, "_create_chat_completion_logprobs", chat_logprobs)
     try:
-        with mock.patch.object(uvicorn, "run", run_app), silent, logprobs, lasting_managers() as end_managers:
+        started = mock.patch.object(uvicorn, "run", run_app)
+        with started, silent, logprobs, following(), lasting_managers(run_dir) as end_managers:
             api_server.serve(
                 str(model),
                 model_name=name,
@@ -197,7 +202,9 @@ class _Banner:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         url = f"http://{host}:{self._config.port}/v1"
         if self._as_json:
-            self._say(json.dumps({"ready": True, "url": url, "model": self._name, "pid": os.getpid()}))
+            facts = {"device": self._device, "dtype": self._sizes.dtype, "kv_blocks": self._sizes.num_blocks}
+            facts["context_length"] = self._sizes.context_length
+            self._say(json.dumps({"ready": True, "url": url, "model": self._name, "pid": os.getpid()} | facts))
         else:
             key = " -H 'Authorization: Bearer KEY'" if self._config.api_key else ""
             body = json.dumps(

@@ -9,10 +9,13 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 
 from sagellm.serve.formats import check_format
 from sagellm.serve.parameters import Refused, check_parameters
+from sagellm.serve.prompts import Prompts, in_turn
 
 CHAT, COMPLETION, GENERATE, ENCODE = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/encode"
 POST_PATHS = (CHAT, COMPLETION, GENERATE, ENCODE)
@@ -33,11 +36,7 @@ class RequestValidation:
             GENERATE: protocol.GenerateReqInput,
             ENCODE: protocol.EncodeRequest,
         }
-        # The rows of the embedding: a tokenizer's own count leaves out tokens that were added to it.
-        self._vocab = engine.engine.model_config.vocab_size
-        config = engine.backend_config
-        pool_tokens = (config.num_gpu_blocks - 1) * config.block_size
-        self._context = min(engine.session_len, pool_tokens) if config.num_gpu_blocks else engine.session_len
+        self._prompts = Prompts(engine)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
@@ -45,13 +44,21 @@ class RequestValidation:
             return
         try:
             path = self._known_path(scope)
-            if path in POST_PATHS and self._has_key(scope):
-                _check_media_type(scope)
-                raw = _parse(await _read(receive))
-                raw = await self._checked(path, raw)
+            if path in POST_PATHS:
+                headers = Headers(scope=scope)
+                self._check_key(headers)  # before the body is read: a stranger may send as much as he likes
+                _check_media_type(headers)
+                body = await _read(receive)
+                raw = {name: value for name, value in _parse(body).items() if value is not None}  # null: the default
+                request = self._model(path, raw)
+                if path == ENCODE:
+                    await _answer(send, 200, await self._encoded(request, len(body)))
+                    return
+                raw = await self._checked(path, raw, request, len(body))
                 receive = _replay(json.dumps(raw).encode(), receive)
         except Refused as refused:
-            await _answer(send, refused.status, str(refused))
+            error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.status}
+            await _answer(send, refused.status, {"object": "error", **error, "error": error})
             return
         await self._app(scope, receive, send)
 
@@ -67,35 +74,48 @@ class RequestValidation:
         known = ", ".join((*GET_PATHS, *POST_PATHS))
         raise Refused(f"there is no {path} here; known are {known}.", 404)
 
-    def _has_key(self, scope: dict) -> bool:
-        """False where LMDeploy answers 401; a client without a key is not worth the work of a check."""
+    def _check_key(self, headers: Headers) -> None:
+        """LMDeploy's own check, with the same parser: where two of them differ, a body would pass unchecked."""
         keys = self._interface.api_keys
         if not keys:
-            return True
-        kind, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        return kind.lower() == b"bearer" and any(secrets.compare_digest(key, known.encode()) for known in keys)
+            return
+        scheme, key = get_authorization_scheme_param(headers.get("authorization"))
+        known = any([secrets.compare_digest(key.encode(), each.encode()) for each in keys])
+        if scheme.lower() != "bearer" or not known:
+            raise Refused("send a valid API key with the header Authorization: Bearer KEY.", 401)
 
-    async def _checked(self, path: str, raw: dict[str, Any]) -> dict[str, Any]:
+    def _model(self, path: str, raw: dict[str, Any]) -> Any:
+        """The request as LMDeploy's own model reads it.
+
+        Raises:
+            Refused: it does not, or another model is wanted; `/generate` does not look at the name.
+        """
+        try:
+            request = self._models[path].model_validate(raw)
+        except ValidationError as error:
+            raise Refused(_explain(error)) from None
+        name = raw.get("model", self._engine.model_name)
+        if path != GENERATE and name != self._engine.model_name:
+            raise Refused(f"The model {name!r} does not exist.", 404)
+        return request
+
+    async def _encoded(self, request: Any, num_bytes: int) -> dict[str, Any]:
+        """LMDeploy's handler would hold up all other requests for as long as a text takes."""
+        try:
+            return await in_turn(num_bytes, self._prompts.encoded, request)
+        except Exception as error:  # as in `Prompts`: the template's
+            raise Refused(f"input cannot be encoded: {error}") from None
+
+    async def _checked(self, path: str, raw: dict[str, Any], request: Any, num_bytes: int) -> dict[str, Any]:
         """The JSON that the handler gets.
 
         Raises:
             Refused: it must not get any.
         """
-        raw = {name: value for name, value in raw.items() if value is not None}  # null means: the default
-        try:
-            request = self._models[path].model_validate(raw)
-        except ValidationError as error:
-            raise Refused(_explain(error)) from None
-        if path == ENCODE:
-            return raw
-        if getattr(request, "model", self._engine.model_name) != self._engine.model_name:
-            return raw  # LMDeploy answers 404
-        check_parameters(request, raw, self._vocab)
+        check_parameters(request, raw, self._prompts.vocab_size)
         if path == CHAT:
             check_format(request)
-        prompts = await self._prompts(path, request)
-        for tokens in prompts:
-            self._check_tokens(tokens)
+        prompts = await self._prompts.tokens(request, num_bytes)
         if request.stream and len(prompts) > 1:
             raise Refused(f"stream with {len(prompts)} prompts is not supported; send one prompt a request.")
         return {**raw, **self._amended(path, request, len(prompts))}
@@ -111,71 +131,10 @@ class RequestValidation:
             fields["top_logprobs"] = 1  # without it the chosen token's would be left out too
         return fields
 
-    async def _prompts(self, path: str, request: Any) -> list[list[int]]:
-        """Token ids of the prompts, as the handler will see them."""
-        if path == CHAT:
-            return [await self._chat_prompt(request)]
-        if path == GENERATE:
-            if (request.prompt is None) == (request.input_ids is None):
-                raise Refused("give either prompt or input_ids.")
-            return [self._encode(request.prompt) if request.input_ids is None else request.input_ids]
-        prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-        if prompts and all(isinstance(item, int) for item in prompts):
-            raise Refused("prompt is a list of token ids; send text, or use /generate with input_ids.")
-        if not prompts or not all(isinstance(item, str) for item in prompts):
-            raise Refused("prompt must be a string, or a list of at least one string.")
-        return [self._encode(text) for text in prompts]
 
-    def _encode(self, text: str) -> list[int]:
-        return self._engine.tokenizer.encode(text)
-
-    async def _chat_prompt(self, request: Any) -> list[int]:
-        if not request.messages:
-            raise Refused("messages is empty; send at least one message.")
-        plain = isinstance(request.messages, str)
-        try:
-            rendered = await self._engine._get_prompt_input(
-                request.messages,
-                request.do_preprocess and not plain,
-                True,
-                None,
-                tools=self._tools(request),
-                reasoning_effort=request.reasoning_effort,
-                enable_thinking=request.enable_thinking,
-            )
-        except Refused:
-            raise
-        except Exception as error:  # templates come with the model and raise what they like
-            raise Refused(f"the chat template cannot render these messages: {error}") from None
-        return rendered["input_ids"]
-
-    def _tools(self, request: Any) -> list[dict[str, Any]] | None:
-        if not request.tools or request.tool_choice == "none":
-            return None
-        tools = request.tools
-        if not isinstance(request.tool_choice, str):
-            wanted = request.tool_choice.function.name
-            tools = [tool for tool in tools if tool.function.name == wanted]
-            if not tools:
-                raise Refused(f"tool_choice names {wanted!r}, which is not among the tools.")
-        whole = self._engine.arch == "GptOssForCausalLM"
-        return [tool.model_dump() if whole else tool.function.model_dump() for tool in tools]
-
-    def _check_tokens(self, tokens: list[int]) -> None:
-        if not tokens:
-            raise Refused("the prompt is empty; send at least one token.")
-        if not all(0 <= token < self._vocab for token in tokens):
-            raise Refused(f"token ids must lie between 0 and {self._vocab - 1}.")
-        if len(tokens) >= self._context:
-            raise Refused(
-                f"the prompt has {len(tokens)} tokens; with a context of {self._context} at most {self._context - 1} "
-                "are allowed. Shorten it, or start the server with a larger --context-length or --kv-blocks."
-            )
-
-
-def _check_media_type(scope: dict) -> None:
-    media = dict(scope["headers"]).get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if media != b"application/json":
+def _check_media_type(headers: Headers) -> None:
+    media = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
         raise Refused("send the body with the header Content-Type: application/json.", 415)
 
 
@@ -225,9 +184,10 @@ def _replay(body: bytes, receive: Callable) -> Callable:
     return replay
 
 
-async def _answer(send: Callable, status: int, message: str) -> None:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
-    body = json.dumps({"object": "error", **error, "error": error}).encode()
+async def _answer(send: Callable, status: int, document: dict[str, Any]) -> None:
+    body = json.dumps(document).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

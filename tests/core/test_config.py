@@ -50,7 +50,16 @@ def test_an_unknown_key_names_the_known_ones(tmp_path):
         ({"dtype": "int8"}, "dtype: .*'bfloat16', got 'int8'"),
         ({"max_prefill_tokens": -1}, "max_prefill_tokens"),
         ({"plugin_time_limit_s": 0}, "plugin_time_limit_s: .*greater than 0"),
+        ({"plugin_time_limit_s": float("inf")}, "plugin_time_limit_s: .*finite number"),
+        ({"drain_timeout_s": float("nan")}, "drain_timeout_s: .*finite number"),
+        ({"kv_memory_share": float("nan")}, "kv_memory_share: .*finite number"),
+        ({"host": ""}, "host: .*at least 1 character"),
+        ({"api_key": ""}, "api_key: .*a key is one or more ASCII"),
+        ({"api_key": ["good", "schlüssel"]}, "api_key: .*a key is one or more ASCII"),
+        ({"api_key": "key "}, "api_key: .*without blanks"),
         ({"plugins": 7}, "plugins"),
+        ({"plugins": [{"name": "a", "options": {1: 2}}]}, "plugins.0.options.1"),
+        ({"plugins": [{"name": "a", 1: 2}]}, "plugins.0.1"),
         ({"plugins": [{"name": "a", "colour": 1}]}, "plugins.0.colour: unknown key"),
         ({"kv_blocks": 64, "kv_memory_share": 0.5}, "kv_blocks and kv_memory_share both size the KV pool"),
     ],
@@ -68,7 +77,12 @@ def test_every_mistake_has_a_line():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [", "is not YAML"), ("- 1\n- 2\n", "holds a list; a configuration is a mapping"), ("7", "holds a int")],
+    [
+        ("1: 2", "the key 1 is a int; keys are names"),
+        ("a: [", "is not YAML"),
+        ("- 1\n- 2\n", "holds a list; a configuration is a mapping"),
+        ("7", "holds a int"),
+    ],
 )
 def test_files_that_are_no_configuration(tmp_path, text, message):
     file = write(tmp_path, text)
@@ -93,5 +107,7 @@ def test_configurations_are_frozen_and_travel_as_json(tmp_path):
     config = SageConfig()
     with pytest.raises(ValidationError):
         config.port = 1
-    hooks = HookConfig(plugins=(PluginSpec(name="a:B", options={"n": [1]}),), record=tmp_path / "r", run_dir=tmp_path)
+    hooks = HookConfig(
+        plugins=(PluginSpec(name="a:B", options={"n": [1, float("inf")]}),), record=tmp_path / "r", run_dir=tmp_path
+    )
     assert HookConfig.model_validate_json(hooks.model_dump_json()) == hooks

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.patching.conftest import SERIES, Lab, insert, snapshot
 
 ROOT = Path(__file__).parents[2]
@@ -87,3 +89,19 @@ def test_refresh_from_the_command_line(lab: Lab) -> None:
     assert result.returncode == 0 and "wrote manifest.json" in result.stdout
     result = tool("--refresh", "--target", lab.edited, "--patches", lab.patches)
     assert result.returncode == 0 and "up to date" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["version.py", "pytorch/paging/scheduler.py"])
+@pytest.mark.parametrize("defect", ["a directory", "not UTF-8", "not readable"])
+def test_files_that_cannot_be_read_are_named(lab: Lab, name: str, defect: str) -> None:
+    file = lab.pristine / "lmdeploy" / name
+    if defect == "not UTF-8":
+        file.write_bytes(b"\xff\xfe")
+    else:
+        file.unlink()
+        # A link to itself cannot be read by anybody; root could read a file without permissions.
+        file.mkdir() if defect == "a directory" else file.symlink_to(file)
+    for verb in ("--status", "--check", "--reverse", "--force"):
+        result = tool(verb, *options(lab))
+        assert result.returncode == 1 and "Traceback" not in result.stderr, result
+        assert file.name in result.stdout + result.stderr

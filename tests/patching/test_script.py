@@ -27,6 +27,15 @@ if any(name.endswith(("no-deps.txt", "cuda.txt")) for name in sys.argv):
 """
 
 
+def bare_python(root: Path) -> Path:
+    """A directory with a `python3.11` that has the standard library alone, so no LMDeploy."""
+    tools = root / "tools"
+    tools.mkdir(exist_ok=True)
+    (tools / "python3.11").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    (tools / "python3.11").chmod(0o755)
+    return tools
+
+
 class Checkout:
     """A copy of what the script needs, in which the first `pip install` would be recorded and not carried out."""
 
@@ -104,10 +113,28 @@ def test_verbs_do_not_install_and_json_is_clean(checkout: Checkout, lab: Lab) ->
     assert result.returncode == 2
 
 
+def test_a_fresh_clone_is_left_alone_unless_it_is_to_be_set_up(checkout: Checkout) -> None:
+    shutil.rmtree(checkout.environment)
+    for options, code, words in (
+        (["--stauts"], 2, "unrecognized arguments: --stauts"),
+        (["--cuda", "--stauts"], 2, "unrecognized arguments: --stauts"),
+        (["--target", "/no/such/tree"], 2, "'/no/such/tree' is not a directory"),
+        (["--status"], 1, "./apply_patches.sh"),
+        (["--check"], 1, "./apply_patches.sh"),
+        (["--reverse"], 1, "./apply_patches.sh"),
+    ):
+        result = checkout.run(*options, PATH=f"{bare_python(checkout.root)}:{os.environ['PATH']}")
+        assert result.returncode == code and words in result.stderr, result
+        assert "Traceback" not in result.stderr
+        assert checkout.installed() == [] and not checkout.environment.exists()
+
+
 def test_the_active_environment_is_used(checkout: Checkout) -> None:
     active = checkout.environment.rename(checkout.root.parent / "active")
     assert checkout.run(VIRTUAL_ENV=str(active)).returncode == 0
     assert len(checkout.installed()) == 2 and not checkout.environment.exists()
+    again = checkout.run(VIRTUAL_ENV=str(active))
+    assert again.returncode == 0 and f"run {active}/bin/python where" in again.stderr
     result = checkout.run(CONDA_PREFIX=str(checkout.root))
     assert result.returncode == 1 and "deactivate" in result.stderr
 

@@ -113,7 +113,7 @@ class ServerProcess:
         _, alive = psutil.wait_procs(self._family.values(), timeout=5)
         assert not alive, f"left behind: {[p.cmdline() for p in alive]}"
         assert can_listen(self.port)
-        assert not list(self.tmp.glob("sagellm-*"))
+        assert not [path for path in self.tmp.iterdir() if path.name.startswith(("sagellm-", "pymp-"))]
 
     def kill(self) -> None:
         """Clean up after a failed test."""

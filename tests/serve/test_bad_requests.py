@@ -1,11 +1,15 @@
 """What a client may send by mistake: a clear 4xx, and a server that goes on as before."""
 
 import json
+import socket
 
+import httpx
 import pytest
 
+from tests.serve.harness import KEY
+
 ASK = [{"role": "user", "content": "Hello"}]
-CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+CHAT, COMPLETION, GENERATE, ENCODE = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/encode"
 NO = {"model": "no-such-model"}
 
 CHAT_CASES = {
@@ -20,7 +24,18 @@ CHAT_CASES = {
     "messages a number": ({"messages": 5}, "messages"),
     "message without role": ({"messages": [{"content": "x"}]}, "role"),
     "role unknown": ({"messages": [{"role": "nobody", "content": "x"}]}, "role"),
-    "content a number": ({"messages": [{"role": "user", "content": 5}]}, "chat template"),
+    "content a number": ({"messages": [{"role": "user", "content": 5}]}, "content holds 5; allowed are null"),
+    "content an object": (
+        {"messages": [{"role": "user", "content": {"type": "text", "text": "x"}}]},
+        "content holds {",
+    ),
+    "content an image": (
+        {"messages": [ASK[0], {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        'messages[1].content holds {"type": "image_url"',
+    ),
+    "content a sound": ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input_audio"),
+    "content a list of strings": ({"messages": [{"role": "user", "content": ["x"]}]}, 'content holds "x"'),
+    "content text of numbers": ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "holds"),
     "half a surrogate pair": ({"messages": [{"role": "user", "content": "\ud800"}]}, "not JSON"),
     "top_logprobs -1": ({"logprobs": True, "top_logprobs": -1}, "top_logprobs is -1"),
     "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21"),
@@ -28,6 +43,7 @@ CHAT_CASES = {
     "n huge": ({"n": 10**9}, "n is 1000000000"),
     "n 0": ({"n": 0}, "n is 0"),
     "temperature": ({"temperature": 3}, "temperature"),
+    "temperature tiny": ({"temperature": 1e-6}, "allowed: 0 (always the likeliest token)"),
     "top_p 0": ({"top_p": 0}, "top_p"),
     "min_p 2": ({"min_p": 2}, "min_p"),
     "top_k beyond the vocabulary": ({"top_k": 10**6}, "top_k is 1000000"),
@@ -41,6 +57,7 @@ CHAT_CASES = {
     "with_cache": ({"with_cache": True}, "with_cache"),
     "migration": ({"migration_request": {"x": 1}}, "migration_request"),
     "stream a list": ({"stream": []}, "stream"),
+    "tool_choice required": ({"tool_choice": "required"}, "tool_choice 'required' is not supported"),
     "tool_choice": (
         {
             "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -52,6 +69,7 @@ CHAT_CASES = {
 OTHER_CASES = {
     "prompt empty": (COMPLETION, {"prompt": ""}, "prompt"),
     "prompt of ids": (COMPLETION, {"prompt": [1, 2]}, "token ids"),
+    "best_of": (COMPLETION, {"prompt": "a", "best_of": 2}, "best_of is not supported"),
     "prompts none": (COMPLETION, {"prompt": []}, "prompt"),
     "prompts mixed": (COMPLETION, {"prompt": ["a", None]}, "prompt"),
     "logprobs 1000": (COMPLETION, {"prompt": "a", "logprobs": 1000}, "logprobs is 1000"),
@@ -110,8 +128,59 @@ def test_prompts_longer_than_the_context(server):
     check_alive(server)
 
 
+def test_prompts_that_are_too_long_whatever_they_say(server):
+    """They are not even tokenized, which would take seconds."""
+    text = "word " * 1_600_000
+    for path, fields in (
+        (CHAT, {"messages": [{"role": "user", "content": text}]}),
+        (COMPLETION, {"prompt": ["", text]}),
+    ):
+        answer = server.post(path, {"model": server.model} | fields)
+        check(server, answer, "characters; with a context of 2048 at most 2047 tokens")
+
+
+def test_encoding(server):
+    one = server.post(ENCODE, {"input": "import os"}).json()
+    assert one["length"] == len(one["input_ids"]) > 1
+    two = server.post(ENCODE, {"input": ["import os", "word " * 20000], "add_bos": False}).json()
+    assert two["input_ids"][0] == one["input_ids"][-len(two["input_ids"][0]) :]
+    assert two["length"] == [len(ids) for ids in two["input_ids"]] and two["length"][1] > 20000
+    templated = server.post(ENCODE, {"input": "import os", "do_preprocess": True}).json()
+    assert templated["length"] > one["length"]
+    check(server, server.post(ENCODE, {"input": 5}), "input")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([f"Bearer  {KEY}"], 400),
+        ([f"bearer {KEY}"], 400),
+        ([f"Bearer {KEY}", "Bearer other"], 400),
+        (["Bearer other", f"Bearer {KEY}"], 401),
+        ([f"Basic {KEY}"], 401),
+        (["Bearer \xe4"], 401),
+        (["Bearer"], 401),
+        ([], 401),
+    ],
+)
+def test_keys_are_read_in_one_way(server, headers, status):
+    """A request that is let in although its body was not checked could end the engine."""
+    lines = [("Content-Type", "application/json"), *(("Authorization", text.encode("latin-1")) for text in headers)]
+    answer = httpx.post(server.url + GENERATE, headers=lines, content=b'{"input_ids": [1000000]}', timeout=30)
+    assert answer.status_code == status and answer.json()["error"]["code"] == status
+    check_alive(server)
+
+
+def test_without_a_key_no_body_is_read(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        lines = (f"POST {GENERATE} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {10**9}")
+        connection.sendall("\r\n".join((*lines, "", "")).encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 401 ")
+    check_alive(server)
+
+
 def test_an_unknown_model(server):
-    for path, fields in ((CHAT, {"messages": ASK}), (COMPLETION, {"prompt": "a"})):
+    for path, fields in ((CHAT, {"messages": ASK}), (COMPLETION, {"prompt": "a"}), (ENCODE, {"input": "a"})):
         answer = server.post(path, NO | fields)
         assert answer.status_code == 404 and "no-such-model" in answer.text
     check_alive(server)

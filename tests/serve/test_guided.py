@@ -4,6 +4,9 @@ import json
 import re
 
 import pytest
+from lmdeploy.serve.openai.protocol import ChatCompletionRequest
+
+from sagellm.serve.formats import check_format
 
 ASK = [{"role": "user", "content": "Answer."}]
 FLAGS = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
@@ -64,9 +67,32 @@ def test_in_bfloat16(launch):
     server.end()
 
 
+def schema(**fields):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": fields}}
+
+
 @pytest.mark.parametrize(
     "wanted",
     [
+        # These end the process when they are compiled.
+        {"type": "regex_schema", "regex_schema": "\0"},
+        {"type": "regex_schema", "regex_schema": "\0a"},
+        {"type": "regex_schema", "regex_schema": "(" * 30000 + "a" + ")" * 30000},
+        {"type": "regex_schema", "regex_schema": r"([)]\))" * 65 + "(" * 30000 + "a" + ")" * 30000},
+        schema(type="string", pattern="\0"),
+        schema(type="string", pattern="(" * 30000 + "a" + ")" * 30000),
+        schema(type="object", patternProperties={"\0": {}}),
+        schema(type="object", patternProperties={"(" * 30000 + "a" + ")" * 30000: {}}),
+        schema(type="object", propertyNames={"pattern": "\0"}),
+        schema(type="object", properties={"a": {"enum": ["\0"]}}),
+        # These compile to a grammar that allows anything.
+        schema(**{"$ref": "#"}),
+        schema(anyOf=[{"$ref": "#"}, {"type": "null"}]),
+        schema(
+            type="array",
+            items={"$ref": "#/$defs/a"},
+            **{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        ),
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}},
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": []}}},
         {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#/nowhere"}}},
@@ -85,6 +111,13 @@ def test_a_format_that_does_not_compile_is_refused(server, client, wanted):
     answer = server.post("/v1/chat/completions", body)
     assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
     assert ask(client, server.model, COLOUR).finish_reason == "stop"
+
+
+def test_references_that_lead_into_a_part_are_no_cycle():
+    leaf = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+    node = {"anyOf": [{"type": "null"}, leaf, {"$ref": "#/$defs/flat"}]}
+    tree = {"$ref": "#/$defs/node", "$defs": {"node": node, "flat": {"type": "string", "pattern": "[((]" * 100}}}
+    check_format(ChatCompletionRequest(model="x", messages="x", response_format=schema(**tree)))
 
 
 def test_deep_schemas_and_endless_answers_are_refused(server, client):

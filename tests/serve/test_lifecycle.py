@@ -1,7 +1,10 @@
 """Start, stop and accidents: exit codes, and nothing left behind. `end` looks for children, the port and the folder."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 
 import httpx
@@ -75,6 +78,35 @@ def test_stop_while_loading(launch, number):
     server.end(number, group=number == signal.SIGINT)
     assert server.stdout == ""
     assert "Traceback" not in server.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("program", "module"), [("sagellm.serve.__main__", "click"), ("sagellm.cli.main", "yaml")])
+def test_stop_before_anything_was_started(tmp_path, program, module, number):
+    """The signal comes while that module is imported: the first of all, or the first that the command itself needs."""
+    (tmp_path / f"{module}.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\nraise SystemExit(3)\n")
+    (tmp_path / "config.yaml").touch()
+    code = f"import runpy; runpy.run_module({program!r}, run_name='__main__', alter_sys=True)"
+    if module == "yaml":
+        code = "from sagellm.cli import main; main(['serve', '--config', 'config.yaml'])"
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+
+
+def test_the_server_itself_is_killed(launch):
+    """Nobody is left to end the engine and its two workers; they have to notice."""
+    server = launch("--tensor-parallel", 2).ready()
+    family = server.family()
+    server.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert len(family) >= 4 and not alive
 
 
 def test_the_engine_process_is_killed(launch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sagellm.serve.generation import Generation, StopStrings
+from sagellm.serve.lifecycle import EngineWatch
 from sagellm.serve.logs import ClientLeft
-from sagellm.serve.validation import RequestValidation
+from sagellm.serve.parameters import Refused
+from sagellm.serve.prompts import Prompts
 
 TEXT = st.text(alphabet="ab", max_size=30)
 WORDS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3)
@@ -108,16 +111,62 @@ def test_only_the_noise_of_leaving_clients_is_dropped(text, kept):
     assert ClientLeft().filter(record) is kept
 
 
+class FakeLMDeploy:
+    """A model of 1100 rows with a tokenizer that knows 1000 tokens, of which the longest has four letters."""
+
+    engine = SimpleNamespace(model_config=SimpleNamespace(vocab_size=1100))
+    backend_config = SimpleNamespace(num_gpu_blocks=0, block_size=64)
+    session_len = 100_000
+
+    def __init__(self):
+        words = SimpleNamespace(get_vocab=lambda: {"a": 0, "abcd": 1})
+        self.threads = []
+        self.tokenizer = SimpleNamespace(model=SimpleNamespace(model=words), encode=self.encode)
+
+    def encode(self, text, add_bos=True):
+        self.threads.append(threading.current_thread())
+        return [1] * (len(text) // 4)
+
+    async def _get_prompt_input(self, messages, do_preprocess, sequence_start, adapter_name, **options):
+        return {"input_ids": self.tokenizer.encode(messages, add_bos=sequence_start)}
+
+
 def test_tokens_that_were_added_to_a_tokenizer_are_in_the_vocabulary():
     """`vocab_size` of a tokenizer leaves them out; chat templates of many models write nothing but such tokens."""
-    pytest.importorskip("lmdeploy")
-    engine = SimpleNamespace(
-        engine=SimpleNamespace(model_config=SimpleNamespace(vocab_size=1100)),
-        backend_config=SimpleNamespace(num_gpu_blocks=0, block_size=64),
-        session_len=128,
-        tokenizer=SimpleNamespace(vocab_size=1000),
-    )
-    validation = RequestValidation(None, engine, SimpleNamespace(api_keys=None))
-    validation._check_tokens([1005, 1099])
-    with pytest.raises(Exception, match="between 0 and 1099"):
-        validation._check_tokens([1100])
+    prompts = Prompts(FakeLMDeploy())
+    prompts.check_tokens([1005, 1099])
+    with pytest.raises(Refused, match="between 0 and 1099"):
+        prompts.check_tokens([1100])
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_long_texts_are_tokenized_in_a_thread_and_endless_ones_never(chat):
+    engine = FakeLMDeploy()
+    prompts = Prompts(engine)
+
+    def tokens(text):
+        request = SimpleNamespace(prompt=text)
+        if chat:
+            options = dict(do_preprocess=True, tools=None, reasoning_effort=None, enable_thinking=None)
+            request = SimpleNamespace(messages=text, **options)
+        return asyncio.run(prompts.tokens(request, len(text)))
+
+    assert len(tokens("abcd" * 1000)[0]) == 1000
+    assert engine.threads.pop() is threading.main_thread()
+    assert len(tokens("abcd" * 99_999)[0]) == 99_999
+    assert engine.threads.pop() is not threading.main_thread()
+    with pytest.raises(Refused, match="400001 characters; with a context of 100000"):
+        tokens("a" * 400_001)
+    assert not engine.threads
+
+
+def test_the_end_of_the_engine_is_noticed_when_nobody_reads_the_log(monkeypatch):
+    def broken(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(write=broken, flush=broken))
+    told = threading.Event()
+    watch = EngineWatch(lambda: None)
+    watch.on_death(lambda: (watch.stop(), told.set()))
+    watch.report_dead_loop()
+    assert told.wait(30)

@@ -92,15 +92,33 @@ def _dtype(wanted: str, hf: dict[str, Any], device: str) -> str:
 def _schema(hf: dict[str, Any], dtype: str, config: SageConfig) -> KVCacheSchema:
     try:
         heads = int(hf["num_attention_heads"])
+        kv_heads = int(hf.get("num_key_value_heads") or heads)
+        _check_heads(heads, kv_heads, config.tensor_parallel)
         return KVCacheSchema(
             block_size=config.block_size,
             num_layers=int(hf["num_hidden_layers"]),
-            num_kv_heads=-(-int(hf.get("num_key_value_heads") or heads) // config.tensor_parallel),
+            num_kv_heads=-(-kv_heads // config.tensor_parallel),
             head_dim=int(hf.get("head_dim") or hf["hidden_size"] // heads),
             dtype="bfloat16" if dtype == "auto" else dtype,
         )
     except KeyError as error:
         raise ConfigError(f"config.json has no {error.args[0]}; is this a language model that LMDeploy knows?") from None
+
+
+def _check_heads(heads: int, kv_heads: int, num_workers: int) -> None:
+    """What LMDeploy's `ModelConfig.from_hf_config` asserts, where nobody sees the message.
+
+    Raises:
+        ConfigError: the heads cannot be shared out evenly.
+    """
+    shared = heads % num_workers == 0
+    # Fewer heads of keys and values than workers: each is given to several of them.
+    if not shared or (kv_heads % num_workers and num_workers % kv_heads):
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise ConfigError(
+            f"tensor_parallel {num_workers} does not divide this model: it has {heads} attention heads and {kv_heads} "
+            f"heads of keys and values. Possible are {', '.join(map(str, fitting))}."
+        )
 
 
 def _fit(config: SageConfig, model: Path, sizes: Sizes) -> Sizes:

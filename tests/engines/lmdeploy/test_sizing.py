@@ -115,6 +115,10 @@ def test_shapes_of_configurations(model, memory):
     [
         ({}, {"context_length": 2048}, "context_length 2048 exceeds the 1024 tokens"),
         ({}, {"dtype": "float16"}, "dtype float16 is not available on the CPU device"),
+        ({}, {"tensor_parallel": 3}, "tensor_parallel 3 .* 8 attention heads and 2 heads .* Possible are 1, 2, 4, 8"),
+        ({}, {"tensor_parallel": 16}, "Possible are 1, 2, 4, 8"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, {"tensor_parallel": 6}, "Possible are 1, 2, 4, 12"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 6}, {"tensor_parallel": 4}, "Possible are 1, 2, 3, 6, 12"),
         ({"num_hidden_layers": None}, {}, "config.json has no num_hidden_layers"),
         ({"num_attention_heads": None}, {}, "config.json has no num_attention_heads"),
     ],

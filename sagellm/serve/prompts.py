@@ -1,0 +1,154 @@
+"""The prompt of a request in tokens, as LMDeploy's handler will see it, without holding up the other requests."""
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+from sagellm.serve.parameters import Refused
+
+# Tokenizing takes about a second a megabyte, and the event loop would stand still; a thread costs a tenth of a millisecond.
+THREAD_FROM_BYTES = 64 << 10
+
+
+class Prompts:
+    """`engine` is LMDeploy's `AsyncEngine`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        # The rows of the embedding: a tokenizer's own count leaves out tokens that were added to it.
+        self.vocab_size = engine.engine.model_config.vocab_size
+        config = engine.backend_config
+        pool_tokens = (config.num_gpu_blocks - 1) * config.block_size
+        self._context = min(engine.session_len, pool_tokens) if config.num_gpu_blocks else engine.session_len
+        # A vocabulary spells a token with at least as many letters as its text has.
+        self._most_chars = self._context * max(map(len, engine.tokenizer.model.model.get_vocab()))
+        # Renders as the engine does, but with `encode` below.
+        self._rendering = copy.copy(engine)
+        self._rendering.tokenizer = self
+
+    async def tokens(self, request: Any, num_bytes: int) -> list[list[int]]:
+        """Token ids of every prompt, checked. `num_bytes` is the size of the whole request.
+
+        Raises:
+            Refused: there is none, one is too long, or it cannot be rendered.
+        """
+        if hasattr(request, "messages"):
+            check_messages(request.messages)
+            prompts = [await in_turn(num_bytes, self._chat, request, self._tools(request))]
+        elif hasattr(request, "input_ids"):
+            if (request.prompt is None) == (request.input_ids is None):
+                raise Refused("give either prompt or input_ids.")
+            texts = [] if request.prompt is None else [request.prompt]
+            prompts = [await in_turn(num_bytes, self.encode, text) for text in texts] or [request.input_ids]
+        else:
+            prompts = [await in_turn(num_bytes, self.encode, text) for text in _texts(request.prompt)]
+        for tokens in prompts:
+            self.check_tokens(tokens)
+        return prompts
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """What the tokenizer makes of it.
+
+        Raises:
+            Refused: so much text cannot fit, whatever it is.
+        """
+        if len(text) > self._most_chars:
+            raise Refused(f"the prompt has {len(text)} characters; {self._how_much_fits()}")
+        return self._engine.tokenizer.encode(text, **options)
+
+    def check_tokens(self, tokens: list[int]) -> None:
+        """Raises Refused for a prompt that the engine could not work on."""
+        if not tokens:
+            raise Refused("the prompt is empty; send at least one token.")
+        if not all(0 <= token < self.vocab_size for token in tokens):
+            raise Refused(f"token ids must lie between 0 and {self.vocab_size - 1}.")
+        if len(tokens) >= self._context:
+            raise Refused(f"the prompt has {len(tokens)} tokens; {self._how_much_fits()}")
+
+    def encoded(self, request: Any) -> dict[str, Any]:
+        """The answer of `/v1/encode`; of any length, since it is only counted."""
+        texts = [request.input] if isinstance(request.input, str) else request.input
+        if request.do_preprocess:
+            texts = [self._engine.chat_template.get_prompt(text, sequence_start=request.add_bos) for text in texts]
+        ids = [self._engine.tokenizer.encode(text, add_bos=request.add_bos) for text in texts]
+        if isinstance(request.input, str):
+            return {"input_ids": ids[0], "length": len(ids[0])}
+        return {"input_ids": ids, "length": [len(each) for each in ids]}
+
+    def _how_much_fits(self) -> str:
+        return (
+            f"with a context of {self._context} at most {self._context - 1} tokens are allowed. "
+            "Shorten it, or start the server with a larger --context-length or --kv-blocks."
+        )
+
+    def _chat(self, request: Any, tools: list[dict[str, Any]] | None) -> list[int]:
+        plain = isinstance(request.messages, str)
+        coroutine = self._rendering._get_prompt_input(
+            request.messages,
+            request.do_preprocess and not plain,
+            True,
+            None,
+            tools=tools,
+            reasoning_effort=request.reasoning_effort,
+            enable_thinking=request.enable_thinking,
+        )
+        try:
+            coroutine.send(None)  # it awaits nothing, so that it runs in any thread
+        except StopIteration as end:
+            return end.value["input_ids"]
+        except Refused:
+            raise
+        except Exception as error:  # templates come with the model and raise what they like
+            raise Refused(f"the chat template cannot render these messages: {error}") from None
+        raise AssertionError("LMDeploy's _get_prompt_input awaits something")
+
+    def _tools(self, request: Any) -> list[dict[str, Any]] | None:
+        if not request.tools or request.tool_choice == "none":
+            return None
+        tools = request.tools
+        if not isinstance(request.tool_choice, str):
+            wanted = request.tool_choice.function.name
+            tools = [tool for tool in tools if tool.function.name == wanted]
+            if not tools:
+                raise Refused(f"tool_choice names {wanted!r}, which is not among the tools.")
+        whole = self._engine.arch == "GptOssForCausalLM"
+        return [tool.model_dump() if whole else tool.function.model_dump() for tool in tools]
+
+
+async def in_turn(num_bytes: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    """`work(*arguments)`, in a thread when there is much to do."""
+    if num_bytes > THREAD_FROM_BYTES:
+        return await asyncio.to_thread(work, *arguments)
+    return work(*arguments)
+
+
+def check_messages(messages: Any) -> None:
+    """Text is all that a language model reads; LMDeploy would drop the rest, or put its Python spelling into the prompt.
+
+    Raises:
+        Refused: a message holds something else.
+    """
+    if not messages:
+        raise Refused("messages is empty; send at least one message.")
+    for number, message in enumerate([] if isinstance(messages, str) else messages):
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        for part in content if isinstance(content, list) else [content]:
+            fits = isinstance(content, list) and isinstance(part, dict) and part.get("type") == "text"
+            if not (fits and isinstance(part.get("text"), str)):
+                raise Refused(
+                    f"messages[{number}].content holds {json.dumps(part)[:60]}; allowed are null, a string, or a list "
+                    "of {'type': 'text', 'text': ...}."
+                )
+
+
+def _texts(prompt: Any) -> list[str]:
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if prompts and all(isinstance(item, int) for item in prompts):
+        raise Refused("prompt is a list of token ids; send text, or use /generate with input_ids.")
+    if not prompts or not all(isinstance(item, str) for item in prompts):
+        raise Refused("prompt must be a string, or a list of at least one string.")
+    return prompts
