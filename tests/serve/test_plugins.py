@@ -1,6 +1,8 @@
 """Plug-ins in the engine process and in its workers, seen from outside."""
 
 import json
+import os
+from pathlib import Path
 
 from tests.serve.harness import ServerProcess
 
@@ -58,12 +60,29 @@ def test_tensor_parallel_and_a_fault_in_a_worker(launch):
     server.end()
 
 
-def test_a_pool_smaller_than_the_context(launch):
-    """An answer that outgrows the pool ends there, and requests that fill it together all finish."""
-    server = launch("--kv-blocks", 17, "--context-length", 2048).ready()
+def install(folder: Path, entry_point: str) -> str:
+    """A distribution that announces a plug-in; what PYTHONPATH must be for a process to see it."""
+    info = folder / "announced-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: announced\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[sagellm.plugins]\n{entry_point}\n")
+    return os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
+
+
+def test_a_pool_smaller_than_the_context(launch, tmp_path):
+    """An answer that outgrows the pool ends there, and requests that fill it together all finish.
+
+    The plug-in is found by its entry point, also in the engine process, and is told of the end there.
+    """
+    path = install(tmp_path / "site", "goodbye = tests.plugins:SaysGoodbye")
+    config = tmp_path / "server.yaml"
+    config.write_text(json.dumps({"plugins": [{"name": "goodbye", "options": {"folder": str(tmp_path)}}]}))
+    options = ("--config", config, "--kv-blocks", 17, "--context-length", 2048)
+    server = launch(*options, env={"PYTHONPATH": path}).ready()
     answer = server.post("/generate", {"input_ids": [5] * 200, "max_tokens": 500, "ignore_eos": True})
     assert answer.status_code == 200
     assert answer.json()["meta_info"]["finish_reason"] == {"type": "length"}
     assert server.post("/generate", {"input_ids": [5] * 300}).status_code == 400
     generate(server)
     server.end()
+    assert [file.read_text() for file in tmp_path.glob("closed-*")] == ["StepResult"]
