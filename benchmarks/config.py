@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 class Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Constant(Model):
@@ -171,8 +171,8 @@ class BenchmarkConfig(Model):
             raise ValueError("nothing to run: give a workload, components, or both")
         if self.sweep and (self.workload is None or not isinstance(self.workload.arrivals, Closed)):
             raise ValueError("sweep needs a workload with closed arrivals")
-        if any(users < 1 for users in self.sweep):
-            raise ValueError(f"sweep {self.sweep}: each must be at least 1")
+        if any(users < 1 for users in self.sweep) or len(set(self.sweep)) != len(self.sweep):
+            raise ValueError(f"sweep {self.sweep}: each must be at least 1, and stand there once")
         names = [contestant.name for contestant in self.contestants]
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"contestants need names of their own, got {names}")
@@ -203,7 +203,7 @@ def load_config(file: Path) -> BenchmarkConfig:
         values = yaml.safe_load(file.read_text())
     except OSError as error:
         raise BenchmarkError(f"cannot read {file}: {error.strerror}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BenchmarkError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise BenchmarkError(f"{file} holds {type(values).__name__}; it must hold keys and values")
@@ -213,7 +213,7 @@ def load_config(file: Path) -> BenchmarkConfig:
 def make_config(values: dict[str, Any], source: str = "config") -> BenchmarkConfig:
     """Raises BenchmarkError, one line a mistake."""
     try:
-        return BenchmarkConfig(**values)
+        return BenchmarkConfig.model_validate(values)
     except ValidationError as error:
         raise BenchmarkError("\n".join(f"{source}: {line}" for line in _explain(error))) from None
 

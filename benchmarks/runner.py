@@ -100,8 +100,11 @@ class BenchmarkRunner:
                 seed = config.seed * 1000 + number
                 with bar.one(f"{name}, round {number + 1}"):
                     options = {**module.OPTIONS, **config.components[name]}
-                    metrics = _apart(_run_component, name, seed, options)
-                    run = Run(contestant=first, scenario=name, round=number, seed=seed, metrics=metrics)
+                    run = Run(contestant=first, scenario=name, round=number, seed=seed)
+                    try:
+                        run.metrics = _apart(_run_component, name, seed, options)
+                    except Exception as error:  # a scenario is anybody's file; the other ones go on
+                        run.status, run.reason = "failed", f"{type(error).__name__}: {error}"
                     yield run, module.DEFINITIONS
 
     def _subjects(self, config: BenchmarkConfig, result: Result, stack: contextlib.ExitStack) -> list[Subject]:
@@ -134,12 +137,11 @@ class BenchmarkRunner:
         samples = self._out / "samples"
         if not config.sweep:
             return [ServeScenario(config, config.workload, "serve", samples)]
-        return [
-            ServeScenario(
-                config, config.workload.model_copy(update={"arrivals": Closed(concurrency=users)}), f"serve@{users}", samples
-            )
-            for users in config.sweep
-        ]
+        scenarios = []
+        for point, users in enumerate(config.sweep):
+            workload = config.workload.model_copy(update={"arrivals": Closed(concurrency=users)})
+            scenarios.append(ServeScenario(config, workload, f"serve@{users}", samples, point))
+        return scenarios
 
     def _contestant_names(self, config: BenchmarkConfig) -> list[str]:
         """One entry for each run of a round."""

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -49,21 +48,23 @@ class Subject:
 class ServeScenario:
     """Rounds of one workload. `name` is serve, or serve@N where a sweep sets the concurrency."""
 
-    def __init__(self, config: BenchmarkConfig, workload: Workload, name: str, samples: Path) -> None:
+    def __init__(self, config: BenchmarkConfig, workload: Workload, name: str, samples: Path, point: int = 0) -> None:
+        """`point`: which of a sweep this is; each has prompts of its own, or the first would warm the cache for the rest."""
         self.name = name
         self._config = config
         self._workload = workload
         self._samples = samples
+        self._point = point
 
     def run(self, subject: Subject, round_number: int, progress: Progress) -> Run:
         """One round. All contestants of a round get the same requests.
 
         Raises:
             ServerDied: the run is lost.
-        BenchmarkError: a request that the server's context cannot hold.
+            BenchmarkError: a request that the server's context cannot hold.
             KeyboardInterrupt: after the client was stopped.
         """
-        seed = self._config.seed * 1000 + round_number
+        seed = self._config.seed * 1000 + round_number + 1_000_000 * self._point
         run = Run(contestant=subject.contestant.name, scenario=self.name, round=round_number, seed=seed)
         ids = allowed_ids(_vocab_size(subject.model))
         prompts = make_prompts(self._workload, seed, ids)
@@ -97,7 +98,7 @@ class ServeScenario:
         others = make_prompts(workload.model_copy(update={"num_requests": count}), seed + 500_000_000, ids)
         first = others[: workload.warmup_requests]
         if workload.cache == "warm":
-            first += [dataclasses.replace(prompt, max_tokens=1) for prompt in prompts]
+            first += [dataclasses.replace(prompt, max_tokens=2) for prompt in prompts]
         if first:
             with tempfile.TemporaryDirectory() as folder:
                 closed = workload.model_copy(update={"arrivals": Closed(concurrency=1)})
@@ -217,7 +218,7 @@ def _drive(plan: Plan, out: Path, server: Server, progress: Progress) -> dict[st
                     lag = said
             code = client.wait()
         except BaseException:
-            client.send_signal(signal.SIGINT)
+            client.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 client.wait(10)
             client.kill()
@@ -235,7 +236,7 @@ def _stop_with(server: Server, client: subprocess.Popen) -> None:
     while client.poll() is None:
         if server.process.poll() is not None:
             with contextlib.suppress(ProcessLookupError):
-                client.send_signal(signal.SIGINT)
+                client.terminate()
             return
         time.sleep(0.2)
 

@@ -65,6 +65,7 @@ class EngineWatch:
         self.engine_died = False
         self._clean_up = clean_up
         self._stopped = threading.Event()
+        self._finished = threading.Event()
         self._dead = threading.Event()
         self._reason = ""
         self._callback: Callable[[], None] | None = None
@@ -79,7 +80,13 @@ class EngineWatch:
         self._dead.set()
 
     def stop(self) -> None:
+        """From here on the engine may end."""
         self._stopped.set()
+
+    def finish(self) -> None:
+        """Nothing is left that could wait for a dead engine."""
+        self._stopped.set()
+        self._finished.set()
 
     def _run(self) -> None:
         engine = None
@@ -99,7 +106,7 @@ class EngineWatch:
             print(f"error: {self._reason}; its log is above.", file=sys.stderr, flush=True)
         if self._callback is not None:
             self._callback()
-            if self._stopped.wait(END_S):
+            if self._finished.wait(END_S):
                 return
         # Still loading, or stuck in a call to the engine: the main thread waits for what cannot come.
         end_children()

@@ -133,6 +133,7 @@ def _serve(
     finally:
         watch.stop()
         end_children()
+        watch.finish()
     return 1 if watch.engine_died else 0
 
 
@@ -152,7 +153,15 @@ def _run_app(
     settings = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=config.drain_timeout_s)
     _Server(settings, banner, watch).run(sockets=[listener])
     watch.stop()
+    if watch.engine_died:
+        _drop_messages(engine)
     engine.close()
+
+
+def _drop_messages(engine: Any) -> None:
+    """Closing a socket waits until what was sent through it is read, and a dead engine reads nothing."""
+    client = engine.engine.rpc_client
+    client.async_socket.linger = client.sync_socket.linger = 0
 
 
 def _extend(app: Any, engine: Any, watch: EngineWatch) -> None:

@@ -1,0 +1,110 @@
+"""The performance gate.
+
+    python ci_gate.py --baseline baseline.json --current output.json
+    python ci_gate.py --current comparison.json --base-name base --head-name head
+    python ci_gate.py --ab origin/main --preset ci --out DIR
+
+Exit code 0: pass; 1: a regression; 2: misuse; 3: cannot tell.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from benchmarks.config import BenchmarkConfig, load_config, preset
+from benchmarks.errors import BenchmarkError
+from benchmarks.gate import DEFAULT_RULES, Judgement, judge, load_rules, markdown
+from benchmarks.gate.base import MISUSED
+from benchmarks.result import Result, read_result
+from sagellm.core.errors import SageError
+
+FILE = click.Path(path_type=Path)
+
+
+@click.command()
+@click.option("--current", type=FILE, help="Result to judge; alone, when it holds base and head.")
+@click.option("--baseline", type=FILE, help="Result to judge it against.")
+@click.option(
+    "--baseline-name", "--base-name", "base_name", help="Contestant that is base; default: the only one, or base."
+)
+@click.option(
+    "--current-name", "--head-name", "head_name", help="Contestant that is head; default: the only one, or head."
+)
+@click.option("--ab", "base_rev", metavar="REV", help="Build and run this revision and the checkout, interleaved.")
+@click.option("--preset", "preset_name", help="Config of --ab by name; default: ci.")
+@click.option("--config", "config_file", type=FILE, help="Config of --ab from a file.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of --ab, instead of the config's.")
+@click.option("--out", type=FILE, help="Folder for what --ab measures; default: benchmark-ab.")
+@click.option("--rules", "rules_file", type=FILE, help="YAML that changes thresholds or leaves metrics ungated.")
+@click.option("--markdown", "markdown_file", type=FILE, help="Write the summary there too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the summary.")
+def main(
+    current: Path | None, baseline: Path | None, base_name: str | None, head_name: str | None, base_rev: str | None,
+    preset_name: str | None, config_file: Path | None, rounds: int | None, out: Path | None, rules_file: Path | None,
+    markdown_file: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Say whether a benchmark shows a regression.
+
+    Exit code 0: pass; 1: a regression; 2: misuse; 3: cannot tell, or the machine is too noisy.
+    """
+    ab_only = {"--preset": preset_name, "--config": config_file, "--rounds": rounds, "--out": out}
+    _check_options(current, baseline, base_rev, ab_only)
+    try:
+        # Before any measuring: a mistake in the rules must not cost a benchmark.
+        rules = load_rules(rules_file) if rules_file else DEFAULT_RULES
+        if base_rev is not None:
+            config = _config(preset_name, config_file, rounds)
+            found, older = _compare(base_rev, config, out or Path("benchmark-ab")), None
+        else:
+            found, older = read_result(current), read_result(baseline) if baseline else None
+        judgement = judge(found, older, rules, base_name, head_name)
+        _report(judgement, markdown_file, as_json)
+    except SageError as error:
+        for line in str(error).splitlines():
+            click.echo(f"error: {line}", err=True)
+        sys.exit(MISUSED)
+    sys.exit(judgement.exit_code)
+
+
+def _check_options(current: Path | None, baseline: Path | None, base_rev: str | None, ab_only: dict) -> None:
+    if base_rev is None:
+        given = [name for name, value in ab_only.items() if value is not None]
+        if given:
+            raise click.UsageError(f"{', '.join(given)} goes with --ab")
+        if current is None:
+            raise click.UsageError("give --current with --baseline, --current with both contestants in it, or --ab REV")
+    elif current is not None or baseline is not None:
+        raise click.UsageError("--ab measures both sides itself; leave out --baseline and --current")
+    elif ab_only["--preset"] and ab_only["--config"]:
+        raise click.UsageError("--preset and --config exclude each other")
+
+
+def _config(preset_name: str | None, config_file: Path | None, rounds: int | None) -> BenchmarkConfig:
+    config = load_config(config_file) if config_file else preset(preset_name or "ci")
+    return config.model_copy(update={"rounds": rounds}) if rounds else config
+
+
+def _compare(base_rev: str, config: BenchmarkConfig, out: Path) -> Result:
+    # Late: it brings servers and checkouts, which judging two files needs nothing of.
+    from benchmarks.ab import run_ab
+
+    return run_ab(base_rev, config, out)
+
+
+def _report(judgement: Judgement, file: Path | None, as_json: bool) -> None:
+    text = markdown(judgement)
+    if file is not None:
+        draft = file.with_name(file.name + ".tmp")
+        try:
+            draft.write_text(text)
+            os.replace(draft, file)
+        except OSError as error:
+            raise BenchmarkError(f"cannot write {file}: {error.strerror}") from None
+    click.echo(json.dumps(judgement.as_dict(), indent=1) if as_json else text)
+
+
+if __name__ == "__main__":
+    main()

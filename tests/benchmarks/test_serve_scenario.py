@@ -1,0 +1,233 @@
+"""The engine scenario on a real server with a real client: what makes a run count, and what voids it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from benchmarks.config import BenchmarkConfig, make_config
+from benchmarks.errors import BenchmarkError, ServerDied
+from benchmarks.load.samples import read_samples
+from benchmarks.metrics.definitions import DEFINITIONS
+from benchmarks.result import Run, read_result
+from benchmarks.runner import main
+from benchmarks.scenarios.serve import ServeScenario, Subject
+from benchmarks.server import Server
+
+BLOCK, BLOCKS, OUTPUT = 16, 128, 32
+# A token at a time: a round in which every answer came in one chunk would not count.
+SERVER = {
+    "device": "cpu", "threads": 1, "block_size": BLOCK, "kv_blocks": BLOCKS, "max_batch_size": 4, "decode_round": 1,
+}  # fmt: skip
+WORKLOAD = {
+    "arrivals": {"kind": "closed", "concurrency": 1},
+    "num_requests": 5,
+    "prompt_tokens": {"kind": "constant", "value": 80},
+    "output_tokens": {"kind": "constant", "value": OUTPUT},
+    "reuse": 0.6,  # 48 tokens, three blocks
+    "warmup_requests": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def subject(model_folder: Callable[[str], Path]) -> Iterator[Subject]:
+    """One server for all tests here. Each test has rounds of its own, since a round's prompts are new only once."""
+    model = model_folder("llama")
+    config = make_config({"name": "test", "server": SERVER | {"model": str(model)}, "workload": WORKLOAD})
+    server = Server(config.sage_config(config.contestants[0]))
+    try:
+        yield Subject(config.contestants[0], server, server.ready(), model, BLOCK, 1, 1e12)
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def run(subject: Subject, tmp_path: Path) -> Callable[..., Run]:
+    """`run(round, name=..., workload keys ..., config={...})`. However late the client is on a busy machine, it is fine
+    unless the test says otherwise."""
+    (tmp_path / "samples").mkdir()
+
+    def once(number: int, name: str = "serve", config: dict[str, Any] | None = None, **workload: Any) -> Run:
+        whole = scenario_config(subject.model, config or {}, workload)
+        scenario = ServeScenario(whole, whole.workload, name, tmp_path / "samples")
+        return scenario.run(subject, number, lambda done, of: None)
+
+    return once
+
+
+def scenario_config(model: Path, config: dict[str, Any], workload: dict[str, Any]) -> BenchmarkConfig:
+    values = {"name": "test", "client_lag_limit": 1e6, "price": {"per_device_hour": 2.0}} | config
+    return make_config(values | {"server": SERVER | {"model": str(model)}, "workload": WORKLOAD | workload})
+
+
+def test_a_cold_round_counts_and_says_everything(run: Callable[..., Run], tmp_path: Path):
+    result = run(0)
+    assert (result.status, result.reason) == ("valid", "")
+    assert (result.contestant, result.scenario, result.round, result.seed) == ("head", "serve", 0, 0)
+    assert not result.metrics.keys() & result.absent.keys()
+    assert result.metrics.keys() | result.absent.keys() == DEFINITIONS.keys()
+    assert result.absent.keys() == {"kv_hit_rate_retries"}
+    assert result.metrics["failed_requests"] == result.metrics["comm_share"] == 0
+    assert 0 < result.metrics["mfu"] < 1
+    assert 0 < result.metrics["ttft_p50_s"] < result.metrics["e2e_p50_s"]
+
+    samples = read_samples(tmp_path / result.samples)
+    assert samples.ok.all() and not any(samples.errors)
+    assert samples.prompt_tokens.tolist() == [80] * 5 and samples.output_tokens.tolist() == [OUTPUT] * 5
+    assert samples.chunk_tokens.sum() == 5 * OUTPUT
+    assert (tmp_path / "samples" / "head-serve-0-hits.npz").is_file()
+
+    # One user: each prompt but the first finds the three blocks that all share.
+    assert result.cache == {"hit_tokens": 4 * 48, "cold_limit_tokens": 4 * 48, "warm_limit_tokens": 5 * 64}
+    assert result.metrics["kv_hit_rate_tokens"] == 4 * 48 / (5 * 80)
+    assert result.metrics["kv_hit_rate_blocks"] == 4 * 3 / (5 * 5)
+
+
+def test_the_same_round_again_is_contaminated(run: Callable[..., Run]):
+    assert run(3).status == "valid"
+    again = run(3)
+    assert again.status == "void"
+    assert "contaminated" in again.reason and "320 tokens" in again.reason and "192" in again.reason
+
+
+def test_the_same_round_of_another_seed_is_not_contaminated(run: Callable[..., Run]):
+    other = run(0, config={"seed": 1}, reuse=0.0)
+    assert (other.status, other.reason, other.seed) == ("valid", "", 1000)
+    assert other.cache["hit_tokens"] == other.cache["cold_limit_tokens"] == 0
+
+
+def test_a_warm_round_finds_its_own_prompts(run: Callable[..., Run]):
+    result = run(6, cache="warm", reuse=0.0)
+    assert (result.status, result.reason) == ("valid", "")
+    assert result.cache == {"hit_tokens": 5 * 64, "cold_limit_tokens": 0, "warm_limit_tokens": 5 * 64}
+
+
+def test_a_pool_that_is_too_small_is_not_warm(run: Callable[..., Run]):
+    lengths = {"kind": "constant", "value": 3 * BLOCK * BLOCKS // 12}  # 12 of them are three times the pool
+    result = run(7, cache="warm", reuse=0.0, num_requests=12, prompt_tokens=lengths)
+    assert result.status == "void"
+    assert "the KV pool is too small" in result.reason
+    assert result.cache["hit_tokens"] < 0.9 * result.cache["warm_limit_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("number", "arrivals", "of"),
+    [
+        (8, WORKLOAD["arrivals"], "the time to the first token"),
+        (9, {"kind": "poisson", "rate": 50}, "the gap between sends"),
+    ],
+    ids=["closed", "poisson"],
+)
+def test_a_late_client_voids_the_run(run: Callable[..., Run], number: int, arrivals: dict[str, Any], of: str):
+    result = run(number, config={"client_lag_limit": 1e-9}, arrivals=arrivals)
+    assert result.status == "void"
+    assert result.reason.startswith("the client was late by") and of in result.reason
+    assert result.metrics["failed_requests"] == 0
+
+
+def test_poisson_arrivals_do_not_wait(run: Callable[..., Run], tmp_path: Path):
+    result = run(10, arrivals={"kind": "poisson", "rate": 40})
+    assert result.status == "valid", result.reason
+    samples = read_samples(tmp_path / result.samples)
+    assert samples.scheduled_s[0] == 0 and (np.diff(samples.scheduled_s) > 0).all()
+    assert (samples.sent_s >= samples.scheduled_s).all()
+    assert result.client.keys() == {"lag_mean_s", "lag_p99_s", "lag_share", "cpu_share"}
+    assert result.cache["hit_tokens"] <= result.cache["cold_limit_tokens"]
+
+
+@pytest.mark.parametrize(("number", "endpoint"), [(11, "completions"), (12, "chat")])
+def test_text_endpoints(run: Callable[..., Run], tmp_path: Path, number: int, endpoint: str):
+    result = run(number, endpoint=endpoint)
+    assert result.status == "valid", result.reason
+    samples = read_samples(tmp_path / result.samples)
+    assert samples.ok.all() and samples.output_tokens.tolist() == [OUTPUT] * 5
+    assert (samples.prompt_tokens > 0).all()
+    assert result.metrics.keys() | result.absent.keys() == DEFINITIONS.keys()
+
+
+def test_requests_that_warm_up_leave_a_cold_cache(run: Callable[..., Run]):
+    result = run(13, warmup_requests=3)
+    assert result.status == "valid", result.reason
+    assert result.cache["hit_tokens"] == result.cache["cold_limit_tokens"] == 4 * 48
+
+
+def test_requests_longer_than_the_context_are_refused(run: Callable[..., Run], subject: Subject, tmp_path: Path):
+    context = subject.facts["context_length"]
+    with pytest.raises(BenchmarkError, match=f"take {context + 1} tokens; the server's context has {context}"):
+        run(14, prompt_tokens={"kind": "constant", "value": context + 1 - OUTPUT}, reuse=0.0)
+    assert not list((tmp_path / "samples").iterdir())
+
+
+class UpAlready:
+    """The server of these tests in the place of one that a runner would start, and end."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._subject.server, name)
+
+    def ready(self) -> dict[str, Any]:
+        return self._subject.facts
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def benchmark(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`benchmark(seed=..., workload keys ...)`: the command line on that server, --out tmp_path/out."""
+    monkeypatch.setattr("benchmarks.runner.Server", lambda config, checkout: UpAlready(subject))
+
+    def once(seed: int, **workload: Any) -> Result:
+        config = scenario_config(subject.model, {"rounds": 2, "seed": seed, "peak_tflops": 1.0}, workload)
+        file = tmp_path / "config.yaml"
+        file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+        return CliRunner().invoke(main, ["--config", str(file), "--out", str(tmp_path / "out")])
+
+    return once
+
+
+def test_a_benchmark_that_is_complete(benchmark: Callable[..., Result], tmp_path: Path):
+    done = benchmark(seed=2)
+    assert done.exit_code == 0, done.output
+    result = read_result(tmp_path / "out" / "result.json")
+    assert (result.status, result.reason) == ("complete", "")
+    assert [(run.round, run.seed, run.status) for run in result.runs] == [(0, 2000, "valid"), (1, 2001, "valid")]
+    assert done.stdout == (tmp_path / "out" / "report.md").read_text() + "\n"
+
+
+def test_a_benchmark_without_a_valid_run_is_none(benchmark: Callable[..., Result], tmp_path: Path):
+    assert benchmark(seed=3).exit_code == 0
+    (tmp_path / "out").rename(tmp_path / "before")
+    assert benchmark(seed=3).exit_code == 1
+    result = read_result(tmp_path / "out" / "result.json")
+    assert (result.status, [run.status for run in result.runs]) == ("complete", ["void", "void"])
+
+
+def test_misuse_that_only_a_server_shows(benchmark: Callable[..., Result], tmp_path: Path):
+    """More tokens than the model's own context, of which the config says nothing."""
+    done = benchmark(seed=4, prompt_tokens={"kind": "constant", "value": 4000})
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert done.stderr.startswith("error: a prompt and its answer take 4032 tokens; the server's context has ")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_server_that_has_ended_is_no_run(model_folder: Callable[[str], Path], tmp_path: Path):
+    """It ends at once, because its model is no folder."""
+    config = scenario_config(tmp_path / "nothing", {}, {})
+    server = Server(config.sage_config(config.contestants[0]))
+    try:
+        with pytest.raises(ServerDied, match="did not become ready.*nothing is not a folder"):
+            server.ready()
+        facts = {"model": "llama", "context_length": 2048}
+        subject = Subject(config.contestants[0], server, facts, model_folder("llama"), BLOCK, 1, 1e12)
+        with pytest.raises(ServerDied, match="the server ended with code"):
+            ServeScenario(config, config.workload, "serve", tmp_path).run(subject, 0, lambda done, of: None)
+    finally:
+        server.close()
