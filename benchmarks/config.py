@@ -197,14 +197,19 @@ class BenchmarkConfig(Model):
         return workload.prompt_tokens.largest + workload.output_tokens.largest
 
 
-def load_config(file: Path) -> BenchmarkConfig:
-    """Raises BenchmarkError, one line a mistake."""
+def read_yaml(file: Path) -> Any:
+    """What a YAML file holds. Raises BenchmarkError when it cannot be read or is no YAML."""
     try:
-        values = yaml.safe_load(file.read_text())
+        return yaml.safe_load(file.read_text())
     except OSError as error:
         raise BenchmarkError(f"cannot read {file}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BenchmarkError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+
+
+def load_config(file: Path) -> BenchmarkConfig:
+    """Raises BenchmarkError, one line a mistake."""
+    values = read_yaml(file)
     if not isinstance(values, dict):
         raise BenchmarkError(f"{file} holds {type(values).__name__}; it must hold keys and values")
     return make_config(values, str(file))

@@ -11,9 +11,9 @@ The last is a metric of another scenario.
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
+from benchmarks.config import read_yaml
 from benchmarks.errors import BenchmarkError
 from benchmarks.gate.base import Rule
 
@@ -37,12 +37,7 @@ DEFAULT_RULES: Rules = (
 
 def load_rules(file: Path) -> Rules:
     """The default rules as `file` changes and extends them. Raises BenchmarkError, one line a mistake."""
-    try:
-        values = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise BenchmarkError(f"cannot read {file}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BenchmarkError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    values = read_yaml(file)
     if not isinstance(values, dict) or set(values) != {"metrics"} or not isinstance(values["metrics"], dict):
         raise BenchmarkError(f"{file} must hold one key, metrics, with a rule for each metric's name")
     rules = {rule.name: rule for rule in DEFAULT_RULES}
