@@ -9,6 +9,7 @@ Exit code 0: pass; 1: a regression; 2: misuse; 3: cannot tell.
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -36,27 +37,31 @@ FILE = click.Path(path_type=Path)
 @click.option("--ab", "base_rev", metavar="REV", help="Build and run this revision and the checkout, interleaved.")
 @click.option("--preset", "preset_name", help="Config of --ab by name; default: ci.")
 @click.option("--config", "config_file", type=FILE, help="Config of --ab from a file.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of --ab, instead of the config's.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of a launch of --ab, instead of the config's.")
+@click.option("--launches", type=click.IntRange(min=1), help="Times --ab starts the servers, instead of the config's.")
 @click.option("--out", type=FILE, help="Folder for what --ab measures; default: benchmark-ab.")
 @click.option("--rules", "rules_file", type=FILE, help="YAML that changes thresholds or leaves metrics ungated.")
 @click.option("--markdown", "markdown_file", type=FILE, help="Write the summary there too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the summary.")
 def main(
     current: Path | None, baseline: Path | None, base_name: str | None, head_name: str | None, base_rev: str | None,
-    preset_name: str | None, config_file: Path | None, rounds: int | None, out: Path | None, rules_file: Path | None,
-    markdown_file: Path | None, as_json: bool,
+    preset_name: str | None, config_file: Path | None, rounds: int | None, launches: int | None, out: Path | None,
+    rules_file: Path | None, markdown_file: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Say whether a benchmark shows a regression.
 
     Exit code 0: pass; 1: a regression; 2: misuse; 3: cannot tell, or the machine is too noisy.
     """
-    ab_only = {"--preset": preset_name, "--config": config_file, "--rounds": rounds, "--out": out}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is called off leaves no server behind
+    ab_only = {
+        "--preset": preset_name, "--config": config_file, "--rounds": rounds, "--launches": launches, "--out": out,
+    }  # fmt: skip
     _check_options(current, baseline, base_rev, ab_only)
     try:
         # Before any measuring: a mistake in the rules must not cost a benchmark.
         rules = load_rules(rules_file) if rules_file else DEFAULT_RULES
         if base_rev is not None:
-            config = _config(preset_name, config_file, rounds)
+            config = _config(preset_name, config_file, rounds, launches)
             found, older = _compare(base_rev, config, out or Path("benchmark-ab")), None
         else:
             found, older = read_result(current), read_result(baseline) if baseline else None
@@ -82,9 +87,12 @@ def _check_options(current: Path | None, baseline: Path | None, base_rev: str | 
         raise click.UsageError("--preset and --config exclude each other")
 
 
-def _config(preset_name: str | None, config_file: Path | None, rounds: int | None) -> BenchmarkConfig:
+def _config(
+    preset_name: str | None, config_file: Path | None, rounds: int | None, launches: int | None
+) -> BenchmarkConfig:
     config = load_config(config_file) if config_file else preset(preset_name or "ci")
-    return config.model_copy(update={"rounds": rounds}) if rounds else config
+    asked = {"rounds": rounds, "launches": launches}
+    return config.model_copy(update={name: value for name, value in asked.items() if value is not None})
 
 
 def _compare(base_rev: str, config: BenchmarkConfig, out: Path) -> Result:

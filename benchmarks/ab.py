@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.config import BenchmarkConfig, Contestant
 from benchmarks.errors import BenchmarkError
 from benchmarks.result import Result
-from benchmarks.runner import BenchmarkRunner
+from benchmarks.runner import BenchmarkRunner, require_empty
 
 ROOT = Path(__file__).parents[1]
 BASE, CONTROL, HEAD = "base", "control", "head"
@@ -18,8 +18,9 @@ def run_ab(base_rev: str, config: BenchmarkConfig, out: Path) -> Result:
     """Measure `base_rev`, `base_rev` once more as the control, and this checkout as it is.
 
     Raises:
-        BenchmarkError: no such revision, or it cannot be built.
+        BenchmarkError: no such revision, it cannot be built, or `out` holds something already.
     """
+    require_empty(out)
     found = _git("rev-parse", "--verify", "--quiet", f"{base_rev}^{{commit}}")
     if found is None:
         raise BenchmarkError(f"{base_rev!r} is no revision of {ROOT}; give a branch, a tag or a commit")

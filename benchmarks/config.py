@@ -147,6 +147,8 @@ class BenchmarkConfig(Model):
 
     `server` holds options of `sagellm.serve` (device, batch size, KV blocks, tiers, plug-ins, tensor parallelism ...).
     `sweep`: numbers of users to run the workload at, instead of the one of its closed loop.
+    `rounds` are run on the same servers, then these are started anew for as many again, `launches` times in all: where a
+    process finds its memory makes it faster or slower for as long as it lives, which no number of rounds averages out.
     `components` names component scenarios that run besides, with their options. `peak_tflops` overrides the peak that MFU
     divides by; on a CPU it is measured when absent. `client_lag_limit` bounds the client's own lateness: in an open loop its
     mean over the mean gap between sends, in a closed one over the median time to the first token.
@@ -159,6 +161,7 @@ class BenchmarkConfig(Model):
     contestants: tuple[Contestant, ...] = (Contestant(name="head"),)
     components: dict[str, dict[str, Any]] = Field(default_factory=dict)
     rounds: int = Field(5, ge=1)
+    launches: int = Field(1, ge=1)
     seed: int = Field(0, ge=0)
     slo: Slo = Slo(ttft_s=1.0, tpot_s=0.1)
     price: Price = Price(per_device_hour=0.0)
@@ -177,7 +180,7 @@ class BenchmarkConfig(Model):
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"contestants need names of their own, got {names}")
         for contestant in self.contestants:
-            sage = self.sage_config(contestant)
+            sage = self._checked(contestant)
             longest = self._longest()
             if longest and sage.context_length and longest > sage.context_length:
                 raise ValueError(
@@ -185,6 +188,13 @@ class BenchmarkConfig(Model):
                     f"{sage.context_length}"
                 )
         return self
+
+    def _checked(self, contestant: Contestant) -> SageConfig:
+        try:
+            return self.sage_config(contestant)
+        except ValidationError as error:
+            whose = "" if len(self.contestants) == 1 else f"{contestant.name}: "
+            raise ValueError("; ".join(f"{whose}server.{line}" for line in _explain(error))) from None
 
     def sage_config(self, contestant: Contestant) -> SageConfig:
         """The server of one contestant. Raises pydantic's ValidationError."""
@@ -238,11 +248,11 @@ def preset_names() -> list[str]:
 def _explain(error: ValidationError) -> list[str]:
     lines = []
     for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"]) or "config"
+        name = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             lines.append(f"{name}: unknown key")
         elif item["type"] == "value_error":
-            lines.append(f"{name}: {item['msg'].removeprefix('Value error, ')}")
+            lines.append(f"{name}: ".removeprefix(": ") + item["msg"].removeprefix("Value error, "))
         else:
             lines.append(f"{name}: {item['msg']}, got {item['input']!r}")
     return lines

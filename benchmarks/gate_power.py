@@ -78,11 +78,11 @@ def observe(result: Result, rules: Rules = DEFAULT_RULES) -> Noise:
     rules = tuple(rule for rule in rules if rule.gated and _everywhere(result, rule, names))
     if REFERENCE not in [rule.metric for rule in rules]:
         raise BenchmarkError(f"the result has no {REFERENCE} for every contestant; give one of an engine scenario")
-    values = {(name, rule): result.of(name, rule.scenario, rule.metric) for name in names for rule in rules}
-    rounds = sorted(set.intersection(*(set(found) for found in values.values())))
-    if len(rounds) < 4:
-        raise BenchmarkError(f"{len(rounds)} rounds have every metric of every contestant; at least 4 are needed")
-    cube = np.array([[[values[name, rule][number] for rule in rules] for name in names] for number in rounds])
+    tables = [result.independent(names, rule.scenario, rule.metric) for rule in rules]
+    rounds = min(map(len, tables))
+    if rounds < 4 or rounds < max(map(len, tables)):
+        raise BenchmarkError(f"{rounds} rounds have every metric of every contestant; at least 4 are needed")
+    cube = np.stack(tables, axis=2)
     ratio = np.array([rule.scale == "ratio" for rule in rules]) & (cube > 0).all(axis=(0, 1))
     cube = np.where(ratio, np.log(np.where(ratio, cube, 1.0)), cube)
     level = cube[:, 0].mean(axis=0)
@@ -92,9 +92,9 @@ def observe(result: Result, rules: Rules = DEFAULT_RULES) -> Noise:
     else:
         shared = cube.mean(axis=1)
         kept = cube - shared[:, None]
-        shared = _unshrink(shared, len(rounds), len(rounds) - 1)
-    freedom = (len(rounds) - 1) * max(1, len(names) - 1)
-    residual = _unshrink(kept.reshape(-1, len(rules)), len(rounds) * len(names), freedom)
+        shared = _unshrink(shared, rounds, rounds - 1)
+    freedom = (rounds - 1) * max(1, len(names) - 1)
+    residual = _unshrink(kept.reshape(-1, len(rules)), rounds * len(names), freedom)
     return Noise(rules, level, ratio, shared, residual)
 
 

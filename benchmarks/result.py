@@ -2,9 +2,11 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from benchmarks.errors import BenchmarkError
@@ -27,6 +29,8 @@ class Definition(Model):
 class Run(Model):
     """One scenario of one contestant in one round.
 
+    `round` counts through the whole benchmark; `launch` is the number of the process that answered, which several rounds
+    may share. A component has a process of its own in each round.
     `status`: valid; void, the measurement itself is not to be trusted (saturated client, contaminated cache); failed, the
     server or the scenario broke. `metrics` holds what could be measured; `absent` says why the others are missing.
     """
@@ -34,6 +38,7 @@ class Run(Model):
     contestant: str
     scenario: str
     round: int
+    launch: int = 0
     seed: int
     status: Literal["valid", "void", "failed"] = "valid"
     reason: str = ""
@@ -71,6 +76,21 @@ class Result(Model):
             for run in self.runs
             if (run.contestant, run.scenario, run.status) == (contestant, scenario, "valid") and metric in run.metrics
         }
+
+    def independent(self, contestants: Sequence[str], scenario: str, metric: str) -> np.ndarray:
+        """float[observations, contestants]: means over the rounds of each launch, or rounds where one launch ran them all.
+
+        Rounds of one launch share their process's luck with memory and threads, so they are no samples of the code's speed.
+        A round counts when every contestant has it: each brings prompts of its own.
+        """
+        values = [self.of(contestant, scenario, metric) for contestant in contestants]
+        common = sorted(set.intersection(*map(set, values)))
+        table = np.array([[of[number] for of in values] for number in common]).reshape(-1, len(values))
+        launch_of = {run.round: run.launch for run in self.runs if run.scenario == scenario}
+        if len(set(launch_of.values())) < 2:
+            return table
+        launches = np.array([launch_of[number] for number in common])
+        return np.array([table[launches == launch].mean(axis=0) for launch in np.unique(launches)]).reshape(-1, len(values))
 
     def contestants(self) -> list[str]:
         return list(dict.fromkeys(run.contestant for run in self.runs))

@@ -8,14 +8,16 @@ server that dies leave a valid partial result. Exit codes: 0 complete, 1 partial
 
 import contextlib
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timezone
+from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
@@ -35,6 +37,7 @@ from benchmarks.server import Server
 from sagellm.core.errors import SageError
 
 UNITS = 1000  # of the progress bar, a run
+T = TypeVar("T")
 
 
 class BenchmarkRunner:
@@ -47,6 +50,7 @@ class BenchmarkRunner:
     def run(self, config: BenchmarkConfig) -> Result:
         """Raises BenchmarkError before anything is measured; afterwards a result of status partial or failed tells."""
         components = {name: component(name, options) for name, options in config.components.items()}
+        _check_models(config)
         self._make_folder()
         names = self._contestant_names(config)
         result = Result(
@@ -62,9 +66,8 @@ class BenchmarkRunner:
         )
         start_s = time.monotonic()
         try:
-            with contextlib.ExitStack() as stack:
-                bar = stack.enter_context(_Bar(self._show, len(names) * config.rounds))
-                for run, definitions in self._runs(config, components, result, stack, bar):
+            with _Bar(self._show, len(names) * config.rounds * config.launches) as bar:
+                for run, definitions in self._runs(config, components, result, bar):
                     result.runs.append(run)
                     result.definitions |= {name: definitions[name] for name in run.metrics}
                     result.duration_s = time.monotonic() - start_s
@@ -84,54 +87,63 @@ class BenchmarkRunner:
         return result
 
     def _runs(
-        self, config: BenchmarkConfig, components: dict[str, Any], result: Result, stack: contextlib.ExitStack, bar: "_Bar"
+        self, config: BenchmarkConfig, components: dict[str, Any], result: Result, bar: "_Bar"
     ) -> Iterator[tuple[Run, dict[str, Definition]]]:
         if config.workload is not None:
-            subjects = self._subjects(config, result, stack)
-            scenarios = self._scenarios(config)
-            for number in range(config.rounds):
-                for scenario in scenarios:
-                    for subject in _in_turn(subjects, number):
-                        with bar.one(f"{scenario.name} {subject.contestant.name}, round {number + 1}") as progress:
-                            yield scenario.run(subject, number, progress), DEFINITIONS
+            for launch in range(config.launches):
+                with contextlib.ExitStack() as servers:
+                    subjects = self._subjects(config, result, servers, launch)
+                    for run in self._rounds(config, subjects, launch, bar):
+                        yield run, DEFINITIONS
         first = config.contestants[0].name
-        for number in range(config.rounds):
+        for number in range(config.rounds * config.launches):
             for name, module in components.items():
                 seed = config.seed * 1000 + number
                 with bar.one(f"{name}, round {number + 1}"):
                     options = {**module.OPTIONS, **config.components[name]}
-                    run = Run(contestant=first, scenario=name, round=number, seed=seed)
+                    run = Run(contestant=first, scenario=name, round=number, launch=number, seed=seed)
                     try:
                         run.metrics = _apart(_run_component, name, seed, options)
                     except Exception as error:  # a scenario is anybody's file; the other ones go on
                         run.status, run.reason = "failed", f"{type(error).__name__}: {error}"
                     yield run, module.DEFINITIONS
 
-    def _subjects(self, config: BenchmarkConfig, result: Result, stack: contextlib.ExitStack) -> list[Subject]:
-        model = config.server.get("model")
-        if model is None:
+    def _rounds(self, config: BenchmarkConfig, subjects: list[Subject], launch: int, bar: "_Bar") -> Iterator[Run]:
+        scenarios = self._scenarios(config)
+        for number in range(launch * config.rounds, (launch + 1) * config.rounds):
+            for scenario in scenarios:
+                for subject in _in_turn(subjects, number):
+                    with bar.one(f"{scenario.name} {subject.contestant.name}, round {number + 1}") as progress:
+                        run = scenario.run(subject, number, progress)
+                    run.launch = launch
+                    yield run
+
+    def _subjects(
+        self, config: BenchmarkConfig, result: Result, servers: contextlib.ExitStack, launch: int
+    ) -> list[Subject]:
+        """Servers that are ready, in the order of the config; none is always the first to start. Raises ServerDied."""
+        demo = None
+        if any(config.sage_config(side).model is None for side in config.contestants):
             from sagellm.demo_model import ensure_demo_model
 
-            model = ensure_demo_model()
-        subjects, peaks = [], {}
-        for side in config.contestants:
+            demo = ensure_demo_model()
+        subjects: dict[str, Subject] = {}
+        for side in _in_turn(config.contestants, launch):
             sage = config.sage_config(side)
             if sage.tensor_parallel > 1:
                 sage = sage.model_copy(update={"comm_metrics": True})
                 sage.__pydantic_fields_set__.add("comm_metrics")
             server = Server(sage, side.checkout)
-            stack.callback(server.close)
+            servers.callback(server.close)
             facts = server.ready()
             key = (facts.get("device", "cpu"), facts.get("dtype", "auto"))
-            if key not in peaks:
-                peaks[key] = _peak(config, *key, sage.threads or _cores())
-            peak, name = peaks[key]
+            peak, name = _peak(*key, sage.threads or _cores(), config.peak_tflops)
             result.environment.setdefault("peak", {})[side.name] = {"flops": peak, "name": name}
             devices = 1 if key[0] == "cpu" else sage.tensor_parallel  # a CPU's workers share one machine
-            subjects.append(
-                Subject(side, server, facts, Path(sage.model or model), sage.block_size, devices, peak, name)
+            subjects[side.name] = Subject(
+                side, server, facts, Path(sage.model or demo), sage.block_size, devices, peak, name
             )
-        return subjects
+        return [subjects[side.name] for side in config.contestants]
 
     def _scenarios(self, config: BenchmarkConfig) -> list[ServeScenario]:
         samples = self._out / "samples"
@@ -149,9 +161,8 @@ class BenchmarkRunner:
         return [*["serve"] * served, *config.components]
 
     def _make_folder(self) -> None:
+        require_empty(self._out)
         try:
-            if self._out.is_dir() and any(self._out.iterdir()):
-                raise BenchmarkError(f"{self._out} is not empty; choose another --out")
             (self._out / "samples").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BenchmarkError(f"cannot write to {self._out}: {error.strerror}") from None
@@ -193,16 +204,31 @@ class _Bar:
         self._progress.update(self._task, completed=self._done)
 
 
-def _in_turn(subjects: list[Subject], number: int) -> list[Subject]:
+def require_empty(out: Path) -> None:
+    """Raises BenchmarkError for a folder that holds something, which nothing is to be written over."""
+    if out.is_dir() and any(out.iterdir()):
+        raise BenchmarkError(f"{out} is not empty; choose another --out")
+
+
+def _check_models(config: BenchmarkConfig) -> None:
+    """Raises BenchmarkError for a model that no server could load, before one is started."""
+    for side in config.contestants if config.workload is not None else ():
+        model = config.sage_config(side).model
+        if model is not None and not (model / "config.json").is_file():
+            raise BenchmarkError(f"{side.name}: server.model {model} is no folder with a Hugging Face model (config.json)")
+
+
+def _in_turn(subjects: Sequence[T], number: int) -> list[T]:
     """A B B A ...; with more than two the row is turned, so that none stands at an end more often than the others."""
     turn = number // 2 % len(subjects)
     row = [*subjects[turn:], *subjects[:turn]]
     return row if number % 2 == 0 else row[::-1]
 
 
-def _peak(config: BenchmarkConfig, device: str, dtype: str, threads: int) -> tuple[float | None, str]:
-    if config.peak_tflops is not None:
-        return config.peak_tflops * 1e12, "given in the config"
+@lru_cache  # a launch more must not measure it anew, or MFU would change with the divisor
+def _peak(device: str, dtype: str, threads: int, given_tflops: float | None) -> tuple[float | None, str]:
+    if given_tflops is not None:
+        return given_tflops * 1e12, "given in the config"
     try:
         return _apart(peak_flops, device, dtype, threads)
     except BenchmarkError as error:
@@ -243,17 +269,22 @@ def _choose(config: Path | None, name: str | None, scenario: str | None) -> Benc
 @click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="A YAML file; see configs/.")
 @click.option("--preset", "name", help=f"One of {', '.join(preset_names())}.")
 @click.option("--scenario", help=f"serve, or one of {', '.join(component_names())}.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Instead of the config's.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of a launch, instead of the config's.")
+@click.option("--launches", type=click.IntRange(min=1), help="Times to start the servers, instead of the config's.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="A folder of its own.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def main(
-    config: Path | None, name: str | None, scenario: str | None, rounds: int | None, out: Path, as_json: bool
-) -> None:
+    config: Path | None, name: str | None, scenario: str | None, rounds: int | None, launches: int | None, out: Path,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Run a benchmark."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is called off keeps what it has, too
     try:
         chosen = _choose(config, name, scenario)
         if rounds is not None:
             chosen = chosen.model_copy(update={"rounds": rounds})
+        if launches is not None:
+            chosen = chosen.model_copy(update={"launches": launches})
         result = BenchmarkRunner(out).run(chosen)
     except SageError as error:
         click.echo("\n".join(f"error: {line}" for line in str(error).splitlines()), err=True)

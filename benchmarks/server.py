@@ -66,6 +66,7 @@ class Server:
 
     def last_words(self) -> str:
         lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in lines if "resource_tracker" not in line] or lines  # Python's, on what a death leaves
         return " | ".join(lines[-3:]) or "it said nothing"
 
     def metrics_text(self) -> str:
@@ -74,6 +75,8 @@ class Server:
             with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
                 return answer.read().decode()
         except OSError as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its sockets close before its end can be seen
+                self.process.wait(2)
             self.check()
             raise ServerDied(f"no answer from /metrics: {error}") from None
 

@@ -101,7 +101,7 @@ class NoiseFinding:
 @dataclass(frozen=True)
 class Judgement:
     """The gate's answer. `noise` is empty when no control ran. `num_runs`: contestant -> (valid, void) runs; with two
-    files its side stands before its name."""
+    files its side stands before its name. `num_launches`: of the head; with several, each is one observation."""
 
     metrics: tuple[MetricVerdict, ...]
     noise: tuple[NoiseFinding, ...]
@@ -109,6 +109,7 @@ class Judgement:
     base_name: str
     head_name: str
     num_runs: dict[str, tuple[int, int]]
+    num_launches: int
     units: dict[str, str]
     environments: dict[str, dict[str, Any]]
 

@@ -9,7 +9,7 @@ from benchmarks.result import Result, Run
 
 CONTROL = "control"
 MACHINE = ("processor", "cores")
-MAY_DIFFER = {"contestants", "rounds"}
+MAY_DIFFER = {"contestants", "rounds", "launches"}
 
 
 class Side(NamedTuple):
@@ -144,7 +144,7 @@ def _same_config(baseline: Result, current: Result) -> None:
     different = [key for key in keys if older.get(key) != newer.get(key)]
     if different:
         shown = "; ".join(f"{key}: {_short(older.get(key))} and {_short(newer.get(key))}" for key in different)
-        raise BenchmarkError(f"baseline and current ran different configs, which may differ in rounds alone: {shown}")
+        raise BenchmarkError(f"baseline and current ran different configs: {shown}; only rounds and launches may differ")
 
 
 def _short(value: Any) -> str:

@@ -5,7 +5,7 @@ identical code may have any such metric (Holm over all that are gated). A pass i
 a change of `interest` limits. What is neither is "cannot tell".
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.errors import BenchmarkError
 from benchmarks.gate import inputs, statistics
 from benchmarks.gate.base import Change, Judgement, MetricVerdict, NoiseFinding, Rule, Span, Verdict
-from benchmarks.gate.inputs import CONTROL, Sides
+from benchmarks.gate.inputs import CONTROL, Side, Sides
 from benchmarks.gate.rules import DEFAULT_RULES, Rules
 from benchmarks.result import Result
 
@@ -21,7 +21,7 @@ ALPHA = 0.01
 
 
 class Series(NamedTuple):
-    """Values of one metric, one a run: float[num_runs] each. Paired: index i is the same round in all of them."""
+    """Values of one metric: float[observations] each. Paired: index i is the same launch, or round, in all of them."""
 
     base: np.ndarray
     head: np.ndarray
@@ -59,6 +59,7 @@ def judge(
         num_runs={
             side.contestant if sides.paired else f"{side.label} {side.contestant}": side.count() for side in chosen
         },
+        num_launches=len({run.launch for run in sides.head.result.runs if run.contestant == sides.head.contestant}),
         units={rule.name: _unit(sides, rule) for rule in rules},
         environments={side.label: side.result.environment for side in (sides.base, sides.head)},
     )
@@ -67,8 +68,9 @@ def judge(
 def judge_series(series: dict[Rule, Series]) -> dict[Rule, MetricVerdict]:
     changes = {rule: compare(rule, values) for rule, values in series.items()}
     gated = {rule: change for rule, change in changes.items() if rule.gated and change is not None}
-    significant = _significant({rule: change.p for rule, change in gated.items()}, _noisy(gated))
-    return {rule: _verdict(rule, change, rule in significant, series[rule]) for rule, change in changes.items()}
+    worse = _significant({rule: change.p for rule, change in gated.items()}, _noisy(gated))
+    better = _significant({rule: 1 - change.p for rule, change in gated.items()}, _noisy(gated))
+    return {rule: _verdict(rule, change, rule in worse, rule in better, series[rule]) for rule, change in changes.items()}
 
 
 def noise_check(series: dict[Rule, Series]) -> tuple[NoiseFinding, ...]:
@@ -129,23 +131,24 @@ def _fraction(part: float, base: float) -> float:
     return 0.0 if part == 0 else float(np.copysign(np.inf, part))
 
 
-def _verdict(rule: Rule, change: Change | None, significant: bool, series: Series) -> MetricVerdict:
+def _verdict(rule: Rule, change: Change | None, worse: bool, better: bool, series: Series) -> MetricVerdict:
     if not rule.gated:
         return MetricVerdict(rule, Verdict.NOT_GATED, rule.reason, change)
     if change is None:
         runs = min(len(series.base), len(series.head))
-        reason = f"{runs} {'rounds' if series.paired else 'runs a side'}; at least {statistics.FEWEST_RUNS} are needed"
+        what = "launches, or rounds of one launch" if series.paired else "launches a side, or rounds of one launch"
+        reason = f"{runs} {what}; at least {statistics.FEWEST_RUNS} are needed"
         return MetricVerdict(rule, Verdict.CANNOT_TELL, reason)
     low, value, high = _worse(rule, change)
     if _beyond(rule, value):
-        if significant:
+        if worse:
             return MetricVerdict(rule, Verdict.REGRESSION, change=change)
         if low[0] > 0:
             return MetricVerdict(rule, Verdict.CANNOT_TELL, "looks worse, but so few runs do not prove it", change)
     if _beyond(rule, high, rule.interest):
         reason = f"the interval does not exclude a change for the worse of {rule.interest * rule.relative:.1%}"
         return MetricVerdict(rule, Verdict.CANNOT_TELL, reason, change)
-    if high[0] < 0 and _beyond(rule, (-value[0], -value[1])):
+    if better and _beyond(rule, (-value[0], -value[1])):
         return MetricVerdict(rule, Verdict.IMPROVED, change=change)
     return MetricVerdict(rule, Verdict.PASS, change=change)
 
@@ -220,16 +223,16 @@ def _missing(sides: Sides, rules: Rules) -> dict[Rule, MetricVerdict]:
 
 
 def _series(sides: Sides, rule: Rule) -> Series:
-    base, head = sides.base.values(rule), sides.head.values(rule)
+    def observed(result: Result, *of: Side) -> Iterable[np.ndarray]:
+        return result.independent([side.contestant for side in of], rule.scenario, rule.metric).T
+
     if not sides.paired:
-        return Series(_array(base, sorted(base)), _array(head, sorted(head)), paired=False)
-    control = sides.control.values(rule) if sides.control else None
-    rounds = sorted(set(base) & set(head) & set(base if control is None else control))
-    return Series(_array(base, rounds), _array(head, rounds), None if control is None else _array(control, rounds))
-
-
-def _array(values: dict[int, float], rounds: Sequence[int]) -> np.ndarray:
-    return np.array([values[number] for number in rounds], dtype=float)
+        (base,), (head,) = observed(sides.base.result, sides.base), observed(sides.head.result, sides.head)
+        return Series(base, head, paired=False)
+    if sides.control is None:
+        return Series(*observed(sides.head.result, sides.base, sides.head))
+    base, control, head = observed(sides.head.result, sides.base, sides.control, sides.head)
+    return Series(base, head, control)
 
 
 def _unit(sides: Sides, rule: Rule) -> str:

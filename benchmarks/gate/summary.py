@@ -92,7 +92,9 @@ def _reasons(judgement: Judgement) -> str:
 
 
 def _runs(judgement: Judgement) -> str:
-    design = "rounds interleaved, compared in pairs" if judgement.paired else "two samples"
+    design = "interleaved, compared in pairs" if judgement.paired else "two samples"
+    if judgement.num_launches > 1:
+        design += f"; servers started {judgement.num_launches} times, each start one observation"
     counts = [
         f"{name} {valid}" + (f" ({void} void, left out)" if void else "")
         for name, (valid, void) in judgement.num_runs.items()

@@ -24,15 +24,12 @@ class Measured(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """Ours / theirs over the rounds that both have: the median and the 95% bootstrap interval of the median.
-
-    `low` and `high` are NaN with fewer than `MIN_ROUNDS` rounds.
-    """
+    """Ours / theirs over pairs: the median and the 95% bootstrap interval of the median, NaN with fewer than `MIN_PAIRS`."""
 
     median: float
     low: float
     high: float
-    num_rounds: int
+    num_pairs: int
 
 
 def latencies(samples: Samples) -> dict[str, np.ndarray]:
@@ -159,19 +156,17 @@ def series(metric: str, /, **labels: str) -> str:
     return f"{metric}{{{inside}}}" if inside else metric
 
 
-MIN_ROUNDS = 5  # the median of fewer pairs lies outside even their whole range more than 1 time in 10
+MIN_PAIRS = 5  # the median of fewer pairs lies outside even their whole range more than 1 time in 10
 
 
-def paired_ratio(
-    ours: Mapping[int, float], theirs: Mapping[int, float], seed: int = 0, resamples: int = 4000
-) -> Ratio | None:
-    """Ratio of values paired by round, given as round -> value; None without a round in which theirs is above 0."""
-    rounds = [number for number in sorted(ours.keys() & theirs.keys()) if theirs[number] > 0]
-    if not rounds:
+def paired_ratio(pairs: np.ndarray, seed: int = 0, resamples: int = 4000) -> Ratio | None:
+    """Ratio of ours to theirs, float[num_pairs, 2]; None without a pair in which theirs is above 0."""
+    ours, theirs = pairs[pairs[:, 1] > 0].T
+    if not len(ours):
         return None
-    ratios = np.array([ours[number] / theirs[number] for number in rounds])
+    ratios = ours / theirs
     low = high = float("nan")
-    if len(ratios) >= MIN_ROUNDS:
+    if len(ratios) >= MIN_PAIRS:
         picks = np.random.default_rng(seed).integers(len(ratios), size=(resamples, len(ratios)))
         low, high = np.percentile(np.median(ratios[picks], axis=1), (2.5, 97.5)).tolist()
     return Ratio(float(np.median(ratios)), low, high, len(ratios))

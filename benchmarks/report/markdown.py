@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contestants import summary
-from benchmarks.metrics.compute import MIN_ROUNDS, paired_ratio
+from benchmarks.metrics.compute import MIN_PAIRS, paired_ratio
 from benchmarks.metrics.definitions import grouped
 from benchmarks.result import Result, Run
 
@@ -102,19 +102,19 @@ def _comparison(result: Result, scenario: str) -> list[str]:
     for name in metric_names(result, scenario):
         cells = []
         for other in others:
-            ratio = paired_ratio(result.of(other, scenario, name), result.of(base, scenario, name))
+            ratio = paired_ratio(result.independent([other, base], scenario, name))
             if ratio is None:
                 cells.append("-")
             else:
                 interval = "" if math.isnan(ratio.low) else f" ({ratio.low:.3f} to {ratio.high:.3f})"
-                cells.append(f"{ratio.median:.3f}{interval}, n={ratio.num_rounds}")
+                cells.append(f"{ratio.median:.3f}{interval}, n={ratio.num_pairs}")
         definition = result.definitions.get(name)
         rows.append((f"`{name}`", (definition and definition.better) or "-", *cells))
     if not others or not rows:
         return []
     return [
-        f"Ratio to {base}, paired round by round: median (95% bootstrap interval of the median; none below {MIN_ROUNDS} "
-        f"pairs), and the number of pairs n. Rounds in which {base} has 0 give no ratio.",
+        f"Ratio to {base}, paired launch by launch, or round by round of one launch: median (95% bootstrap interval of the "
+        f"median; none below {MIN_PAIRS} pairs), and the number of pairs n. Pairs in which {base} has 0 give no ratio.",
         "",
         *_table(("metric", "better", *(f"{other} / {base}" for other in others)), rows, right=2),
     ]

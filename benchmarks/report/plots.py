@@ -192,8 +192,7 @@ def _ratios(result: Result, scenario: str) -> Figure | None:
     base, *others = result.contestants()
     rows: dict[str, dict[str, Ratio]] = {}
     for name in metric_names(result, scenario):
-        theirs = result.of(base, scenario, name)
-        ratios = {other: paired_ratio(result.of(other, scenario, name), theirs) for other in others}
+        ratios = {other: paired_ratio(result.independent([other, base], scenario, name)) for other in others}
         # A ratio of 0 has no place on the axis; the report's table has it.
         if there := {other: ratio for other, ratio in ratios.items() if ratio is not None and ratio.median > 0}:
             rows[name] = there

@@ -69,7 +69,7 @@ class ServeScenario:
         ids = allowed_ids(_vocab_size(subject.model))
         prompts = make_prompts(self._workload, seed, ids)
         self._check_lengths(subject, prompts)
-        self._warm_up(subject, seed, ids, prompts)
+        self._warm_up(subject, seed, ids, prompts, first=round_number % self._config.rounds == 0)
         subject.server.forget_peak_memory()
         before = compute.parse_prometheus(subject.server.metrics_text())
         file = self._samples / f"{run.contestant}-{self.name}-{round_number}.npz"
@@ -91,18 +91,19 @@ class ServeScenario:
                 "trace, or raise server.context_length"
             )
 
-    def _warm_up(self, subject: Subject, seed: int, ids: range, prompts: list[Prompt]) -> None:
-        """Requests of another seed, so that nothing of the round is cached; then, if asked for, the round's own prompts."""
+    def _warm_up(self, subject: Subject, seed: int, ids: range, prompts: list[Prompt], first: bool) -> None:
+        """On the first round of a launch requests of another seed, so that nothing of the round is cached; then, if asked
+        for, the round's own prompts."""
         workload = self._workload
         count = max(2, workload.warmup_requests)
         others = make_prompts(workload.model_copy(update={"num_requests": count}), seed + 500_000_000, ids)
-        first = others[: workload.warmup_requests]
+        sent = others[: workload.warmup_requests] if first else []
         if workload.cache == "warm":
-            first += [dataclasses.replace(prompt, max_tokens=2) for prompt in prompts]
-        if first:
+            sent += [dataclasses.replace(prompt, max_tokens=2) for prompt in prompts]
+        if sent:
             with tempfile.TemporaryDirectory() as folder:
                 closed = workload.model_copy(update={"arrivals": Closed(concurrency=1)})
-                plan = self._plan(subject, first, seed, closed)
+                plan = self._plan(subject, sent, seed, closed)
                 _drive(plan, Path(folder) / "warm-up.npz", subject.server, lambda done, of: None)
 
     def _plan(self, subject: Subject, prompts: list[Prompt], seed: int, workload: Workload | None = None) -> Plan:

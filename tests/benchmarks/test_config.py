@@ -34,7 +34,7 @@ def only(**keys: Any) -> dict[str, Any]:
 MISTAKES = {
     "unknown key": (values(colour="red"), "colour: unknown key"),
     "unknown key inside": (values(workload={"colour": "red"}), "workload.colour: unknown key"),
-    "unknown server option": (values(server={"colour": "red"}), "colour: unknown key"),
+    "unknown server option": (values(server={"colour": "red"}), "server.colour: unknown key"),
     "bad server option of a contestant": (
         values(contestants=[{"name": "a"}, {"name": "b", "server": {"block_size": 7}}]),
         "block_size",
@@ -185,7 +185,7 @@ def test_an_unknown_preset_is_told_the_known_ones(tmp_path: Path, run: Any):
     with pytest.raises(BenchmarkError, match="'huge' is unknown") as caught:
         preset("huge")
     assert all(name in str(caught.value) for name in preset_names())
-    assert_misuse(run("--preset", "huge"), "ci, high_concurrency, long_context, small")
+    assert_misuse(run("--preset", "huge"), "ci, high_concurrency, long_context, planted_slowdown, small")
     assert not (tmp_path / "out").exists()
 
 

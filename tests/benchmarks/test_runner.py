@@ -99,9 +99,9 @@ class Comparison(NamedTuple):
 def comparison(config: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     """Two contestants, the second on two ranks, which have to wait for each other.
 
-    In the third round, which it begins, its engine is killed. A round is one request to warm up and three more.
+    In the third round, which it begins, its engine is killed. A round is three requests, the first has one to warm up.
     """
-    dies = {"name": "tests.benchmarks.plugins:Dies", "options": {"at": 4 + 4 + 2}}
+    dies = {"name": "tests.benchmarks.plugins:Dies", "options": {"at": 4 + 3 + 2}}
     sides = [{"name": "one"}, {"name": "two", "server": {"tensor_parallel": 2, "plugins": [dies]}}]
     out = tmp_path_factory.mktemp("comparison") / "out"
     with family() as left_behind:
@@ -170,20 +170,26 @@ def test_ranks_wait_for_each_other(comparison: Comparison):
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_user_who_has_seen_enough(config: Callable[..., Path], left_behind: Callable, tmp_path: Path):
-    """Of a sweep, whose points run on one server, one after the other, each with prompts that are new to it."""
-    file, out = config(rounds=500, sweep=[1, 2]), tmp_path / "out"
+@pytest.mark.parametrize(("stop", "rounds", "launches"), [(signal.SIGINT, 500, 1), (signal.SIGTERM, 1, 500)])
+def test_a_user_who_has_seen_enough(
+    stop: int, rounds: int, launches: int, config: Callable[..., Path], left_behind: Callable, tmp_path: Path
+):
+    """Of a sweep, whose points run on one server, one after the other, each with prompts that are new to it; then of
+    launches, where no server lives to see the request that would kill it."""
+    dies = {"name": "tests.benchmarks.plugins:Dies", "options": {"at": 10 if launches > 1 else 10**6}}
+    sides = [{"name": "head", "server": {"plugins": [dies]}}]
+    file, out = config(rounds=rounds, launches=launches, sweep=[1, 2], contestants=sides), tmp_path / "out"
     command = [sys.executable, "-m", "benchmarks.runner", "--config", file, "--out", out, "--json"]
     with (tmp_path / "stdout").open("wb") as stdout, (tmp_path / "stderr").open("wb") as stderr:
         runner = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
     try:
         end = time.monotonic() + DEADLINE_S
-        while not (out / "result.json").exists() or len(read_result(out / "result.json").runs) < 2:
+        while not (out / "result.json").exists() or len(read_result(out / "result.json").runs) < 4:
             assert runner.poll() is None, (tmp_path / "stderr").read_text()
-            assert time.monotonic() < end, "no two runs"
+            assert time.monotonic() < end, "no four runs"
             time.sleep(0.05)
         assert read_result(out / "result.json").status == "partial"
-        os.kill(runner.pid, signal.SIGINT)
+        os.kill(runner.pid, stop)
         code = runner.wait(DEADLINE_S)
     finally:
         runner.kill()
@@ -193,9 +199,10 @@ def test_a_user_who_has_seen_enough(config: Callable[..., Path], left_behind: Ca
 
     result = read_result(out / "result.json")
     assert (result.status, result.reason) == ("partial", "stopped by its user")
-    assert 2 <= len(result.runs) < 1000
+    assert 4 <= len(result.runs) < 1000
     for index, run in enumerate(result.runs):
         assert (run.round, run.scenario) == (index // 2, ("serve@1", "serve@2")[index % 2])
+        assert run.launch == run.round // rounds
         assert (run.status, run.reason) == ("valid", "")
     assert_whole(out, result)
     assert Result.model_validate_json((tmp_path / "stdout").read_text()) == result

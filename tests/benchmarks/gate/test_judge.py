@@ -264,3 +264,27 @@ def test_a_rule_for_another_scenario_judges_its_runs():
     assert [metric.rule.name for metric in judge(result, rules=(asked,)).metrics] == ["prefix_index/ttft_p50_s"]
     with pytest.raises(BenchmarkError, match="'other' was not run"):
         judge(result, rules=(rule(scenario="other"),))
+
+
+def test_a_few_lucky_rounds_are_no_improvement():
+    asked = rule(relative=0.01, absolute=1e-6)
+    found = judge_series({asked: series([1.0, 1.0, 1.0], [0.97, 0.95, 0.98])})[asked]
+    assert found.change.relative.high < 0 and found.verdict == Verdict.PASS
+
+
+def test_the_luck_of_a_launch_is_no_regression():
+    """Where a process finds its memory makes all its rounds slower; many rounds prove that and say nothing of the code."""
+    found = steady(rounds=60, names=TRIO, sd=0.002)
+    luck = {(name, launch): 1.25 if (name, launch) == ("head", 1) else 1.0 for name in TRIO for launch in range(3)}
+    assert judge(scaled(found, luck, launches=False)).of(Verdict.REGRESSION)
+    assert not judge(scaled(found, luck, launches=True)).of(Verdict.REGRESSION)
+
+
+def scaled(result, luck, launches):
+    """`result` with its 60 rounds in three launches, each of which multiplies the time to the first token."""
+    runs = []
+    for run in result.runs:
+        launch = run.round // 20
+        slower = {name: run.metrics[name] * luck[run.contestant, launch] for name in ("ttft_p50_s", "ttft_p95_s")}
+        runs.append(run.model_copy(update={"metrics": run.metrics | slower, "launch": launch if launches else 0}))
+    return result.model_copy(update={"runs": runs})

@@ -25,7 +25,7 @@ def test_a_pass_shows_everything_that_it_rests_on():
     assert row(text, "mfu")[4].startswith("-1%")
     assert row(text, "comm_share")[3] == "+0.00% (exact)"
     assert "A/A check passed for 10 metrics" in text
-    assert "Runs: base 6, control 6, head 6; rounds interleaved" in text
+    assert "Runs: base 6, control 6, head 6; interleaved, compared in pairs; exact" in text
     assert (
         "Machine: Example CPU 3000, 2 cores; versions: lmdeploy 0.11.0; commits: base 000000000000, head abcabcabcabc (changed)"
         in text
@@ -55,7 +55,7 @@ def test_too_few_rounds_and_void_runs_are_told():
     result = steady(rounds=3)
     result.runs[-1].status = "void"
     text = markdown(judge(result))
-    assert "**Cannot tell** about mfu" in text and "- mfu: 2 rounds; at least 3 are needed" in text
+    assert "**Cannot tell** about mfu" in text and "- mfu: 2 launches, or rounds of one launch; at least 3 are needed" in text
     assert "head 2 (1 void, left out)" in text
 
 

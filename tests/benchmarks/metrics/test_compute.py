@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -146,19 +147,19 @@ def test_mfu():
     assert compute.mfu(flops=3e12, wall=2.0, peak_flops=1e12, devices=3) == pytest.approx(0.5)
 
 
-def test_paired_ratio_pairs_by_round():
-    ratio = compute.paired_ratio({0: 1.0, 1: 4.0, 7: 9.0}, {1: 2.0, 0: 1.0, 3: 5.0})
-    assert ratio.median == 1.5 and ratio.num_rounds == 2 and math.isnan(ratio.low) and math.isnan(ratio.high)
+def test_paired_ratio_is_of_pairs():
+    ratio = compute.paired_ratio(np.array([[1.0, 1.0], [4.0, 2.0], [9.0, 0.0]]))
+    assert ratio.median == 1.5 and ratio.num_pairs == 2 and math.isnan(ratio.low) and math.isnan(ratio.high)
 
 
 def test_paired_ratio_interval():
-    ours, theirs = {n: 1.1 + n / 1000 for n in range(9)}, {n: 1.0 for n in range(9)}
-    ratio = compute.paired_ratio(ours, theirs, seed=3)
+    pairs = np.array([[1.1 + n / 1000, 1.0] for n in range(9)])
+    ratio = compute.paired_ratio(pairs, seed=3)
     assert 1.1 <= ratio.low < ratio.median < ratio.high <= 1.108
     assert ratio.median == pytest.approx(1.104)
-    assert ratio == compute.paired_ratio(ours, theirs, seed=3)
+    assert ratio == compute.paired_ratio(pairs, seed=3)
 
 
 def test_paired_ratio_to_nothing():
-    assert compute.paired_ratio({0: 0.0}, {0: 0.0}) is None
-    assert compute.paired_ratio({0: 1.0}, {1: 1.0}) is None
+    assert compute.paired_ratio(np.array([[0.0, 0.0]])) is None
+    assert compute.paired_ratio(np.empty((0, 2))) is None
