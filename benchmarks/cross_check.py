@@ -1,13 +1,13 @@
 """The load client against `aiperf` and `guidellm`: the same requests to one server, and what each says it measured.
 
-    python -m benchmarks.cross_check --aiperf DIR/bin/aiperf --guidellm DIR/bin/guidellm [--rounds 3] [--out FILE]
+    python -m benchmarks.cross_check --aiperf DIR/bin/aiperf --guidellm DIR/bin/guidellm [--rounds 6] [--out FILE]
 
 All send the same chats in a closed loop with connections kept open, to one running server without a prefix cache, in turn.
 Output lengths differ from request to request: with equal ones the users of a closed loop march in step, and whether their
 prompts meet in one prefill is then settled for a whole round by the first milliseconds.
 
-The server waits before each engine step, so that it leaves the cores to the clients most of the time: the two that watch
-one server should not slow it down by different amounts. How fast it was in a round it says itself, from /metrics: its mean
+The server has the first core to itself and the clients share the others: aiperf is ten processes, which would slow down the
+server that they measure. On two cores that are siblings they still do, so the server waits before each engine step. How fast it was in a round it says itself, from /metrics: its mean
 TTFT and time per gap, and the tokens/s of users who lose no time between two requests. `ratio to server` sets each client's
 figure against that of the same round; the exit code goes by the plain ratio.
 
@@ -49,7 +49,7 @@ from sagellm.demo_model import ensure_demo_model
 
 VERSIONS = {"aiperf": "0.13.0", "guidellm": "0.8.1"}
 OURS, MODEL = "ours", "sagellm-demo"
-CONCURRENCY, PROMPT_TOKENS, OUTPUT_TOKENS = 2, 128, (32, 64)
+CONCURRENCY, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 128, (32, 64)
 TOLERANCE, LIMIT_S, TRIES = 0.05, 600.0, 3
 METRICS = {"ttft_s": ("TTFT", "ms", 1e3), "itl_s": ("ITL", "ms", 1e3), "output_tokens_per_s": ("output", "tok/s", 1.0)}
 Figures = dict[str, float]
@@ -177,8 +177,8 @@ PEERS = {"aiperf": aiperf, "guidellm": guidellm}
 @click.command()
 @click.option("--aiperf", type=click.Path(path_type=Path), help=f"The program of aiperf {VERSIONS['aiperf']}.")
 @click.option("--guidellm", type=click.Path(path_type=Path), help=f"The program of guidellm {VERSIONS['guidellm']}.")
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
-@click.option("--requests", default=40, show_default=True, type=click.IntRange(min=4), help="Requests a round.")
+@click.option("--rounds", default=6, show_default=True, type=click.IntRange(min=1))
+@click.option("--requests", default=80, show_default=True, type=click.IntRange(min=4), help="Requests a round.")
 @click.option("--wait-ms", default=15.0, show_default=True, type=click.FloatRange(0, 500), help="Before each engine step.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
 def main(aiperf: Path | None, guidellm: Path | None, rounds: int, requests: int, wait_ms: float, out: Path | None) -> None:
@@ -212,7 +212,10 @@ def compete(binaries: dict[str, Path], rounds: int, count: int, wait_s: float) -
     )
     with tempfile.TemporaryDirectory(prefix="sagellm-cross-check-") as scratch:
         workload = Workload(ensure_demo_model(), count, Path(scratch))
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})  # what is started inherits it
         server = Server(config)
+        os.sched_setaffinity(0, cores - {min(cores)} or cores)
         try:
             server.ready()
             ours(workload, server.url, 4)  # the warm-up
@@ -221,6 +224,7 @@ def compete(binaries: dict[str, Path], rounds: int, count: int, wait_s: float) -
             return interleave(clients, TRIES, rounds)
         finally:
             server.close()
+            os.sched_setaffinity(0, cores)
 
 
 def compare(name: str, mine: Sequence[Figures], theirs: Sequence[Figures]) -> dict[str, Any]:
