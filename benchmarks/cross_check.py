@@ -7,9 +7,10 @@ Output lengths differ from request to request: with equal ones the users of a cl
 prompts meet in one prefill is then settled for a whole round by the first milliseconds.
 
 The server has the first core to itself and the clients share the others: aiperf is ten processes, which would slow down the
-server that they measure. On two cores that are siblings they still do, so the server waits before each engine step. How fast it was in a round it says itself, from /metrics: its mean
-TTFT and time per gap, and the tokens/s of users who lose no time between two requests. `ratio to server` sets each client's
-figure against that of the same round; the exit code goes by the plain ratio.
+server that they measure. On two cores that are siblings they still do, so the server waits before each engine step. How fast
+it was in a round it says itself, from /metrics: its mean TTFT and time per gap, and the tokens/s of users who lose no time
+between two requests. `ratio to server` sets each client's figure against that of the same round; the exit code goes by the
+plain ratio.
 
 Definitions. TTFT: from the send (guidellm: from the first header written) to the first event with text; mean over requests.
 ITL: aiperf takes (latency - TTFT) / (tokens - 1) of each request, latency until the last event with text, and the mean over

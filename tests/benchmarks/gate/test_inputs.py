@@ -1,12 +1,18 @@
 """What the gate refuses to judge."""
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks.config import preset
 from benchmarks.errors import BenchmarkError
 from benchmarks.gate import judge
+from benchmarks.gate.inputs import choose
+from benchmarks.result import read_result
 from tests.benchmarks.gate.made_up import MACHINE, steady
 
 ONE = ("head",)
+BASELINES = Path(__file__).parents[3] / "benchmarks" / "baselines"
 
 
 def refused(match, *arguments, **options):
@@ -95,3 +101,14 @@ def test_a_value_that_is_no_number(value):
     result = steady()
     result.runs[0].metrics["mfu"] = value
     refused("mfu of 'base' is (nan|inf) in round 0", result)
+
+
+@pytest.mark.parametrize("file", sorted(BASELINES.glob("*.json")), ids=lambda file: file.stem)
+def test_committed_baselines_are_of_todays_config(file):
+    """Or they must be renewed: nothing could be judged against them."""
+    baseline = read_result(file)
+    today = preset(baseline.name).model_dump(mode="json")
+    current = baseline.model_copy(update={"config": today})
+    sides = choose(current.model_copy(update={"started": "later"}), baseline, None, None)
+    assert not sides.paired and all(run.status == "valid" for run in baseline.runs)
+    assert not any(commit["changed"] for commit in baseline.environment["commits"].values())
