@@ -209,9 +209,9 @@ def _ratios(result: Result, scenario: str) -> Figure | None:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     _ratio_axis(axes, [ratio for ratios in rows.values() for ratio in ratios.values()])
     axes.grid(alpha=0.25)
-    figure.suptitle(f"{result.name}: {scenario} against {base}, paired by round")
+    figure.suptitle(f"{result.name}: {scenario} against {base}, paired by launch or round")
     axes.legend(fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
-    axes.set_xlabel("ratio round by round: median and 95% bootstrap interval; 1 is no change")
+    axes.set_xlabel("ratio pair by pair: median and 95% bootstrap interval; 1 is no change")
     return figure
 
 
