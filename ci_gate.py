@@ -11,18 +11,24 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from benchmarks.config import BenchmarkConfig, load_config, preset
 from benchmarks.errors import BenchmarkError
 from benchmarks.gate import DEFAULT_RULES, Judgement, judge, load_rules, markdown
-from benchmarks.gate.base import MISUSED
+from benchmarks.gate.base import MISUSED, UNDECIDED
 from benchmarks.result import Result, read_result
 from sagellm.core.errors import SageError
 
 FILE = click.Path(path_type=Path)
+
+
+class Incomplete(BenchmarkError):
+    """Measuring both sides did not come to its end."""
 
 
 @click.command()
@@ -58,7 +64,9 @@ def main(
     }  # fmt: skip
     _check_options(current, baseline, base_rev, ab_only)
     try:
-        # Before any measuring: a mistake in the rules must not cost a benchmark.
+        # Before any measuring: a mistake must not cost a benchmark.
+        if markdown_file is not None and not os.access(markdown_file.absolute().parent, os.W_OK):
+            raise BenchmarkError(f"cannot write {markdown_file}: its folder is missing or may not be written to")
         rules = load_rules(rules_file) if rules_file else DEFAULT_RULES
         if base_rev is not None:
             config = _config(preset_name, config_file, rounds, launches)
@@ -68,10 +76,19 @@ def main(
         judgement = judge(found, older, rules, base_name, head_name)
         _report(judgement, markdown_file, as_json)
     except SageError as error:
-        for line in str(error).splitlines():
-            click.echo(f"error: {line}", err=True)
-        sys.exit(MISUSED)
+        _end(str(error), UNDECIDED if isinstance(error, Incomplete) else MISUSED)
+    except KeyboardInterrupt:
+        _end("interrupted; nothing was judged", UNDECIDED)
+    except Exception as error:  # exit code 1 is for regressions alone
+        traceback.print_exc()
+        _end(f"the gate itself failed: {error!r}", UNDECIDED)
     sys.exit(judgement.exit_code)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    for line in message.splitlines():
+        click.echo(f"error: {line}", err=True)
+    sys.exit(code)
 
 
 def _check_options(current: Path | None, baseline: Path | None, base_rev: str | None, ab_only: dict) -> None:
@@ -99,7 +116,10 @@ def _compare(base_rev: str, config: BenchmarkConfig, out: Path) -> Result:
     # Late: it brings servers and checkouts, which judging two files needs nothing of.
     from benchmarks.ab import run_ab
 
-    return run_ab(base_rev, config, out)
+    found = run_ab(base_rev, config, out)
+    if found.status != "complete":
+        raise Incomplete(f"the comparison is {found.status} ({found.reason}); what was measured is in {out}")
+    return found
 
 
 def _report(judgement: Judgement, file: Path | None, as_json: bool) -> None:

@@ -1,6 +1,8 @@
 """Base and head of the project against each other: built side by side, up together, asked in turn."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -43,10 +45,20 @@ def _build(commit: str, checkout: Path) -> None:
     if _git("worktree", "add", "--detach", str(checkout), commit) is None:
         raise BenchmarkError(f"git cannot check {commit[:12]} out beside {ROOT}")
     plain = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH")}
-    built = subprocess.run(["./apply_patches.sh"], cwd=checkout, env=plain, capture_output=True, text=True)
-    if built.returncode != 0:
-        last = (built.stderr or built.stdout).strip().splitlines()[-1:]
-        raise BenchmarkError(f"./apply_patches.sh of {commit[:12]} ended with code {built.returncode}: {' '.join(last)}")
+    pipe = subprocess.PIPE
+    build = subprocess.Popen(
+        ["./apply_patches.sh"], cwd=checkout, env=plain, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    try:
+        out, errors = build.communicate()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(build.pid, signal.SIGKILL)  # or pip would go on writing into a folder that is being removed
+        build.communicate()
+        raise
+    if build.returncode != 0:
+        last = (errors or out).strip().splitlines()[-1:]
+        raise BenchmarkError(f"./apply_patches.sh of {commit[:12]} ended with code {build.returncode}: {' '.join(last)}")
 
 
 def _git(*words: str) -> str | None:

@@ -33,7 +33,7 @@ class Noise(NamedTuple):
     """What moves runs. Effects are on the scale of comparison: natural logarithms where `ratio` holds.
 
     level: float[num_rules], of the first contestant; ratio: bool[num_rules]; shared: float[num_rounds, num_rules], by
-    round; residual: float[num_runs, num_rules].
+    round; residual: float[num_runs, num_rules]; unit: what counts as a round here, a round or a launch of several.
     """
 
     rules: Rules
@@ -41,6 +41,7 @@ class Noise(NamedTuple):
     ratio: np.ndarray
     shared: np.ndarray
     residual: np.ndarray
+    unit: str = "round"
 
     def paired_sd(self, metric: str) -> float:
         """Standard deviation of head / base (its logarithm) in one round; two residuals differ by sqrt(2) of one."""
@@ -95,7 +96,8 @@ def observe(result: Result, rules: Rules = DEFAULT_RULES) -> Noise:
         shared = _unshrink(shared, rounds, rounds - 1)
     freedom = (rounds - 1) * max(1, len(names) - 1)
     residual = _unshrink(kept.reshape(-1, len(rules)), rounds * len(names), freedom)
-    return Noise(rules, level, ratio, shared, residual)
+    launches = {run.launch for run in result.runs if run.scenario == rules[0].scenario}
+    return Noise(rules, level, ratio, shared, residual, "launch" if len(launches) > 1 else "round")
 
 
 def simulate(noise: Noise, design: str, rounds: int, regression: float, rng: np.random.Generator) -> dict[Rule, Series]:
@@ -172,7 +174,7 @@ def _draw(effects: np.ndarray, shape: tuple[int, int], rng: np.random.Generator)
 @click.option("--result", "file", type=click.Path(path_type=Path), required=True, help="A result of several rounds.")
 @click.option("--regression", type=click.FloatRange(min=0, min_open=True), default=0.10, show_default=True)
 @click.option("--trials", type=click.IntRange(min=1), default=1000, show_default=True)
-@click.option("--rounds", "span", default="3-15", show_default=True, help="A number, or first-last.")
+@click.option("--rounds", "span", default="3-15", show_default=True, help="Or launches; a number, or first-last.")
 @click.option("--design", "designs", type=click.Choice(DESIGNS), multiple=True, help="Default: all.")
 @click.option("--noise", "levels", help=f"Standard deviations to scale the noise of {REFERENCE} to, comma-separated.")
 @click.option("--rules", "rules_file", type=click.Path(path_type=Path), help="As for ci_gate.py.")
@@ -203,14 +205,15 @@ def main(
         rows = [{"noise": sd, **each._asdict()} for sd, several in found.items() for each in several]
         click.echo(json.dumps({"result": str(file), "regression": regression, "rates": rows}, indent=1))
     else:
-        click.echo("\n\n".join(_table(sd, several, regression) for sd, several in found.items()))
+        click.echo("\n\n".join(_table(noise.unit, sd, several, regression) for sd, several in found.items()))
 
 
-def _table(sd: float, found: list[Rates], regression: float) -> str:
+def _table(unit: str, sd: float, found: list[Rates], regression: float) -> str:
+    plural = {"round": "rounds", "launch": "launches"}[unit]
     lines = [
-        f"Noise: {sd:.2%} between base and head in a round ({REFERENCE}); planted: TTFT +{regression:.0%}.",
+        f"Noise: {sd:.2%} between base and head in a {unit} ({REFERENCE}); planted: TTFT +{regression:.0%}.",
         "",
-        "| design | rounds | caught | identical code fails | identical code: cannot tell |",
+        f"| design | {plural} | caught | identical code fails | identical code: cannot tell |",
         "|---|---:|---:|---:|---:|",
     ]
     for each in found:
@@ -219,7 +222,7 @@ def _table(sd: float, found: list[Rates], regression: float) -> str:
     for design in dict.fromkeys(each.design for each in found):
         enough = enough_rounds(found, design)
         lines.append(
-            f"\n{design}: {f'{enough} rounds are enough' if enough else 'no number of rounds tried is enough'}."
+            f"\n{design}: {f'{enough} {plural} are enough' if enough else f'no number of {plural} tried is enough'}."
         )
     if any(each.design == "unpaired" for each in found):
         lines.append("\nunpaired: a drift of the machine between the two files is not in these figures.")

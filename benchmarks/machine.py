@@ -38,10 +38,15 @@ def read_bandwidth_gb_s(threads: int, size_bytes: int = 1 << 30, repeats: int = 
 
 
 def _processor() -> str:
+    """Its name with family, model and stepping: a virtual machine may hide all but the maker in the name."""
+    found: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+        key, _, value = line.partition(":")
+        found.setdefault(key.strip(), value.strip())
+    if "model name" not in found:
+        return platform.processor()
+    numbers = [found[key] for key in ("cpu family", "model", "stepping") if key in found]
+    return found["model name"] + (f" ({'-'.join(numbers)})" if numbers else "")
 
 
 def _version(name: str) -> str | None:

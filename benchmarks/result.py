@@ -79,6 +79,7 @@ class Result(Model):
 
     def independent(self, contestants: Sequence[str], scenario: str, metric: str) -> np.ndarray:
         """float[observations, contestants]: means over the rounds of each launch, or rounds where one launch ran them all.
+        Means are geometric, so that a rate and its inverse tell the same, unless a value is 0.
 
         Rounds of one launch share their process's luck with memory and threads, so they are no samples of the code's speed.
         A round counts when every contestant has it: each brings prompts of its own.
@@ -90,7 +91,11 @@ class Result(Model):
         if len(set(launch_of.values())) < 2:
             return table
         launches = np.array([launch_of[number] for number in common])
-        return np.array([table[launches == launch].mean(axis=0) for launch in np.unique(launches)]).reshape(-1, len(values))
+        groups = [table[launches == launch] for launch in np.unique(launches)]
+        if (table > 0).all():
+            groups = [np.log(group) for group in groups]
+        means = np.array([group.mean(axis=0) for group in groups]).reshape(-1, len(values))
+        return np.exp(means) if (table > 0).all() else means
 
     def contestants(self) -> list[str]:
         return list(dict.fromkeys(run.contestant for run in self.runs))

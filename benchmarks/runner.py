@@ -7,8 +7,10 @@ server that dies leave a valid partial result. Exit codes: 0 complete, 1 partial
 """
 
 import contextlib
+import json
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +35,7 @@ from benchmarks.report.markdown import markdown
 from benchmarks.result import Definition, Result, Run
 from benchmarks.scenarios import component, component_names
 from benchmarks.scenarios.serve import ServeScenario, Subject
-from benchmarks.server import Server
+from benchmarks.server import Server, interpreter
 from sagellm.core.errors import SageError
 
 UNITS = 1000  # of the progress bar, a run
@@ -50,7 +52,8 @@ class BenchmarkRunner:
     def run(self, config: BenchmarkConfig) -> Result:
         """Raises BenchmarkError before anything is measured; afterwards a result of status partial or failed tells."""
         components = {name: component(name, options) for name, options in config.components.items()}
-        _check_models(config)
+        config = _found_models(config)
+        machine = environment({side.name: side.checkout for side in config.contestants})
         self._make_folder()
         names = self._contestant_names(config)
         result = Result(
@@ -60,7 +63,7 @@ class BenchmarkRunner:
             started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             duration_s=0.0,
             config=config.model_dump(mode="json"),
-            environment=environment({side.name: side.checkout for side in config.contestants}),
+            environment=machine,
             definitions={},
             runs=[],
         )
@@ -77,7 +80,7 @@ class BenchmarkRunner:
             result.status, result.reason = "partial", "stopped by its user"
         except ServerDied as error:
             result.status, result.reason = "failed", str(error)
-        except BenchmarkError as error:
+        except SageError as error:
             if not result.runs:  # misuse that only a running server could show; nothing half-written stays
                 shutil.rmtree(self._out)
                 raise
@@ -95,18 +98,19 @@ class BenchmarkRunner:
                     subjects = self._subjects(config, result, servers, launch)
                     for run in self._rounds(config, subjects, launch, bar):
                         yield run, DEFINITIONS
-        first = config.contestants[0].name
         for number in range(config.rounds * config.launches):
             for name, module in components.items():
-                seed = config.seed * 1000 + number
-                with bar.one(f"{name}, round {number + 1}"):
-                    options = {**module.OPTIONS, **config.components[name]}
-                    run = Run(contestant=first, scenario=name, round=number, launch=number, seed=seed)
-                    try:
-                        run.metrics = _apart(_run_component, name, seed, options)
-                    except Exception as error:  # a scenario is anybody's file; the other ones go on
-                        run.status, run.reason = "failed", f"{type(error).__name__}: {error}"
-                    yield run, module.DEFINITIONS
+                options = {**module.OPTIONS, **config.components[name]}
+                for side in _in_turn(config.contestants, number):
+                    with bar.one(f"{name} {side.name}, round {number + 1}"):
+                        run = Run(
+                            contestant=side.name, scenario=name, round=number, launch=number, seed=config.seed * 1000 + number
+                        )
+                        try:
+                            run.metrics = _run_component(side.checkout, name, run.seed, options)
+                        except BenchmarkError as error:  # a scenario is anybody's file; the other ones go on
+                            run.status, run.reason = "failed", str(error)
+                        yield run, module.DEFINITIONS
 
     def _rounds(self, config: BenchmarkConfig, subjects: list[Subject], launch: int, bar: "_Bar") -> Iterator[Run]:
         scenarios = self._scenarios(config)
@@ -137,7 +141,8 @@ class BenchmarkRunner:
             servers.callback(server.close)
             facts = server.ready()
             key = (facts.get("device", "cpu"), facts.get("dtype", "auto"))
-            peak, name = _peak(*key, sage.threads or _cores(), config.peak_tflops)
+            threads = min(sage.threads * sage.tensor_parallel, _cores()) if sage.threads else _cores()
+            peak, name = _peak(*key, threads, config.peak_tflops)
             result.environment.setdefault("peak", {})[side.name] = {"flops": peak, "name": name}
             devices = 1 if key[0] == "cpu" else sage.tensor_parallel  # a CPU's workers share one machine
             subjects[side.name] = Subject(
@@ -157,8 +162,8 @@ class BenchmarkRunner:
 
     def _contestant_names(self, config: BenchmarkConfig) -> list[str]:
         """One entry for each run of a round."""
-        served = len(config.contestants) * max(1, len(config.sweep)) if config.workload is not None else 0
-        return [*["serve"] * served, *config.components]
+        scenarios = ["serve"] * max(1, len(config.sweep)) if config.workload is not None else []
+        return [*scenarios, *config.components] * len(config.contestants)
 
     def _make_folder(self) -> None:
         require_empty(self._out)
@@ -210,12 +215,24 @@ def require_empty(out: Path) -> None:
         raise BenchmarkError(f"{out} is not empty; choose another --out")
 
 
-def _check_models(config: BenchmarkConfig) -> None:
-    """Raises BenchmarkError for a model that no server could load, before one is started."""
-    for side in config.contestants if config.workload is not None else ():
-        model = config.sage_config(side).model
-        if model is not None and not (model / "config.json").is_file():
-            raise BenchmarkError(f"{side.name}: server.model {model} is no folder with a Hugging Face model (config.json)")
+def _found_models(config: BenchmarkConfig) -> BenchmarkConfig:
+    """The config with the whole paths of its models, which servers of other checkouts find as well.
+
+    Raises BenchmarkError for one that no server could load, before one is started.
+    """
+
+    def found(server: dict[str, Any], whose: str) -> dict[str, Any]:
+        if server.get("model") is None or config.workload is None:
+            return server
+        model = Path(server["model"]).expanduser().resolve()
+        if not (model / "config.json").is_file():
+            raise BenchmarkError(f"{whose}server.model {model} is no folder with a Hugging Face model (config.json)")
+        return server | {"model": str(model)}
+
+    sides = tuple(
+        side.model_copy(update={"server": found(side.server, f"{side.name}: ")}) for side in config.contestants
+    )
+    return config.model_copy(update={"server": found(config.server, ""), "contestants": sides})
 
 
 def _in_turn(subjects: Sequence[T], number: int) -> list[T]:
@@ -241,8 +258,14 @@ def _apart(function: Any, *args: Any) -> Any:
         return pool.submit(function, *args).result()
 
 
-def _run_component(name: str, seed: int, options: dict[str, Any]) -> dict[str, float]:
-    return component(name, {}).run(seed, **options)
+def _run_component(checkout: Path | None, name: str, seed: int, options: dict[str, Any]) -> dict[str, float]:
+    """Measure once, with the checkout's code, in a process of its own. Raises BenchmarkError with its last words."""
+    command = [interpreter(checkout), "-m", "benchmarks.scenarios", name, "--seed", str(seed), "--options", json.dumps(options)]
+    done = subprocess.run(command, cwd=checkout or Path(__file__).parents[1], capture_output=True, text=True)
+    if done.returncode != 0:
+        words = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise BenchmarkError(f"{name} ended with code {done.returncode}: {words[0]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _cores() -> int:

@@ -35,13 +35,12 @@ class Server:
         values = config.model_dump(mode="json", exclude_unset=True) | {"host": "127.0.0.1", "port": port}
         file = Path(self._folder.name) / "server.yaml"
         file.write_text(yaml.safe_dump(values))
-        python = sys.executable if checkout is None else str(self.checkout / ".venv" / "bin" / "python")
         self.url = f"http://127.0.0.1:{port}"
         self.api_key = config.api_key[0] if config.api_key else None
         self._log = Path(self._folder.name) / "stderr"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [python, "-m", "sagellm.serve", "--config", str(file), "--json"],
+                [interpreter(checkout), "-m", "sagellm.serve", "--config", str(file), "--json"],
                 cwd=self.checkout, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
@@ -106,16 +105,23 @@ class Server:
     def close(self) -> None:
         """End it: in order first, then by force; nothing below it stays."""
         family = self.family()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(END_S)
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait()
-        self.process.stdout.close()
-        self._folder.cleanup()
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(END_S)
+        finally:  # also when a second Ctrl-C does not wait
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.process.wait()
+            self.process.stdout.close()
+            self._folder.cleanup()
+
+
+def interpreter(checkout: Path | None) -> str:
+    """The Python of another checkout, or of this process."""
+    return sys.executable if checkout is None else str(checkout.resolve() / ".venv" / "bin" / "python")
 
 
 def _free_port() -> int:

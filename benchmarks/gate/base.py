@@ -101,7 +101,8 @@ class NoiseFinding:
 @dataclass(frozen=True)
 class Judgement:
     """The gate's answer. `noise` is empty when no control ran. `num_runs`: contestant -> (valid, void) runs; with two
-    files its side stands before its name. `num_launches`: of the head; with several, each is one observation."""
+    files its side stands before its name. `num_launches`: of the head; with several, each is one observation.
+    `control_name`: the contestant that is base once more, if there was one."""
 
     metrics: tuple[MetricVerdict, ...]
     noise: tuple[NoiseFinding, ...]
@@ -110,6 +111,7 @@ class Judgement:
     head_name: str
     num_runs: dict[str, tuple[int, int]]
     num_launches: int
+    control_name: str | None
     units: dict[str, str]
     environments: dict[str, dict[str, Any]]
 

@@ -8,6 +8,7 @@ from benchmarks.gate.base import Rule
 from benchmarks.result import Result, Run
 
 CONTROL = "control"
+SERVED = "serve"
 MACHINE = ("processor", "cores")
 MAY_DIFFER = {"contestants", "rounds", "launches"}
 
@@ -29,6 +30,11 @@ class Side(NamedTuple):
             if not math.isfinite(value):
                 raise BenchmarkError(f"{self.label}: {rule.name} of {self.contestant!r} is {value} in round {number}")
         return values
+
+    def num_launches(self) -> int:
+        """Times that the servers were started."""
+        runs = [run for run in self.result.runs if run.scenario.split("@")[0] == SERVED and run.contestant == self.contestant]
+        return len({run.launch for run in runs})
 
     def absent(self, rule: Rule) -> str:
         """Why the metric is missing, as the runs say it; empty when they do not."""
@@ -69,6 +75,7 @@ def choose(
     if baseline is not None:
         _same_machine(baseline, current)
         _same_config(baseline, current)
+        _same_unit(base, head)
         return Sides(base, head, None, paired=False)
     control = None
     if control_name in current.contestants() and control_name not in (base.contestant, head.contestant):
@@ -145,6 +152,24 @@ def _same_config(baseline: Result, current: Result) -> None:
     if different:
         shown = "; ".join(f"{key}: {_short(older.get(key))} and {_short(newer.get(key))}" for key in different)
         raise BenchmarkError(f"baseline and current ran different configs: {shown}; only rounds and launches may differ")
+
+
+def _same_unit(base: Side, head: Side) -> None:
+    """Raises BenchmarkError when a start of the servers is one value on one side and a round on the other."""
+    base_launches, head_launches = base.num_launches(), head.num_launches()
+    if (base_launches > 1) != (head_launches > 1):
+        raise BenchmarkError(
+            f"the servers of the baseline were started {base_launches} times, those of current {head_launches}: start both"
+            " several times (launches), or both once"
+        )
+
+
+def peak_ratio(sides: Sides) -> float:
+    """Peak of head / peak of base where both were measured: of one machine, so that their difference is an error."""
+    peaks = [side.result.environment.get("peak", {}).get(side.contestant, {}) for side in (sides.head, sides.base)]
+    if all(str(peak.get("name", "")).startswith("measured") and peak.get("flops") for peak in peaks):
+        return peaks[0]["flops"] / peaks[1]["flops"]
+    return 1.0
 
 
 def _short(value: Any) -> str:

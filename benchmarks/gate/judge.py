@@ -59,7 +59,8 @@ def judge(
         num_runs={
             side.contestant if sides.paired else f"{side.label} {side.contestant}": side.count() for side in chosen
         },
-        num_launches=len({run.launch for run in sides.head.result.runs if run.contestant == sides.head.contestant}),
+        num_launches=sides.head.num_launches(),
+        control_name=sides.control.contestant if sides.control else None,
         units={rule.name: _unit(sides, rule) for rule in rules},
         environments={side.label: side.result.environment for side in (sides.base, sides.head)},
     )
@@ -228,6 +229,8 @@ def _series(sides: Sides, rule: Rule) -> Series:
 
     if not sides.paired:
         (base,), (head,) = observed(sides.base.result, sides.base), observed(sides.head.result, sides.head)
+        if rule.metric == "mfu":
+            head = head * inputs.peak_ratio(sides)  # both by the baseline's peak
         return Series(base, head, paired=False)
     if sides.control is None:
         return Series(*observed(sides.head.result, sides.base, sides.head))

@@ -39,6 +39,8 @@ def headline(judgement: Judgement) -> str:
 
 def noise_line(judgement: Judgement) -> str:
     """The A/A check: that it passed and what it saw, or by how much each metric is too noisy."""
+    if not judgement.noise and judgement.control_name:
+        return "A/A check: too few runs of the control for one."
     if not judgement.noise:
         return "A/A check: not run; no control (base a second time) is among the contestants."
     if judgement.noisy:
@@ -95,6 +97,8 @@ def _runs(judgement: Judgement) -> str:
     design = "interleaved, compared in pairs" if judgement.paired else "two samples"
     if judgement.num_launches > 1:
         design += f"; servers started {judgement.num_launches} times, each start one observation"
+    elif judgement.num_launches == 1:
+        design += "; servers started once, so that the luck of that start is in no interval"
     counts = [
         f"{name} {valid}" + (f" ({void} void, left out)" if void else "")
         for name, (valid, void) in judgement.num_runs.items()

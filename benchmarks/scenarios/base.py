@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from benchmarks.errors import BenchmarkError
 from benchmarks.result import Definition
 
-NO_COMPONENTS = frozenset({"base", "serve"})
+NO_COMPONENTS = frozenset({"base", "serve", "__main__"})
 
 
 class ComponentScenario(Protocol):
@@ -22,7 +22,7 @@ class ComponentScenario(Protocol):
     OPTIONS: dict[str, Any]
 
     def run(self, seed: int, **options: Any) -> dict[str, float]:
-        """Measure once. Called once a round in a process that does nothing else meanwhile."""
+        """Measure once. Called once a round for each contestant, in a process of its own."""
         ...
 
 

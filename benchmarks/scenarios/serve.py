@@ -25,7 +25,8 @@ from benchmarks.metrics import compute, flops
 from benchmarks.result import Run
 from benchmarks.server import Server
 
-HITS_INTERVAL_S = 1.0
+HITS_INTERVAL_S = 0.5
+COMM_SETTLE_S = 1.2  # ranks publish their communication times once a second, and once more a second after the last
 CLIENT_CPU_LIMIT = 0.8  # beyond it answers wait for the client
 WARM_SHARE = 0.9  # of the tokens that a warm cache could hit
 Progress = Callable[[int, int], None]
@@ -71,17 +72,22 @@ class ServeScenario:
         self._check_lengths(subject, prompts)
         self._warm_up(subject, seed, ids, prompts, first=round_number % self._config.rounds == 0)
         subject.server.forget_peak_memory()
-        before = compute.parse_prometheus(subject.server.metrics_text())
+        before = self._counters(subject)
         file = self._samples / f"{run.contestant}-{self.name}-{round_number}.npz"
         with _watched_hits(subject.server, file.with_name(f"{file.stem}-hits.npz"), before):
             run.client = _drive(self._plan(subject, prompts, seed), file, subject.server, progress)
-        after = compute.parse_prometheus(subject.server.metrics_text())
+        after = self._counters(subject)
         samples = read_samples(file)
         run.samples = f"samples/{file.name}"
         self._measure(run, subject, samples, before, after)
         run.metrics["peak_memory_bytes"] = float(subject.server.peak_memory_bytes())
         self._judge(run, subject, prompts, samples, before, after)
         return run
+
+    def _counters(self, subject: Subject) -> dict[str, float]:
+        if self._config.sage_config(subject.contestant).tensor_parallel > 1:
+            time.sleep(COMM_SETTLE_S)
+        return compute.parse_prometheus(subject.server.metrics_text())
 
     def _check_lengths(self, subject: Subject, prompts: list[Prompt]) -> None:
         longest, context = max(len(prompt.ids) + prompt.max_tokens for prompt in prompts), subject.facts.get("context_length")
@@ -165,7 +171,7 @@ class ServeScenario:
         if run.status == "valid" and not samples.ok.any():
             first = next((text for text in samples.errors.tolist() if text), "no error was told")
             run.status, run.reason = "failed", f"no request was answered: {first}"
-        self._judge_cache(run, subject, prompts, before, after)
+        self._judge_cache(run, subject, prompts, samples, before, after)
         if run.status == "valid":
             self._judge_client(run)
 
@@ -180,16 +186,23 @@ class ServeScenario:
             run.reason = f"the client used {run.client['cpu_share']:.0%} of a core; allowed {CLIENT_CPU_LIMIT:.0%}"
 
     def _judge_cache(
-        self, run: Run, subject: Subject, prompts: list[Prompt], before: dict[str, float], after: dict[str, float]
-    ) -> None:
+        self, run: Run, subject: Subject, prompts: list[Prompt], samples: Samples,
+        before: dict[str, float], after: dict[str, float],
+    ) -> None:  # fmt: skip
         if compute.series("sagellm_prefix_tokens_total", kind="hit", admission="first") not in after:
-            return  # an older server; its hit rates are absent, too
-        hit = _delta(before, after, "tokens", "hit")
-        most = float(sum(shared_tokens([prompt.ids for prompt in prompts], subject.block_size)))
-        whole = float(sum((len(prompt.ids) - 1) // subject.block_size * subject.block_size for prompt in prompts))
+            if run.status == "valid" and self._workload.cache == "warm":
+                run.status, run.reason = "void", "the server counts no hits, so nothing proves that its cache was warm"
+            return  # without a prefix cache it is cold; an older server's hit rates are absent, too
+        hit, block = _delta(before, after, "tokens", "hit"), subject.block_size
+        most = float(sum(shared_tokens([prompt.ids for prompt in prompts], block)))
+        whole = float(sum(((samples.prompt_tokens - 1) // block * block)[samples.prompt_tokens > 0]))
+        if self._workload.endpoint != "generate":
+            # Text is cut into other tokens than it was made of, and a chat's template stands before it.
+            longer = samples.prompt_tokens - np.array([len(prompt.ids) for prompt in prompts])
+            most += float(np.maximum(longer, 0).sum() + block * len(prompts))
         run.cache = {"hit_tokens": hit, "cold_limit_tokens": most, "warm_limit_tokens": whole}
-        if run.status != "valid" or self._workload.endpoint != "generate":
-            return  # a chat template may add a prefix that the prompts do not show
+        if run.status != "valid":
+            return
         if self._workload.cache == "cold" and hit > most:
             run.status = "void"
             run.reason = f"{hit:g} tokens hit the prefix cache; a cold one could have given {most:g}: it was contaminated"
@@ -244,12 +257,14 @@ def _stop_with(server: Server, client: subprocess.Popen) -> None:
 
 @contextlib.contextmanager
 def _watched_hits(server: Server, file: Path, before: dict[str, float]) -> Any:
-    """Write how the hit counters went, once a second, as they stand above `before`."""
-    rows: list[tuple[float, float, float]] = []
+    """Write how the hit counters went, from start to end and twice a second, as they stand above `before`."""
+    rows: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
     start_s, stopped = time.perf_counter(), threading.Event()
 
     def watch() -> None:
-        while not stopped.wait(HITS_INTERVAL_S):
+        last = False
+        while not last:
+            last = stopped.wait(HITS_INTERVAL_S)
             try:
                 now = compute.parse_prometheus(server.metrics_text())
             except ServerDied:

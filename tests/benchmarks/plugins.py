@@ -2,8 +2,20 @@
 
 import os
 import signal
+import time
 
 from sagellm.core.hooks import Plugin
+
+
+class Straggles(Plugin):
+    """Makes the second rank late for every collective by `late_s`, so that the first has to wait for it."""
+
+    def __init__(self, late_s):
+        self.late_s = late_s
+
+    def comm_begin(self, op):
+        if op.rank == 1:
+            time.sleep(self.late_s)
 
 
 class Dies(Plugin):

@@ -11,6 +11,8 @@ from click.testing import CliRunner
 
 import benchmarks.scenarios
 from benchmarks.errors import BenchmarkError
+from benchmarks.gate import judge
+from benchmarks.gate.base import Rule
 from benchmarks.metrics.definitions import DEFINITIONS
 from benchmarks.result import Definition, read_result
 from benchmarks.runner import main
@@ -89,6 +91,30 @@ def test_what_else_lies_in_the_folder_is_no_component(name: str):
 def test_unknown_options_are_told_the_known_ones():
     with pytest.raises(BenchmarkError, match="hook_call has no options colour, hue; allowed: calls, notices_per_call"):
         component("hook_call", {"hue": 1, "calls": 2, "colour": 1})
+
+
+def test_components_of_contestants_are_measured_in_turn(tmp_path: Path):
+    sides = "[{name: base}, {name: head}]"
+    text = f"name: parts\nrounds: 4\ncontestants: {sides}\ncomponents: {{hook_call: {SMALL['hook_call']}}}\n"
+    (tmp_path / "config.yaml").write_text(text)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(main, ["--config", str(tmp_path / "config.yaml"), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    result = read_result(out / "result.json")
+    assert [run.contestant for run in result.runs] == ["base", "head", "head", "base", "head", "base", "base", "head"]
+    metric = next(iter(component("hook_call", {}).DEFINITIONS))
+    rule = Rule(scenario="hook_call", metric=metric, better="lower", relative=0.1)
+    assert judge(result, rules=(rule,)).metrics[0].change.num_head == 4
+
+
+def test_a_component_that_fails_says_why_and_the_others_go_on(tmp_path: Path):
+    components = {"hook_call": SMALL["hook_call"] | {"calls": "many"}, "victim_choice": SMALL["victim_choice"]}
+    (tmp_path / "config.yaml").write_text(f"name: parts\nrounds: 1\ncomponents: {components}\n")
+    out = tmp_path / "out"
+    CliRunner().invoke(main, ["--config", str(tmp_path / "config.yaml"), "--out", str(out)])
+    failed, valid = read_result(out / "result.json").runs
+    assert (failed.status, valid.status) == ("failed", "valid")
+    assert failed.reason.startswith("hook_call ended with code 1: ") and "Error" in failed.reason
 
 
 def test_components_alone_make_a_result(tmp_path: Path):

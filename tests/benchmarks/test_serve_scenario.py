@@ -79,7 +79,9 @@ def test_a_cold_round_counts_and_says_everything(run: Callable[..., Run], tmp_pa
     assert samples.ok.all() and not any(samples.errors)
     assert samples.prompt_tokens.tolist() == [80] * 5 and samples.output_tokens.tolist() == [OUTPUT] * 5
     assert samples.chunk_tokens.sum() == 5 * OUTPUT
-    assert (tmp_path / "samples" / "head-serve-0-hits.npz").is_file()
+    with np.load(tmp_path / "samples" / "head-serve-0-hits.npz") as hits:  # from nothing to everything, however short
+        assert (hits["time_s"][0], hits["query_tokens"][0], hits["hit_tokens"][0]) == (0, 0, 0)
+        assert (hits["query_tokens"][-1], hits["hit_tokens"][-1]) == (5 * 80, 4 * 48)
 
     # One user: each prompt but the first finds the three blocks that all share.
     assert result.cache == {"hit_tokens": 4 * 48, "cold_limit_tokens": 4 * 48, "warm_limit_tokens": 5 * 64}
@@ -143,6 +145,8 @@ def test_poisson_arrivals_do_not_wait(run: Callable[..., Run], tmp_path: Path):
 def test_text_endpoints(run: Callable[..., Run], tmp_path: Path, number: int, endpoint: str):
     result = run(number, endpoint=endpoint)
     assert result.status == "valid", result.reason
+    again = run(number, endpoint=endpoint, name="again")
+    assert again.status == "void" and "contaminated" in again.reason
     samples = read_samples(tmp_path / result.samples)
     assert samples.ok.all() and samples.output_tokens.tolist() == [OUTPUT] * 5
     assert (samples.prompt_tokens > 0).all()
@@ -150,7 +154,7 @@ def test_text_endpoints(run: Callable[..., Run], tmp_path: Path, number: int, en
 
 
 def test_requests_that_warm_up_leave_a_cold_cache(run: Callable[..., Run]):
-    result = run(13, warmup_requests=3)
+    result = run(15, warmup_requests=3)
     assert result.status == "valid", result.reason
     assert result.cache["hit_tokens"] == result.cache["cold_limit_tokens"] == 4 * 48
 

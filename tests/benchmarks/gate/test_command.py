@@ -158,10 +158,31 @@ def test_ab_that_cannot_run_is_misuse(monkeypatch, config, tmp_path):
     misused(run("--ab", "HEAD", "--preset", "nothing"), "preset 'nothing' is unknown")
 
 
-def test_bad_rules_are_told_before_anything_is_measured(monkeypatch, config, tmp_path):
+def test_mistakes_are_told_before_anything_is_measured(monkeypatch, config, tmp_path):
     def run_ab(base_rev, config, out):
         raise AssertionError("measured")
 
     monkeypatch.setitem(sys.modules, "benchmarks.ab", types.SimpleNamespace(run_ab=run_ab))
     (tmp_path / "rules.yaml").write_text("metrics: {mfu: {limit: 1}}")
     misused(run("--ab", "HEAD", "--config", config, "--rules", tmp_path / "rules.yaml"), "limit: unknown key")
+    misused(run("--ab", "HEAD", "--config", config, "--markdown", tmp_path / "none" / "a.md"), "folder is missing")
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (KeyboardInterrupt(), "interrupted; nothing was judged"),
+        (OSError("no space"), "the gate itself failed: OSError('no space')"),
+        ("partial", "the comparison is partial (stopped)"),
+        ("failed", "the comparison is failed (stopped)"),
+    ],
+)
+def test_what_was_not_measured_whole_is_no_regression(monkeypatch, config, end, told):
+    def run_ab(base_rev, config, out):
+        if isinstance(end, str):
+            return steady(names=TRIO, head={"ttft_p50_s": 1.1}).model_copy(update={"status": end, "reason": "stopped"})
+        raise end
+
+    monkeypatch.setitem(sys.modules, "benchmarks.ab", types.SimpleNamespace(run_ab=run_ab))
+    done = run("--ab", "HEAD", "--config", config)
+    assert done.exit_code == 3 and f"error: {told}" in done.stderr and done.stdout == ""

@@ -103,6 +103,16 @@ def test_a_value_that_is_no_number(value):
     refused("mfu of 'base' is (nan|inf) in round 0", result)
 
 
+def test_a_start_is_not_judged_against_a_round():
+    baseline, current = steady(names=ONE), steady(names=ONE, seed=1)
+    for run in baseline.runs:
+        run.launch = run.round // 2
+    refused("baseline were started 3 times, those of current 1", current, baseline)
+    for run in current.runs:
+        run.launch = run.round // 3
+    assert judge(current, baseline).num_launches == 2
+
+
 @pytest.mark.parametrize("file", sorted(BASELINES.glob("*.json")), ids=lambda file: file.stem)
 def test_committed_baselines_are_of_todays_config(file):
     """Or they must be renewed: nothing could be judged against them."""

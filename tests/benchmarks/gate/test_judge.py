@@ -280,6 +280,20 @@ def test_the_luck_of_a_launch_is_no_regression():
     assert not judge(scaled(found, luck, launches=True)).of(Verdict.REGRESSION)
 
 
+def test_the_error_of_a_measured_peak_is_no_change_of_mfu():
+    current, baseline = steady(names=("head",), seed=1), steady(names=("head",))
+    current.environment["peak"] = {"head": {"flops": 1.0e11, "name": "measured GEMM peak, float32"}}
+    baseline.environment["peak"] = {"head": {"flops": 1.1e11, "name": "measured GEMM peak, float32"}}
+    for run in current.runs:
+        run.metrics["mfu"] *= 1.1
+    mfu = next(found for found in judge(current, baseline).metrics if found.rule.metric == "mfu")
+    assert mfu.verdict == Verdict.PASS and abs(mfu.change.relative.value) < 0.01
+    for result in (current, baseline):
+        result.environment["peak"]["head"]["name"] = "given in the config"
+    mfu = next(found for found in judge(current, baseline).metrics if found.rule.metric == "mfu")
+    assert mfu.change.relative.value == pytest.approx(0.1, abs=0.01)
+
+
 def scaled(result, luck, launches):
     """`result` with its 60 rounds in three launches, each of which multiplies the time to the first token."""
     runs = []
