@@ -70,6 +70,9 @@ def test_base_control_and_head_are_measured(clone: Callable, model_folder: Calla
     commits = result.environment["commits"]
     assert commits["base"] == commits["control"] == {"commit": base, "changed": False}
     assert commits["head"]["commit"] != base, "the head is this checkout, not the clone"
+    elsewhere = result.environment["elsewhere"]
+    assert elsewhere["base"]["patches"] == result.environment["patches"] and elsewhere["base"]["versions"]
+    assert elsewhere.keys() == {"base", "control"}
     assert worktrees(folder) == 1
 
 
