@@ -69,8 +69,10 @@ class BenchmarkRunner:
         )
         start_s = time.monotonic()
         try:
-            with _Bar(self._show, len(names) * config.rounds * config.launches) as bar:
-                for run, definitions in self._runs(config, components, result, bar):
+            with contextlib.ExitStack() as stack:
+                bar = stack.enter_context(_Bar(self._show, len(names) * config.rounds * config.launches))
+                runs = stack.enter_context(contextlib.closing(self._runs(config, components, result, bar)))
+                for run, definitions in runs:
                     result.runs.append(run)
                     result.definitions |= {name: definitions[name] for name in run.metrics}
                     result.duration_s = time.monotonic() - start_s
