@@ -19,7 +19,7 @@ from benchmarks.errors import BenchmarkError
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(240),
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history of a git checkout"),
 ]
 LINK = f"ln -s {sys.prefix} .venv"

@@ -21,7 +21,7 @@ from benchmarks.metrics.definitions import DEFINITIONS
 from benchmarks.result import Result, Run, read_result
 from benchmarks.runner import main
 
-pytestmark = pytest.mark.timeout(120)  # a server that hangs is ended by the fixtures
+pytestmark = pytest.mark.timeout(240)  # a server that hangs is ended by the fixtures
 DEADLINE_S = 90.0
 MARK = "SAGELLM_TESTS_MARK"
 SERVER = {
