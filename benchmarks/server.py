@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.errors import ServerDied
+from benchmarks.errors import BenchmarkError, ServerDied
 from sagellm.core.config import SageConfig
 
 READY_S, END_S = 300.0, 30.0
@@ -120,8 +120,13 @@ class Server:
 
 
 def interpreter(checkout: Path | None) -> str:
-    """The Python of another checkout, or of this process."""
-    return sys.executable if checkout is None else str(checkout.resolve() / ".venv" / "bin" / "python")
+    """The Python of another checkout, or of this process. Raises BenchmarkError for a checkout without an environment."""
+    if checkout is None:
+        return sys.executable
+    python = checkout.resolve() / ".venv" / "bin" / "python"
+    if not python.exists():
+        raise BenchmarkError(f"checkout {checkout} has no .venv/bin/python; run ./apply_patches.sh there")
+    return str(python)
 
 
 def _free_port() -> int:

@@ -215,6 +215,14 @@ def test_an_unknown_option_of_a_component(tmp_path: Path, run: Any):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkout_without_an_environment(tmp_path: Path, run: Any):
+    (tmp_path / "old").mkdir()
+    config = values(contestants=[{"name": "old", "checkout": str(tmp_path / "old")}])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert_misuse(run("--config", str(tmp_path / "config.yaml")), "has no .venv/bin/python; run ./apply_patches.sh there")
+    assert not (tmp_path / "out").exists()
+
+
 def test_out_is_needed():
     done = CliRunner().invoke(main, ["--scenario", "hook_call"])
     assert done.exit_code == 2 and "--out" in done.stderr
