@@ -60,21 +60,40 @@ has_lmdeploy() {
     return 1
 }
 
-# One line that changes when anything that decides the content of the environment does.
+# One line that changes when anything that decides the content of the environment does, or the extension that was built.
 fingerprint() {
     "$1" - "$2" "$root" <<'PYTHON'
-import hashlib, pathlib, sys
+import hashlib, importlib.machinery, pathlib, sys
 root = pathlib.Path(sys.argv[2])
-files = [root / "pyproject.toml", root / "apply_patches.sh", *sorted((root / "third_party/requirements").glob("*.txt"))]
+files = [root / "pyproject.toml", root / "apply_patches.sh", *(root / "third_party/requirements").glob("*.txt")]
+for pattern in ("CMakeLists.txt", "include/**/*.h", "src/**/*.[ch]*", "bindings/**/*.[ch]*"):
+    files += (root / "sagellm/csrc").glob(pattern)
+files += (root / "sagellm").glob("_core" + importlib.machinery.EXTENSION_SUFFIXES[0])
 digest = hashlib.sha256("\0".join([sys.argv[1], str(root)]).encode())
-for file in files:
-    digest.update(hashlib.sha256(file.read_bytes()).digest())
+for file in sorted(files):
+    digest.update(str(file.relative_to(root)).encode() + hashlib.sha256(file.read_bytes()).digest())
 print(sys.argv[1], digest.hexdigest())
 PYTHON
 }
 
 wheel_fits() {
     [ "$(uname -s)" = Linux ] && [ "$(uname -m)" = x86_64 ]
+}
+
+# What compiles the native extension; CMake and Ninja come with pip where the system has none.
+require_compiler() {
+    local python="$1" compiler headers
+    headers="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+    [ -e "$headers/Python.h" ] || die "no $headers/Python.h, which the native extension sagellm._core is compiled with;" \
+        "on Debian and Ubuntu: apt install python3-dev"
+    for compiler in ${CXX:-c++ g++ clang++}; do
+        if printf '#include <optional>\nstd::optional<int> i;' | "$compiler" -std=c++17 -x c++ -fsyntax-only - 2>/dev/null
+        then
+            return
+        fi
+    done
+    die "no C++17 compiler (tried: ${CXX:-c++ g++ clang++}), which the native extension sagellm._core needs;" \
+        "on Debian and Ubuntu: apt install g++"
 }
 
 install_lmdeploy() {
@@ -112,12 +131,14 @@ set_up() {
     if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && has_lmdeploy "$environment"; then
         return
     fi
+    require_compiler "$python"
     rm -f "$stamp"
-    say "installing the $mode dependencies, the test tools and sageLLM (a minute or more)"
+    say "installing the $mode dependencies, the test tools and sageLLM, which is compiled (a minute or more)"
     "$python" -m pip install --quiet --no-warn-conflicts \
-        -r "$requirements/$mode.txt" -r "$requirements/test.txt" -e "$root[test]" >&2
+        -r "$requirements/$mode.txt" -r "$requirements/test.txt" -e "$root[test]" >&2 ||
+        die "the set-up is not complete: pip says why, above; then ./apply_patches.sh again"
     [ "$mode" = cuda ] || install_lmdeploy "$python" "$environment"
-    printf '%s\n' "$wanted" >"$stamp"
+    fingerprint "$python" "$mode" >"$stamp"
 }
 
 # The patch tool's `main`, or its `parse` alone, with its arguments. It runs on any supported Python.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,42 @@ class OffloadInstead(Plugin):
         plan = MigrationPlan(Tier.GPU, Tier.CPU, tuple(movable[: request.count]))
         self.engine.migrate_blocks(plan)
         return []
+
+
+class MovesAnything(Plugin):
+    """Asks for blocks of every kind to be moved, either way, whenever it is called."""
+
+    def attach(self, engine):
+        self.engine = engine
+        self.draw = random.Random(0)
+        self.reasons = set()
+        engine.register_eviction_callback(self.move)
+
+    def move(self, argument=None):
+        tiers = self.draw.sample((Tier.GPU, Tier.CPU), 2)
+        blocks = [info.block_id for info in self.engine.get_block_info()] + [self.draw.randrange(-2, 30)]
+        chosen = self.draw.sample(blocks, self.draw.randrange(len(blocks) // 2 + 1))
+        result = self.engine.migrate_blocks(MigrationPlan(*tiers, tuple(chosen)))
+        self.reasons.update(result.refused.values())
+
+    def admit(self, request):
+        self.move()
+        return True
+
+    def select_victims(self, request):
+        self.move()
+        return request.leaf_first()[: self.draw.randrange(3)]
+
+    def schedule(self, view):
+        self.move()
+
+    def on_evicted(self, notice):
+        self.move(notice)
+        given_up = self.engine.migrate_blocks(MigrationPlan(Tier.GPU, Tier.CPU, notice.block_ids))
+        assert not given_up.moved, "a block moved that is about to be free"
+
+    def on_request_end(self, request_id):
+        self.move()
 
 
 class OwnIndex(Plugin):

@@ -1,9 +1,14 @@
 """Recounts an engine's blocks from LMDeploy's own numbers, independently of what the hooks keep."""
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import numpy as np
+
+from sagellm.core.hooks import Tier
+from sagellm.engines.lmdeploy.scheduler import PREFIX_INDEX
+from sagellm.prefix_reuse.base import TIERS
 
 SETTLE_S = 10.0
 
@@ -18,55 +23,73 @@ def settle(engine: Any) -> None:
     engine._on_loop(asyncio.wait_for(wait(), SETTLE_S))
 
 
-def trie_nodes(engine: Any) -> list[Any]:
-    """Every node of LMDeploy's prefix trie but the roots, parents before children."""
-    nodes, queue = [], list(engine.engine.scheduler.block_trie._roots.values())
-    while queue:
-        node = queue.pop()
-        queue.extend(node.children.values())
-        if node.block >= 0:
-            nodes.append(node)
-    return nodes
-
-
 def cached_blocks(engine: Any) -> set[int]:
-    return {int(node.block) for node in trie_nodes(engine)}
+    return set(engine.hooks.cache.index.blocks().kv_block_ids.tolist())
 
 
 def check_pool(engine: Any) -> None:
     """An idle engine: no block is active or lost, none has two owners, and the hooks' counts are the engine's."""
     scheduler = engine.engine.scheduler
-    allocator = scheduler.block_manager.allocator
-    memory = allocator._log_mem
-    nodes = trie_nodes(engine)
-    cached = [int(node.block) for node in nodes]
-    assert len(set(cached)) == len(cached), "two trie nodes share a block"
-    expected = np.zeros(memory.num_blocks(), np.int64)
-    expected[cached] = 1
-    assert memory.ref_count.tolist() == expected.tolist(), "an idle engine holds each cached block once, others never"
-    # LMDeploy leaves a node among the leaves when a request walks over it and adds a child, so this is no equality; a
-    # leaf that is missing would raise in its `allocate`.
-    leaves = {id(leaf) for leaf in scheduler.block_trie.leaves}
-    assert {id(node) for node in nodes if not node.children} <= leaves <= {id(node) for node in nodes}
+    assert PREFIX_INDEX not in {fault.plugin for fault in engine.hooks._host.faults}
+    check_blocks(scheduler)
+    assert not scheduler.sessions
+    assert engine.hooks.kv.counts().active == 0
 
-    slots = memory.phy_map[cached].tolist() if cached else []
+
+def check_blocks(scheduler: Any) -> None:
+    """Index, requests and allocator agree on every block, at any moment between two calls of the scheduler."""
+    hooks = scheduler.sage
+    sequences = [seq for session in scheduler.sessions.values() for seq in session.sequences.values()]
+    assert not scheduler.block_trie.leaves and not scheduler.block_trie._roots, "LMDeploy's trie was used"
+    memory = scheduler.block_manager.allocator._log_mem
+    tables = {seq.seq_id: seq.logical_blocks.get_real_blocks().tolist() for seq in sequences}
+    held = {seq.seq_id: hooks.cache.num_held(seq) for seq in sequences}
+    tier_of = _check_index(hooks, Counter(b for number, table in tables.items() for b in table[: held[number]]), memory)
+
+    references = Counter(tier_of.keys())
+    for table in tables.values():
+        assert len(set(table)) == len(table)
+        references.update(table)
+    assert memory.ref_count.tolist() == [references[block] for block in range(memory.num_blocks())]
+    for seq in sequences:
+        assert seq.num_blocks * seq.block_size >= seq.num_history_ids
+        assert all(block in tier_of for block in tables[seq.seq_id][: held[seq.seq_id]])
+    _check_slots(scheduler, sorted(references), memory)
+
+
+def _check_index(hooks: Any, locks: Counter, memory: Any) -> dict[int, Tier]:
+    """{cached block: tier}; `locks` counts the requests that hold each block."""
+    cache = hooks.cache
+    if not cache.enabled:
+        assert not cache.is_cached.any()
+        return {}
+    rows = cache.index.blocks()
+    ids = rows.kv_block_ids.tolist()
+    assert len(set(ids)) == len(ids), "a block is cached twice"
+    assert np.flatnonzero(cache.is_cached).tolist() == sorted(ids)
+    assert dict(zip(ids, rows.num_locks.tolist(), strict=True)) == {block: locks[block] for block in ids}
+    assert len(cache._held) == cache.index.metrics()["locks"], "a lock was not given back"
+    tier_of = dict(zip(ids, (TIERS[place] for place in rows.tiers), strict=True))
+    assert all((memory.phy_map[block] < hooks.kv._pool_slots) == (tier is Tier.GPU) for block, tier in tier_of.items())
+    return tier_of
+
+
+def _check_slots(scheduler: Any, used: list[int], memory: Any) -> None:
+    """`used`: the ids that somebody holds."""
+    allocator, hooks = scheduler.block_manager.allocator, scheduler.sage
+    slots = memory.phy_map[used].tolist() if used else []
     assert len(set(slots)) == len(slots), "two blocks share a slot"
-    pool = allocator.get_phy_allocator("gpu")
-    host = allocator.get_phy_allocator("cpu")
-    pending = [] if engine.hooks is None else [src + pool._num_blocks for src in engine.hooks.kv._ins]
-    _check_partition(pool, [slot for slot in slots if slot < pool._num_blocks])
+    pool, host = allocator.get_phy_allocator("gpu"), allocator.get_phy_allocator("cpu")
+    pending = [src + pool._num_blocks for src in hooks.kv._ins]
+    in_pool = [slot for slot in slots if slot < pool._num_blocks]
+    _check_partition(pool, in_pool)
     _check_partition(host, [slot for slot in slots if slot >= pool._num_blocks] + pending)
-    assert sorted(_free_ids(allocator, allocator._num_blocks) + cached) == list(range(memory.num_blocks()))
+    assert sorted(_free_ids(allocator, allocator._num_blocks) + used) == list(range(memory.num_blocks()))
 
-    if engine.hooks is None:
-        return
-    counts = engine.hooks.kv.counts()
+    counts = hooks.kv.counts()
     assert counts.free + counts.cached + counts.active == counts.total
-    assert counts.active == 0
-    assert counts.cached == sum(slot < pool._num_blocks for slot in slots)
-    assert counts.free == pool.get_num_free_blocks()
-    assert counts.host_used == sum(slot >= pool._num_blocks for slot in slots) + len(pending)
-    assert set(engine.hooks.kv.nodes) == set(cached)
+    assert counts.free == pool.get_num_free_blocks() == counts.total - len(in_pool)
+    assert counts.host_used == len(slots) - len(in_pool) + len(pending)
 
 
 def _free_ids(allocator: Any, size: int) -> list[int]:

@@ -26,3 +26,15 @@ class CapacityError(SageError):
 
 class EngineError(SageError):
     """The engine refused a request or stopped."""
+
+
+class PrefixIndexError(SageError, ValueError):
+    """A prefix index was given something that it cannot use, or a snapshot that is not one."""
+
+
+class LockError(PrefixIndexError):
+    """A lock that is unknown or already released, or a removal of blocks that are locked."""
+
+
+class BlockReuseError(PrefixIndexError):
+    """A KV block id that holds another cached prefix."""

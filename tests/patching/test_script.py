@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from tests.patching.conftest import SERIES, Lab
 
 ROOT = Path(__file__).parents[2]
 PIP = """
-import pathlib, shutil, sys
+import os, pathlib, shutil, sys
 here = pathlib.Path(__file__).parents[1]
 with open({log!r}, "a") as log:
     print(*sys.argv[1:], file=log)
+if os.environ.get("PIP_FAILS"):
+    sys.exit("pip: no such package")
 if any(name.endswith(("no-deps.txt", "cuda.txt")) for name in sys.argv):
     if not (here / "lmdeploy").exists():
         shutil.copytree({lmdeploy!r}, here / "lmdeploy")
@@ -101,6 +104,37 @@ def test_what_decides_the_environment_leads_to_a_new_set_up(checkout: Checkout) 
     (only,) = checkout.installed()
     assert "cuda.txt" in only and "--no-deps" not in only
     assert checkout.run().returncode == 0 and checkout.installed() == []  # it remembers
+
+
+def test_native_sources_lead_to_a_new_build_and_so_does_a_lost_extension(checkout: Checkout) -> None:
+    assert checkout.run().returncode == 0 and len(checkout.installed()) == 2
+    native = checkout.root / "sagellm/csrc"
+    for name in ("CMakeLists.txt", "include/sagellm/index.h", "src/index.cpp", "bindings/module.cpp"):
+        (native / name).parent.mkdir(parents=True, exist_ok=True)
+        (native / name).write_text("// changed\n")
+        assert checkout.run().returncode == 0 and len(checkout.installed()) == 2, name
+    (native / "tests").mkdir()
+    (native / "tests/threads.cpp").write_text("// changed\n")
+    assert checkout.run().returncode == 0 and checkout.installed() == []
+    extension = checkout.root / f"sagellm/_core{EXTENSION_SUFFIXES[0]}"
+    extension.write_bytes(b"built by another environment")
+    assert checkout.run().returncode == 0 and len(checkout.installed()) == 2
+    assert checkout.run().returncode == 0 and checkout.installed() == []
+    extension.unlink()
+    assert checkout.run().returncode == 0 and len(checkout.installed()) == 2
+
+
+def test_what_the_extension_needs_is_asked_for_before_anything_is_installed(checkout: Checkout) -> None:
+    result = checkout.run(CXX="/no/such/compiler")
+    assert result.returncode == 1 and "no C++17 compiler (tried: /no/such/compiler)" in result.stderr
+    assert "apt install g++" in result.stderr and checkout.installed() == []
+
+
+def test_a_failed_installation_is_tried_again(checkout: Checkout) -> None:
+    result = checkout.run(PIP_FAILS="1")
+    assert result.returncode == 1 and "error: the set-up is not complete" in result.stderr
+    assert len(checkout.installed()) == 1
+    assert checkout.run().returncode == 0 and len(checkout.installed()) == 2
 
 
 def test_verbs_do_not_install_and_json_is_clean(checkout: Checkout, lab: Lab) -> None:

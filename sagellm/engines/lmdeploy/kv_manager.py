@@ -1,6 +1,6 @@
 """LMDeploy's block pool as the contract sees it: information, victims, and migration to a host tier and back.
 
-Three notions of a block: its id (LMDeploy's logical block, which requests and the prefix trie hold), the slot of the pool
+Three notions of a block: its id (LMDeploy's logical block, which requests and the prefix cache hold), the slot of the pool
 that holds its bytes, and the slot of the host cache that does so after an offload. Migration changes the slot, not the id.
 
 Copies are not made here. They ride with the inputs of the next forward pass, which executes them, outs before ins, before
@@ -8,7 +8,7 @@ it reads or writes any block. Two rules keep that order harmless: a block restor
 again, and a host slot freed by a restore is not handed out before that pass was sent.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -28,6 +28,7 @@ from sagellm.core.hooks import (
     VictimRequest,
 )
 from sagellm.core.host import Nonsense, PluginHost
+from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache
 
 BUILT_IN = "lru"
 
@@ -35,18 +36,16 @@ BUILT_IN = "lru"
 class KVManager:
     """Owned by one scheduler; called on the engine's thread, or on a plug-in's while the engine waits for it."""
 
-    def __init__(self, scheduler: Any, host: PluginHost, block_bytes: int) -> None:
+    def __init__(self, scheduler: Any, host: PluginHost, cache: PrefixCache, block_bytes: int) -> None:
         self._host = host
+        self._cache = cache
         self._allocator = scheduler.block_manager.allocator
         self._pool = self._allocator.get_phy_allocator("gpu")
         self._pool_slots = scheduler.block_manager.num_gpu_blocks
         self._host_slots = scheduler.block_manager.num_cpu_blocks
-        self._trie = scheduler.block_trie
         self.block_size = scheduler.cache_config.block_size
         self.block_bytes = block_bytes
-        self.nodes: dict[int, Any] = {}  # block id -> node of LMDeploy's trie
         self.num_blocks = self._allocator._log_mem.num_blocks()  # of the pool and the host tier together
-        self._has_node = np.zeros(self.num_blocks, bool)  # the keys of `nodes`
         self._clock = count(1)
         self._outs: dict[int, int] = {}  # pool slot -> host slot, to be copied with the next pass
         self._ins: dict[int, int] = {}  # host slot -> pool slot
@@ -60,20 +59,14 @@ class KVManager:
 
     # ---- information
 
-    def add_node(self, node: Any) -> None:
-        """The prefix cache holds this node's block from now on."""
-        self.nodes[int(node.block)] = node
-        self._has_node[node.block] = True
-
     def num_free(self) -> int:
         return self._pool.get_num_free_blocks()
 
     def counts(self) -> BlockCounts:
-        memory = self._allocator._log_mem
-        is_cached = self._has_node & (memory.ref_count == 1)
+        unlocked = self._cache.unlocked()
         if self._host_slots:
-            is_cached &= memory.phy_map < self._pool_slots
-        cached = int(np.count_nonzero(is_cached))
+            unlocked &= self._allocator._log_mem.phy_map < self._pool_slots
+        cached = int(np.count_nonzero(unlocked))
         free = self.num_free()
         host_used = self._host_slots - self._allocator.get_phy_allocator("cpu").get_num_free_blocks()
         active = self._pool_slots - free - cached
@@ -101,7 +94,7 @@ class KVManager:
                 ids.tolist(),
                 memory.ref_count[ids].tolist(),
                 memory.access_time[ids].tolist(),
-                self._on_device(ids).tolist(),
+                self._cache.on_device(ids).tolist(),
                 strict=True,
             )
         ]
@@ -109,71 +102,51 @@ class KVManager:
     def _state(self, block: int, refs: int) -> BlockState:
         if refs == 0:
             return BlockState.FREE
-        return BlockState.CACHED if refs == 1 and block in self.nodes else BlockState.ACTIVE
-
-    def _on_device(self, ids: np.ndarray) -> np.ndarray:
-        return self._allocator.get_physical_blocks(ids) < self._pool_slots
-
-    def is_offloaded(self, ids: Sequence[int]) -> np.ndarray:
-        return ~self._on_device(np.asarray(ids, dtype=np.int64))
+        return BlockState.CACHED if refs == 1 and self._cache.is_cached[block] else BlockState.ACTIVE
 
     # ---- eviction
 
     def evict(self, num_blocks: int) -> int:
         """Free at least `num_blocks` of the pool if the prefix cache holds them; returns how many became free."""
         before = self.num_free()
-        request = self._victim_request(num_blocks)
-        if len(request.block_ids) == 0:
-            return 0
-        decided = self._host.decide("select_victims", request, lambda answer: _check_victims(answer, request))
-        if decided is not None:
-            name, decision = decided
-            self._drop(decision.victims, name, decision.reason, request)
+        if self._host.decides("select_victims"):
+            self._evict_chosen(num_blocks)
         # A plug-in may also have made room by migrating, or chosen too few.
         missing = num_blocks - (self.num_free() - before)
         if missing > 0:
-            request = self._victim_request(missing)
-            self._drop(request.leaf_first(), BUILT_IN, "least recently used", request)
+            candidates = self._num_unlocked()
+            victims = self._cache.evict_lru(missing)
+            self.give_up(victims, BUILT_IN, "least recently used", requested=missing, candidates=candidates)
         return self.num_free() - before
 
-    def _victim_request(self, num_blocks: int) -> VictimRequest:
-        ids = np.fromiter(self.nodes, np.int64, len(self.nodes))
-        # A request that holds a block holds all its ancestors, so below an unreferenced block nothing is referenced.
-        ids = ids[self._allocator.get_ref_count(ids) == 1] if ids.size else ids
-        nodes = [self.nodes[block] for block in ids.tolist()]
-        parents = np.array([node.parent.block for node in nodes], np.int64)
-        arrays = (
-            ids,
-            np.where(np.isin(parents, ids), parents, -1),
-            self._allocator.get_access_time(ids),
-            np.array([node.num_matched for node in nodes], np.int64),
-            self._on_device(ids),
-        )
-        for array in arrays:
-            array.flags.writeable = False
-        return VictimRequest(num_blocks, *arrays)
-
-    def _drop(self, victims: Iterable[int], policy: str, reason: str, request: VictimRequest) -> None:
-        victims = list(victims)
-        if not victims:
+    def _evict_chosen(self, num_blocks: int) -> None:
+        request = self._cache.candidates(num_blocks)
+        if len(request.block_ids) == 0:
             return
-        self._host.recorder.write(
-            "evict", policy=policy, reason=reason, requested=request.count, candidates=len(request.block_ids),
-            victims=victims,
-        )  # fmt: skip
-        self.tell_evicted(victims, EvictionReason.PREFIX)
-        # Deepest first, so that a node is a leaf when its turn comes.
-        for block in sorted(victims, key=lambda block: -self.nodes[block].num_matched):
-            node = self.nodes.pop(block)
-            self._has_node[block] = False
-            parent = node.parent
-            node.parent = None
-            self._trie.leaves.discard(node)
-            if parent.parent is not None and not parent.children:
-                self._trie.leaves.add(parent)
-        ids = np.array(victims, np.int64)
-        self._forget_copies(ids)
-        self._allocator.free(ids)
+        decided = self._host.decide("select_victims", request, lambda answer: _check_victims(answer, request))
+        if decided is None or not decided[1].victims:
+            return
+        name, decision = decided
+        victims = self._cache.evict(np.array(decision.victims, np.int64))
+        self.give_up(victims, name, decision.reason, requested=num_blocks, candidates=len(request.block_ids))
+
+    def give_up(self, victims: BlockIds, policy: str, reason: str, **counts: int | None) -> None:
+        """The prefix cache lets go of blocks that the index does not know any more."""
+        if len(victims) == 0:
+            return
+        self._host.recorder.write("evict", policy=policy, reason=reason, **counts, victims=victims.tolist())
+        self.tell_evicted(victims.tolist(), EvictionReason.PREFIX)
+        self._forget_copies(victims)
+        self._cache.freed(victims)
+
+    def _num_unlocked(self) -> int | None:
+        """For the record, which nobody may be keeping."""
+        return int(np.count_nonzero(self._cache.unlocked())) if self._host.recorder.enabled else None
+
+    def lose_cache(self) -> None:
+        """The index has failed: the engine goes on without one. What requests hold stays theirs."""
+        self._cache.disable()
+        self.give_up(np.flatnonzero(self._cache.is_cached), BUILT_IN, "the prefix index failed")
 
     def tell_evicted(self, block_ids: Sequence[int], reason: EvictionReason, request_id: int | None = None) -> None:
         self.evicted[reason] += len(block_ids)
@@ -208,7 +181,7 @@ class KVManager:
         return MigrationResult(tuple(moved), refused)
 
     def _why_not(self, block: int) -> str:
-        if block not in self.nodes:
+        if not self._cache.holds(block):
             return "not a cached block"
         return "" if self._allocator.get_ref_count(np.array([block]))[0] == 1 else "in use by a request"
 
@@ -221,6 +194,7 @@ class KVManager:
             return "restored since the last forward pass"
         if host.get_num_free_blocks() == 0:
             return "the host tier is full" if self._host_slots else "there is no host tier (host_kv_blocks is 0)"
+        self._cache.move(block, Tier.GPU, Tier.CPU)
         target = int(host.allocate(1)[0])
         self._pool.free(np.array([slot]))
         self._outs[slot] = target - self._pool_slots
@@ -233,18 +207,19 @@ class KVManager:
             return "not on the host"
         if self.num_free() == 0:
             return "the pool is full"
+        self._cache.move(block, Tier.CPU, Tier.GPU)
         target = int(self._pool.allocate(1)[0])
         self._ins[slot - self._pool_slots] = target
         self._allocator.update_phy_map(np.array([block]), np.array([target]))
         return ""
 
-    def bring_back(self, block_ids: Sequence[int]) -> int:
+    def bring_back(self, block_ids: BlockIds) -> int:
         """Restore blocks that a request has just matched; returns how many of the first ones are on the device now."""
-        away = [block for block, is_away in zip(block_ids, self.is_offloaded(block_ids), strict=True) if is_away]
+        num_away = np.count_nonzero(~self._cache.on_device(block_ids))
         room = self.num_free()
-        if len(away) > room:
-            self.evict(len(away) - room)
-        for position, block in enumerate(block_ids):
+        if num_away > room:
+            self.evict(int(num_away) - room)
+        for position, block in enumerate(block_ids.tolist()):
             if self._slot(block) >= self._pool_slots:
                 if self._restore(block):
                     return position
@@ -264,9 +239,10 @@ class KVManager:
         return int(self._allocator.get_physical_blocks(np.array([block]))[0])
 
     def _forget_copies(self, ids: np.ndarray) -> None:
-        """Drop copies towards slots that are about to be free for others."""
+        """Drop copies towards slots that are about to be free for others: those of blocks that only the cache holds."""
         if not (self._outs or self._ins):
             return
+        ids = ids[self._allocator.get_ref_count(ids) == 1]
         slots = set(self._allocator.get_physical_blocks(ids).tolist())
         self._outs = {src: dst for src, dst in self._outs.items() if dst + self._pool_slots not in slots}
         gone = [src for src, dst in self._ins.items() if dst in slots]

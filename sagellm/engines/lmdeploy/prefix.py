@@ -1,4 +1,4 @@
-"""The prefix cache of LMDeploy's PyTorch engine: hooks before a lookup and after a store."""
+"""The prefix cache of LMDeploy's PyTorch engine: what is looked up, what is published, and who is told."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import numpy as np
 from sagellm.core.hooks import PrefixMatch, PrefixQuery, PrefixUpdate
 from sagellm.core.host import Nonsense, PluginHost
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
+from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache, namespace_of, num_shareable
 
 
 @dataclass
@@ -29,127 +30,135 @@ class LookupCounts:
 
 
 class PrefixHooks:
-    """`trie` is LMDeploy's `BlockTrie`, `seq` its `SchedulerSequence`."""
+    """`seq` is LMDeploy's `SchedulerSequence`."""
 
-    def __init__(self, host: PluginHost, kv: KVManager) -> None:
+    def __init__(self, host: PluginHost, kv: KVManager, cache: PrefixCache) -> None:
         self._host = host
         self._kv = kv
+        self._cache = cache
+        self._block_size = cache.block_size
         self.first = LookupCounts()
         self.retries = LookupCounts()
         self._counted: set[int] = set()  # requests whose first lookup was counted
         self._again: set[int] = set()  # requests that lost their blocks since the last lookup that was counted
 
-    def lookup(self, trie: Any, seq: Any) -> bool:
-        """Before LMDeploy's own lookup; True if there is nothing left for it to look up."""
-        node = seq.logical_blocks.last_shared_node
-        num_shared = 0 if node is None else node.num_matched // trie.block_size
-        if seq.num_blocks > num_shared:
-            # Sent back with its blocks: LMDeploy would append a match behind blocks that the request computed itself.
-            return True
-        if not self._host.decides("lookup_prefix") or seq.num_blocks:
-            return False
-        tokens = _read_only(seq.valid_ids)
-        query = PrefixQuery(seq.session_id, tokens, _namespace(seq), trie.block_size)
-        decided = self._host.decide("lookup_prefix", query, lambda answer: self._check(trie, seq, tokens, answer))
-        if decided is None or decided[1] is None:
-            return False
-        name, nodes = decided
-        blocks = np.array([node.block for node in nodes], np.int64)
-        if nodes:
-            trie.allocator.update_access_time(blocks)
-            trie.allocator.add_ref_count(blocks, 1)
-            seq.logical_blocks.append(blocks)
-            seq.set_step(nodes[-1].num_matched)
-        seq.logical_blocks.last_shared_node = nodes[-1] if nodes else trie.get_root(seq.adapter_name)
-        self.matched(trie, seq, blocks, source=name)
-        return True
+    # ---- lookup
 
-    def _check(self, trie: Any, seq: Any, tokens: np.ndarray, answer: Sequence[int] | None) -> list[Any] | None:
-        """The trie nodes of the answered blocks; their tokens are compared, so a wrong answer cannot corrupt output."""
+    def lookup(self, seq: Any) -> None:
+        """Before a request may start: share the cached blocks that hold the beginning of its tokens."""
+        if seq.num_blocks > self._cache.num_held(seq):
+            return  # sent back with its blocks: a match would be appended behind blocks that it computed itself
+        before = seq.num_blocks, seq.num_history_ids
+        try:
+            self._match(seq)
+        except Exception:
+            self._cache.undo(seq, *before)
+            raise
+
+    def _match(self, seq: Any) -> None:
+        # One token must be left to compute, or there is nothing to sample from.
+        usable = min(num_shareable(seq), seq.num_valid_ids - 1) // self._block_size
+        answer = None if seq.num_blocks else self._ask(seq)
+        source, limit = answer or (BUILT_IN, usable)
+        blocks, is_any_away = self._cache.match(seq, min(usable, limit))
+        if is_any_away:
+            blocks = self._bring_back(seq, blocks)
+        self._matched(seq, blocks, source)
+
+    def _ask(self, seq: Any) -> tuple[str, int] | None:
+        """(plug-in, number of blocks that it found); None if there is no plug-in, or it leaves the lookup to the engine."""
+        if not self._host.decides("lookup_prefix"):
+            return None
+        query = PrefixQuery(seq.session_id, _read_only(seq.valid_ids), namespace_of(seq), self._block_size)
+        decided = self._host.decide("lookup_prefix", query, lambda answer: self._check(query, answer))
+        return None if decided is None or decided[1] is None else decided
+
+    def _check(self, query: PrefixQuery, answer: Sequence[int] | None) -> int | None:
+        """How many blocks were answered. They must be those of the index, so a wrong answer cannot corrupt output."""
         if answer is None:
             return None
-        nodes, parent = [], trie.get_root(seq.adapter_name)
-        for block in answer[: len(tokens) // trie.block_size]:
-            node = self._kv.nodes.get(int(block))
-            end = parent.num_matched + trie.block_size
-            if node is None:
+        size = self._block_size
+        answered = [int(block) for block in answer[: len(query.token_ids) // size]]
+        path = self._cache.path(query.token_ids, query.namespace).tolist()
+        for place, block in enumerate(answered):
+            if place < len(path) and block == path[place]:
+                continue
+            if not self._cache.holds(block):
                 raise Nonsense(f"block {block} is not cached")
-            if node.parent is not parent or not np.array_equal(node.tokens, tokens[end - trie.block_size : end]):
-                raise Nonsense(f"block {block} does not hold tokens {end - trie.block_size} to {end} of the request")
-            if end >= len(tokens):  # one token must be left to compute, or there is nothing to sample from
-                break
-            nodes.append(node)
-            parent = node
-        return nodes
+            raise Nonsense(f"block {block} does not hold tokens {place * size} to {(place + 1) * size} of the request")
+        return len(answered)
 
-    def matched(self, trie: Any, seq: Any, blocks: Sequence[int], source: str = BUILT_IN) -> None:
+    def _bring_back(self, seq: Any, blocks: BlockIds) -> BlockIds:
+        """The first of `blocks`, whose bytes are on the device now; the match is undone for the others."""
+        num_kept = self._kv.bring_back(blocks)
+        if num_kept < len(blocks):
+            self._cache.cut(seq, seq.num_blocks - len(blocks) + num_kept)
+        return blocks[:num_kept]
+
+    def _matched(self, seq: Any, blocks: BlockIds, source: str) -> None:
         """After a lookup that added `blocks` to the request, or none."""
-        block_ids = [int(block) for block in blocks]
-        if block_ids and self._kv.is_offloaded(block_ids).any():
-            block_ids = self._keep(trie, seq, block_ids, self._kv.bring_back(block_ids))
         first = seq.seq_id not in self._counted
-        if not (first or block_ids or seq.seq_id in self._again):
+        if not (first or len(blocks) or seq.seq_id in self._again):
             return
-        num_matched = len(block_ids) * trie.block_size
+        num_matched = len(blocks) * self._block_size
         if first:
             self._counted.add(seq.seq_id)
-            self.first.add(seq.num_valid_ids, num_matched, trie.block_size)
+            self.first.add(seq.num_valid_ids, num_matched, self._block_size)
         elif seq.seq_id in self._again:
-            self.retries.add(seq.num_valid_ids, num_matched, trie.block_size)
+            self.retries.add(seq.num_valid_ids, num_matched, self._block_size)
         self._again.discard(seq.seq_id)
         if self._host.recorder.enabled:
             self._host.recorder.write(
-                "lookup", request=seq.session_id, tokens=seq.num_valid_ids, matched=num_matched, blocks=block_ids,
-                source=source, first=first, namespace=_namespace(seq),
-                hashes=prefix_hashes(seq.valid_ids, trie.block_size, _namespace(seq)),
+                "lookup", request=seq.session_id, tokens=seq.num_valid_ids, matched=num_matched, blocks=blocks,
+                source=source, first=first, namespace=namespace_of(seq),
+                hashes=prefix_hashes(seq.valid_ids, self._block_size, namespace_of(seq)),
             )  # fmt: skip
         if self._host.listens("on_prefix_matched"):
-            self._host.post(
-                "on_prefix_matched",
-                PrefixMatch(seq.session_id, seq.num_valid_ids, num_matched, tuple(block_ids), source),
-            )
+            match = PrefixMatch(seq.session_id, seq.num_valid_ids, num_matched, tuple(blocks.tolist()), source)
+            self._host.post("on_prefix_matched", match)
 
-    def _keep(self, trie: Any, seq: Any, block_ids: list[int], num_kept: int) -> list[int]:
-        """Undo the match from block `num_kept` on: its bytes are on the host and the pool has no room for them."""
-        lost = block_ids[num_kept:]
-        if lost:
-            node = seq.logical_blocks.last_shared_node
-            for _ in lost:
-                node = node.parent
-            trie.allocator.free(np.array(lost, np.int64))
-            seq.logical_blocks.resize(len(seq.logical_blocks) - len(lost))
-            seq.logical_blocks.last_shared_node = node
-            seq.set_step(node.num_matched)
-        return block_ids[:num_kept]
+    # ---- store
 
-    def stored(self, trie: Any, seq: Any, blocks: Sequence[int]) -> None:
-        """After `blocks` of the request were published."""
-        node = seq.logical_blocks.last_shared_node
-        end = node.num_matched
-        for _ in blocks:
-            self._kv.add_node(node)
-            node = node.parent
-        # LMDeploy gave up the request's own copy of a block that was cached already. If that one lies on the host it must
-        # come back before the request reads it; the slot of the copy just given up has room for it.
-        if blocks and self._kv.is_offloaded(blocks).any():
-            self._kv.bring_back(blocks)
-        first = end - len(blocks) * trie.block_size
+    def publish(self, running: Sequence[Any]) -> None:
+        """After a step of these requests: cache the full blocks that it completed.
+
+        The keys and values of the first `num_history_ids` tokens are computed, whatever became of a request while its
+        step was on the way; one that lost its blocks meanwhile holds none.
+        """
+        size, num_held = self._block_size, self._cache.num_held
+        for seq in running:
+            last = min(seq.num_history_ids // size, seq.num_blocks)
+            if last > num_held(seq):
+                self._publish(seq, min(last, num_shareable(seq) // size))
+
+    def _publish(self, seq: Any, num_blocks: int) -> None:
+        first = self._cache.num_held(seq)
+        if num_blocks <= first:
+            return
+        blocks, replaced = self._cache.publish(seq, num_blocks)
+        self._kv.give_up(replaced, BUILT_IN, "computed again on the device")
+        self._tell_stored(seq, first * self._block_size, blocks)
+
+    def _tell_stored(self, seq: Any, first_token: int, blocks: BlockIds) -> None:
         if self._host.recorder.enabled:
             self._host.recorder.write(
-                "store", request=seq.session_id, first_token=first, blocks=list(map(int, blocks)),
-                namespace=_namespace(seq),
-            )  # fmt: skip
+                "store", request=seq.session_id, first_token=first_token, blocks=blocks, namespace=namespace_of(seq)
+            )
         if self._host.listens("on_prefix_stored"):
-            tokens = _read_only(seq.valid_ids[first:end])
-            update = PrefixUpdate(seq.session_id, _namespace(seq), first, tokens, tuple(map(int, blocks)))
+            tokens = _read_only(seq.all_ids[first_token : first_token + len(blocks) * self._block_size])
+            update = PrefixUpdate(seq.session_id, namespace_of(seq), first_token, tokens, tuple(blocks.tolist()))
             self._host.post("on_prefix_stored", update)
+
+    # ---- loss and end
 
     def lost_blocks(self, seq_id: int) -> None:
         """The next lookup of this request is a retry."""
+        self._cache.release(seq_id)
         if seq_id in self._counted:
             self._again.add(seq_id)
 
     def forget(self, seq_id: int) -> None:
+        self._cache.release(seq_id)
         self._counted.discard(seq_id)
         self._again.discard(seq_id)
 
@@ -161,10 +170,6 @@ def prefix_hashes(tokens: np.ndarray, block_size: int, namespace: str) -> list[s
         state.update(np.ascontiguousarray(tokens[end - block_size : end]).tobytes())
         hashes.append(state.copy().hexdigest())
     return hashes
-
-
-def _namespace(seq: Any) -> str:
-    return seq.adapter_name or ""
 
 
 def _read_only(tokens: np.ndarray) -> np.ndarray:

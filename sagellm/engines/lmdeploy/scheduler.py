@@ -4,8 +4,10 @@ Every method here runs on the engine's thread.
 """
 
 import json
+import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from operator import index
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from sagellm.core.config import HookConfig
+from sagellm.core.guard import PluginFault
 from sagellm.core.hooks import (
     COALESCE_S,
     EvictionReason,
@@ -27,6 +30,11 @@ from sagellm.core.host import Nonsense, PluginHost
 from sagellm.engines.lmdeploy.handle import Handle
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 from sagellm.engines.lmdeploy.prefix import PrefixHooks
+from sagellm.engines.lmdeploy.prefix_cache import PrefixCache
+
+logger = logging.getLogger("sagellm")
+
+PREFIX_INDEX = "prefix index"  # its name among the faults of plug-ins
 
 
 @dataclass
@@ -49,8 +57,9 @@ class SchedulerHooks:
         self._config = HookConfig.model_validate_json(spec)
         self._host = PluginHost(self._config)
         self._recorder = self._host.recorder
-        self.kv = KVManager(scheduler, self._host, self._config.block_bytes)
-        self.prefix = PrefixHooks(self._host, self.kv)
+        self.cache = PrefixCache(scheduler)
+        self.kv = KVManager(scheduler, self._host, self.cache, self._config.block_bytes)
+        self.prefix = PrefixHooks(self._host, self.kv, self.cache)
         self._step = 0
         self._chosen = Phase.PREFILL  # of the step chosen last
         self._admitted: set[int] = set()
@@ -74,12 +83,15 @@ class SchedulerHooks:
         return self.kv.tick()
 
     def evict_prefix(self, trie: Any, num_blocks: int) -> int:
-        return self.kv.evict(num_blocks)
+        before = self.kv.num_free()
+        self._with_index("evict", self.kv.evict, num_blocks)
+        return self.kv.num_free() - before
 
     def sequence_evicted(self, seq: Any, reason: str) -> None:
         """A request is about to lose its blocks; those that the prefix cache shares stay where they are."""
-        self.prefix.lost_blocks(seq.seq_id)
-        own = [int(block) for block in seq.logical_blocks.get_real_blocks() if int(block) not in self.kv.nodes]
+        self._with_index("unlock", self.prefix.lost_blocks, seq.seq_id)
+        blocks = seq.logical_blocks.get_real_blocks()
+        own = blocks[~self.cache.is_cached[blocks]].tolist()
         self._recorder.write("evict", policy=BUILT_IN, reason=reason, request=seq.session_id, victims=own)
         self.kv.tell_evicted(own, EvictionReason(reason), seq.session_id)
 
@@ -98,17 +110,34 @@ class SchedulerHooks:
     # ---- prefixes (0002)
 
     def lookup_prefix(self, trie: Any, seq: Any) -> bool:
-        return self.prefix.lookup(trie, seq)
+        """Whether LMDeploy's trie is to be left alone: always, it is and stays empty."""
+        # LMDeploy's migration loop passes the list of all that get their blocks from another engine.
+        if not isinstance(seq, list):
+            self._with_index("lookup", self.prefix.lookup, seq)
+        return True
 
     def prefix_matched(self, trie: Any, seq: Any, blocks: Any) -> None:
-        self.prefix.matched(trie, seq, blocks)
+        """Never called, since `lookup_prefix` answers True."""
 
     def store_prefix(self, trie: Any, seq: Any) -> bool:
-        """Whether an index of ours took the store over; none does yet, LMDeploy's trie keeps the blocks."""
-        return False
+        """As `lookup_prefix`. Blocks are published when they are computed: in `step_end`."""
+        return True
 
     def prefix_stored(self, trie: Any, seq: Any, blocks: Any) -> None:
-        self.prefix.stored(trie, seq, blocks)
+        """Never called, since `store_prefix` answers True."""
+
+    def _with_index(self, call: str, function: Callable[..., Any], *args: Any) -> None:
+        """Call what asks the prefix index. If that raises, the engine goes on without a prefix cache."""
+        if not self.cache.enabled:
+            return
+        try:
+            function(*args)
+        except Exception as error:
+            logger.exception("the prefix index failed; the engine goes on without prefix caching")
+            fault = PluginFault(PREFIX_INDEX, call, "raised", f"{type(error).__name__}: {error}")
+            self._host.faults.append(fault)
+            self._recorder.write("fault", plugin=fault.plugin, hook=call, kind=fault.kind, detail=fault.detail)
+            self.kv.lose_cache()
 
     # ---- scheduling (0003)
 
@@ -140,6 +169,7 @@ class SchedulerHooks:
         return [seq for seq in running if seq.seq_id not in self._held] if self._held else running
 
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
+        self._with_index("extend", self.prefix.publish, running)
         step = self._find_sent([seq.seq_id for seq in running], is_decoding)
         if step is None:
             return
@@ -170,7 +200,7 @@ class SchedulerHooks:
             self._admitted.discard(seq_id)
             self._refused_since.pop(seq_id, None)
             self._held.discard(seq_id)
-            self.prefix.forget(seq_id)
+            self._with_index("unlock", self.prefix.forget, seq_id)
         self._recorder.write("end", request=session_id)
         self._host.notify("on_request_end", session_id)
         self._host.flush()  # it may have been the last one for long
@@ -244,6 +274,7 @@ class SchedulerHooks:
             "preempted": self._num_preempted,
             "prefix": asdict(self.prefix.first),
             "prefix_retries": asdict(self.prefix.retries),
+            "prefix_index": self.cache.metrics(),
             "step_s": self._step_s,
             "comm_ns": [row for worker in workers for row in worker["comm_ns"]],
             "calls": own["calls"] + [row for worker in workers for row in worker["calls"]],

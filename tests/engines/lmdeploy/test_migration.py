@@ -100,15 +100,19 @@ def test_a_match_brings_blocks_back(engine, reference):
 
 
 def test_a_request_that_computes_an_offloaded_block_again(engine, reference):
-    """The last block of a prompt is never matched, and joins its twin in the prefix cache once it is computed."""
+    """The last block of a prompt is never matched. Computed again, it takes the place of the one on the host."""
     prompt = LONG[:64]
     answers(engine, [prompt], SHORT)
-    blocks = sorted(cached_blocks(engine))
-    plugin_of(engine).jobs = [offload(blocks, [])]
+    path = engine.hooks.cache.path(np.array(prompt), "").tolist()
+    plugin_of(engine).jobs = [offload(path, [])]
     answers(engine, [OTHER], SHORT)
+    assert engine.hooks.kv.counts().host_used == 4
     assert answers(engine, [prompt], SamplingParams(40, ignore_eos=True)) == reference([prompt], 40)
     check_pool(engine)
-    assert tiers(engine, blocks) == {Tier.GPU}
+    now = engine.hooks.cache.path(np.array(prompt), "").tolist()
+    assert now[:3] == path[:3] and now[3] != path[3]
+    assert tiers(engine, now) == {Tier.GPU} and engine.hooks.kv.counts().host_used == 0
+    assert engine.hooks.report()["evicted"]["prefix"] == 1
 
 
 def test_copies_wait_while_nothing_runs(engine, reference):
@@ -185,9 +189,8 @@ def test_evicted_before_its_copy_was_made(engine, reference, round_trip):
         offload(blocks, [])(handle)
         if round_trip:
             restore(blocks, [])(handle)
-        request = kv._victim_request(100)
-        deepest_first = request.block_ids[np.argsort(-request.depth)]
-        kv._drop(deepest_first.tolist(), "test", "all of them", request)
+        request = engine.hooks.cache.candidates(100)
+        kv.give_up(engine.hooks.cache.evict(request.block_ids), "test", "all of them")
         assert kv._ins == {}
         assert kv._outs == {}, "a copy would go to a slot that is free for others"
 

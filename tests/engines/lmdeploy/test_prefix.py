@@ -1,6 +1,7 @@
 """A prefix index of one's own in front of LMDeploy's, and the notices of what was found and stored."""
 
 import numpy as np
+from lmdeploy.messages import GenerationConfig
 
 from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.prefix import prefix_hashes
@@ -56,9 +57,8 @@ def test_what_was_stored_is_what_was_computed(start_engine, reference):
             position += len(update.token_ids)
             assert update.token_ids.tolist() == whole[update.first_token : position]
             assert not update.token_ids.flags.writeable
-            # The engine's own record of these blocks, last first.
-            for end, block in zip(range(len(update.token_ids), 0, -16), update.block_ids[::-1], strict=True):
-                assert engine.hooks.kv.nodes[block].tokens.tolist() == update.token_ids[end - 16 : end].tolist()
+            found = engine.hooks.cache.path(np.array(whole[:position]), "")
+            assert found[-len(update.block_ids) :].tolist() == list(update.block_ids)
         assert position == (len(prompt) + 19) // 16 * 16
 
 
@@ -77,10 +77,36 @@ def test_a_second_request_stores_only_what_is_new(start_engine):
     assert min(u.first_token for u in listener.stored if u.request_id == second) == 64
 
 
+def test_a_request_of_one_token_leaves_its_prompt_behind(start_engine, reference):
+    engine = start_engine()
+    for hit in (0, 96):
+        assert answers(engine, [PROMPTS[2]], SamplingParams(1, ignore_eos=True)) == reference([PROMPTS[2]], 1)
+        assert engine.hooks.report()["prefix"]["hit_tokens"] == hit
+    assert answers(engine, [PROMPTS[2]], SHORT) == reference([PROMPTS[2]], 20)
+
+
+def test_requests_of_different_adapters_share_nothing(start_engine):
+    engine, hits = start_engine(), []
+
+    async def run(session, adapter):
+        instance = engine.engine.create_instance()
+        config = GenerationConfig(max_new_tokens=4, top_k=1, ignore_eos=True)
+        async for _ in instance.async_stream_infer(session, PROMPTS[1], gen_config=config, adapter_name=adapter):
+            pass
+        await instance.async_end(session)
+
+    for session, adapter in enumerate(("a", "b", None, "b", "a")):
+        engine._on_loop(run(session, adapter))
+        settle(engine)
+        hits.append(engine.hooks.report()["prefix"]["hit_tokens"])
+    assert hits == [0, 0, 0, 64, 128]
+
+
 def test_prefix_caching_off_leaves_the_hooks_silent(start_engine):
     engine = start_engine(OWN_INDEX, prefix_caching=False)
     engine.generate(PROMPTS, SHORT)
     assert [hook for _, hook, _ in engine.hooks.report()["calls"]] == ["attach"]
+    assert engine.hooks.report()["prefix_index"] == {}
     assert engine.hooks.report()["prefix"] == dict.fromkeys(("query_tokens", "hit_tokens", "query_blocks", "hit_blocks"), 0)
 
 

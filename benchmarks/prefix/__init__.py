@@ -1,0 +1,1 @@
+"""A prefix index and its peers on one workload."""

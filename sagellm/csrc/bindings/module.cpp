@@ -1,0 +1,44 @@
+// The extension `sagellm._core`.
+
+#include "arguments.h"
+#include "prefix_hit.h"
+
+namespace sage::python {
+
+namespace {
+
+// The classes of sagellm/core/errors.py; they live as long as the process.
+PyObject *argument_error, *lock_error, *reuse_error;
+
+void register_errors() {
+  const auto errors = py::module_::import("sagellm.core.errors");
+  argument_error = py::object(errors.attr("PrefixIndexError")).release().ptr();
+  lock_error = py::object(errors.attr("LockError")).release().ptr();
+  reuse_error = py::object(errors.attr("BlockReuseError")).release().ptr();
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const Error& error) {
+      set_error(error);
+    }
+  });
+}
+
+}  // namespace
+
+void set_error(const Error& error) {
+  PyObject* const kind = error.kind() == ErrorKind::kLock         ? lock_error
+                         : error.kind() == ErrorKind::kBlockReuse ? reuse_error
+                                                                  : argument_error;
+  PyErr_SetString(kind, error.what());
+}
+
+}  // namespace sage::python
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "The native half of sagellm: what is hot, with no torch inside. C++ users: sagellm/csrc/include.";
+  sage::python::register_errors();
+  sage::python::bind_prefix_hit(module);
+  sage::python::bind_prefix_results(module);
+  sage::python::bind_prefix_index(module);
+}

@@ -1,0 +1,135 @@
+#include "prefix_hit.h"
+
+#include <structmember.h>
+
+#include <cstddef>
+#include <cstring>
+
+namespace sage::python {
+
+namespace {
+
+// The block ids lie behind the object, and behind them one byte a block for its tier.
+struct Hit {
+  PyObject_VAR_HEAD
+  Py_ssize_t matched_length;
+  Py_ssize_t remaining_tokens;
+  double confidence;
+  unsigned long long entry_id;
+  unsigned long long lock;
+
+  BlockId* ids() { return reinterpret_cast<BlockId*>(this + 1); }
+  std::int8_t* tiers() { return reinterpret_cast<std::int8_t*>(ids() + Py_SIZE(reinterpret_cast<PyObject*>(this))); }
+};
+
+PyTypeObject* hit_type = nullptr;  // lives as long as the process
+
+Hit* allocate(std::size_t num_blocks) {
+  return reinterpret_cast<Hit*>(hit_type->tp_alloc(hit_type, static_cast<Py_ssize_t>(num_blocks)));
+}
+
+py::object array_of(PyObject* self, bool of_tiers) {
+  auto* hit = reinterpret_cast<Hit*>(self);
+  const auto size = static_cast<std::size_t>(Py_SIZE(self));
+  if (of_tiers) return view_array(hit->tiers(), size, self);
+  return view_array(hit->ids(), size, self);
+}
+
+PyObject* get_array(PyObject* self, void* of_tiers) {
+  return guarded([&] { return array_of(self, of_tiers != nullptr).release().ptr(); });
+}
+
+PyObject* describe(PyObject* self) {
+  auto* hit = reinterpret_cast<Hit*>(self);
+  char confidence[32];
+  PyOS_snprintf(confidence, sizeof confidence, "%.9g", hit->confidence);
+  return PyUnicode_FromFormat("PrefixHit(matched_length=%zd, remaining_tokens=%zd, confidence=%s, entry_id=%llu, lock=%llu)",
+                              hit->matched_length, hit->remaining_tokens, confidence, hit->entry_id, hit->lock);
+}
+
+PyObject* construct(PyTypeObject*, PyObject* args, PyObject* kwargs) {
+  static const char* names[] = {"matched_length", "remaining_tokens", "confidence", "kv_block_ids",
+                                "tiers",          "entry_id",         "lock",       nullptr};
+  Py_ssize_t matched = 0, remaining = 0;
+  double confidence = 1.0;
+  PyObject *ids = nullptr, *tiers = nullptr;
+  unsigned long long entry_id = 0, lock = 0;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$nndOOKK", const_cast<char**>(names), &matched, &remaining, &confidence,
+                                   &ids, &tiers, &entry_id, &lock)) {
+    return nullptr;
+  }
+  if (ids == nullptr || tiers == nullptr) {
+    PyErr_SetString(PyExc_TypeError, "PrefixHit needs kv_block_ids and tiers");
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    const Int32View id_view(ids, "block ids"), tier_view(tiers, "tiers");
+    if (id_view.size() != tier_view.size()) {
+      throw Error(ErrorKind::kArgument, std::to_string(id_view.size()) + " block ids and " + std::to_string(tier_view.size()) +
+                                            " tiers; there must be one tier for each block.");
+    }
+    Hit* hit = allocate(id_view.size());
+    if (hit == nullptr) return nullptr;
+    hit->matched_length = matched;
+    hit->remaining_tokens = remaining;
+    hit->confidence = confidence;
+    hit->entry_id = entry_id;
+    hit->lock = lock;
+    if (id_view.size() != 0) std::memcpy(hit->ids(), id_view.data(), id_view.size() * sizeof(BlockId));
+    for (std::size_t i = 0; i < tier_view.size(); ++i) hit->tiers()[i] = static_cast<std::int8_t>(tier_view.data()[i]);
+    return reinterpret_cast<PyObject*>(hit);
+  });
+}
+
+void destroy(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMemberDef members[] = {
+    {"matched_length", T_PYSSIZET, offsetof(Hit, matched_length), READONLY, nullptr},
+    {"remaining_tokens", T_PYSSIZET, offsetof(Hit, remaining_tokens), READONLY, nullptr},
+    {"confidence", T_DOUBLE, offsetof(Hit, confidence), READONLY, nullptr},
+    {"entry_id", T_ULONGLONG, offsetof(Hit, entry_id), READONLY, nullptr},
+    {"lock", T_ULONGLONG, offsetof(Hit, lock), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+int of_tiers = 1;
+PyGetSetDef getters[] = {
+    {"kv_block_ids", get_array, nullptr, nullptr, nullptr},
+    {"tiers", get_array, nullptr, nullptr, &of_tiers},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(construct)},   {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+    {Py_tp_repr, reinterpret_cast<void*>(describe)},   {Py_tp_members, members},
+    {Py_tp_getset, getters},                           {0, nullptr},
+};
+PyType_Spec spec = {"sagellm._core.PrefixHit", sizeof(Hit), sizeof(BlockId) + 1, Py_TPFLAGS_DEFAULT, slots};
+
+}  // namespace
+
+void bind_prefix_hit(py::module_& module) {
+  PyObject* const type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw py::error_already_set();
+  hit_type = reinterpret_cast<PyTypeObject*>(type);
+  module.add_object("PrefixHit", type);
+}
+
+PyObject* make_hit(const Match& match, std::size_t num_tokens, std::size_t block_size) {
+  const std::size_t size = match.path.blocks.size();
+  Hit* hit = allocate(size);
+  if (hit == nullptr) return nullptr;
+  hit->matched_length = static_cast<Py_ssize_t>(size * block_size);
+  hit->remaining_tokens = static_cast<Py_ssize_t>(num_tokens - size * block_size);
+  hit->confidence = 1.0;
+  hit->entry_id = match.entry;
+  hit->lock = match.lock;
+  if (size != 0) std::memcpy(hit->ids(), match.path.blocks.data(), size * sizeof(BlockId));
+  // tp_alloc fills with zeros, which is the first tier.
+  if (!match.path.tiers.empty()) std::memcpy(hit->tiers(), match.path.tiers.data(), size);
+  return reinterpret_cast<PyObject*>(hit);
+}
+
+}  // namespace sage::python

@@ -1,0 +1,12 @@
+// `_core.PrefixHit`, written against the C API: a lookup takes about as long as pybind11 takes to make one object.
+#pragma once
+
+#include "arguments.h"
+
+namespace sage::python {
+
+void bind_prefix_hit(py::module_& module);
+// A new reference; null with an error set.
+PyObject* make_hit(const Match& match, std::size_t num_tokens, std::size_t block_size);
+
+}  // namespace sage::python

@@ -1,0 +1,53 @@
+// Memory for the contents of nodes. Most of them are a few blocks long and come and go one by one at random: malloc keeps a
+// header for each and merges freed neighbours, which costs several cache misses. Here chunks of one size share a slab,
+// without headers, and freeing one touches the chunk and its slab only. Large chunks are malloc's.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace sage {
+
+class ChunkPool {
+ public:
+  ChunkPool() = default;
+  ~ChunkPool();
+  ChunkPool(const ChunkPool&) = delete;
+  ChunkPool& operator=(const ChunkPool&) = delete;
+
+  // Memory aligned to 8 bytes. Throws std::bad_alloc.
+  std::byte* allocate(std::size_t bytes);
+  // `bytes` as given to `allocate`.
+  void free(std::byte* chunk, std::size_t bytes) noexcept;
+  // Keeps the first min(old_bytes, bytes) bytes.
+  std::byte* resize(std::byte* chunk, std::size_t old_bytes, std::size_t bytes);
+  // Gives back every slab. Large chunks must have been freed.
+  void clear() noexcept;
+  // What is taken from the system: slabs as far as they were ever used, large chunks with malloc's share.
+  std::size_t memory_bytes() const noexcept { return slab_bytes_ + large_bytes_; }
+
+ private:
+  static constexpr std::size_t kSlabBytes = std::size_t{1} << 15, kArenaSlabs = 8;
+  static constexpr std::size_t kMaxSmall = 2048;
+
+  struct Slab {
+    Slab *previous, *next;  // among those of its size with room; `next` also links empty slabs
+    std::uint32_t chunk_bytes, num_used;
+    std::uint32_t free_chunk;  // offset of the first freed chunk, 0 for none; each holds the offset of the next
+    std::uint32_t fresh;       // offset from where on nothing was handed out yet
+    std::uint32_t touched;     // the highest `fresh` has been since the slab was taken from the system
+  };
+
+  static std::size_t rounded(std::size_t bytes) { return (bytes + 7) & ~std::size_t{7}; }
+  Slab* slab_with_room(std::size_t bytes);
+  void link(Slab* slab) noexcept;
+  void unlink(Slab* slab) noexcept;
+
+  std::vector<std::byte*> arenas_;
+  Slab* empty_ = nullptr;
+  Slab* with_room_[kMaxSmall / 8 + 1] = {};
+  std::size_t slab_bytes_ = 0, large_bytes_ = 0;
+};
+
+}  // namespace sage

@@ -1,0 +1,138 @@
+#include "sagellm/chunk_pool.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+namespace sage {
+
+namespace {
+
+// What an allocation takes from the heap; glibc rounds up and keeps a word of its own.
+std::size_t heap_bytes(void* data, [[maybe_unused]] std::size_t asked) {
+#ifdef __GLIBC__
+  return malloc_usable_size(data) + sizeof(std::size_t);
+#else
+  return asked + 2 * sizeof(std::size_t);
+#endif
+}
+
+std::uint32_t& next_free(std::byte* slab, std::uint32_t chunk) { return *reinterpret_cast<std::uint32_t*>(slab + chunk); }
+
+}  // namespace
+
+ChunkPool::~ChunkPool() { clear(); }
+
+void ChunkPool::clear() noexcept {
+  for (std::byte* arena : arenas_) std::free(arena);
+  arenas_.clear();
+  empty_ = nullptr;
+  std::fill(std::begin(with_room_), std::end(with_room_), nullptr);
+  slab_bytes_ = 0;
+}
+
+void ChunkPool::link(Slab* slab) noexcept {
+  Slab*& head = with_room_[slab->chunk_bytes / 8];
+  slab->previous = nullptr;
+  slab->next = head;
+  if (head != nullptr) head->previous = slab;
+  head = slab;
+}
+
+void ChunkPool::unlink(Slab* slab) noexcept {
+  (slab->previous == nullptr ? with_room_[slab->chunk_bytes / 8] : slab->previous->next) = slab->next;
+  if (slab->next != nullptr) slab->next->previous = slab->previous;
+}
+
+ChunkPool::Slab* ChunkPool::slab_with_room(std::size_t bytes) {
+  if (Slab* const found = with_room_[bytes / 8]) return found;
+  if (empty_ == nullptr) {
+    arenas_.reserve(arenas_.size() + 1);
+    auto* const arena = static_cast<std::byte*>(std::aligned_alloc(kSlabBytes, kSlabBytes * kArenaSlabs));
+    if (arena == nullptr) throw std::bad_alloc();
+    arenas_.push_back(arena);
+    for (std::size_t i = kArenaSlabs; i-- > 0;) {
+      Slab* const slab = new (arena + i * kSlabBytes) Slab{};
+      slab->next = empty_;
+      empty_ = slab;
+      slab->touched = sizeof(Slab);
+      slab_bytes_ += sizeof(Slab);
+    }
+  }
+  Slab* const slab = empty_;
+  empty_ = slab->next;
+  slab->chunk_bytes = static_cast<std::uint32_t>(bytes);
+  slab->num_used = slab->free_chunk = 0;
+  slab->fresh = sizeof(Slab);
+  link(slab);
+  return slab;
+}
+
+std::byte* ChunkPool::allocate(std::size_t asked) {
+  const std::size_t bytes = rounded(asked);
+  if (bytes > kMaxSmall) {
+    auto* const data = static_cast<std::byte*>(std::malloc(bytes));
+    if (data == nullptr) throw std::bad_alloc();
+    large_bytes_ += heap_bytes(data, bytes);
+    return data;
+  }
+  Slab* const slab = slab_with_room(bytes);
+  auto* const start = reinterpret_cast<std::byte*>(slab);
+  std::uint32_t chunk = slab->free_chunk;
+  if (chunk != 0) {
+    slab->free_chunk = next_free(start, chunk);
+  } else {
+    chunk = slab->fresh;
+    slab->fresh += slab->chunk_bytes;
+    if (slab->fresh > slab->touched) {
+      slab_bytes_ += slab->fresh - slab->touched;
+      slab->touched = slab->fresh;
+    }
+  }
+  ++slab->num_used;
+  if (slab->free_chunk == 0 && slab->fresh + slab->chunk_bytes > kSlabBytes) unlink(slab);
+  return start + chunk;
+}
+
+void ChunkPool::free(std::byte* data, std::size_t asked) noexcept {
+  const std::size_t bytes = rounded(asked);
+  if (bytes > kMaxSmall) {
+    large_bytes_ -= heap_bytes(data, bytes);
+    std::free(data);
+    return;
+  }
+  auto* const start = reinterpret_cast<std::byte*>(reinterpret_cast<std::uintptr_t>(data) & ~(kSlabBytes - 1));
+  auto* const slab = reinterpret_cast<Slab*>(start);
+  const bool was_full = slab->free_chunk == 0 && slab->fresh + slab->chunk_bytes > kSlabBytes;
+  const auto chunk = static_cast<std::uint32_t>(data - start);
+  next_free(start, chunk) = slab->free_chunk;
+  slab->free_chunk = chunk;
+  if (was_full) link(slab);
+  if (--slab->num_used != 0) return;
+  unlink(slab);
+  slab->next = empty_;
+  empty_ = slab;
+}
+
+std::byte* ChunkPool::resize(std::byte* data, std::size_t old_asked, std::size_t asked) {
+  const std::size_t old_bytes = rounded(old_asked), bytes = rounded(asked);
+  if (bytes == old_bytes) return data;
+  if (old_bytes > kMaxSmall && bytes > kMaxSmall) {
+    const std::size_t before = heap_bytes(data, old_bytes);
+    auto* const moved = static_cast<std::byte*>(std::realloc(data, bytes));
+    if (moved == nullptr) throw std::bad_alloc();
+    large_bytes_ += heap_bytes(moved, bytes) - before;
+    return moved;
+  }
+  std::byte* const moved = allocate(asked);
+  std::memcpy(moved, data, std::min(old_asked, asked));
+  free(data, old_asked);
+  return moved;
+}
+
+}  // namespace sage

@@ -1,0 +1,44 @@
+"""Which KV blocks hold the beginning of a request's tokens."""
+
+from sagellm.prefix_reuse.base import (
+    TIERS,
+    CachedBlocks,
+    Namespace,
+    PrefixEntry,
+    PrefixEvent,
+    PrefixEventKind,
+    PrefixEvents,
+    PrefixHit,
+    PrefixIndex,
+    PrefixRemoval,
+    RemovalReason,
+)
+from sagellm.prefix_reuse.hashed import HashedPrefixIndex
+from sagellm.prefix_reuse.matcher import PrefixMatcher, Verdict
+from sagellm.prefix_reuse.metrics import PrefixReuseMetrics
+from sagellm.prefix_reuse.mirror import EventGap, PrefixMirror
+from sagellm.prefix_reuse.native import PrefixReuseIndex, prefix_hashes
+from sagellm.prefix_reuse.reference import ReferencePrefixIndex
+
+__all__ = [
+    "TIERS",
+    "CachedBlocks",
+    "EventGap",
+    "HashedPrefixIndex",
+    "Namespace",
+    "PrefixEntry",
+    "PrefixEvent",
+    "PrefixEventKind",
+    "PrefixEvents",
+    "PrefixHit",
+    "PrefixIndex",
+    "PrefixMatcher",
+    "PrefixMirror",
+    "PrefixRemoval",
+    "PrefixReuseIndex",
+    "PrefixReuseMetrics",
+    "ReferencePrefixIndex",
+    "RemovalReason",
+    "Verdict",
+    "prefix_hashes",
+]

@@ -1,0 +1,90 @@
+"""The native library under sanitizers and fuzzing, by the documented command, `sagellm/csrc/check.sh`.
+
+The fuzz target runs for SAGELLM_FUZZ_SECONDS (60) beside the other tests: the first one starts it, the last one waits for it.
+"""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHECK = str(ROOT / "sagellm/csrc/check.sh")
+SECONDS = int(os.environ.get("SAGELLM_FUZZ_SECONDS", "60"))
+CANNOT = 77
+
+pytestmark = pytest.mark.timeout(600 + SECONDS)
+
+
+def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([CHECK, *arguments], env=os.environ | variables, capture_output=True, text=True)
+    if done.returncode == CANNOT:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    return done
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fuzzing() -> Iterator["subprocess.Popen[str]"]:
+    """`check.sh fuzz` in the background; stdout and stderr in one."""
+    process = subprocess.Popen(
+        [CHECK, "fuzz", str(SECONDS)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        yield process
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", ["address", "thread"])
+def test_native_tests_pass_under_sanitizers(kind: str) -> None:
+    done = check(kind)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "functional: passed" in done.stdout and "threads: passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "words"),
+    [("address", "overrun", "ERROR: AddressSanitizer"), ("thread", "race", "WARNING: ThreadSanitizer: data race")],
+)
+def test_sanitizers_see_a_planted_fault(kind: str, fault: str, words: str) -> None:
+    done = check(kind, SAGELLM_NATIVE_FAULT=fault)
+    assert done.returncode == 1 and words in done.stderr, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("tokens", "finding: "),  # an index that does not compare every token
+        ("recency", "finding: "),  # one that forgets to note lookups
+        ("locks", "finding: "),  # one whose locks hold nothing
+        ("overrun", "ERROR: AddressSanitizer"),  # one that reads behind the tokens it is given
+    ],
+)
+def test_fuzzing_finds_a_planted_fault_and_keeps_its_input(fault: str, words: str) -> None:
+    done = check("fuzz", "60", SAGELLM_FUZZ_FAULT=fault)
+    assert done.returncode == 1 and words in done.stderr, done.stderr[-4000:]
+    kept = re.search(r"^failing input, .*: (.*)$", done.stderr, re.MULTILINE)
+    assert kept is not None
+    again = check("replay", kept[1], SAGELLM_FUZZ_FAULT=fault)
+    healthy = check("replay", kept[1])
+    Path(kept[1]).unlink()
+    assert again.returncode == 1 and words in again.stderr
+    assert healthy.returncode == 0 and "no finding" in healthy.stdout, healthy.stderr[-4000:]
+
+
+def test_fuzzing_finds_nothing_else(fuzzing: "subprocess.Popen[str]") -> None:
+    """Waits for the run that began with the module."""
+    told, _ = fuzzing.communicate()
+    if fuzzing.returncode == CANNOT:
+        pytest.skip(told.strip().splitlines()[-1])
+    assert fuzzing.returncode == 0, told[-4000:]
+    runs = re.search(r"no finding: (\d+) inputs", told)
+    assert runs is not None and int(runs[1]) > 100, told[-1000:]
