@@ -35,7 +35,7 @@ configure_and_build() {
     cmake -S "$here" -B "$build" ${generator[@]+"${generator[@]}"} --log-level=WARNING \
         -DSAGELLM_PYTHON=OFF -DSAGELLM_CHECKS=ON -DSAGELLM_SANITIZE="$sanitize" \
         -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g" >&2 || exit 1
-    cmake --build "$build" --parallel >&2 || exit 1
+    cmake --build "$build" --parallel "$(nproc)" >&2 || exit 1
     exec 9>&-
 }
 

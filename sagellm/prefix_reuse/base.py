@@ -135,11 +135,12 @@ class PrefixIndex(Protocol):
     """Thread-safe: any number of threads may look up while one changes the index; each call is atomic.
 
     Tokens are a one-dimensional array of integers, 0 to 2**31 - 1; contiguous int32 is used in place, anything else is
-    converted. Block ids are 0 to 2**31 - 1 and should be dense: a table grows with the largest.
+    converted. Block ids are 0 to 2**31 - 1 and should be dense: tables have a page for each 16,384 ids of which one was used.
 
     Raises:
-        PrefixIndexError: every bad argument, with nothing changed. Subclasses: `LockError` for a lock that is unknown or
-            was released, or a removal of locked blocks; `BlockReuseError` for a block id that is cached elsewhere.
+        PrefixIndexError: every bad argument, with nothing changed (a lookup of tokens that nothing can hold may be a miss
+            instead). Subclasses: `LockError` for a lock that is unknown or was released, or a removal of locked blocks;
+            `BlockReuseError` for a block id that is cached elsewhere.
     """
 
     block_size: int
@@ -204,8 +205,8 @@ class PrefixIndex(Protocol):
         A sequence whose full blocks are all cached (or an entry) goes with all that continues it; then the blocks above
         it go that hold nothing else any more, up to the first that another sequence continues from, that a lock holds or
         that an entry with metadata ends at. Of a sequence cached in part, the cached part goes by the same rule from its
-        last block up, and stays whole if something continues it. Given blocks go with all that is below them; ids that are not cached are
-        passed over. Raises LockError, and removes nothing, if a block to be removed is locked.
+        last block up, and stays whole if something continues it. Given blocks go with all that is below them; ids that
+        are not cached are passed over. Raises LockError, and removes nothing, if a block to be removed is locked.
         """
         ...
 
@@ -231,7 +232,10 @@ class PrefixIndex(Protocol):
         self, kv_block_ids: Sequence[int] | Int32Array, new_ids: Sequence[int] | Int32Array,
         src_tier: Tier | str, dst_tier: Tier | str,
     ) -> None:  # fmt: skip
-        """The bytes of these blocks now lie elsewhere. Neither recency nor locks change; a locked block may move."""
+        """The bytes of these blocks now lie elsewhere. Neither recency nor locks change; a locked block may move.
+
+        All move at once: within one tier they may trade ids. Any other new id must be free on `dst_tier`.
+        """
         ...
 
     def blocks(self, tier: Tier | str | None = None, *, unlocked: bool = False) -> CachedBlocks:

@@ -21,6 +21,9 @@ from benchmarks.scenarios import component, component_names
 # Small enough for a test; a scenario that is not here runs with its own defaults.
 SMALL: dict[str, dict[str, Any]] = {
     "hook_call": {"calls": 5, "notices_per_call": 2},
+    "prefix_index": {"num_sequences": 40, "num_lookups": 8},
+    "prefix_eviction": {"num_leaves": 200},
+    "prefix_readers": {"num_tokens": 1024, "rounds": 1, "seconds": 0.01},
     "victim_choice": {"num_blocks": 40, "count": 4, "depth": 4, "repeats": 2},
 }
 DROPPED_IN = """

@@ -15,8 +15,8 @@ from tests.prefix_reuse.cases import mirrored, sequence, tree
 
 NUM_READERS = 3
 BLOCK = 16
-LONG = 600  # blocks: so many tokens that a call gives up the GIL
-MOST_CALLS = 100_000
+LONG = 40_000  # blocks: calls on so many tokens run without the GIL, and long enough to meet each other
+MOST_CALLS = 1_000_000
 
 
 @pytest.fixture(autouse=True)
@@ -54,25 +54,29 @@ def together(*workers: Iterator[None], calls: int, until: Callable[[], bool] = l
 def test_a_reader_sees_a_whole_insertion_or_none(num_blocks):
     """Ids of one insertion follow each other, so that a mixture of two would show."""
     index = PrefixReuseIndex(BLOCK)
-    tokens = np.arange(num_blocks * BLOCK, dtype=np.int32)
-    seen = set()
+    tokens, ids = np.arange(num_blocks * BLOCK, dtype=np.int32), np.arange(num_blocks, dtype=np.int32)
+    looks, turns = [], []
 
     def write() -> Iterator[None]:
         for turn in itertools.count():
-            index.insert(tokens, np.arange(num_blocks) + turn % 7 * num_blocks)
-            yield
+            index.insert(tokens, ids + turn % 7 * num_blocks)
+            before = len(looks)
+            while len(looks) < before + 2:  # until a reader is likely in the middle of its next lookup
+                yield
             index.invalidate(tokens)
+            turns.append(turn)
             yield
 
     def read() -> Iterator[None]:
         while True:
-            ids = index.lookup(tokens, touch=False).kv_block_ids
-            assert len(ids) in (0, num_blocks)
-            assert np.array_equal(ids, np.arange(len(ids)) + ids[:1].sum())
-            seen.add(int(ids[0]) if len(ids) else None)
+            found = index.lookup(tokens, touch=False).kv_block_ids
+            first = int(found[0]) if len(found) else None
+            assert first is None or np.array_equal(found, ids + first)
+            looks.append(first)
             yield
 
-    together(write(), *[read() for _ in range(NUM_READERS)], calls=300, until=lambda: None in seen and len(seen) > 3)
+    together(write(), *[read() for _ in range(NUM_READERS)], calls=300, until=lambda: len(turns) > 300)
+    assert set(looks) == {None, *range(0, 7 * num_blocks, num_blocks)}
     index.check()
 
 
@@ -164,6 +168,25 @@ def test_writers_share_the_ids_among_them():
     index.check()
     cached = index.blocks().kv_block_ids.tolist()
     assert sorted([*cached, *free, *itertools.chain(*in_hand)]) == list(range(90))
+
+
+def test_long_sequences_of_several_writers():
+    index = PrefixReuseIndex(BLOCK)
+
+    def write(own: int) -> Iterator[None]:
+        tokens = np.arange(LONG * BLOCK, dtype=np.int32)
+        tokens[0] = -1 - own & 0xFFFF  # the namespace is shared, the sequence is not
+        ids = np.arange(LONG, dtype=np.int32) + own * LONG
+        while True:
+            assert index.insert(tokens, ids).num_new_blocks == LONG
+            yield
+            assert np.array_equal(index.lookup(tokens).kv_block_ids, ids)
+            yield
+            assert len(index.invalidate(tokens)) == LONG
+
+    together(*[write(own) for own in range(NUM_READERS)], calls=600)
+    index.check()
+    assert index.num_blocks() % LONG == 0
 
 
 def test_a_mirror_follows_a_busy_index():

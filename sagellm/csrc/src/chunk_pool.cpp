@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <new>
 
 #ifdef __GLIBC__
@@ -29,11 +28,10 @@ std::uint32_t& next_free(std::byte* slab, std::uint32_t chunk) { return *reinter
 ChunkPool::~ChunkPool() { clear(); }
 
 void ChunkPool::clear() noexcept {
-  for (std::byte* arena : arenas_) std::free(arena);
   arenas_.clear();
   empty_ = nullptr;
   std::fill(std::begin(with_room_), std::end(with_room_), nullptr);
-  slab_bytes_ = 0;
+  slab_bytes_ = num_fresh_slabs_ = 0;
 }
 
 void ChunkPool::link(Slab* slab) noexcept {
@@ -51,21 +49,22 @@ void ChunkPool::unlink(Slab* slab) noexcept {
 
 ChunkPool::Slab* ChunkPool::slab_with_room(std::size_t bytes) {
   if (Slab* const found = with_room_[bytes / 8]) return found;
-  if (empty_ == nullptr) {
-    arenas_.reserve(arenas_.size() + 1);
-    auto* const arena = static_cast<std::byte*>(std::aligned_alloc(kSlabBytes, kSlabBytes * kArenaSlabs));
-    if (arena == nullptr) throw std::bad_alloc();
-    arenas_.push_back(arena);
-    for (std::size_t i = kArenaSlabs; i-- > 0;) {
-      Slab* const slab = new (arena + i * kSlabBytes) Slab{};
-      slab->next = empty_;
-      empty_ = slab;
-      slab->touched = sizeof(Slab);
-      slab_bytes_ += sizeof(Slab);
-    }
+  if (empty_ == nullptr && num_fresh_slabs_ == 0) {
+    // Each slab is touched when it is taken, not before.
+    arenas_.emplace_back(Region::kHugePage, slab_bytes_ >= kHugeAfter);
+    next_slab_ = arenas_.back().as<std::byte>();
+    num_fresh_slabs_ = arenas_.back().size() / kSlabBytes;
   }
-  Slab* const slab = empty_;
-  empty_ = slab->next;
+  Slab* slab = empty_;
+  if (slab != nullptr) {
+    empty_ = slab->next;
+  } else {
+    slab = new (next_slab_) Slab{};
+    next_slab_ += kSlabBytes;
+    --num_fresh_slabs_;
+    slab->touched = sizeof(Slab);
+    slab_bytes_ += sizeof(Slab);
+  }
   slab->chunk_bytes = static_cast<std::uint32_t>(bytes);
   slab->num_used = slab->free_chunk = 0;
   slab->fresh = sizeof(Slab);
@@ -117,22 +116,6 @@ void ChunkPool::free(std::byte* data, std::size_t asked) noexcept {
   unlink(slab);
   slab->next = empty_;
   empty_ = slab;
-}
-
-std::byte* ChunkPool::resize(std::byte* data, std::size_t old_asked, std::size_t asked) {
-  const std::size_t old_bytes = rounded(old_asked), bytes = rounded(asked);
-  if (bytes == old_bytes) return data;
-  if (old_bytes > kMaxSmall && bytes > kMaxSmall) {
-    const std::size_t before = heap_bytes(data, old_bytes);
-    auto* const moved = static_cast<std::byte*>(std::realloc(data, bytes));
-    if (moved == nullptr) throw std::bad_alloc();
-    large_bytes_ += heap_bytes(moved, bytes) - before;
-    return moved;
-  }
-  std::byte* const moved = allocate(asked);
-  std::memcpy(moved, data, std::min(old_asked, asked));
-  free(data, old_asked);
-  return moved;
 }
 
 }  // namespace sage

@@ -109,8 +109,8 @@ std::size_t PrefixIndex::memory_bytes() const {
 }
 
 std::size_t PrefixIndex::count_memory() const {
-  std::size_t bytes = sizeof(*this) + chunks_.memory_bytes() + table_.capacity() * sizeof(Slot) +
-                      slabs_.size() * kSlabSize * (sizeof(Node) + sizeof(Links)) + lock_slots_.capacity() * sizeof(LockSlot);
+  std::size_t bytes = sizeof(*this) + chunks_.memory_bytes() + table_size_ * sizeof(Slot) +
+                      num_node_slots_ * (sizeof(Node) + sizeof(Links)) + lock_slots_.capacity() * sizeof(LockSlot);
   for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
     bytes += (used_[tier].capacity() + owners_[tier].capacity()) * sizeof(void*);
     for (const auto& page : used_[tier]) bytes += page == nullptr ? 0 : kPageSize / 8;
@@ -213,7 +213,7 @@ void PrefixIndex::check() const {
     require(num_used == num_blocks_[tier], "an id is marked as used and holds nothing");
   }
   std::size_t used = 0;
-  for (const Slot& slot : table_) used += slot.node != kNone;
+  for (std::size_t i = 0; i < table_size_; ++i) used += table_[i].index_plus_1 != 0;
   require(used == table_used_ && used + roots_.size() == num_nodes_, "the table holds something else");
 }
 

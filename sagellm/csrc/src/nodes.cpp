@@ -18,8 +18,9 @@ PrefixIndex::NodeIndex PrefixIndex::new_node() {
     free_nodes_ = node(index).parent;
   } else {
     if ((num_node_slots_ & (kSlabSize - 1)) == 0) {
-      slabs_.push_back(std::make_unique<Node[]>(kSlabSize));
-      links_.push_back(std::make_unique<Links[]>(kSlabSize));
+      const bool huge = !slabs_.empty();  // an index with few nodes takes the pages it needs
+      slabs_.emplace_back(kSlabSize * sizeof(Node), huge);
+      links_.emplace_back(kSlabSize * sizeof(Links), false, kSlabSize * sizeof(Links));
     }
     index = static_cast<NodeIndex>(num_node_slots_++);
   }
@@ -54,18 +55,14 @@ void PrefixIndex::free_nodes() {
 }
 
 void PrefixIndex::resize_chunk(Node& n, std::size_t capacity) {
-  const std::size_t stride = block_size_ * sizeof(Token), head = sizeof(std::uint64_t), ids = n.num_blocks * sizeof(BlockId);
-  if (n.data == nullptr) {
-    n.data = chunks_.allocate(chunk_bytes(capacity));
-    std::memset(n.data, 0, head);
-  } else if (capacity < n.capacity) {
-    std::memmove(n.data + head + capacity * stride, n.data + head + n.capacity * stride, ids);
-    n.data = chunks_.resize(n.data, chunk_bytes(n.capacity), chunk_bytes(capacity));
-  } else {
-    n.data = chunks_.resize(n.data, chunk_bytes(n.capacity), chunk_bytes(capacity));
-    std::memmove(n.data + head + capacity * stride, n.data + head + n.capacity * stride, ids);
-  }
+  Node old = n;
+  n.data = chunks_.allocate(chunk_bytes(capacity));
   n.capacity = static_cast<std::uint32_t>(capacity);
+  hash_of(n) = old.data == nullptr ? 0 : hash_of(old);
+  if (old.data == nullptr) return;
+  std::memcpy(ids_of(n), ids_of(old), n.num_blocks * sizeof(BlockId));
+  std::memcpy(tokens_of(n), tokens_of(old), n.num_blocks * block_size_ * sizeof(Token));
+  chunks_.free(old.data, chunk_bytes(old.capacity));
 }
 
 PrefixIndex::NodeIndex PrefixIndex::add_child(NodeIndex parent, const Token* tokens, const BlockId* ids,
@@ -125,10 +122,13 @@ PrefixIndex::NodeIndex PrefixIndex::split(NodeIndex index, std::size_t at) {
   link_child(parent, upper_index);
   table_insert(upper.tag, upper_index);
 
-  std::memmove(tokens_of(lower), tokens_of(lower) + at * block_size_, rest * block_size_ * sizeof(Token));
-  std::memmove(ids_of(lower), ids_of(lower) + at, rest * sizeof(BlockId));
-  lower.num_blocks = static_cast<std::uint32_t>(rest);
-  resize_chunk(lower, rest);
+  const Node old = lower;
+  lower.data = chunks_.allocate(chunk_bytes(rest));
+  lower.num_blocks = lower.capacity = static_cast<std::uint32_t>(rest);
+  hash_of(lower) = hash_of(old);
+  std::memcpy(ids_of(lower), ids_of(old) + at, rest * sizeof(BlockId));
+  std::memcpy(tokens_of(lower), tokens_of(old) + at * block_size_, rest * block_size_ * sizeof(Token));
+  chunks_.free(old.data, chunk_bytes(old.capacity));
   lower.tag = make_tag(upper_index, tokens_of(lower));
   link_child(upper_index, index);
   table_insert(lower.tag, index);

@@ -45,8 +45,7 @@ class PrefixIndex::Lookahead {
 
   void ask_for(const Node& n) const {
     if (n.generation % 2 == 0) return;
-    __builtin_prefetch(n.data, 1);
-    __builtin_prefetch(index_.ids_of(n) + n.num_blocks - 1);
+    __builtin_prefetch(n.data, 1);  // a short node's ids are there too
     __builtin_prefetch(&index_.table_[n.tag >> index_.table_shift_], 1);
     __builtin_prefetch(&index_.node(n.parent), 1);
     if (n.next_sibling != kNone) __builtin_prefetch(&index_.node(n.next_sibling), 1);
@@ -305,8 +304,9 @@ void PrefixIndex::clear() {
   std::lock_guard structure(tree_);
   free_nodes();
   chunks_.clear();
-  table_.clear();
-  table_used_ = 0;
+  table_memory_ = Region();
+  table_ = nullptr;
+  table_size_ = table_used_ = 0;
   roots_.clear();
   names_.clear();
   free_names_.clear();

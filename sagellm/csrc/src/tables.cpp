@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "sagellm/hash.h"
 #include "sagellm/prefix_index.h"
@@ -15,55 +16,60 @@ std::uint32_t PrefixIndex::make_tag(NodeIndex parent, const Token* block) const 
 PrefixIndex::NodeIndex PrefixIndex::find_child(NodeIndex parent, const Token* block, std::uint64_t* collisions) const {
   if (table_used_ == 0) return kNone;
   const std::uint32_t tag = make_tag(parent, block);
-  const std::size_t mask = table_.size() - 1;
+  const std::size_t mask = table_size_ - 1;
   for (std::size_t i = tag >> table_shift_;; i = (i + 1) & mask) {
     const Slot& slot = table_[i];
-    if (slot.node == kNone) return kNone;
+    if (slot.index_plus_1 == 0) return kNone;
     if (slot.tag != tag) continue;
-    const Node& n = node(slot.node);
+    const NodeIndex index = slot.index_plus_1 - 1;
+    const Node& n = node(index);
     __builtin_prefetch(n.data);
-    if (n.parent == parent && std::memcmp(tokens_of(n), block, block_size_ * sizeof(Token)) == 0) return slot.node;
+    if (n.parent == parent && std::memcmp(tokens_of(n), block, block_size_ * sizeof(Token)) == 0) return index;
     if (collisions != nullptr) ++*collisions;
   }
 }
 
-void PrefixIndex::table_insert(std::uint32_t tag, NodeIndex index) {
-  if ((table_used_ + 1) * 5 > table_.size() * 4) table_grow();
-  const std::size_t mask = table_.size() - 1;
+void PrefixIndex::place(std::uint32_t tag, NodeIndex index) {
+  const std::size_t mask = table_size_ - 1;
   std::size_t i = tag >> table_shift_;
-  while (table_[i].node != kNone) i = (i + 1) & mask;
-  table_[i] = Slot{tag, index};
+  while (table_[i].index_plus_1 != 0) i = (i + 1) & mask;
+  table_[i] = Slot{tag, index + 1};
+}
+
+void PrefixIndex::table_insert(std::uint32_t tag, NodeIndex index) {
+  if ((table_used_ + 1) * 5 > table_size_ * 4) table_resize(table_size_ == 0 ? kSmallestTable : table_size_ * 2);
+  place(tag, index);
   ++table_used_;
 }
 
 void PrefixIndex::table_erase(std::uint32_t tag, NodeIndex index) {
-  const std::size_t mask = table_.size() - 1;
+  const std::size_t mask = table_size_ - 1;
   std::size_t hole = tag >> table_shift_;
-  while (table_[hole].node != index) hole = (hole + 1) & mask;
+  while (table_[hole].index_plus_1 != index + 1) hole = (hole + 1) & mask;
   // Close the gap: every later slot of the run that may stand earlier moves up, so that no probe meets a hole too soon.
-  for (std::size_t i = (hole + 1) & mask; table_[i].node != kNone; i = (i + 1) & mask) {
+  for (std::size_t i = (hole + 1) & mask; table_[i].index_plus_1 != 0; i = (i + 1) & mask) {
     const std::size_t home = table_[i].tag >> table_shift_;
     if (((i - home) & mask) >= ((i - hole) & mask)) {
       table_[hole] = table_[i];
       hole = i;
     }
   }
-  table_[hole].node = kNone;
+  table_[hole].index_plus_1 = 0;
   --table_used_;
 }
 
-void PrefixIndex::table_grow() {
-  std::vector<Slot> old(table_.empty() ? 16 : table_.size() * 2, Slot{0, kNone});
-  old.swap(table_);
+void PrefixIndex::table_resize(std::size_t size) {
+  const Slot* const old = table_;
+  const std::size_t old_size = table_size_;
+  Region memory(size * sizeof(Slot), size * sizeof(Slot) >= Region::kHugePage, kSmallestTable * sizeof(Slot));
+  table_ = memory.as<Slot>();
+  table_size_ = size;
   table_shift_ = 32;
-  for (std::size_t size = table_.size(); size > 1; size /= 2) --table_shift_;
-  const std::size_t mask = table_.size() - 1;
-  for (const Slot& slot : old) {
-    if (slot.node == kNone) continue;
-    std::size_t i = slot.tag >> table_shift_;
-    while (table_[i].node != kNone) i = (i + 1) & mask;
-    table_[i] = slot;
+  for (std::size_t rest = size; rest > 1; rest /= 2) --table_shift_;
+  for (std::size_t i = 0; i < old_size; ++i) {
+    if (old[i].index_plus_1 != 0) place(old[i].tag, old[i].index_plus_1 - 1);
   }
+  table_memory_ = std::move(memory);
 }
 
 // ---- block ids

@@ -225,11 +225,11 @@ void keep_house(World& world, unsigned seed, std::size_t rounds) {
   }
 }
 
-// Everything that only reads, and must see the index at one moment.
+// Everything that only reads, and must see the index at one moment. Not check(): an empty namespace outlives the last
+// lock on it by a moment, which check() takes for a fault.
 void watch(World& world) {
   std::uint64_t last = 0;
   while (world.requests_running > 0) {
-    world.index.check();
     const auto copy = PrefixIndex::restore(world.index.snapshot());
     copy->check();
     const sage::Events news = world.index.events(last);

@@ -1,7 +1,6 @@
 """Greedy float32 output equals transformers token for token, whatever the cache and the scheduler do meanwhile."""
 
 import asyncio
-import contextlib
 import random
 
 import pytest
@@ -17,31 +16,28 @@ GREEDY = SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True)
 CROWD = make_prompts((40, 100, 33, 90, 64, 70, 20, 50, 130, 12))
 
 
-async def cancelled(engine, prompt, start_s=0.0, after_s=60.0, after_tokens=NUM_NEW):
-    """What a request generated until it was cancelled, so long or so many tokens after its start."""
+async def cancelled(engine, prompt, start_s=0.0, after_s=0.0, after_tokens=0):
+    """What a request has generated when it is cancelled, so long after its start and after so many tokens.
+
+    LMDeploy's answer to a cancellation may be lost behind that of a step, so its stream cannot be read to the end.
+    """
     from lmdeploy.messages import GenerationConfig
+    from lmdeploy.pytorch.engine.request import RequestType
+    from lmdeploy.pytorch.messages import SamplingParam
 
     await asyncio.sleep(start_s)
-    session, instance, tokens = next(engine._sessions), engine.engine.create_instance(), []
-    enough = asyncio.Event()
-
-    async def read():
-        config = GenerationConfig(max_new_tokens=NUM_NEW, top_k=1, ignore_eos=True)
-        async for output in instance.async_stream_infer(session, prompt, gen_config=config):
-            tokens.extend(output.token_ids)
-            if len(tokens) >= after_tokens:
-                enough.set()
-
-    reading = asyncio.create_task(read())
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(enough.wait(), after_s)
+    session, instance = next(engine._sessions), engine.engine.create_instance()
+    settings = SamplingParam.from_gen_config(GenerationConfig(max_new_tokens=NUM_NEW, top_k=1, ignore_eos=True))
+    request = dict(session_id=session, token_ids=prompt, sampling_param=settings, adapter_name=None)
+    instance.req_sender.send_async(RequestType.ADD_SESSION, dict(session_id=session, response=False))
+    answer = instance.req_sender.send_async(RequestType.ADD_MESSAGE, request)
+    await asyncio.sleep(after_s)
+    while after_tokens and (answer.data is None or len(answer.data["token_ids"]) < after_tokens):
+        await instance.req_sender.async_recv(answer)
     await instance.async_cancel(session)
-    # LMDeploy's answer to a cancellation may be lost behind that of a step, so the stream is not read to its end.
-    reading.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await reading
+    tokens = tuple(answer.data["token_ids"].tolist()) if answer.data else ()
     await instance.async_end(session)
-    return tuple(tokens)
+    return tokens
 
 
 def answers(engine, prompts, params=GREEDY):

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "sagellm/region.h"
+
 namespace sage {
 
 class ChunkPool {
@@ -20,15 +22,14 @@ class ChunkPool {
   std::byte* allocate(std::size_t bytes);
   // `bytes` as given to `allocate`.
   void free(std::byte* chunk, std::size_t bytes) noexcept;
-  // Keeps the first min(old_bytes, bytes) bytes.
-  std::byte* resize(std::byte* chunk, std::size_t old_bytes, std::size_t bytes);
   // Gives back every slab. Large chunks must have been freed.
   void clear() noexcept;
   // What is taken from the system: slabs as far as they were ever used, large chunks with malloc's share.
   std::size_t memory_bytes() const noexcept { return slab_bytes_ + large_bytes_; }
 
  private:
-  static constexpr std::size_t kSlabBytes = std::size_t{1} << 15, kArenaSlabs = 8;
+  static constexpr std::size_t kSlabBytes = std::size_t{1} << 15;
+  static constexpr std::size_t kHugeAfter = std::size_t{16} << 20;  // where the last large page, half used, weighs little
   static constexpr std::size_t kMaxSmall = 2048;
 
   struct Slab {
@@ -44,7 +45,9 @@ class ChunkPool {
   void link(Slab* slab) noexcept;
   void unlink(Slab* slab) noexcept;
 
-  std::vector<std::byte*> arenas_;
+  std::vector<Region> arenas_;
+  std::byte* next_slab_ = nullptr;  // of the last arena, never used so far
+  std::size_t num_fresh_slabs_ = 0;
   Slab* empty_ = nullptr;
   Slab* with_room_[kMaxSmall / 8 + 1] = {};
   std::size_t slab_bytes_ = 0, large_bytes_ = 0;

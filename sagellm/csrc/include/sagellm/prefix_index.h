@@ -26,6 +26,7 @@
 
 #include "sagellm/chunk_pool.h"
 #include "sagellm/locks.h"
+#include "sagellm/region.h"
 
 namespace sage {
 
@@ -180,11 +181,12 @@ class PrefixIndex {
  private:
   using NodeIndex = std::uint32_t;
   static constexpr NodeIndex kNone = 0xffffffffu, kUnlinked = 0xfffffffeu;
-  static constexpr std::size_t kSlabBits = 10, kSlabSize = std::size_t{1} << kSlabBits;
+  static constexpr std::size_t kSlabBits = 15, kSlabSize = std::size_t{1} << kSlabBits;
+  static constexpr std::size_t kSmallestTable = 512;  // a page of memory
   static constexpr std::size_t kPageBits = 14, kPageSize = std::size_t{1} << kPageBits;
 
   struct Node {
-    std::byte* data;  // 8 bytes of prefix hash (0: not known yet), tokens, block ids; null for a root and a free node
+    std::byte* data;  // 8 bytes of prefix hash (0: not known yet), block ids, tokens; null for a root and a free node
     std::uint64_t last_access;
     NodeIndex parent, first_child, next_sibling, prev_sibling;  // of a free node `parent` links the free list
     std::uint32_t num_blocks, capacity;
@@ -200,7 +202,7 @@ class PrefixIndex {
   };
   struct Slot {
     std::uint32_t tag;
-    NodeIndex node;
+    NodeIndex index_plus_1;  // one more than the index; 0 is a free slot
   };
   struct LockSlot {
     NodeIndex node;
@@ -220,12 +222,12 @@ class PrefixIndex {
   using Pages = std::vector<std::unique_ptr<T[]>>;  // a page for each `kPageSize` block ids of which one was used
 
   // ---- nodes and their memory (nodes.cpp)
-  Node& node(NodeIndex index) { return slabs_[index >> kSlabBits][index & (kSlabSize - 1)]; }
-  const Node& node(NodeIndex index) const { return slabs_[index >> kSlabBits][index & (kSlabSize - 1)]; }
-  Links& links(NodeIndex index) { return links_[index >> kSlabBits][index & (kSlabSize - 1)]; }
-  const Links& links(NodeIndex index) const { return links_[index >> kSlabBits][index & (kSlabSize - 1)]; }
-  Token* tokens_of(const Node& n) const { return reinterpret_cast<Token*>(n.data + sizeof(std::uint64_t)); }
-  BlockId* ids_of(const Node& n) const { return tokens_of(n) + std::size_t{n.capacity} * block_size_; }
+  Node& node(NodeIndex index) { return slabs_[index >> kSlabBits].as<Node>()[index & (kSlabSize - 1)]; }
+  const Node& node(NodeIndex index) const { return slabs_[index >> kSlabBits].as<Node>()[index & (kSlabSize - 1)]; }
+  Links& links(NodeIndex index) { return links_[index >> kSlabBits].as<Links>()[index & (kSlabSize - 1)]; }
+  const Links& links(NodeIndex index) const { return links_[index >> kSlabBits].as<Links>()[index & (kSlabSize - 1)]; }
+  BlockId* ids_of(const Node& n) const { return reinterpret_cast<BlockId*>(n.data + sizeof(std::uint64_t)); }
+  Token* tokens_of(const Node& n) const { return ids_of(n) + n.capacity; }
   std::uint64_t& hash_of(const Node& n) const { return *reinterpret_cast<std::uint64_t*>(n.data); }
   std::size_t chunk_bytes(std::size_t capacity) const;
   NodeIndex new_node();
@@ -252,7 +254,8 @@ class PrefixIndex {
   NodeIndex find_child(NodeIndex parent, const Token* block, std::uint64_t* collisions) const;
   void table_insert(std::uint32_t tag, NodeIndex index);
   void table_erase(std::uint32_t tag, NodeIndex index);
-  void table_grow();
+  void table_resize(std::size_t size);
+  void place(std::uint32_t tag, NodeIndex index);
 
   // ---- block ids (tables.cpp)
   bool is_used(Tier tier, BlockId id) const;
@@ -313,14 +316,15 @@ class PrefixIndex {
   mutable SharedMutex tree_;
   mutable SpinLock recency_;
 
-  std::vector<std::unique_ptr<Node[]>> slabs_;
-  std::vector<std::unique_ptr<Links[]>> links_;
+  std::vector<Region> slabs_;  // of nodes
+  std::vector<Region> links_;
   std::size_t num_node_slots_ = 0, num_nodes_ = 0;
   NodeIndex free_nodes_ = kNone;
   ChunkPool chunks_;
 
-  std::vector<Slot> table_;
-  std::size_t table_used_ = 0;
+  Region table_memory_;
+  Slot* table_ = nullptr;
+  std::size_t table_size_ = 0, table_used_ = 0;
   unsigned table_shift_ = 0;
 
   std::array<Pages<std::uint64_t>, kNumTiers> used_;  // one bit a block id
