@@ -16,7 +16,7 @@ Usage: sagellm/csrc/check.sh address | thread | fuzz [SECONDS] | replay FILE ...
   all       address, thread, fuzz
 
 Builds in build/native/ of the checkout. CXX chooses the compiler: g++ 9 or newer; with clang++ the fuzz target has
-libFuzzer. Exit codes: 0 fine, 1 a finding, 2 misuse, 77 this machine cannot.
+libFuzzer. Exit codes: 0 fine, 1 a finding or no build, 2 misuse, 77 this machine cannot.
 TEXT
 }
 

@@ -4,12 +4,16 @@
 
 #include <cstddef>
 #include <cstring>
+#include <utility>
 
 namespace sage::python {
 
 namespace {
 
-// The block ids lie behind the object, and behind them one byte a block for its tier.
+// A longer path is taken over as it was found: copying it would keep other threads from the GIL for as long as a lookup.
+constexpr std::size_t kMaxInline = 1024;
+
+// The block ids lie behind the object, and behind them one byte a block for its tier; or all of them in `path`.
 struct Hit {
   PyObject_VAR_HEAD
   Py_ssize_t matched_length;
@@ -17,6 +21,7 @@ struct Hit {
   double confidence;
   unsigned long long entry_id;
   unsigned long long lock;
+  BlockPath* path;
 
   BlockId* ids() { return reinterpret_cast<BlockId*>(this + 1); }
   std::int8_t* tiers() { return reinterpret_cast<std::int8_t*>(ids() + Py_SIZE(reinterpret_cast<PyObject*>(this))); }
@@ -24,12 +29,19 @@ struct Hit {
 
 PyTypeObject* hit_type = nullptr;  // lives as long as the process
 
-Hit* allocate(std::size_t num_blocks) {
-  return reinterpret_cast<Hit*>(hit_type->tp_alloc(hit_type, static_cast<Py_ssize_t>(num_blocks)));
+Hit* allocate(std::size_t num_inline) {
+  Hit* const hit = PyObject_NewVar(Hit, hit_type, static_cast<Py_ssize_t>(num_inline));
+  if (hit != nullptr) hit->path = nullptr;
+  return hit;
 }
 
 py::object array_of(PyObject* self, bool of_tiers) {
   auto* hit = reinterpret_cast<Hit*>(self);
+  if (hit->path != nullptr) {
+    const BlockPath& path = *hit->path;
+    if (of_tiers) return tier_array(path.tiers, path.blocks.size());
+    return view_array(path.blocks.data(), path.blocks.size(), self);
+  }
   const auto size = static_cast<std::size_t>(Py_SIZE(self));
   if (of_tiers) return view_array(hit->tiers(), size, self);
   return view_array(hit->ids(), size, self);
@@ -83,6 +95,7 @@ PyObject* construct(PyTypeObject*, PyObject* args, PyObject* kwargs) {
 
 void destroy(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
+  delete reinterpret_cast<Hit*>(self)->path;
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -117,18 +130,27 @@ void bind_prefix_hit(py::module_& module) {
   module.add_object("PrefixHit", type);
 }
 
-PyObject* make_hit(const Match& match, std::size_t num_tokens, std::size_t block_size) {
-  const std::size_t size = match.path.blocks.size();
-  Hit* hit = allocate(size);
+PyObject* make_hit(Match& match, std::size_t num_tokens, std::size_t block_size) {
+  BlockPath& path = match.path;
+  const std::size_t size = path.blocks.size();
+  const bool is_inline = size <= kMaxInline;
+  Hit* hit = allocate(is_inline ? size : 0);
   if (hit == nullptr) return nullptr;
   hit->matched_length = static_cast<Py_ssize_t>(size * block_size);
   hit->remaining_tokens = static_cast<Py_ssize_t>(num_tokens - size * block_size);
   hit->confidence = 1.0;
   hit->entry_id = match.entry;
   hit->lock = match.lock;
-  if (size != 0) std::memcpy(hit->ids(), match.path.blocks.data(), size * sizeof(BlockId));
-  // tp_alloc fills with zeros, which is the first tier.
-  if (!match.path.tiers.empty()) std::memcpy(hit->tiers(), match.path.tiers.data(), size);
+  if (!is_inline) {
+    hit->path = new BlockPath(std::move(path));
+  } else if (size != 0) {
+    std::memcpy(hit->ids(), path.blocks.data(), size * sizeof(BlockId));
+    if (path.tiers.empty()) {
+      std::memset(hit->tiers(), 0, size);
+    } else {
+      std::memcpy(hit->tiers(), path.tiers.data(), size);
+    }
+  }
   return reinterpret_cast<PyObject*>(hit);
 }
 

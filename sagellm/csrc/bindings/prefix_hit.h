@@ -6,7 +6,7 @@
 namespace sage::python {
 
 void bind_prefix_hit(py::module_& module);
-// A new reference; null with an error set.
-PyObject* make_hit(const Match& match, std::size_t num_tokens, std::size_t block_size);
+// A new reference; null with an error set. A long path is taken out of `match`.
+PyObject* make_hit(Match& match, std::size_t num_tokens, std::size_t block_size);
 
 }  // namespace sage::python

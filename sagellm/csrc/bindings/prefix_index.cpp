@@ -132,7 +132,7 @@ py::list lookup_tiers(PrefixIndex& index, py::handle tokens, py::handle name_spa
   const Int32View view(tokens, "tokens");
   const NameView name(name_space);
   py::list out;
-  for (const Match& match : index.lookup_tiers(name.get(), view.data(), view.size())) {
+  for (Match& match : index.lookup_tiers(name.get(), view.data(), view.size())) {
     PyObject* const hit = make_hit(match, view.size(), index.block_size());
     if (hit == nullptr) throw py::error_already_set();
     out.append(py::reinterpret_steal<py::object>(hit));

@@ -30,9 +30,11 @@ void Session::compare() {
     ++counts[static_cast<std::size_t>(cached.place.first)];
     names.insert(key.first);
   }
-  for (const Tier tier : kTiers) require(index_->num_blocks(tier) == counts[static_cast<std::size_t>(tier)], "a tier counts wrong");
+  for (const Tier tier : kTiers)
+    require(index_->num_blocks(tier) == counts[static_cast<std::size_t>(tier)], "a tier counts wrong");
   const std::vector<std::string> told = index_->namespaces();
-  require(std::set<std::string>(told.begin(), told.end()) == names && told.size() == names.size(), "namespaces are others");
+  require(std::set<std::string>(told.begin(), told.end()) == names && told.size() == names.size(),
+          "namespaces are others");
   if (!planted("tokens")) listener_.compare(model_);
 }
 
@@ -42,7 +44,8 @@ void Session::compare_row(const BlockTable& table, std::size_t row, std::map<std
   require(key != nullptr, "the index holds a block that should be gone");
   const Cached& cached = model_.blocks().at(*key);
   require(table.depth.at(row) == static_cast<std::int64_t>(key->second.size()), "a block lies at another depth");
-  require(planted("locks") || table.num_locks.at(row) == static_cast<std::int64_t>(cached.num_locks), "a block has another number of locks");
+  require(planted("locks") || table.num_locks.at(row) == static_cast<std::int64_t>(cached.num_locks),
+          "a block has another number of locks");
   const std::size_t above = model_.length(*key) - 1;
   const BlockId parent = above == 0 ? -1 : model_.blocks().at(model_.prefix(*key, above)).place.second;
   require(table.parent_ids.at(row) == parent, "a block hangs below another one");

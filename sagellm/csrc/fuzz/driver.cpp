@@ -1,7 +1,7 @@
 // Runs a fuzz target where there is no libFuzzer: g++ has the sanitizers and the coverage calls, but no driver.
 //
-// Takes libFuzzer's names for what it can do: -max_total_time=SECONDS -runs=N -seed=N -max_len=BYTES -artifact_prefix=PATH,
-// then folders, whose files it starts from, or files, which are only replayed.
+// Takes libFuzzer's names for what it can do: -max_total_time=SECONDS -runs=N -seed=N -max_len=BYTES
+// -artifact_prefix=PATH, then folders, whose files it starts from, or files, which are only replayed.
 
 #include <unistd.h>
 
@@ -111,10 +111,18 @@ void change(Input& input, const Input& other, std::mt19937_64& random) {
   const std::size_t at = random() % input.size(), length = 1 + random() % std::min<std::size_t>(input.size() - at, 32);
   const auto here = input.begin() + static_cast<std::ptrdiff_t>(at);
   switch (random() % 7) {
-    case 0: *here = static_cast<std::uint8_t>(random()); break;
-    case 1: *here = static_cast<std::uint8_t>(*here ^ (1u << random() % 8)); break;
-    case 2: *here = static_cast<std::uint8_t>(*here + random() % 9 - 4); break;
-    case 3: input.erase(here, here + static_cast<std::ptrdiff_t>(length)); break;
+    case 0:
+      *here = static_cast<std::uint8_t>(random());
+      break;
+    case 1:
+      *here = static_cast<std::uint8_t>(*here ^ (1u << random() % 8));
+      break;
+    case 2:
+      *here = static_cast<std::uint8_t>(*here + random() % 9 - 4);
+      break;
+    case 3:
+      input.erase(here, here + static_cast<std::ptrdiff_t>(length));
+      break;
     case 4: {
       const Input copy(here, here + static_cast<std::ptrdiff_t>(length));
       input.insert(input.begin() + static_cast<std::ptrdiff_t>(random() % input.size()), copy.begin(), copy.end());
@@ -164,8 +172,9 @@ void fuzz(const Options& options) {
                    corpus.size(), corpus.num_features());
     }
   }
-  std::printf("no finding: %llu inputs in %.1f s, %zu kept, %zu edges%s\n", static_cast<unsigned long long>(runs), elapsed(),
-              corpus.size(), corpus.num_features(), corpus.num_features() == 0 ? " (compiled without coverage)" : "");
+  std::printf("no finding: %llu inputs in %.1f s, %zu kept, %zu edges%s\n", static_cast<unsigned long long>(runs),
+              elapsed(), corpus.size(), corpus.num_features(),
+              corpus.num_features() == 0 ? " (compiled without coverage)" : "");
 }
 
 Options parse(int argc, char** argv) {

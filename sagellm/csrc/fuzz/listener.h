@@ -11,11 +11,13 @@ namespace sage::model {
 
 class Listener {
  public:
-  Listener(std::size_t block_size, std::size_t event_capacity) : block_size_(block_size), complete_(event_capacity > 0) {}
+  Listener(std::size_t block_size, std::size_t event_capacity)
+      : block_size_(block_size), complete_(event_capacity > 0) {}
 
   void follow(const PrefixIndex& index) {
     const Events news = index.events(last_);
-    require(news.num_lost + news.events.size() == news.last_sequence - last_, "the number of new events does not add up");
+    require(news.num_lost + news.events.size() == news.last_sequence - last_,
+            "the number of new events does not add up");
     complete_ = complete_ && news.num_lost == 0;
     std::uint64_t expected = last_ + news.num_lost;
     for (const Event& event : news.events) {

@@ -1,4 +1,5 @@
-// A prefix index that cannot be wrong: a map from every cached prefix to the block that ends it. The oracle of the fuzz target.
+// A prefix index that cannot be wrong: a map from every cached prefix to the block that ends it. The oracle of the fuzz
+// target.
 #pragma once
 
 #include <algorithm>

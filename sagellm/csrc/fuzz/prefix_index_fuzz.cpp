@@ -2,26 +2,13 @@
 //
 // The alphabet has two tokens and the ids are few, so that paths share, split and collide all the time. With
 // SAGELLM_FUZZ_FAULT in the environment the index is made to look broken, to see that this target would notice:
-// `tokens` (the last token of a block is not compared), `recency` (a lookup is not noted), `locks` (a lock holds nothing),
-// `overrun` (a lookup reads behind its tokens).
-
-#include <optional>
+// `tokens` (the last token of a block is not compared), `recency` (a lookup is not noted), `locks` (a lock holds
+// nothing), `overrun` (a lookup reads behind its tokens).
 
 #include "session.h"
 
 namespace sage::model {
 namespace {
-
-// The kind of error that a call ended with, if any.
-template <typename Call>
-std::optional<ErrorKind> error_of(Call call) {
-  try {
-    call();
-    return std::nullopt;
-  } catch (const Error& error) {
-    return error.kind();
-  }
-}
 
 void require_path(const BlockPath& path, const std::vector<Key>& keys, const Model& model) {
   require(path.blocks.size() == keys.size(), "another number of blocks was found than is cached");
@@ -57,8 +44,13 @@ void Session::step() {
       {"restore_bad", &Session::restore_bad, 1},
       {"clear", &Session::clear, 1},
   };
+  static constexpr std::size_t kTotal = [] {
+    std::size_t total = 0;
+    for (const Call& call : calls) total += call.weight;
+    return total;
+  }();
   static const bool told = std::getenv("SAGELLM_FUZZ_TRACE") != nullptr;
-  std::size_t at = in_.below(31);
+  std::size_t at = in_.below(kTotal);
   const Call* call = calls;
   for (; at >= call->weight; ++call) at -= call->weight;
   if (told) std::fprintf(stderr, "%s\n", call->name);
@@ -92,7 +84,8 @@ void Session::store(const Key& start, const Tokens& tokens, LockId lock) {
     const Key* holder = model_.holder({tier, ids[i]});
     const bool is_known = first + i < known.size();
     const bool stays = is_known && model_.blocks().at(known[first + i]).place.first <= tier;
-    const bool bad = ids[i] < 0 || !seen.insert(ids[i]).second || (holder != nullptr && *holder != model_.prefix(end, first + i + 1));
+    const bool bad = ids[i] < 0 || !seen.insert(ids[i]).second ||
+                     (holder != nullptr && *holder != model_.prefix(end, first + i + 1));
     may_fail |= bad;
     must_fail |= bad && !stays;
   }
@@ -102,7 +95,8 @@ void Session::store(const Key& start, const Tokens& tokens, LockId lock) {
     entry = lock == 0 ? index_->insert(end.first, given.data(), given.size(), ids.data(), ids.size(), tier, metadata)
                       : index_->extend(lock, given.data(), given.size(), ids.data(), ids.size(), tier);
   });
-  require(error ? may_fail && *error != ErrorKind::kLock : !must_fail, "block ids were refused, or taken, that should not be");
+  require(error ? may_fail && *error != ErrorKind::kLock : !must_fail,
+          "block ids were refused, or taken, that should not be");
   if (error) return;
   expect_stored(entry, end, first, ids, tier);
   if (lock != 0) model_.extend_lock(lock, end);
@@ -112,7 +106,8 @@ void Session::store(const Key& start, const Tokens& tokens, LockId lock) {
   remember(entry.id, end);
 }
 
-void Session::expect_stored(const Entry& entry, const Key& end, std::size_t first, const std::vector<BlockId>& ids, Tier tier) {
+void Session::expect_stored(const Entry& entry, const Key& end, std::size_t first, const std::vector<BlockId>& ids,
+                            Tier tier) {
   std::set<Place> replaced;
   std::size_t num_new = 0;
   std::vector<Key> rows;
@@ -130,12 +125,16 @@ void Session::expect_stored(const Entry& entry, const Key& end, std::size_t firs
     model_.place(key, {tier, ids[n - first - 1]});
   }
   std::set<Place> told;
-  for (std::size_t i = 0; i < entry.replaced.blocks.size(); ++i) told.insert({entry.replaced.tiers.at(i), entry.replaced.blocks[i]});
-  require(told == replaced && entry.replaced.blocks.size() == replaced.size(), "other blocks were replaced than those on slower tiers");
-  require(entry.num_new_blocks == num_new && entry.num_blocks == model_.length(end), "an entry counts its blocks wrong");
+  for (std::size_t i = 0; i < entry.replaced.blocks.size(); ++i)
+    told.insert({entry.replaced.tiers.at(i), entry.replaced.blocks[i]});
+  require(told == replaced && entry.replaced.blocks.size() == replaced.size(),
+          "other blocks were replaced than those on slower tiers");
+  require(entry.num_new_blocks == num_new && entry.num_blocks == model_.length(end),
+          "an entry counts its blocks wrong");
   std::vector<std::uint64_t> hashes(model_.length(end) + 1);
   prefix_hashes(end.second.data(), end.second.size(), block_size_, hashes.data() + 1);
-  require(end.second.empty() || planted("tokens") || entry.token_hash == hashes.back(), "an entry has another hash than its tokens");
+  require(end.second.empty() || planted("tokens") || entry.token_hash == hashes.back(),
+          "an entry has another hash than its tokens");
   require_path(entry.path, rows, model_);
 }
 
@@ -143,7 +142,7 @@ void Session::lookup() {
   const Key asked{name_space(), tokens()};
   const bool touch = !in_.one_in(4), lock = model_.locks().size() < kMaxLocks && in_.one_in(2);
   const Tokens given = shown(asked.second);
-  const std::size_t num_tokens = given.size() + (planted("overrun") ? block_size_ : 0);
+  const std::size_t num_tokens = given.size() + (planted("overrun") && !given.empty() ? block_size_ : 0);
   Match match;
   index_->lookup(asked.first, given.data(), num_tokens, match, touch && !planted("recency"), lock);
   const std::vector<Key> found = model_.match(full(asked));
@@ -178,83 +177,14 @@ void Session::lookup_tiers() {
 void Session::unlock() {
   if (model_.locks().empty() || in_.one_in(8)) {
     const LockId lock = in_.byte();
-    if (model_.locks().count(lock) == 0) require(error_of([&] { index_->unlock(lock); }) == ErrorKind::kLock, "an unknown lock was released");
+    if (model_.locks().count(lock) == 0)
+      require(error_of([&] { index_->unlock(lock); }) == ErrorKind::kLock, "an unknown lock was released");
     return;
   }
-  const LockId lock = std::next(model_.locks().begin(), static_cast<std::ptrdiff_t>(in_.below(model_.locks().size())))->first;
+  const LockId lock =
+      std::next(model_.locks().begin(), static_cast<std::ptrdiff_t>(in_.below(model_.locks().size())))->first;
   if (!planted("locks")) index_->unlock(lock);
   model_.unlock(lock);
-}
-
-void Session::evict_lru() {
-  const std::size_t num_blocks = in_.below(8);
-  const Tier tier = in_.tier();
-  const std::vector<Key> victims = model_.least_recent(num_blocks, tier);
-  std::vector<BlockId> ids;
-  for (const Key& key : victims) ids.push_back(model_.blocks().at(key).place.second);
-  require(index_->select_lru(num_blocks, tier) == ids, "the least recently used blocks are others, or in another order");
-  const Removal removal = index_->evict_lru(num_blocks, tier);
-  std::vector<BlockId> on_tier;
-  for (std::size_t i = 0; i < removal.blocks.size(); ++i) {
-    if (removal.tiers.at(i) == tier) on_tier.push_back(removal.blocks[i]);
-  }
-  require(on_tier == ids, "other blocks were evicted than select_lru named");
-  model_.remove(removal, model_.with_all_below(victims));
-}
-
-void Session::evict() {
-  const Tier tier = in_.tier();
-  const std::vector<BlockId> ids = ids_on(tier);
-  const std::set<Key> named = keys_of(ids, tier);
-  const std::set<Key> doomed = model_.with_all_below({named.begin(), named.end()});
-  bool allowed = named.size() == ids.size() && !model_.locked(doomed);
-  for (const Key& key : doomed) allowed &= model_.blocks().at(key).place.first != tier || named.count(key) != 0;
-  Removal removal;
-  const auto error = error_of([&] { removal = index_->evict(ids.data(), ids.size(), tier, RemovalReason::kPolicy); });
-  require(error.has_value() != allowed, "an eviction was refused that the tree allows, or the reverse");
-  if (!error) model_.remove(removal, doomed);
-}
-
-void Session::invalidate() {
-  const bool by_entry = in_.one_in(4) && !entries_.empty();
-  const std::size_t which = by_entry ? in_.below(entries_.size()) : 0;
-  const Key asked = by_entry ? entries_[which].key : Key{name_space(), tokens()};
-  const Tokens given = shown(asked.second);
-  Removal removal;
-  const auto error = error_of([&] {
-    removal = by_entry ? index_->invalidate_entry(entries_[which].id) : index_->invalidate(asked.first, given.data(), given.size());
-  });
-  const bool unknown = by_entry && error == ErrorKind::kArgument;
-  require(!unknown || !entries_[which].alive || entries_[which].continued, "an entry was not known that is cached");
-  require(!by_entry || unknown || entries_[which].alive, "an entry was invalidated that was gone");
-  if (unknown) return;
-  const std::set<Key> doomed = model_.sequence(full(asked));
-  require(error == (model_.locked(doomed) ? std::optional(ErrorKind::kLock) : std::nullopt), "locks and the answer disagree");
-  if (!error) model_.remove(removal, doomed);
-}
-
-void Session::invalidate_blocks() {
-  const Tier tier = in_.tier();
-  const std::vector<BlockId> ids = ids_on(tier);
-  const std::set<Key> named = keys_of(ids, tier);
-  const std::set<Key> doomed = model_.with_all_below({named.begin(), named.end()});
-  Removal removal;
-  const auto error = error_of([&] { removal = index_->invalidate_blocks(ids.data(), ids.size(), tier); });
-  require(error == (model_.locked(doomed) ? std::optional(ErrorKind::kLock) : std::nullopt), "locks and the answer disagree");
-  if (!error) model_.remove(removal, doomed);
-}
-
-void Session::invalidate_many() {
-  const bool all = in_.one_in(2);
-  const std::string name = name_space();
-  std::set<Key> doomed;
-  for (const auto& [key, cached] : model_.blocks()) {
-    if (all || key.first == name) doomed.insert(key);
-  }
-  Removal removal;
-  const auto error = error_of([&] { removal = all ? index_->invalidate_all() : index_->invalidate_namespace(name); });
-  require(error == (model_.locked(doomed) ? std::optional(ErrorKind::kLock) : std::nullopt), "locks and the answer disagree");
-  if (!error) model_.remove(removal, doomed);
 }
 
 void Session::move() {

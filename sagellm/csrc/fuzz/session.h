@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "listener.h"
 #include "model.h"
@@ -17,6 +18,17 @@ inline constexpr Tier kTiers[] = {Tier::kGpu, Tier::kCpu, Tier::kNvme};
 inline bool planted(const char* fault) {
   static const char* const wanted = std::getenv("SAGELLM_FUZZ_FAULT");
   return wanted != nullptr && std::strcmp(wanted, fault) == 0;
+}
+
+// The kind of error that a call ended with, if any.
+template <typename Call>
+std::optional<ErrorKind> error_of(Call call) {
+  try {
+    call();
+    return std::nullopt;
+  } catch (const Error& error) {
+    return error.kind();
+  }
 }
 
 class Bytes {
@@ -35,8 +47,12 @@ class Bytes {
 class Session {
  public:
   Session(const std::uint8_t* data, std::size_t size)
-      : in_(data, size), block_size_(1 + in_.below(4)), event_capacity_(in_.one_in(4) ? in_.below(4) : 1 << 16),
-        index_(std::make_unique<PrefixIndex>(block_size_, event_capacity_)), model_(block_size_), listener_(block_size_, event_capacity_) {}
+      : in_(data, size),
+        block_size_(1 + in_.below(4)),
+        event_capacity_(in_.one_in(4) ? in_.below(4) : 1 << 16),
+        index_(std::make_unique<PrefixIndex>(block_size_, event_capacity_)),
+        model_(block_size_),
+        listener_(block_size_, event_capacity_) {}
 
   void run() {
     for (std::size_t call = 1; call <= kMaxCalls && !in_.done(); ++call) {

@@ -11,25 +11,25 @@ inline bool planted(const char* fault) {
   return wanted != nullptr && std::strcmp(wanted, fault) == 0;
 }
 
-#define EXPECT(condition)                                                            \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
-      std::fprintf(stderr, "%s:%d: expected %s\n", __FILE__, __LINE__, #condition);  \
-      std::abort();                                                                  \
-    }                                                                                \
+#define EXPECT(condition)                                                           \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      std::fprintf(stderr, "%s:%d: expected %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                 \
+    }                                                                               \
   } while (false)
 
-#define EXPECT_ERROR(expected_kind, call)                                                          \
-  do {                                                                                             \
-    bool refused = false;                                                                          \
-    try {                                                                                          \
-      call;                                                                                        \
-    } catch (const sage::Error& error) {                                                           \
-      EXPECT(error.kind() == sage::ErrorKind::expected_kind && error.what()[0] != '\0');           \
-      refused = true;                                                                              \
-    }                                                                                              \
-    if (!refused) {                                                                                \
-      std::fprintf(stderr, "%s:%d: not refused: %s\n", __FILE__, __LINE__, #call);                 \
-      std::abort();                                                                                \
-    }                                                                                              \
+#define EXPECT_ERROR(expected_kind, call)                                                \
+  do {                                                                                   \
+    bool refused = false;                                                                \
+    try {                                                                                \
+      call;                                                                              \
+    } catch (const sage::Error& error) {                                                 \
+      EXPECT(error.kind() == sage::ErrorKind::expected_kind && error.what()[0] != '\0'); \
+      refused = true;                                                                    \
+    }                                                                                    \
+    if (!refused) {                                                                      \
+      std::fprintf(stderr, "%s:%d: not refused: %s\n", __FILE__, __LINE__, #call);       \
+      std::abort();                                                                      \
+    }                                                                                    \
   } while (false)

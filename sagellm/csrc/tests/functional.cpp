@@ -17,8 +17,8 @@ using sage::Token;
 using Ids = std::vector<BlockId>;
 using Tokens = std::vector<Token>;
 
-sage::Entry insert(PrefixIndex& index, const Tokens& tokens, const Ids& ids, Tier tier = Tier::kGpu, const char* name = "",
-                   const char* metadata = "") {
+sage::Entry insert(PrefixIndex& index, const Tokens& tokens, const Ids& ids, Tier tier = Tier::kGpu,
+                   const char* name = "", const char* metadata = "") {
   return index.insert(name, tokens.data(), tokens.size(), ids.data(), ids.size(), tier, metadata);
 }
 

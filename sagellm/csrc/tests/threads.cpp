@@ -1,5 +1,5 @@
-// Requests, readers, eviction, moves and listeners at once. A hit is checked against what was ever stored in its blocks, a
-// locked prefix must not get shorter, and in the end every block is free or cached, none both and none lost.
+// Requests, readers, eviction, moves and listeners at once. A hit is checked against what was ever stored in its
+// blocks, a locked prefix must not get shorter, and in the end every block is free or cached, none both and none lost.
 // Fixed numbers of rounds, so that nothing here depends on the clock. Made to run under ThreadSanitizer.
 
 #include <atomic>
@@ -86,7 +86,8 @@ std::string space_of(std::size_t family) { return family % 3 == 0 ? "b" : ""; }
 Tokens sequence(std::size_t family, std::size_t num_tokens) {
   const std::size_t shared = kBlockSize * (1 + family % 4), group = family / 4;
   Tokens tokens(num_tokens);
-  for (std::size_t i = 0; i < num_tokens; ++i) tokens[i] = static_cast<Token>((i < shared ? group : 100 + family) * 64 + i);
+  for (std::size_t i = 0; i < num_tokens; ++i)
+    tokens[i] = static_cast<Token>((i < shared ? group : 100 + family) * 64 + i);
   return tokens;
 }
 
@@ -96,7 +97,8 @@ std::vector<std::uint64_t> hashes(const Tokens& tokens) {
   return out;
 }
 
-void check_path(World& world, const sage::BlockPath& path, const std::vector<std::uint64_t>& prefix, std::size_t first) {
+void check_path(World& world, const sage::BlockPath& path, const std::vector<std::uint64_t>& prefix,
+                std::size_t first) {
   for (std::size_t i = 0; i < path.blocks.size(); ++i) {
     const Tier tier = path.tiers.empty() ? Tier::kGpu : path.tiers[i];
     EXPECT(world.pool(tier).ever_held(path.blocks[i], prefix.at(first + i)));
@@ -269,7 +271,8 @@ int main(int argc, char** argv) {
   account(world);
   const auto number = [](const std::atomic<std::uint64_t>& value) { return static_cast<unsigned long long>(value); };
   std::printf("threads: passed; %llu hits, %llu blocks stored, %llu evicted, %llu moved, %llu promoted\n",
-              number(world.hits), number(world.stored), number(world.evicted), number(world.moved), number(world.promoted));
+              number(world.hits), number(world.stored), number(world.evicted), number(world.moved),
+              number(world.promoted));
   EXPECT(world.hits > 0 && world.stored > 0 && world.evicted > 0 && world.moved > 0 && world.promoted > 0);
   return 0;
 }

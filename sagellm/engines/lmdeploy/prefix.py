@@ -1,6 +1,5 @@
 """The prefix cache of LMDeploy's PyTorch engine: what is looked up, what is published, and who is told."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from sagellm.core.hooks import PrefixMatch, PrefixQuery, PrefixUpdate
 from sagellm.core.host import Nonsense, PluginHost
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache, namespace_of, num_shareable
+from sagellm.prefix_reuse import prefix_hashes
 
 
 @dataclass
@@ -111,7 +111,7 @@ class PrefixHooks:
             self._host.recorder.write(
                 "lookup", request=seq.session_id, tokens=seq.num_valid_ids, matched=num_matched, blocks=blocks,
                 source=source, first=first, namespace=namespace_of(seq),
-                hashes=prefix_hashes(seq.valid_ids, self._block_size, namespace_of(seq)),
+                hashes=[f"{number:016x}" for number in prefix_hashes(seq.valid_ids, self._block_size).tolist()],
             )  # fmt: skip
         if self._host.listens("on_prefix_matched"):
             match = PrefixMatch(seq.session_id, seq.num_valid_ids, num_matched, tuple(blocks.tolist()), source)
@@ -161,15 +161,6 @@ class PrefixHooks:
         self._cache.release(seq_id)
         self._counted.discard(seq_id)
         self._again.discard(seq_id)
-
-
-def prefix_hashes(tokens: np.ndarray, block_size: int, namespace: str) -> list[str]:
-    """One hash a full block, of the whole prefix up to its end: equal hashes mean equal prefixes (64 bits of BLAKE2b)."""
-    hashes, state = [], hashlib.blake2b(namespace.encode(), digest_size=8)
-    for end in range(block_size, len(tokens) + 1, block_size):
-        state.update(np.ascontiguousarray(tokens[end - block_size : end]).tobytes())
-        hashes.append(state.copy().hexdigest())
-    return hashes
 
 
 def _read_only(tokens: np.ndarray) -> np.ndarray:

@@ -110,21 +110,15 @@ class SchedulerHooks:
     # ---- prefixes (0002)
 
     def lookup_prefix(self, trie: Any, seq: Any) -> bool:
-        """Whether LMDeploy's trie is to be left alone: always, it is and stays empty."""
+        """Whether LMDeploy's trie has nothing left to do: always, it stays empty."""
         # LMDeploy's migration loop passes the list of all that get their blocks from another engine.
         if not isinstance(seq, list):
             self._with_index("lookup", self.prefix.lookup, seq)
         return True
 
-    def prefix_matched(self, trie: Any, seq: Any, blocks: Any) -> None:
-        """Never called, since `lookup_prefix` answers True."""
-
     def store_prefix(self, trie: Any, seq: Any) -> bool:
         """As `lookup_prefix`. Blocks are published when they are computed: in `step_end`."""
         return True
-
-    def prefix_stored(self, trie: Any, seq: Any, blocks: Any) -> None:
-        """Never called, since `store_prefix` answers True."""
 
     def _with_index(self, call: str, function: Callable[..., Any], *args: Any) -> None:
         """Call what asks the prefix index. If that raises, the engine goes on without a prefix cache."""

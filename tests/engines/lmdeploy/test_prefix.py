@@ -4,7 +4,6 @@ import numpy as np
 from lmdeploy.messages import GenerationConfig
 
 from sagellm.engines.base import SamplingParams
-from sagellm.engines.lmdeploy.prefix import prefix_hashes
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
 from tests.pool import settle
@@ -108,14 +107,3 @@ def test_prefix_caching_off_leaves_the_hooks_silent(start_engine):
     assert [hook for _, hook, _ in engine.hooks.report()["calls"]] == ["attach"]
     assert engine.hooks.report()["prefix_index"] == {}
     assert engine.hooks.report()["prefix"] == dict.fromkeys(("query_tokens", "hit_tokens", "query_blocks", "hit_blocks"), 0)
-
-
-def test_hashes_name_whole_prefixes():
-    tokens = np.arange(40)
-    hashes = prefix_hashes(tokens, 16, "")
-    assert len(hashes) == 2 and hashes == prefix_hashes(tokens[:33], 16, "")
-    other = tokens.copy()
-    other[0] = 7
-    assert not set(prefix_hashes(other, 16, "")) & set(hashes)
-    assert not set(prefix_hashes(tokens, 16, "adapter")) & set(hashes)
-    assert prefix_hashes(tokens[:15], 16, "") == []

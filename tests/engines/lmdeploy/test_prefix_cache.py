@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sagellm.engines.lmdeploy.scheduler import PREFIX_INDEX
+from sagellm.prefix_reuse import prefix_hashes
 from tests.engines.lmdeploy.simulated import BLOCK, VOCABULARY, SimulatedEngine, identities
 from tests.plugins import plugin_of
 from tests.pool import check_blocks
@@ -256,7 +257,8 @@ def test_evictions_name_the_policy_and_the_blocks(simulate, tmp_path):
     stored = [line["blocks"] for line in lines if line["event"] == "store"]
     assert first["victims"] == stored[0][:1:-1] and second["requested"] == 3
     lookups = [line for line in lines if line["event"] == "lookup"]
-    assert [len(line["hashes"]) for line in lookups] == [3, 3, 3]
+    hashes = [prefix_hashes(tokens_of(13, seed), BLOCK) for seed in range(3)]
+    assert [[int(text, 16) for text in line["hashes"]] for line in lookups] == [each.tolist() for each in hashes]
 
 
 class _Failing:
