@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 
 from sagellm.core.hooks import Tier
-from sagellm.engines.lmdeploy.scheduler import PREFIX_INDEX
-from sagellm.prefix_reuse.base import TIERS
 
 SETTLE_S = 10.0
 
@@ -29,6 +27,8 @@ def cached_blocks(engine: Any) -> set[int]:
 
 def check_pool(engine: Any) -> None:
     """An idle engine: no block is active or lost, none has two owners, and the hooks' counts are the engine's."""
+    from sagellm.engines.lmdeploy.scheduler import PREFIX_INDEX
+
     scheduler = engine.engine.scheduler
     assert PREFIX_INDEX not in {fault.plugin for fault in engine.hooks._host.faults}
     check_blocks(scheduler)
@@ -59,6 +59,8 @@ def check_blocks(scheduler: Any) -> None:
 
 def _check_index(hooks: Any, locks: Counter, memory: Any) -> dict[int, Tier]:
     """{cached block: tier}; `locks` counts the requests that hold each block."""
+    from sagellm.prefix_reuse import TIERS
+
     cache = hooks.cache
     if not cache.enabled:
         assert not cache.is_cached.any()

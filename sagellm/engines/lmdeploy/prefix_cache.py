@@ -39,6 +39,7 @@ class PrefixCache:
     def __init__(self, scheduler: Any) -> None:
         self._allocator = scheduler.block_manager.allocator
         self._pool_slots = scheduler.block_manager.num_gpu_blocks
+        self._has_host = scheduler.block_manager.num_cpu_blocks > 0
         self.block_size: int = scheduler.cache_config.block_size
         self.enabled: bool = scheduler.block_trie.enable
         self.index: PrefixIndex | None = PrefixReuseIndex(block_size=self.block_size) if self.enabled else None
@@ -65,12 +66,13 @@ class PrefixCache:
         first = self.num_held(seq)
         hit = self._lock(seq, num_blocks)
         blocks = hit.kv_block_ids[first:].astype(np.int64)
-        if len(blocks):
-            self._allocator.update_access_time(blocks)
-            self._allocator.add_ref_count(blocks, 1)
-            seq.logical_blocks.append(blocks)
-            seq.set_step(hit.matched_length)
-        return blocks, bool(hit.tiers[first:].any())
+        if len(blocks) == 0:
+            return blocks, False
+        self._allocator.update_access_time(blocks)
+        self._add_reference(blocks)
+        seq.logical_blocks.append(blocks)
+        seq.set_step(hit.matched_length)
+        return blocks, self._has_host and bool(hit.tiers[first:].any())
 
     def cut(self, seq: Any, num_blocks: int) -> None:
         """Take from a sequence that has cached blocks only all but the first `num_blocks`."""
@@ -101,7 +103,7 @@ class PrefixCache:
         held.num_blocks = num_blocks
         cached = entry.kv_block_ids.astype(np.int64)
         # The index's reference on a block that is new there, the sequence's on one that was there.
-        self._allocator.add_ref_count(cached, 1)
+        self._add_reference(cached)
         self.is_cached[cached] = True
         doubles = own[own != cached]
         if len(doubles):
@@ -109,6 +111,10 @@ class PrefixCache:
             self._allocator.free(doubles)
         replaced = np.empty(0, np.int64) if entry.replaced is None else entry.replaced.kv_block_ids.astype(np.int64)
         return cached, replaced
+
+    def _add_reference(self, blocks: BlockIds) -> None:
+        # As the allocator's `add_ref_count`, which allows for a block to be named twice and takes several times as long.
+        self._allocator._log_mem.ref_count[blocks] += 1
 
     def release(self, seq_id: int) -> None:
         """The sequence loses its blocks now. Those that are cached were in use until this moment: they are recent."""

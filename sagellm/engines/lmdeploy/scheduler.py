@@ -333,4 +333,3 @@ def _worker_reports(config: HookConfig) -> list[dict[str, Any]]:
         except (OSError, ValueError):  # replaced or removed meanwhile; the next report has it
             continue
     return reports
-

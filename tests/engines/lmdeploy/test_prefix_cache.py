@@ -38,7 +38,7 @@ class Clients:
         self.engine = engine
         self.draw = random.Random(seed)
         self.texts = [[self.draw.randrange(VOCABULARY) for _ in range(30)] for _ in range(3)]
-        self.open = {}  # session -> tokens of all its turns so far
+        self.open = []
         self.done = self.stopped = 0
         self.left = 60
 
@@ -52,7 +52,8 @@ class Clients:
             self.look_after(session)
         if self.draw.random() < 0.5 and self.left and len(self.open) < 6:
             self.left -= 1
-            self.open[self.engine.add(self.prompt(), self.draw.randrange(1, 9), self.draw.choice((None, None, "a")))] = None
+            adapter = self.draw.choice((None, None, "a"))
+            self.open.append(self.engine.add(self.prompt(), self.draw.randrange(1, 9), adapter))
         check_blocks(self.engine.scheduler)
 
     def look_after(self, session):
@@ -77,7 +78,7 @@ class Clients:
 
     def end(self, session):
         self.engine.end(session)
-        del self.open[session]
+        self.open.remove(session)
 
     def finish(self):
         while self.left or self.open:
