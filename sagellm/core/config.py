@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sagellm.core.errors import ConfigError
 
+MAX_CACHED_BLOCK_SIZE = 256  # tokens
 DEVICES = ("auto", "cpu", "cuda", "ascend", "maca", "camb")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -112,6 +113,15 @@ class SageConfig(Model):
         # The longest answer leaves one block of the pool free, and room for a whole round is set aside at once.
         if self.decode_round is not None and self.decode_round > self.block_size:
             raise ValueError(f"decode_round {self.decode_round} is above block_size {self.block_size}; lower it")
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_can_be_cached(self) -> "SageConfig":
+        if self.prefix_caching and self.block_size > MAX_CACHED_BLOCK_SIZE:
+            raise ValueError(
+                f"block_size {self.block_size} is above the {MAX_CACHED_BLOCK_SIZE} tokens that the prefix index takes; "
+                "lower it, or switch prefix_caching off"
+            )
         return self
 
 

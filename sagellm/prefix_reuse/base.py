@@ -11,7 +11,7 @@ locked; of equal stamps the deepest.
 
 Results. `PrefixEntry`, `PrefixHit` and `PrefixRemoval` are native classes, described in `_core.pyi`. An entry is a prefix that
 ends where a node of the index does; its id becomes unknown when its last block is removed, and may when it is continued or
-cut, but never names another prefix.
+cut, but in one index object it never names another prefix.
 
 Removal. A block without the one above it can never be found, so removing a block removes all below it, on any tier. A locked
 block, and so every block above it, is never removed.
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sagellm._core import PrefixEntry, PrefixHit, PrefixRemoval
+from sagellm.core.config import MAX_CACHED_BLOCK_SIZE
 from sagellm.core.hooks import Tier
 
 __all__ = [
@@ -38,7 +39,7 @@ LockId = NewType("LockId", int)
 Int32Array: TypeAlias = NDArray[np.int32]
 
 TIERS = (Tier.GPU, Tier.CPU, Tier.NVME)  # fastest first; an array of tiers holds places in this tuple
-MAX_BLOCK_SIZE = 256
+MAX_BLOCK_SIZE = MAX_CACHED_BLOCK_SIZE
 
 
 class RemovalReason(str, Enum):

@@ -110,36 +110,36 @@ class PrefixReuseMetrics(BaseModel):
     def to_prometheus(self) -> str:
         """Text format, names `sagellm_prefix_*`. Rates are left to the one who reads the counters."""
         registry = CollectorRegistry()
-        registry.register(_Families(self))
+        registry.register(_Collector(self))
         return generate_latest(registry).decode()
 
-
-class _Families:
-    """A collector of one moment."""
-
-    def __init__(self, metrics: PrefixReuseMetrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        metrics = self._metrics
+    def families(self) -> Iterator[Metric]:
+        """What `to_prometheus` writes, for a collector of several sources."""
         for name, text in COUNTERS.items():
-            yield CounterMetricFamily(f"sagellm_prefix_{name}", text, value=getattr(metrics, name))
+            yield CounterMetricFamily(f"sagellm_prefix_{name}", text, value=getattr(self, name))
         for name, text in GAUGES.items():
-            yield GaugeMetricFamily(f"sagellm_prefix_{name}", text, value=getattr(metrics, name))
+            yield GaugeMetricFamily(f"sagellm_prefix_{name}", text, value=getattr(self, name))
         removed = CounterMetricFamily("sagellm_prefix_removed_blocks", "Blocks removed, by reason.", labels=["reason"])
-        for reason, number in metrics.removed_blocks.items():
+        for reason, number in self.removed_blocks.items():
             removed.add_metric([reason], number)
         yield removed
         cached = GaugeMetricFamily("sagellm_prefix_cached_blocks", "Blocks cached, by tier.", labels=["tier"])
-        for tier, number in metrics.cached_blocks.items():
+        for tier, number in self.cached_blocks.items():
             cached.add_metric([tier], number)
         yield cached
         text = "Time of a lookup, over those sampled: upper bound of the quantile's bucket."
         latency = GaugeMetricFamily("sagellm_prefix_lookup_seconds", text, labels=["quantile"])
-        for label, value_ns in (("0.5", metrics.lookup_p50_ns), ("0.99", metrics.lookup_p99_ns)):
+        for label, value_ns in (("0.5", self.lookup_p50_ns), ("0.99", self.lookup_p99_ns)):
             if value_ns is not None:
                 latency.add_metric([label], value_ns / 1e9)
         yield latency
+
+
+class _Collector:
+    """Of one moment."""
+
+    def __init__(self, metrics: PrefixReuseMetrics) -> None:
+        self.collect = metrics.families
 
 
 def quantile(histogram: Sequence[Sequence[float]], share: float) -> float | None:

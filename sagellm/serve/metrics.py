@@ -6,6 +6,8 @@ from typing import Any
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from sagellm.prefix_reuse import PrefixReuseMetrics
+
 
 def register(engine: Any) -> None:
     """Add a collector that asks LMDeploy's `AsyncEngine` at every scrape."""
@@ -38,6 +40,8 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
     yield _counter("sagellm_evicted_blocks", "Blocks given up, by reason.", "reason", report["evicted"])
     yield _counter("sagellm_migrated_blocks", "Blocks moved, by the tier moved to.", "tier", report["migrated"])
     yield from _lookups(report)
+    if report["prefix_index"]:
+        yield from PrefixReuseMetrics.from_counters(report["prefix_index"]).families()
     yield CounterMetricFamily("sagellm_step_seconds", "Wall-clock time with a step running.", value=report["step_s"])
     waits = CounterMetricFamily("sagellm_comm_seconds", "Time spent waiting for collectives.", labels=["rank", "op"])
     for rank, op, spent_ns in report["comm_ns"]:

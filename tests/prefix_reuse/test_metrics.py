@@ -84,17 +84,18 @@ def test_prometheus():
     assert found["sagellm_prefix_lookup_seconds", "0.99"] == ("gauge", pytest.approx(5e-6))
 
 
-def test_names_are_not_those_of_the_server():
-    """Both may be scraped from one process."""
+def test_the_server_shows_them_beside_its_own():
     report = dict(
         blocks=dict.fromkeys(["free", "cached", "active", "host_used", "host_total"], 0), evicted={}, migrated={},
         prefix=dict.fromkeys(["query_tokens", "hit_tokens", "query_blocks", "hit_blocks"], 0), step_s=0.0, comm_ns=[],
-        preempted=0, enabled={}, calls=[], faults=[],
+        preempted=0, enabled={}, calls=[], faults=[], prefix_index={},
     )  # fmt: skip
     report["prefix_retries"] = report["prefix"]
-    servers = {family.name for family in families(report)}
+    without = [family.name for family in families(report)]
+    shown = [family.name for family in families(report | {"prefix_index": COUNTERS})]
     ours = {f.name for f in text_string_to_metric_families(PrefixReuseMetrics.from_counters(COUNTERS).to_prometheus())}
-    assert len(servers) > 5 and len(ours) > 5 and not servers & ours
+    assert len(ours) > 5 and len(shown) == len(set(shown))
+    assert set(shown) - set(without) == ours
 
 
 def test_two_texts_do_not_meet():

@@ -129,12 +129,15 @@ def test_null_means_the_default(server):
 def test_a_prefix_that_was_seen_is_found(server, client):
     text = "# " + " ".join(f"word{i}" for i in range(150)) + "\ndef f(x):\n"
     before = server.metric("sagellm_prefix_tokens_total", kind="hit")
+    looked_up = server.metric("sagellm_prefix_lookups_total")
     hits = []
     for _ in range(2):
         client.completions.create(model=server.model, prompt=text, max_tokens=4, temperature=0)
         server.wait_idle()
         hits.append(server.metric("sagellm_prefix_tokens_total", kind="hit") - before)
     assert hits[0] == 0 and hits[1] >= 64, hits
+    assert server.metric("sagellm_prefix_lookups_total") >= looked_up + 2
+    assert server.metric("sagellm_prefix_cached_blocks", tier="gpu") >= 4
 
 
 def test_keys(server):

@@ -96,27 +96,28 @@ PrefixIndex::LockSlot& PrefixIndex::lock_slot(LockId lock) {
 }
 
 void PrefixIndex::unlock(LockId lock) {
-  NodeIndex end;
-  bool may_drop_root;
   {
     std::shared_lock structure(tree_);
     std::lock_guard recency(recency_);
-    LockSlot& slot = lock_slot(lock);
-    end = slot.node;
-    slot.node = kNone;
-    free_locks_.push_back(static_cast<std::uint32_t>(lock & 0xffffffffu));
-    const std::uint64_t now = ++clock_;
-    for (NodeIndex i = end; i != kNone; i = node(i).parent) {
-      Node& n = node(i);
-      n.last_access = now;
-      if (--n.num_locks == 0 && !n.is_root) lru_push_front(i);
-    }
-    may_drop_root = node(end).is_root && node(end).num_locks == 0;
+    if (!node(lock_slot(lock).node).is_root) return release(lock);
   }
-  if (!may_drop_root) return;
+  // The lock of a request that matched nothing may be all that keeps its namespace, which then goes with it.
   std::lock_guard structure(tree_);
-  // Another thread may have dropped it, or used it, since.
-  if (end < num_node_slots_ && node(end).generation % 2 == 1) drop_root_if_empty(end);
+  const NodeIndex end = lock_slot(lock).node;
+  release(lock);
+  drop_root_if_empty(end);
+}
+
+void PrefixIndex::release(LockId lock) {
+  LockSlot& slot = lock_slot(lock);
+  const std::uint64_t now = ++clock_;
+  for (NodeIndex i = slot.node; i != kNone; i = node(i).parent) {
+    Node& n = node(i);
+    n.last_access = now;
+    if (--n.num_locks == 0 && !n.is_root) lru_push_front(i);
+  }
+  slot.node = kNone;
+  free_locks_.push_back(static_cast<std::uint32_t>(lock & 0xffffffffu));
 }
 
 }  // namespace sage

@@ -275,6 +275,7 @@ class PrefixIndex {
   void touch_path(NodeIndex index);
   void lock_path(NodeIndex from, NodeIndex up_to);
   LockId take_lock(NodeIndex index);
+  void release(LockId lock);
   LockSlot& lock_slot(LockId lock);
 
   // ---- the rest
