@@ -1,4 +1,4 @@
-"""Base and head built side by side: from a clone whose set-up is a link to this environment, so that it takes no time."""
+"""Base and head built side by side: from a clone whose set-up is links to this environment and its extension, so that it takes no time."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the history of a git checkout"),
 ]
-LINK = f"ln -s {sys.prefix} .venv"
+LINK = f"ln -s {sys.prefix} .venv; ln -s {ROOT}/sagellm/_core*.so sagellm/"
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ namespace sage {
 namespace {
 
 constexpr char kMagic[8] = {'S', 'A', 'G', 'E', 'P', 'F', 'X', '1'};
-constexpr std::size_t kMaxText = 1u << 20;
 
 std::uint64_t checksum(const char* data, std::size_t size) {
   std::uint64_t hash = kHash0 ^ size;
@@ -169,7 +168,7 @@ std::unique_ptr<PrefixIndex> PrefixIndex::restore(std::string_view snapshot, std
       const auto last_access = in.number<std::uint64_t>();
       const std::string metadata = in.text();
       if (parent >= places.size()) refuse("a node comes before its parent");
-      if (num_blocks == 0 || tier >= kNumTiers || metadata.size() > kMaxText) refuse("a node is nonsense");
+      if (num_blocks == 0 || tier >= kNumTiers) refuse("a node is nonsense");
       const auto tokens = in.array<Token>(std::size_t{num_blocks} * block_size);
       const auto ids = in.array<BlockId>(num_blocks);
       const NodeIndex above = places[parent];
