@@ -1,4 +1,4 @@
-"""Base and head built side by side: from a clone whose set-up is links to this environment and its extension, so that it takes no time."""
+"""Base and head built side by side: from a clone whose set-up links to this environment and its extension, which is quick."""
 
 import contextlib
 import os
