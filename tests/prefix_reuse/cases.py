@@ -73,3 +73,15 @@ def mirrored(mirror: Any) -> dict[Place, tuple]:
 
 def int32(values: Iterable[int]) -> np.ndarray:
     return np.array(list(values), dtype=np.int32)
+
+
+A, B, C, D = [1, 2], [3, 4], [5, 6], [7, 8]
+
+
+def stamps(index) -> dict[int, int]:
+    blocks = index.blocks()
+    return dict(zip(blocks.kv_block_ids.tolist(), blocks.last_access.tolist(), strict=True))
+
+
+def ids(index, tier=None) -> list[int]:
+    return sorted(index.blocks(tier).kv_block_ids.tolist())
