@@ -8,6 +8,8 @@
 #include <malloc.h>
 #endif
 
+#include "prefetch.h"
+
 namespace sage {
 
 namespace {
@@ -34,6 +36,24 @@ void ChunkPool::clear() noexcept {
   slab_bytes_ = num_fresh_slabs_ = 0;
 }
 
+std::byte* ChunkPool::arena_of(const void* place) {
+  return reinterpret_cast<std::byte*>(reinterpret_cast<std::uintptr_t>(place) & ~(kArenaBytes - 1));
+}
+
+ChunkPool::Slab* ChunkPool::slab_of(const std::byte* chunk) {
+  std::byte* const arena = arena_of(chunk);
+  return reinterpret_cast<Slab*>(arena) + (static_cast<std::size_t>(chunk - arena) >> kSlabBits);
+}
+
+std::byte* ChunkPool::start_of(const Slab* slab) {
+  std::byte* const arena = arena_of(slab);
+  return arena + (static_cast<std::size_t>(slab - reinterpret_cast<Slab*>(arena)) << kSlabBits);
+}
+
+std::uint32_t ChunkPool::first_chunk(const Slab* slab) {
+  return start_of(slab) == arena_of(slab) ? static_cast<std::uint32_t>(kNumSlabs * sizeof(Slab)) : 0;
+}
+
 void ChunkPool::link(Slab* slab) noexcept {
   Slab*& head = with_room_[slab->chunk_bytes / 8];
   slab->previous = nullptr;
@@ -51,23 +71,23 @@ ChunkPool::Slab* ChunkPool::slab_with_room(std::size_t bytes) {
   if (Slab* const found = with_room_[bytes / 8]) return found;
   if (empty_ == nullptr && num_fresh_slabs_ == 0) {
     // Each slab is touched when it is taken, not before.
-    arenas_.emplace_back(Region::kHugePage, slab_bytes_ >= kHugeAfter);
-    next_slab_ = arenas_.back().as<std::byte>();
-    num_fresh_slabs_ = arenas_.back().size() / kSlabBytes;
+    arenas_.emplace_back(kArenaBytes, slab_bytes_ >= kHugeAfter);
+    next_slab_ = arenas_.back().as<Slab>();
+    num_fresh_slabs_ = kNumSlabs;
   }
   Slab* slab = empty_;
   if (slab != nullptr) {
     empty_ = slab->next;
   } else {
-    slab = new (next_slab_) Slab{};
-    next_slab_ += kSlabBytes;
+    slab = new (next_slab_++) Slab{};
     --num_fresh_slabs_;
-    slab->touched = sizeof(Slab);
+    slab->touched = first_chunk(slab);
     slab_bytes_ += sizeof(Slab);
   }
   slab->chunk_bytes = static_cast<std::uint32_t>(bytes);
-  slab->num_used = slab->free_chunk = 0;
-  slab->fresh = sizeof(Slab);
+  slab->num_used = 0;
+  slab->free_chunk = kNoChunk;
+  slab->fresh = first_chunk(slab);
   link(slab);
   return slab;
 }
@@ -81,9 +101,9 @@ std::byte* ChunkPool::allocate(std::size_t asked) {
     return data;
   }
   Slab* const slab = slab_with_room(bytes);
-  auto* const start = reinterpret_cast<std::byte*>(slab);
+  std::byte* const start = start_of(slab);
   std::uint32_t chunk = slab->free_chunk;
-  if (chunk != 0) {
+  if (chunk != kNoChunk) {
     slab->free_chunk = next_free(start, chunk);
   } else {
     chunk = slab->fresh;
@@ -94,8 +114,12 @@ std::byte* ChunkPool::allocate(std::size_t asked) {
     }
   }
   ++slab->num_used;
-  if (slab->free_chunk == 0 && slab->fresh + slab->chunk_bytes > kSlabBytes) unlink(slab);
+  if (slab->free_chunk == kNoChunk && slab->fresh + slab->chunk_bytes > kSlabBytes) unlink(slab);
   return start + chunk;
+}
+
+void ChunkPool::expect_free(const std::byte* data, std::size_t asked) const noexcept {
+  if (rounded(asked) <= kMaxSmall) prefetch(slab_of(data));
 }
 
 void ChunkPool::free(std::byte* data, std::size_t asked) noexcept {
@@ -105,9 +129,9 @@ void ChunkPool::free(std::byte* data, std::size_t asked) noexcept {
     std::free(data);
     return;
   }
-  auto* const start = reinterpret_cast<std::byte*>(reinterpret_cast<std::uintptr_t>(data) & ~(kSlabBytes - 1));
-  auto* const slab = reinterpret_cast<Slab*>(start);
-  const bool was_full = slab->free_chunk == 0 && slab->fresh + slab->chunk_bytes > kSlabBytes;
+  Slab* const slab = slab_of(data);
+  std::byte* const start = start_of(slab);
+  const bool was_full = slab->free_chunk == kNoChunk && slab->fresh + slab->chunk_bytes > kSlabBytes;
   const auto chunk = static_cast<std::uint32_t>(data - start);
   next_free(start, chunk) = slab->free_chunk;
   slab->free_chunk = chunk;

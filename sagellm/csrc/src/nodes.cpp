@@ -29,7 +29,7 @@ PrefixIndex::NodeIndex PrefixIndex::new_node() {
   n = Node{};
   n.generation = generation;
   n.parent = n.first_child = n.next_sibling = n.prev_sibling = kNone;
-  links(index) = Links{kUnlinked, kUnlinked};
+  links(index) = Links{kUnlinked, kUnlinked, index};
   ++num_nodes_;
   return index;
 }

@@ -15,15 +15,20 @@ void PrefixIndex::lru_unlink(NodeIndex index) {
   const auto tier = static_cast<std::size_t>(node(index).tier);
   (own.prev == kNone ? most_recent_[tier] : links(own.prev).next) = own.next;
   (own.next == kNone ? least_recent_[tier] : links(own.next).prev) = own.prev;
-  own = Links{kUnlinked, kUnlinked};
+  own.prev = own.next = kUnlinked;
 }
 
 void PrefixIndex::lru_push_front(NodeIndex index) {
   const auto tier = static_cast<std::size_t>(node(index).tier);
   const NodeIndex head = most_recent_[tier];
-  links(index) = Links{kNone, head};
+  Links& own = links(index);
+  own.prev = kNone;
+  own.next = head;
   (head == kNone ? least_recent_[tier] : links(head).prev) = index;
   most_recent_[tier] = index;
+  NodeIndex& newcomer = newcomers_[tier][num_newcomers_[tier]++ % kFar];
+  links(newcomer).far = index;
+  newcomer = index;
 }
 
 // `index` becomes the next more recent one of `below`, if that is in a list.
@@ -31,7 +36,7 @@ void PrefixIndex::lru_link_above(NodeIndex index, NodeIndex below) {
   Links& other = links(below);
   if (other.prev == kUnlinked) return;
   const auto tier = static_cast<std::size_t>(node(index).tier);
-  links(index) = Links{other.prev, below};
+  links(index) = Links{other.prev, below, other.far};
   (other.prev == kNone ? most_recent_[tier] : links(other.prev).next) = index;
   other.prev = index;
 }
@@ -49,7 +54,7 @@ void PrefixIndex::lru_insert_sorted(NodeIndex index) {
   }
   if (after != kNone) return lru_link_above(index, after);
   const NodeIndex tail = least_recent_[tier];
-  links(index) = Links{tail, kNone};
+  links(index) = Links{tail, kNone, index};
   (tail == kNone ? most_recent_[tier] : links(tail).next) = index;
   least_recent_[tier] = index;
 }

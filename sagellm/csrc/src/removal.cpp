@@ -4,6 +4,7 @@
 #include <array>
 #include <mutex>
 
+#include "prefetch.h"
 #include "sagellm/prefix_index.h"
 
 namespace sage {
@@ -21,47 +22,56 @@ namespace {
 
 }  // namespace
 
-// The list of victims is a chain through memory. This cursor runs before the evictions and asks for what they will touch:
-// of a node one step ahead of the other its line, then what the line points to. A victim takes nothing out of the list but
-// itself, so the cursor stays good.
+// The victims are a chain through memory, and each touches half a dozen lines that nothing else has touched for long. This
+// cursor runs before the evictions and asks for them in the order in which one leads to the next. Its own way along the chain
+// is made short by a guess that each link carries: where the chain will be a few steps later. A victim takes nothing out of
+// the list but itself, so the cursor stays good.
 class PrefixIndex::Lookahead {
  public:
-  Lookahead(const PrefixIndex& index, NodeIndex first) : index_(index), next_(first) {
+  // A node holds one block at least, so there are no more than `num_blocks` victims.
+  Lookahead(const PrefixIndex& index, NodeIndex first, std::size_t num_blocks)
+      : index_(index), next_(num_blocks == 0 ? kNone : first), num_left_(num_blocks) {
+    ring_.fill(kNone);
     for (std::size_t i = 0; i < kDistance; ++i) advance();
   }
   void advance() {
-    NodeIndex& place = ring_[step_++ % kDistance];
-    const NodeIndex half_way = ring_[(step_ + kDistance / 2) % kDistance];
-    place = next_;
+    ring_[step_++ % kDistance] = next_;
     if (next_ != kNone) {
-      __builtin_prefetch(&index_.node(next_), 1);
-      next_ = index_.links(next_).prev;
+      const Links& links = index_.links(next_);
+      prefetch(&index_.node(next_));
+      prefetch(&index_.links(links.far));
+      next_ = --num_left_ == 0 ? kNone : links.prev;
     }
-    if (half_way != kNone) ask_for(index_.node(half_way));
+    ask_for_neighbours(ring_[(step_ + kDistance / 2) % kDistance]);
+    ask_for_memory(ring_[(step_ + kDistance / 4) % kDistance]);
   }
 
  private:
-  static constexpr std::size_t kDistance = 16;
+  static constexpr std::size_t kDistance = 16;  // steps from asking for a node's own line to its turn
 
-  void ask_for(const Node& n) const {
-    if (n.generation % 2 == 0) return;
-    __builtin_prefetch(n.data, 1);  // a short node's ids are there too
-    __builtin_prefetch(&index_.table_[n.tag >> index_.table_shift_], 1);
-    __builtin_prefetch(&index_.node(n.parent), 1);
-    if (n.next_sibling != kNone) __builtin_prefetch(&index_.node(n.next_sibling), 1);
-    if (n.prev_sibling != kNone) __builtin_prefetch(&index_.node(n.prev_sibling), 1);
+  void ask_for_neighbours(NodeIndex index) const {
+    if (index == kNone || index_.node(index).generation % 2 == 0) return;
+    const Node& n = index_.node(index);
+    prefetch(n.data);  // a short node's ids are there too
+    prefetch(&index_.table_[n.tag >> index_.table_shift_]);
+    prefetch(&index_.node(n.parent));
+    if (n.next_sibling != kNone) prefetch(&index_.node(n.next_sibling));
+    if (n.prev_sibling != kNone) prefetch(&index_.node(n.prev_sibling));
+  }
+
+  void ask_for_memory(NodeIndex index) const {
+    if (index == kNone || index_.node(index).generation % 2 == 0) return;
+    const Node& n = index_.node(index);
+    index_.chunks_.expect_free(n.data, index_.chunk_bytes(n.capacity));
+    const auto last_id = static_cast<std::size_t>(index_.ids_of(n)[n.num_blocks - 1]);
+    const auto& pages = index_.used_[static_cast<std::size_t>(n.tier)];
+    prefetch(&pages[last_id >> kPageBits][(last_id & (kPageSize - 1)) / 64]);
   }
 
   const PrefixIndex& index_;
   NodeIndex next_;
-  std::size_t step_ = 0;
-  std::array<NodeIndex, kDistance> ring_ = filled();
-
-  static std::array<NodeIndex, kDistance> filled() {
-    std::array<NodeIndex, kDistance> ring;
-    ring.fill(kNone);
-    return ring;
-  }
+  std::size_t num_left_, step_ = 0;
+  std::array<NodeIndex, kDistance> ring_;
 };
 
 void PrefixIndex::truncate(NodeIndex index, std::size_t num_blocks, RemovalReason reason, Removal& out) {
@@ -119,7 +129,7 @@ Removal PrefixIndex::evict_lru(std::size_t num_blocks, Tier tier) {
   out.blocks.reserve(expected);
   out.tiers.reserve(expected);
   const std::size_t target = num_blocks_[place] - expected;
-  Lookahead ahead(*this, least_recent_[place]);
+  Lookahead ahead(*this, least_recent_[place], expected);
   while (num_blocks_[place] > target) {
     const NodeIndex victim = least_recent_[place];
     if (victim == kNone) break;
