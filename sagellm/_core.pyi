@@ -165,5 +165,33 @@ class PrefixIndex:
     def _entries(self, namespace: str | Namespace | None) -> list[PrefixEntry]: ...
     def _events(self, after: int) -> tuple[list[tuple[Any, ...]], int, int]: ...
 
+class IndexedPool:
+    """See `sagellm.prefix_reuse.ReferenceIndexedPool`. Arguments of methods go by position; the arrays are kept alive.
+
+    Raises:
+        PrefixIndexError: as its twin; also for an index that is not native.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        *,
+        ref_count: NDArray[np.int64],
+        access_time: NDArray[np.int64],
+        is_cached: NDArray[np.bool_],
+        slots: NDArray[np.int64],
+        free_ids: NDArray[np.int64],
+        free_slots: NDArray[np.int64],
+    ) -> None: ...
+    def match(
+        self, tokens: _Tokens, namespace: str | Namespace, lock: int, num_held: int, now: int, /
+    ) -> tuple[NDArray[np.int64], LockId, int, bool]: ...
+    def publish(
+        self, lock: LockId, tokens: _Tokens, table: NDArray[np.int64], /
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]: ...
+    def evict_lru(self, num_blocks: int, /) -> NDArray[np.int64]: ...
+    def free(self, ids: _Tokens, now: int, num_free: int, num_free_slots: int, /) -> int: ...
+    def give_back(self, ids: _Tokens, now: int, num_free: int, num_free_slots: int, /) -> int: ...
+
 def prefix_hashes(tokens: _Tokens, block_size: int) -> NDArray[np.uint64]:
     """uint64 [len(tokens) // block_size], a hash of each full block's whole prefix; equal in every process."""

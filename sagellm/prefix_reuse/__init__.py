@@ -1,5 +1,6 @@
 """Which KV blocks hold the beginning of a request's tokens."""
 
+from sagellm._core import IndexedPool
 from sagellm.prefix_reuse.base import (
     TIERS,
     CachedBlocks,
@@ -18,6 +19,7 @@ from sagellm.prefix_reuse.matcher import PrefixMatcher, Verdict
 from sagellm.prefix_reuse.metrics import PrefixReuseMetrics
 from sagellm.prefix_reuse.mirror import EventGap, PrefixMirror
 from sagellm.prefix_reuse.native import PrefixReuseIndex, prefix_hashes
+from sagellm.prefix_reuse.pool import ReferenceIndexedPool
 from sagellm.prefix_reuse.reference import ReferencePrefixIndex
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "CachedBlocks",
     "EventGap",
     "HashedPrefixIndex",
+    "IndexedPool",
     "Namespace",
     "PrefixEntry",
     "PrefixEvent",
@@ -37,6 +40,7 @@ __all__ = [
     "PrefixRemoval",
     "PrefixReuseIndex",
     "PrefixReuseMetrics",
+    "ReferenceIndexedPool",
     "ReferencePrefixIndex",
     "RemovalReason",
     "Verdict",

@@ -35,14 +35,15 @@ Int32View::Int32View(py::handle argument, const char* what) {
 }
 
 void Int32View::narrow(const std::int64_t* values, const char* what) {
-  own_.resize(size_);
-  bool fits = true;
+  own_.reset(new std::int32_t[size_]);
+  constexpr std::uint64_t kOffset = std::uint64_t{1} << 31;  // added to it, an int32 is 0 to 2**32 - 1
+  std::uint64_t any = 0;
   for (std::size_t i = 0; i < size_; ++i) {
     own_[i] = static_cast<std::int32_t>(values[i]);
-    fits &= own_[i] == values[i];
+    any |= static_cast<std::uint64_t>(values[i]) + kOffset;
   }
-  data_ = own_.data();
-  if (fits) return;
+  data_ = own_.get();
+  if (any >> 32 == 0) return;
   std::size_t bad = 0;
   while (own_[bad] == values[bad]) ++bad;
   throw Error(ErrorKind::kArgument, std::string(what) + ": " + std::to_string(values[bad]) + " at position " +

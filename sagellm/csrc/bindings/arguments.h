@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -33,7 +34,7 @@ class Int32View {
 
   const std::int32_t* data_ = nullptr;
   std::size_t size_ = 0;
-  std::vector<std::int32_t> own_;
+  std::unique_ptr<std::int32_t[]> own_;
 };
 
 // A string, or an object with a `key`; valid as long as the argument.
@@ -99,5 +100,6 @@ PyObject* guarded(Work&& work) {
 
 void bind_prefix_results(py::module_& module);
 void bind_prefix_index(py::module_& module);
+void bind_indexed_pool(py::module_& module);
 
 }  // namespace sage::python

@@ -9,7 +9,6 @@ again, and a host slot freed by a restore is not handed out before that pass was
 """
 
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -46,21 +45,16 @@ class KVManager:
         self.block_size = scheduler.cache_config.block_size
         self.block_bytes = block_bytes
         self.num_blocks = self._allocator._log_mem.num_blocks()  # of the pool and the host tier together
-        self._clock = count(1)
         self._outs: dict[int, int] = {}  # pool slot -> host slot, to be copied with the next pass
         self._ins: dict[int, int] = {}  # host slot -> pool slot
         self._callbacks: list[tuple[str, Callable[[EvictionNotice], None]]] = []
         self.evicted = {reason: 0 for reason in EvictionReason}
         self.migrated = {Tier.CPU: 0, Tier.GPU: 0}
 
-    def tick(self) -> int:
-        """The next access time. LMDeploy's own counts whole seconds, so that all blocks of a second look alike."""
-        return next(self._clock)
-
     # ---- information
 
     def num_free(self) -> int:
-        return self._pool.get_num_free_blocks()
+        return self._pool._free_count
 
     def counts(self) -> BlockCounts:
         unlocked = self._cache.unlocked()
@@ -134,9 +128,11 @@ class KVManager:
         """The prefix cache lets go of blocks that the index does not know any more."""
         if len(victims) == 0:
             return
-        self._host.recorder.write("evict", policy=policy, reason=reason, **counts, victims=victims.tolist())
-        self.tell_evicted(victims.tolist(), EvictionReason.PREFIX)
-        self._forget_copies(victims)
+        if self._host.recorder.enabled:
+            self._host.recorder.write("evict", policy=policy, reason=reason, **counts, victims=victims.tolist())
+        self.tell_evicted(victims, EvictionReason.PREFIX)
+        if self._outs or self._ins:
+            self._forget_copies(victims)
         self._cache.freed(victims)
 
     def _num_unlocked(self) -> int | None:
@@ -148,7 +144,7 @@ class KVManager:
         self._cache.disable()
         self.give_up(np.flatnonzero(self._cache.is_cached), BUILT_IN, "the prefix index failed")
 
-    def tell_evicted(self, block_ids: Sequence[int], reason: EvictionReason, request_id: int | None = None) -> None:
+    def tell_evicted(self, block_ids: Sequence[int] | BlockIds, reason: EvictionReason, request_id: int | None = None) -> None:
         self.evicted[reason] += len(block_ids)
         if self._callbacks or self._host.listens("on_evicted"):
             notice = EvictionNotice(tuple(int(block) for block in block_ids), reason, request_id)
@@ -228,6 +224,8 @@ class KVManager:
 
     def take_swaps(self) -> tuple[dict[int, int], dict[int, int]]:
         """(ins, outs) for the pass that is sent now, in the form LMDeploy's cache engine takes."""
+        if not (self._ins or self._outs):
+            return {}, {}
         ins, self._ins = self._ins, {}
         outs, self._outs = self._outs, {}
         if ins:
@@ -240,8 +238,6 @@ class KVManager:
 
     def _forget_copies(self, ids: np.ndarray) -> None:
         """Drop copies towards slots that are about to be free for others: those of blocks that only the cache holds."""
-        if not (self._outs or self._ins):
-            return
         ids = ids[self._allocator.get_ref_count(ids) == 1]
         slots = set(self._allocator.get_physical_blocks(ids).tolist())
         self._outs = {src: dst for src, dst in self._outs.items() if dst + self._pool_slots not in slots}

@@ -13,7 +13,7 @@ from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache, namespa
 from sagellm.prefix_reuse import prefix_hashes
 
 
-@dataclass
+@dataclass(slots=True)
 class LookupCounts:
     """Tokens and whole blocks that lookups asked for, and that they found as a contiguous prefix."""
 
@@ -46,24 +46,21 @@ class PrefixHooks:
 
     def lookup(self, seq: Any) -> None:
         """Before a request may start: share the cached blocks that hold the beginning of its tokens."""
-        if seq.num_blocks > self._cache.num_held(seq):
+        cache, num_blocks, num_done = self._cache, len(seq.logical_blocks), seq.num_history_ids
+        if num_blocks > cache.num_held(seq):
             return  # sent back with its blocks: a match would be appended behind blocks that it computed itself
-        before = seq.num_blocks, seq.num_history_ids
         try:
-            self._match(seq)
+            # One token must be left to compute, or there is nothing to sample from.
+            usable = min(num_shareable(seq), seq.num_valid_ids - 1) // self._block_size
+            answer = None if num_blocks else self._ask(seq)
+            source, limit = answer or (BUILT_IN, usable)
+            blocks, is_any_away = cache.match(seq, min(usable, limit))
+            if is_any_away:
+                blocks = self._bring_back(seq, blocks)
+            self._matched(seq, blocks, source)
         except Exception:
-            self._cache.undo(seq, *before)
+            cache.undo(seq, num_blocks, num_done)
             raise
-
-    def _match(self, seq: Any) -> None:
-        # One token must be left to compute, or there is nothing to sample from.
-        usable = min(num_shareable(seq), seq.num_valid_ids - 1) // self._block_size
-        answer = None if seq.num_blocks else self._ask(seq)
-        source, limit = answer or (BUILT_IN, usable)
-        blocks, is_any_away = self._cache.match(seq, min(usable, limit))
-        if is_any_away:
-            blocks = self._bring_back(seq, blocks)
-        self._matched(seq, blocks, source)
 
     def _ask(self, seq: Any) -> tuple[str, int] | None:
         """(plug-in, number of blocks that it found); None if there is no plug-in, or it leaves the lookup to the engine."""
@@ -97,16 +94,17 @@ class PrefixHooks:
 
     def _matched(self, seq: Any, blocks: BlockIds, source: str) -> None:
         """After a lookup that added `blocks` to the request, or none."""
-        first = seq.seq_id not in self._counted
-        if not (first or len(blocks) or seq.seq_id in self._again):
+        seq_id, size = seq.seq_id, self._block_size
+        first = seq_id not in self._counted
+        if not (first or len(blocks) or seq_id in self._again):
             return
-        num_matched = len(blocks) * self._block_size
+        num_matched = len(blocks) * size
         if first:
-            self._counted.add(seq.seq_id)
-            self.first.add(seq.num_valid_ids, num_matched, self._block_size)
-        elif seq.seq_id in self._again:
-            self.retries.add(seq.num_valid_ids, num_matched, self._block_size)
-        self._again.discard(seq.seq_id)
+            self._counted.add(seq_id)
+            self.first.add(seq.num_valid_ids, num_matched, size)
+        elif seq_id in self._again:
+            self.retries.add(seq.num_valid_ids, num_matched, size)
+        self._again.discard(seq_id)
         if self._host.recorder.enabled:
             self._host.recorder.write(
                 "lookup", request=seq.session_id, tokens=seq.num_valid_ids, matched=num_matched, blocks=blocks,
@@ -127,16 +125,16 @@ class PrefixHooks:
         """
         size, num_held = self._block_size, self._cache.num_held
         for seq in running:
-            last = min(seq.num_history_ids // size, seq.num_blocks)
-            if last > num_held(seq):
-                self._publish(seq, min(last, num_shareable(seq) // size))
+            num_computed, first = seq.num_history_ids // size, num_held(seq)
+            if num_computed > first:
+                self._publish(seq, first, min(num_computed, seq.num_blocks, num_shareable(seq) // size))
 
-    def _publish(self, seq: Any, num_blocks: int) -> None:
-        first = self._cache.num_held(seq)
+    def _publish(self, seq: Any, first: int, num_blocks: int) -> None:
         if num_blocks <= first:
             return
         blocks, replaced = self._cache.publish(seq, num_blocks)
-        self._kv.give_up(replaced, BUILT_IN, "computed again on the device")
+        if replaced is not None:
+            self._kv.give_up(replaced, BUILT_IN, "computed again on the device")
         self._tell_stored(seq, first * self._block_size, blocks)
 
     def _tell_stored(self, seq: Any, first_token: int, blocks: BlockIds) -> None:
@@ -157,10 +155,11 @@ class PrefixHooks:
         if seq_id in self._counted:
             self._again.add(seq_id)
 
-    def forget(self, seq_id: int) -> None:
-        self._cache.release(seq_id)
-        self._counted.discard(seq_id)
-        self._again.discard(seq_id)
+    def ended(self, seq: Any) -> None:
+        self._counted.discard(seq.seq_id)
+        self._again.discard(seq.seq_id)
+        self._cache.release(seq.seq_id)
+        self._cache.free(seq)
 
 
 def _read_only(tokens: np.ndarray) -> np.ndarray:

@@ -9,25 +9,18 @@ Between two calls:
 A block is published when its keys and values are computed, not when it is scheduled.
 """
 
-from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sagellm.core.hooks import Tier, VictimRequest
-from sagellm.prefix_reuse import PrefixReuseIndex
+from sagellm.prefix_reuse import IndexedPool, PrefixReuseIndex, ReferenceIndexedPool
 from sagellm.prefix_reuse.base import TIERS, LockId, PrefixIndex
 
 BlockIds = NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class _Held:
-    """`num_blocks`: how many of a sequence's first blocks its lock keeps in the index."""
-
-    lock: LockId
-    num_blocks: int
+_NONE_HELD: tuple[LockId, int] = LockId(0), 0
 
 
 class PrefixCache:
@@ -38,20 +31,30 @@ class PrefixCache:
 
     def __init__(self, scheduler: Any) -> None:
         self._allocator = scheduler.block_manager.allocator
+        self._pool = self._allocator.get_phy_allocator("gpu")
         self._pool_slots = scheduler.block_manager.num_gpu_blocks
         self._has_host = scheduler.block_manager.num_cpu_blocks > 0
         self.block_size: int = scheduler.cache_config.block_size
         self.enabled: bool = scheduler.block_trie.enable
         self.index: PrefixIndex | None = PrefixReuseIndex(block_size=self.block_size) if self.enabled else None
         self.is_cached = np.zeros(self._allocator._log_mem.num_blocks(), bool)
-        self._held: dict[int, _Held] = {}
+        self.tick = count(1).__next__  # the next access time
+        self._blocks: IndexedPool | ReferenceIndexedPool | None = self._tie(IndexedPool) if self.enabled else None
+        self._held: dict[int, tuple[LockId, int]] = {}  # a sequence's lock, and how many of its first blocks that keeps
+
+    def _tie(self, kind: type) -> Any:
+        """An indexed pool over LMDeploy's own arrays, none of which it ever replaces by another."""
+        memory = self._allocator._log_mem
+        return kind(
+            self.index, ref_count=memory.ref_count, access_time=memory.access_time, is_cached=self.is_cached,
+            slots=memory.phy_map, free_ids=self._allocator._free_blocks, free_slots=self._pool._free_blocks,
+        )  # fmt: skip
 
     # ---- sequences
 
     def num_held(self, seq: Any) -> int:
         """How many of the sequence's first blocks the index holds."""
-        held = self._held.get(seq.seq_id)
-        return 0 if held is None else held.num_blocks
+        return self._held.get(seq.seq_id, _NONE_HELD)[1]
 
     def path(self, tokens: np.ndarray, namespace: str) -> BlockIds:
         """int64 [n]: the blocks that hold the beginning of `tokens`. Touches nothing."""
@@ -63,16 +66,11 @@ class PrefixCache:
         At most `num_blocks`, those it has included. Returns the ids added, int64 [n], and whether the bytes of any of them
         lie on another tier than the pool.
         """
-        first = self.num_held(seq)
-        hit = self._lock(seq, num_blocks)
-        blocks = hit.kv_block_ids[first:].astype(np.int64)
-        if len(blocks) == 0:
-            return blocks, False
-        self._allocator.update_access_time(blocks)
-        self._add_reference(blocks)
-        seq.logical_blocks.append(blocks)
-        seq.set_step(hit.matched_length)
-        return blocks, self._has_host and bool(hit.tiers[first:].any())
+        blocks, num_matched, is_any_away = self._lock(seq, num_blocks)
+        if len(blocks):
+            seq.logical_blocks.append(blocks)
+            seq.set_step(num_matched * self.block_size)
+        return blocks, is_any_away
 
     def cut(self, seq: Any, num_blocks: int) -> None:
         """Take from a sequence that has cached blocks only all but the first `num_blocks`."""
@@ -87,50 +85,48 @@ class PrefixCache:
             seq.logical_blocks.resize(num_blocks)
             seq.set_step(step)
 
-    def publish(self, seq: Any, num_blocks: int) -> tuple[BlockIds, BlockIds]:
+    def publish(self, seq: Any, num_blocks: int) -> tuple[BlockIds, BlockIds | None]:
         """Cache the first `num_blocks` blocks of a sequence; their keys and values are computed.
 
         Where another block of the pool holds the same prefix, the sequence takes that one and gives up its own. Where one on
         a slower tier does, the sequence's takes its place. Returns the ids that are cached now, int64 [n], one for each
-        block that the sequence did not hold in the index before, and those that were replaced and are the caller's to free.
+        block that the sequence did not hold in the index before (a part of its table: copy what is to be kept), and those
+        that were replaced and are the caller's to free.
         """
         if seq.seq_id not in self._held:
             self._lock(seq, 0)
-        held = self._held[seq.seq_id]
-        first, size = held.num_blocks, self.block_size
-        own = seq.logical_blocks[first:num_blocks].copy()
-        entry = self.index.extend(held.lock, seq.all_ids[first * size : num_blocks * size], own)
-        held.num_blocks = num_blocks
-        cached = entry.kv_block_ids.astype(np.int64)
-        # The index's reference on a block that is new there, the sequence's on one that was there.
-        self._add_reference(cached)
-        self.is_cached[cached] = True
-        doubles = own[own != cached]
-        if len(doubles):
-            seq.logical_blocks[first:num_blocks] = cached
+        (lock, first), size = self._held[seq.seq_id], self.block_size
+        table = seq.logical_blocks._blocks[first:num_blocks]
+        doubles, replaced = self._blocks.publish(lock, _tokens(seq)[first * size : num_blocks * size], table)
+        self._held[seq.seq_id] = lock, num_blocks
+        if doubles is not None:
             self._allocator.free(doubles)
-        replaced = np.empty(0, np.int64) if entry.replaced is None else entry.replaced.kv_block_ids.astype(np.int64)
-        return cached, replaced
-
-    def _add_reference(self, blocks: BlockIds) -> None:
-        # As the allocator's `add_ref_count`, which allows for a block to be named twice and takes several times as long.
-        self._allocator._log_mem.ref_count[blocks] += 1
+        return table, replaced
 
     def release(self, seq_id: int) -> None:
         """The sequence loses its blocks now. Those that are cached were in use until this moment: they are recent."""
         held = self._held.pop(seq_id, None)
         if held is not None:
-            self.index.unlock(held.lock)
+            self.index.unlock(held[0])
 
-    def _lock(self, seq: Any, num_blocks: int) -> Any:
-        """Look up the first `num_blocks` blocks of tokens and lock what is found, in place of the sequence's lock."""
-        tokens = seq.all_ids[: num_blocks * self.block_size]
-        hit = self.index.lookup(tokens, namespace_of(seq), lock=True)
-        before = self._held.get(seq.seq_id)
-        self._held[seq.seq_id] = _Held(hit.lock, len(hit.kv_block_ids))
-        if before is not None:
-            self.index.unlock(before.lock)
-        return hit
+    def free(self, seq: Any) -> None:
+        """What LMDeploy is about to do for a sequence that ends, at a fraction of the time: it then finds no blocks."""
+        if not self._has_host:
+            ids = seq.logical_blocks.get_real_blocks()
+            self._count_freed(self._blocks.free(ids, self.tick(), self._allocator._free_count, self._pool._free_count))
+            seq.logical_blocks.reset()
+
+    def _lock(self, seq: Any, num_blocks: int) -> tuple[BlockIds, int, bool]:
+        """Look up the first `num_blocks` blocks of tokens and lock what is found, in place of the sequence's lock.
+
+        Returns what the sequence did not hold yet and is to be appended to its table, int64 [n]; how many blocks were found;
+        whether the bytes of any of the n lie on another tier than the pool.
+        """
+        lock, num_held = self._held.get(seq.seq_id, _NONE_HELD)
+        tokens = _tokens(seq)[: num_blocks * self.block_size]
+        blocks, lock, num_found, is_any_away = self._blocks.match(tokens, namespace_of(seq), lock, num_held, self.tick())
+        self._held[seq.seq_id] = lock, num_found
+        return blocks, num_found, is_any_away
 
     # ---- blocks
 
@@ -160,7 +156,7 @@ class PrefixCache:
 
     def evict_lru(self, num_blocks: int) -> BlockIds:
         """Forget as many blocks of the pool, and what hangs below them on the host; the caller frees what is returned."""
-        return self.index.evict_lru(num_blocks).kv_block_ids.astype(np.int64)
+        return self._blocks.evict_lru(num_blocks)
 
     def evict(self, victims: BlockIds) -> BlockIds:
         """Forget chosen blocks, every block below one of them among them; the caller frees what is returned."""
@@ -177,8 +173,15 @@ class PrefixCache:
 
     def freed(self, ids: BlockIds) -> None:
         """Give back the references of blocks that were evicted or replaced."""
-        self.is_cached[ids] = False
-        self._allocator.free(ids)
+        if self._has_host:  # some of them may not lie in the pool
+            self.is_cached[ids] = False
+            self._allocator.free(ids)
+        else:
+            self._count_freed(self._blocks.give_back(ids, self.tick(), self._allocator._free_count, self._pool._free_count))
+
+    def _count_freed(self, num_blocks: int) -> None:
+        self._allocator._free_count += num_blocks
+        self._pool._free_count += num_blocks
 
     def disable(self) -> None:
         """The index is not to be asked any more. The blocks that are still marked as cached are the caller's to free."""
@@ -193,9 +196,14 @@ def namespace_of(seq: Any) -> str:
     return seq.adapter_name or ""
 
 
+def _tokens(seq: Any) -> NDArray[np.int64]:
+    """What begins with all tokens of the sequence, and may be longer: for parts of it this is cheaper than `all_ids`."""
+    return seq.history_cache._token_ids
+
+
 def num_shareable(seq: Any) -> int:
     """Tokens up to the first image or other embedding: the keys and values after it depend on more than tokens."""
-    if not len(seq.history_embeddings) and seq.history_multimodals.empty():
+    if not seq.history_embeddings.embeddings and not seq.history_multimodals.multimodals:
         return seq.num_valid_ids
     starts = [each.start for each in seq.history_embeddings.embeddings]
     starts += [each.start for group in seq.history_multimodals.multimodals.values() for each in group]

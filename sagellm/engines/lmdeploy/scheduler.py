@@ -37,7 +37,7 @@ logger = logging.getLogger("sagellm")
 PREFIX_INDEX = "prefix index"  # its name among the faults of plug-ins
 
 
-@dataclass
+@dataclass(slots=True)
 class _SentStep:
     """A step on its way through the device, or a round of decode steps of which `num_left` have not ended."""
 
@@ -73,14 +73,12 @@ class SchedulerHooks:
         self._num_preempted = 0
         self._step_s = 0.0  # wall-clock time with a step on its way
         self._last_end_s = 0.0
+        self.tick = self.cache.tick  # the next access time: LMDeploy's own clock counts whole seconds, all alike
         scheduler.block_manager.allocator.sage = self
         scheduler.block_trie.sage = self
         self._host.attach(lambda guard: Handle(self.kv, guard))
 
     # ---- blocks (0001)
-
-    def tick(self) -> int:
-        return self.kv.tick()
 
     def evict_prefix(self, trie: Any, num_blocks: int) -> int:
         before = self.kv.num_free()
@@ -92,7 +90,8 @@ class SchedulerHooks:
         self._with_index("unlock", self.prefix.lost_blocks, seq.seq_id)
         blocks = seq.logical_blocks.get_real_blocks()
         own = blocks[~self.cache.is_cached[blocks]].tolist()
-        self._recorder.write("evict", policy=BUILT_IN, reason=reason, request=seq.session_id, victims=own)
+        if self._recorder.enabled:
+            self._recorder.write("evict", policy=BUILT_IN, reason=reason, request=seq.session_id, victims=own)
         self.kv.tell_evicted(own, EvictionReason(reason), seq.session_id)
 
     def preempted(self, seq: Any) -> None:
@@ -102,7 +101,7 @@ class SchedulerHooks:
     def dispatch(self, running: list[Any], num_loops: int) -> tuple[dict[int, int], dict[int, int]]:
         """A step, or a round of `num_loops` decode steps, is about to be sent; returns the copies to make before it."""
         is_decoding = self._chosen is Phase.DECODE
-        num_tokens = len(running) if is_decoding else sum(seq.num_token_ids for seq in running)
+        num_tokens = len(running) if is_decoding else sum([seq.num_token_ids for seq in running])
         seq_ids = [seq.seq_id for seq in running]
         self._sent.append(_SentStep(self._step, is_decoding, seq_ids, num_tokens, num_loops, time.perf_counter()))
         return self.kv.take_swaps()
@@ -136,7 +135,8 @@ class SchedulerHooks:
     # ---- scheduling (0003)
 
     def arrived(self, seq: Any) -> None:
-        self._recorder.write("arrive", request=seq.session_id, tokens=seq.num_valid_ids)
+        if self._recorder.enabled:
+            self._recorder.write("arrive", request=seq.session_id, tokens=seq.num_valid_ids)
 
     def order_waiting(self, waiting: list[Any]) -> list[Any]:
         """The waiting requests that may start in this step, most urgent first."""
@@ -190,12 +190,13 @@ class SchedulerHooks:
 
     def ended(self, session_id: int) -> None:
         session = self._scheduler.sessions[session_id]
-        for seq_id in session.sequences:
+        for seq_id, seq in session.sequences.items():
             self._admitted.discard(seq_id)
             self._refused_since.pop(seq_id, None)
             self._held.discard(seq_id)
-            self._with_index("unlock", self.prefix.forget, seq_id)
-        self._recorder.write("end", request=session_id)
+            self._with_index("unlock", self.prefix.ended, seq)
+        if self._recorder.enabled:
+            self._recorder.write("end", request=session_id)
         self._host.notify("on_request_end", session_id)
         self._host.flush()  # it may have been the last one for long
 
@@ -216,8 +217,11 @@ class SchedulerHooks:
         """(requests of the step in order, ids of those held). Sets the step's token budget."""
         self._step += 1
         self._chosen = phase
+        if not self._host.decides("schedule"):
+            self._host.flush(COALESCE_S)
+            return seqs, set()
         decided = None
-        if seqs and self._host.decides("schedule") and not self._is_left(phase, seqs):
+        if seqs and not self._is_left(phase, seqs):
             view = StepView(self._step, phase, tuple([_metadata(seq, phase) for seq in seqs]), self.kv.num_free(), limit)
             decided = self._host.decide("schedule", view, lambda answer: _check_schedule(answer, view))
             if decided is not None and decided[1] is None:
