@@ -184,14 +184,25 @@ class IndexedPool:
         free_slots: NDArray[np.int64],
     ) -> None: ...
     def match(
-        self, tokens: _Tokens, namespace: str | Namespace, lock: int, num_held: int, now: int, /
-    ) -> tuple[NDArray[np.int64], LockId, int, bool]: ...
+        self,
+        tokens: _Tokens,
+        num_blocks: int,
+        namespace: str | Namespace,
+        lock: int,
+        table: NDArray[np.int64],
+        num_held: int,
+        now: int,
+        /,
+    ) -> tuple[LockId, int, bool]: ...
     def publish(
-        self, lock: LockId, tokens: _Tokens, table: NDArray[np.int64], /
+        self, lock: LockId, tokens: _Tokens, table: NDArray[np.int64], first: int, last: int, /
     ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]: ...
     def evict_lru(self, num_blocks: int, /) -> NDArray[np.int64]: ...
-    def free(self, ids: _Tokens, now: int, num_free: int, num_free_slots: int, /) -> int: ...
     def give_back(self, ids: _Tokens, now: int, num_free: int, num_free_slots: int, /) -> int: ...
+    def drop_lru(self, num_blocks: int, now: int, num_free: int, num_free_slots: int, /) -> int: ...
+    def leave(
+        self, lock: int, table: _Tokens, num_blocks: int, now: int, num_free: int, num_free_slots: int, /
+    ) -> int: ...
 
 def prefix_hashes(tokens: _Tokens, block_size: int) -> NDArray[np.uint64]:
     """uint64 [len(tokens) // block_size], a hash of each full block's whole prefix; equal in every process."""

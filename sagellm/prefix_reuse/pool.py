@@ -51,20 +51,26 @@ class ReferenceIndexedPool:
                 )
 
     def match(
-        self, tokens: Any, namespace: str, lock: LockId, num_held: int, now: int
-    ) -> tuple[BlockIds, LockId, int, bool]:
-        """Lock the longest cached prefix of `tokens`, in place of `lock` (0: of none), for a sequence that has `num_held` of
-        its blocks already, and reference the others for it.
+        self, tokens: Any, num_blocks: int, namespace: str, lock: LockId, table: BlockIds, num_held: int, now: int
+    ) -> tuple[LockId, int, bool]:
+        """Lock the longest cached prefix of the first `num_blocks` blocks of tokens, in place of `lock` (0: of none).
 
-        Returns those others, int64 [n]; the new lock; how many blocks it holds; whether one of the n lies on a slower tier.
+        The sequence has `num_held` of the blocks already; it gets a reference on each of the others, and their ids from row
+        `num_held` of its `table` on. Returns the new lock; how many blocks it holds; whether one of the others lies on a
+        slower tier.
         """
-        num_held, now = arguments.integer(num_held, "num_held"), arguments.integer(now, "now")
-        hit = self._index.lookup(tokens, namespace, lock=True)
-        blocks = hit.kv_block_ids[num_held:].astype(np.int64)
+        table, now = _column(table, np.int64, "table"), arguments.integer(now, "now")
+        num_held, num_tokens = arguments.integer(num_held, "num_held"), self._num_tokens(tokens, num_blocks)
+        hit = self._index.lookup(tokens[:num_tokens], namespace, lock=True)
+        num_found, blocks = len(hit.kv_block_ids), hit.kv_block_ids[num_held:].astype(np.int64)
         try:
             self._check_ids(blocks)
+            if num_found > len(table):
+                raise PrefixIndexError(f"the table has room for {len(table)} blocks; found were {num_found}.")
             if not self._is_cached[blocks].all():
-                raise PrefixIndexError(f"blocks {blocks[~self._is_cached[blocks]]} are in the index, but is_cached is off.")
+                raise PrefixIndexError(
+                    f"blocks {blocks[~self._is_cached[blocks]]} are in the index, but is_cached is off."
+                )
             if lock:
                 self._index.unlock(lock)
         except BaseException:
@@ -72,27 +78,30 @@ class ReferenceIndexedPool:
             raise
         self._ref_count[blocks] += 1
         self._access_time[blocks] = now
-        return blocks, hit.lock, len(hit.kv_block_ids), bool(hit.tiers[num_held:].any())
+        table[num_held : num_held + len(blocks)] = blocks
+        return hit.lock, num_found, bool(hit.tiers[num_held:].any())
 
-    def publish(self, lock: LockId, tokens: Any, table: BlockIds) -> tuple[BlockIds | None, BlockIds | None]:
-        """Cache `tokens`, which follow the prefix that `lock` holds, in the blocks of `table` (int64 [n], changed in place).
+    def publish(
+        self, lock: LockId, tokens: Any, table: BlockIds, first: int, last: int
+    ) -> tuple[BlockIds | None, BlockIds | None]:
+        """Cache blocks `first` to `last` of a sequence, of `tokens` and of its `table`; `lock` holds those before them.
 
         Where another block of the pool holds the same prefix, the table gets that one. Returns the blocks that the table
         gave up for such ones, and those on slower tiers whose place the table's took; None where there are none.
         """
-        own = _column(table, np.int64, "table").copy()
+        table = _column(table, np.int64, "table")
+        start, end = self._num_tokens(tokens, first), self._num_tokens(tokens, last)
+        if not first <= last <= len(table):
+            raise PrefixIndexError(f"blocks {first} to {last} of {len(table)}; they must be among them.")
+        own = table[first:last].copy()
         self._check_ids(own)
-        if len(tokens) != len(own) * self._index.block_size:
-            raise PrefixIndexError(
-                f"{len(tokens)} tokens and {len(own)} blocks; there must be {self._index.block_size} for each."
-            )
-        entry = self._index.extend(lock, tokens, own)
+        entry = self._index.extend(lock, tokens[start:end], own)
         cached = entry.kv_block_ids.astype(np.int64)
         self._check_ids(cached)
         # The index's reference on a block that is new there, the sequence's on one that was there.
         self._ref_count[cached] += 1
         self._is_cached[cached] = True
-        table[:] = cached
+        table[first:last] = cached
         doubles = own[own != cached]
         replaced = None if entry.replaced is None else entry.replaced.kv_block_ids.astype(np.int64)
         return (doubles if len(doubles) else None), replaced
@@ -102,16 +111,29 @@ class ReferenceIndexedPool:
         return self._index.evict_lru(num_blocks, TIERS[0]).kv_block_ids.astype(np.int64)
 
     def give_back(self, ids: BlockIds, now: int, num_free: int, num_free_slots: int) -> int:
-        """As `free`, of the index's references on blocks that it does not know any more."""
-        num_freed = self.free(ids, now, num_free, num_free_slots)
-        self._is_cached[ids] = False
-        return num_freed
-
-    def free(self, ids: BlockIds, now: int, num_free: int, num_free_slots: int) -> int:
-        """Take a reference from each block. Returns how many became free.
+        """The index's references on blocks that it does not know any more. Returns how many became free.
 
         `num_free` and `num_free_slots` entries of the free lists are free until now.
         """
+        num_freed = self._take_references(ids, now, num_free, num_free_slots)
+        self._is_cached[ids] = False
+        return num_freed
+
+    def drop_lru(self, num_blocks: int, now: int, num_free: int, num_free_slots: int) -> int:
+        """`evict_lru` and `give_back` in one."""
+        return self.give_back(self.evict_lru(num_blocks), now, num_free, num_free_slots)
+
+    def leave(
+        self, lock: LockId, table: BlockIds, num_blocks: int, now: int, num_free: int, num_free_slots: int
+    ) -> int:
+        """A sequence loses its `lock` (0: it has none) and the first `num_blocks` of its table. Returns as `give_back`."""
+        if not arguments.integer(num_blocks, "num_blocks") <= len(table):
+            raise PrefixIndexError(f"the first {num_blocks} of {len(table)} blocks; they must be among them.")
+        if lock:
+            self._index.unlock(lock)
+        return self._take_references(table[:num_blocks], now, num_free, num_free_slots)
+
+    def _take_references(self, ids: BlockIds, now: int, num_free: int, num_free_slots: int) -> int:
         now = arguments.integer(now, "now")
         num_free = arguments.integer(num_free, "num_free", high=len(self._free_ids))
         num_free_slots = arguments.integer(num_free_slots, "num_free_slots", high=len(self._free_slots))
@@ -119,7 +141,7 @@ class ReferenceIndexedPool:
         self._check_ids(ids)
         ref_count = self._ref_count.copy()
         freed = []
-        for block in ids:
+        for block in ids.tolist():
             if ref_count[block] <= 0:
                 raise PrefixIndexError(f"block {block} is free already.")
             ref_count[block] -= 1
@@ -136,6 +158,12 @@ class ReferenceIndexedPool:
         self._free_ids[end - len(freed) : end] = freed
         self._free_slots[end_slot - len(freed) : end_slot] = slots
         return len(freed)
+
+    def _num_tokens(self, tokens: Any, num_blocks: int) -> int:
+        num_tokens = arguments.integer(num_blocks, "num_blocks") * self._index.block_size
+        if num_tokens > len(tokens):
+            raise PrefixIndexError(f"the first {num_tokens} of {len(tokens)} tokens; they must be among them.")
+        return num_tokens
 
     def _check_ids(self, ids: BlockIds) -> None:
         if len(ids) and not 0 <= ids.min() <= ids.max() < len(self._ref_count):

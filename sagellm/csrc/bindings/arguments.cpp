@@ -8,30 +8,50 @@ namespace {
 
 std::string text(py::handle value) { return py::str(value).cast<std::string>(); }
 
+void check_rows(const char* what, std::size_t first, std::size_t last, std::size_t size) {
+  if (first <= last && last <= size) return;
+  throw Error(ErrorKind::kArgument, std::string(what) + " " + std::to_string(first) + " to " + std::to_string(last) +
+                                        " of " + std::to_string(size) + "; they must be among them.");
+}
+
 }  // namespace
 
 Int32View::Int32View(py::handle argument, const char* what) {
-  if (py::isinstance<py::array>(argument)) {
-    const auto* array = py::detail::array_proxy(argument.ptr());
-    const int wanted = py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_ | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
-    if (array->nd == 1 && (array->flags & wanted) == wanted) {
-      const auto type = py::reinterpret_borrow<py::dtype>(array->descr);
-      const char order = type.byteorder();
-      if (order == '=' || order == '|') {
-        const int number = type.num();
-        size_ = static_cast<std::size_t>(array->dimensions[0]);
-        if (number == py::detail::npy_api::NPY_INT_) {
-          data_ = reinterpret_cast<const std::int32_t*>(array->data);
-          return;
-        }
-        if (type.kind() == 'i' && type.itemsize() == 8) {
-          narrow(reinterpret_cast<const std::int64_t*>(array->data), what);
-          return;
-        }
-      }
-    }
-  }
+  if (!use(argument, what, 0, kAll)) convert(argument, what);
+}
+
+Int32View::Int32View(py::handle argument, const char* what, std::size_t first, std::size_t last) {
+  if (use(argument, what, first, last)) return;
   convert(argument, what);
+  check_rows(what, first, last, size_);
+  data_ += first;
+  size_ = last - first;
+}
+
+// False if the argument must be converted.
+bool Int32View::use(py::handle argument, const char* what, std::size_t first, std::size_t last) {
+  if (!py::isinstance<py::array>(argument)) return false;
+  const auto* array = py::detail::array_proxy(argument.ptr());
+  const int wanted = py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_ | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
+  if (array->nd != 1 || (array->flags & wanted) != wanted) return false;
+  const auto type = py::reinterpret_borrow<py::dtype>(array->descr);
+  const char order = type.byteorder();
+  if (order != '=' && order != '|') return false;
+  const bool is_wide = type.kind() == 'i' && type.itemsize() == 8;
+  if (!is_wide && type.num() != py::detail::npy_api::NPY_INT_) return false;
+  const auto size = static_cast<std::size_t>(array->dimensions[0]);
+  if (last == kAll) {
+    last = size;
+  } else {
+    check_rows(what, first, last, size);
+  }
+  size_ = last - first;
+  if (is_wide) {
+    narrow(reinterpret_cast<const std::int64_t*>(array->data) + first, what);
+  } else {
+    data_ = reinterpret_cast<const std::int32_t*>(array->data) + first;
+  }
+  return true;
 }
 
 void Int32View::narrow(const std::int64_t* values, const char* what) {

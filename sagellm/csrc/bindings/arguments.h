@@ -25,13 +25,17 @@ class Int32View {
  public:
   // `what` names the argument in messages: "tokens", "block ids".
   Int32View(py::handle argument, const char* what);
+  // Only rows `first` to `last`.
+  Int32View(py::handle argument, const char* what, std::size_t first, std::size_t last);
   const std::int32_t* data() const { return data_; }
   std::size_t size() const { return size_; }
 
  private:
+  bool use(py::handle argument, const char* what, std::size_t first, std::size_t last);
   void convert(py::handle argument, const char* what);
   void narrow(const std::int64_t* values, const char* what);
 
+  static constexpr std::size_t kAll = ~std::size_t{0};
   const std::int32_t* data_ = nullptr;
   std::size_t size_ = 0;
   std::unique_ptr<std::int32_t[]> own_;

@@ -4,7 +4,6 @@
 #include "sagellm/prefix_index.h"
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <optional>
 
@@ -99,7 +98,8 @@ std::int64_t whole_number(PyObject* argument, const char* what) {
                                         "; it must be a whole number, 0 or more.");
 }
 
-LockId lock_name(PyObject* argument) {
+// 0 is none.
+LockId parse_lock_or_none(PyObject* argument) {
   const unsigned long long value = PyLong_Check(argument) ? PyLong_AsUnsignedLongLong(argument) : ~0ULL;
   if (!PyErr_Occurred() && PyLong_Check(argument)) return value;
   PyErr_Clear();
@@ -122,50 +122,59 @@ py::object id_array(const BlockId* ids, std::size_t size) {
 
 py::object ids_or_none(const std::vector<BlockId>& ids) { return ids.empty() ? py::none() : id_array(ids.data(), ids.size()); }
 
-// match(tokens, namespace, lock, num_held, now)
+std::size_t parse_count(PyObject* argument, const char* what) {
+  const std::int64_t value = whole_number(argument, what);
+  // More than there is of anything; as many tokens a block can still be counted.
+  return static_cast<std::size_t>(std::min<std::int64_t>(value, std::int64_t{1} << 48));
+}
+
+// match(tokens, num_blocks, namespace, lock, table, num_held, now)
 PyObject* pool_match(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
     thread_local Match found;  // its room is kept from call to call
-    expect(count, 5, "match");
+    expect(count, 7, "match");
     IndexedPool& pool = pool_of(self);
     PrefixIndex& index = *pool.index;
-    const Int32View tokens(args[0], "tokens");
-    const NameView name(args[1]);
-    const LockId before = lock_name(args[2]);
-    const auto num_held = static_cast<std::size_t>(whole_number(args[3], "number of blocks held"));
-    const std::int64_t now = whole_number(args[4], "access time");
+    const Int32View tokens(args[0], "tokens", 0, parse_count(args[1], "number of blocks") * index.block_size());
+    const NameView name(args[2]);
+    const LockId before = parse_lock_or_none(args[3]);
+    Column<std::int64_t> table(args[4], "table");
+    const std::size_t num_held = parse_count(args[5], "number of blocks held");
+    const std::int64_t now = whole_number(args[6], "access time");
     {
       std::optional<py::gil_scoped_release> released;
       if (tokens.size() >= kReleaseTokens) released.emplace();
       index.lookup(name.get(), tokens.data(), tokens.size(), found, /*touch=*/true, /*lock=*/true);
     }
+    const std::vector<BlockId>& blocks = found.path.blocks;
+    const std::vector<Tier>& tiers = found.path.tiers;
     try {
-      const std::vector<BlockId>& blocks = found.path.blocks;
-      const std::vector<Tier>& tiers = found.path.tiers;
-      const std::size_t first = std::min(num_held, blocks.size());
-      for (std::size_t i = first; i < blocks.size(); ++i) {
+      if (blocks.size() > table.size()) {
+        throw Error(ErrorKind::kArgument, "the table has room for " + std::to_string(table.size()) + " blocks; found were " +
+                                              std::to_string(blocks.size()) + ".");
+      }
+      for (std::size_t i = num_held; i < blocks.size(); ++i) {
         pool.check_id(blocks[i]);
         if (!pool.is_cached[static_cast<std::size_t>(blocks[i])]) {
           throw Error(ErrorKind::kArgument, "block " + std::to_string(blocks[i]) + " is in the index, but is_cached is off.");
         }
       }
       bool is_any_slower = false;
-      for (std::size_t i = first; i < tiers.size(); ++i) is_any_slower |= tiers[i] != Tier::kGpu;
-      py::object ids = id_array(blocks.data() + first, blocks.size() - first);
+      for (std::size_t i = num_held; i < tiers.size(); ++i) is_any_slower |= tiers[i] != Tier::kGpu;
       py::object lock = py::reinterpret_steal<py::object>(PyLong_FromUnsignedLongLong(found.lock));
       py::object size = py::reinterpret_steal<py::object>(PyLong_FromSize_t(blocks.size()));
-      PyObject* const out = lock && size ? PyTuple_New(4) : nullptr;
+      PyObject* const out = lock && size ? PyTuple_New(3) : nullptr;
       if (out == nullptr) throw py::error_already_set();
-      PyTuple_SET_ITEM(out, 0, ids.release().ptr());
-      PyTuple_SET_ITEM(out, 1, lock.release().ptr());
-      PyTuple_SET_ITEM(out, 2, size.release().ptr());
-      PyTuple_SET_ITEM(out, 3, py::bool_(is_any_slower).release().ptr());
+      PyTuple_SET_ITEM(out, 0, lock.release().ptr());
+      PyTuple_SET_ITEM(out, 1, size.release().ptr());
+      PyTuple_SET_ITEM(out, 2, py::bool_(is_any_slower).release().ptr());
       py::object result = py::reinterpret_steal<py::object>(out);
       if (before != 0) index.unlock(before);
-      for (std::size_t i = first; i < blocks.size(); ++i) {
+      for (std::size_t i = num_held; i < blocks.size(); ++i) {
         const auto row = static_cast<std::size_t>(blocks[i]);
         ++pool.ref_count[row];
         pool.access_time[row] = now;
+        table[i] = blocks[i];
       }
       return result.release().ptr();
     } catch (...) {
@@ -175,20 +184,17 @@ PyObject* pool_match(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
-// publish(lock, tokens, table)
+// publish(lock, tokens, table, first, last)
 PyObject* pool_publish(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    expect(count, 3, "publish");
+    expect(count, 5, "publish");
     IndexedPool& pool = pool_of(self);
     PrefixIndex& index = *pool.index;
-    const LockId lock = lock_name(args[0]);
-    const Int32View tokens(args[1], "tokens");
+    const LockId lock = parse_lock_or_none(args[0]);
     Column<std::int64_t> table(args[2], "table");
-    const Int32View own(args[2], "block ids");
-    if (tokens.size() != own.size() * index.block_size()) {
-      throw Error(ErrorKind::kArgument, std::to_string(tokens.size()) + " tokens and " + std::to_string(own.size()) +
-                                            " blocks; there must be " + std::to_string(index.block_size()) + " for each.");
-    }
+    const std::size_t first = parse_count(args[3], "first block"), last = parse_count(args[4], "last block");
+    const Int32View own(args[2], "block ids", first, last);
+    const Int32View tokens(args[1], "tokens", first * index.block_size(), last * index.block_size());
     for (std::size_t i = 0; i < own.size(); ++i) pool.check_id(own.data()[i]);
     Entry entry;
     {
@@ -210,7 +216,7 @@ PyObject* pool_publish(PyObject* self, PyObject* const* args, Py_ssize_t count) 
       // The index's reference on a block that is new there, the sequence's on one that was there.
       ++pool.ref_count[row];
       pool.is_cached[row] = true;
-      table[i] = cached[i];
+      table[first + i] = cached[i];
     }
     return out.release().ptr();
   });
@@ -226,58 +232,97 @@ PyObject* pool_evict_lru(PyObject* self, PyObject* const* args, Py_ssize_t count
   });
 }
 
-// free(ids, now, num_free, num_free_slots) and give_back(the same), after which the blocks are not cached any more
-template <bool kGiveBack>
-PyObject* pool_free(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+// How many entries of the two free lists are free.
+struct NumFree {
+  std::size_t ids, slots;
+};
+
+NumFree parse_num_free(PyObject* const* args) {
+  return {parse_count(args[0], "number of free blocks"), parse_count(args[1], "number of free slots")};
+}
+
+// Takes a reference from each block and returns how many became free; on an error nothing is changed.
+std::size_t take_references(IndexedPool& pool, const BlockId* ids, std::size_t size, std::int64_t now, NumFree num_free) {
+  for (std::size_t i = 0; i < size; ++i) pool.check_id(ids[i]);
+  std::size_t num_taken = 0;
+  std::vector<std::size_t>& freed = pool.freed;
+  try {
+    freed.clear();
+    for (; num_taken < size; ++num_taken) {
+      const auto row = static_cast<std::size_t>(ids[num_taken]);
+      if (pool.ref_count[row] <= 0) throw Error(ErrorKind::kArgument, "block " + std::to_string(row) + " is free already.");
+      if (pool.ref_count[row] == 1) {
+        const std::int64_t slot = pool.slots[row];
+        if (slot < 0 || static_cast<std::size_t>(slot) >= pool.free_slots.size()) {
+          throw Error(ErrorKind::kArgument, "block " + std::to_string(row) + " lies in slot " + std::to_string(slot) +
+                                                ", which is not one of the pool.");
+        }
+        freed.push_back(row);
+      }
+      --pool.ref_count[row];
+    }
+    if (num_free.ids > pool.free_ids.size() || pool.free_ids.size() - num_free.ids < freed.size() ||
+        num_free.slots > pool.free_slots.size() || pool.free_slots.size() - num_free.slots < freed.size()) {
+      throw Error(ErrorKind::kArgument, std::to_string(freed.size()) + " blocks to free, with " +
+                                            std::to_string(num_free.ids) + " of " + std::to_string(pool.free_ids.size()) +
+                                            " free and " + std::to_string(num_free.slots) + " of " +
+                                            std::to_string(pool.free_slots.size()) + " slots.");
+    }
+  } catch (...) {
+    while (num_taken > 0) ++pool.ref_count[static_cast<std::size_t>(ids[--num_taken])];
+    throw;
+  }
+  for (std::size_t i = 0; i < size; ++i) pool.access_time[static_cast<std::size_t>(ids[i])] = now;
+  const std::size_t first = pool.free_ids.size() - num_free.ids - freed.size();
+  const std::size_t first_slot = pool.free_slots.size() - num_free.slots - freed.size();
+  for (std::size_t i = 0; i < freed.size(); ++i) {
+    pool.free_ids[first + i] = static_cast<std::int64_t>(freed[i]);
+    pool.free_slots[first_slot + i] = pool.slots[freed[i]];
+  }
+  return freed.size();
+}
+
+std::size_t take_back(IndexedPool& pool, const BlockId* ids, std::size_t size, std::int64_t now, NumFree num_free) {
+  const std::size_t num_freed = take_references(pool, ids, size, now, num_free);
+  for (std::size_t i = 0; i < size; ++i) pool.is_cached[static_cast<std::size_t>(ids[i])] = false;
+  return num_freed;
+}
+
+// give_back(ids, now, num_free, num_free_slots)
+PyObject* pool_give_back(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    expect(count, 4, kGiveBack ? "give_back" : "free");
-    IndexedPool& pool = pool_of(self);
+    expect(count, 4, "give_back");
     const Int32View ids(args[0], "block ids");
     const std::int64_t now = whole_number(args[1], "access time");
-    const auto num_free = static_cast<std::size_t>(whole_number(args[2], "number of free blocks"));
-    const auto num_free_slots = static_cast<std::size_t>(whole_number(args[3], "number of free slots"));
-    for (std::size_t i = 0; i < ids.size(); ++i) pool.check_id(ids.data()[i]);
+    return PyLong_FromSize_t(take_back(pool_of(self), ids.data(), ids.size(), now, parse_num_free(args + 2)));
+  });
+}
 
-    std::size_t num_taken = 0;
-    std::vector<std::size_t>& freed = pool.freed;
-    try {
-      freed.clear();
-      for (; num_taken < ids.size(); ++num_taken) {
-        const auto row = static_cast<std::size_t>(ids.data()[num_taken]);
-        if (pool.ref_count[row] <= 0) throw Error(ErrorKind::kArgument, "block " + std::to_string(row) + " is free already.");
-        if (pool.ref_count[row] == 1) {
-          const std::int64_t slot = pool.slots[row];
-          if (slot < 0 || static_cast<std::size_t>(slot) >= pool.free_slots.size()) {
-            throw Error(ErrorKind::kArgument, "block " + std::to_string(row) + " lies in slot " + std::to_string(slot) +
-                                                  ", which is not one of the pool.");
-          }
-          freed.push_back(row);
-        }
-        --pool.ref_count[row];
-      }
-      if (num_free > pool.free_ids.size() || pool.free_ids.size() - num_free < freed.size() ||
-          num_free_slots > pool.free_slots.size() || pool.free_slots.size() - num_free_slots < freed.size()) {
-        throw Error(ErrorKind::kArgument, std::to_string(freed.size()) + " blocks to free, with " + std::to_string(num_free) +
-                                              " of " + std::to_string(pool.free_ids.size()) + " free and " +
-                                              std::to_string(num_free_slots) + " of " +
-                                              std::to_string(pool.free_slots.size()) + " slots.");
-      }
-    } catch (...) {
-      while (num_taken > 0) ++pool.ref_count[static_cast<std::size_t>(ids.data()[--num_taken])];
-      throw;
-    }
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-      const auto row = static_cast<std::size_t>(ids.data()[i]);
-      if constexpr (kGiveBack) pool.is_cached[row] = false;
-      pool.access_time[row] = now;
-    }
-    const std::size_t first = pool.free_ids.size() - num_free - freed.size();
-    const std::size_t first_slot = pool.free_slots.size() - num_free_slots - freed.size();
-    for (std::size_t i = 0; i < freed.size(); ++i) {
-      pool.free_ids[first + i] = static_cast<std::int64_t>(freed[i]);
-      pool.free_slots[first_slot + i] = pool.slots[freed[i]];
-    }
-    return PyLong_FromSize_t(freed.size());
+// drop_lru(num_blocks, now, num_free, num_free_slots)
+PyObject* pool_drop_lru(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    expect(count, 4, "drop_lru");
+    const std::size_t wanted = parse_count(args[0], "number of blocks");
+    const std::int64_t now = whole_number(args[1], "access time");
+    const NumFree num_free = parse_num_free(args + 2);
+    IndexedPool& pool = pool_of(self);
+    const Removal gone = pool.index->evict_lru(wanted);
+    const std::size_t num_freed = take_back(pool, gone.blocks.data(), gone.blocks.size(), now, num_free);
+    return PyLong_FromSize_t(num_freed);
+  });
+}
+
+// leave(lock, table, num_blocks, now, num_free, num_free_slots)
+PyObject* pool_leave(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return guarded([&] {
+    expect(count, 6, "leave");
+    IndexedPool& pool = pool_of(self);
+    const LockId lock = parse_lock_or_none(args[0]);
+    const Int32View ids(args[1], "block ids", 0, parse_count(args[2], "number of blocks"));
+    const std::int64_t now = whole_number(args[3], "access time");
+    const NumFree num_free = parse_num_free(args + 4);
+    if (lock != 0) pool.index->unlock(lock);
+    return PyLong_FromSize_t(take_references(pool, ids.data(), ids.size(), now, num_free));
   });
 }
 
@@ -289,8 +334,9 @@ PyMethodDef pool_methods[] = {
     pool_method("match", pool_match),
     pool_method("publish", pool_publish),
     pool_method("evict_lru", pool_evict_lru),
-    pool_method("free", pool_free<false>),
-    pool_method("give_back", pool_free<true>),
+    pool_method("give_back", pool_give_back),
+    pool_method("drop_lru", pool_drop_lru),
+    pool_method("leave", pool_leave),
 };
 
 }  // namespace

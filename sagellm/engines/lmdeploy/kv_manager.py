@@ -108,9 +108,7 @@ class KVManager:
         # A plug-in may also have made room by migrating, or chosen too few.
         missing = num_blocks - (self.num_free() - before)
         if missing > 0:
-            candidates = self._num_unlocked()
-            victims = self._cache.evict_lru(missing)
-            self.give_up(victims, BUILT_IN, "least recently used", requested=missing, candidates=candidates)
+            self._evict_lru(missing)
         return self.num_free() - before
 
     def _evict_chosen(self, num_blocks: int) -> None:
@@ -123,6 +121,14 @@ class KVManager:
         name, decision = decided
         victims = self._cache.evict(np.array(decision.victims, np.int64))
         self.give_up(victims, name, decision.reason, requested=num_blocks, candidates=len(request.block_ids))
+
+    def _evict_lru(self, num_blocks: int) -> None:
+        if not (self._host_slots or self._callbacks or self._host.plugins or self._host.recorder.enabled):
+            self.evicted[EvictionReason.PREFIX] += self._cache.drop_lru(num_blocks)  # nobody wants to know which
+            return
+        candidates = self._num_unlocked()
+        victims = self._cache.evict_lru(num_blocks)
+        self.give_up(victims, BUILT_IN, "least recently used", requested=num_blocks, candidates=candidates)
 
     def give_up(self, victims: BlockIds, policy: str, reason: str, **counts: int | None) -> None:
         """The prefix cache lets go of blocks that the index does not know any more."""
@@ -144,7 +150,9 @@ class KVManager:
         self._cache.disable()
         self.give_up(np.flatnonzero(self._cache.is_cached), BUILT_IN, "the prefix index failed")
 
-    def tell_evicted(self, block_ids: Sequence[int] | BlockIds, reason: EvictionReason, request_id: int | None = None) -> None:
+    def tell_evicted(
+        self, block_ids: Sequence[int] | BlockIds, reason: EvictionReason, request_id: int | None = None
+    ) -> None:
         self.evicted[reason] += len(block_ids)
         if self._callbacks or self._host.listens("on_evicted"):
             notice = EvictionNotice(tuple(int(block) for block in block_ids), reason, request_id)

@@ -52,12 +52,12 @@ class PrefixHooks:
         try:
             # One token must be left to compute, or there is nothing to sample from.
             usable = min(num_shareable(seq), seq.num_valid_ids - 1) // self._block_size
-            answer = None if num_blocks else self._ask(seq)
+            answer = self._ask(seq) if self._host.plugins and not num_blocks else None
             source, limit = answer or (BUILT_IN, usable)
-            blocks, is_any_away = cache.match(seq, min(usable, limit))
+            num_matched, is_any_away = cache.match(seq, min(usable, limit))
             if is_any_away:
-                blocks = self._bring_back(seq, blocks)
-            self._matched(seq, blocks, source)
+                num_matched = self._bring_back(seq, num_blocks)
+            self._matched(seq, num_blocks, num_matched - num_blocks, source)
         except Exception:
             cache.undo(seq, num_blocks, num_done)
             raise
@@ -85,26 +85,31 @@ class PrefixHooks:
             raise Nonsense(f"block {block} does not hold tokens {place * size} to {(place + 1) * size} of the request")
         return len(answered)
 
-    def _bring_back(self, seq: Any, blocks: BlockIds) -> BlockIds:
-        """The first of `blocks`, whose bytes are on the device now; the match is undone for the others."""
-        num_kept = self._kv.bring_back(blocks)
-        if num_kept < len(blocks):
-            self._cache.cut(seq, seq.num_blocks - len(blocks) + num_kept)
-        return blocks[:num_kept]
+    def _bring_back(self, seq: Any, first: int) -> int:
+        """How many blocks of a request, of which those from `first` on were just matched, have their bytes on the device now.
 
-    def _matched(self, seq: Any, blocks: BlockIds, source: str) -> None:
-        """After a lookup that added `blocks` to the request, or none."""
-        seq_id, size = seq.seq_id, self._block_size
+        The match is undone for the others.
+        """
+        num_kept = first + self._kv.bring_back(seq.logical_blocks[first:].copy())
+        if num_kept < seq.num_blocks:
+            self._cache.cut(seq, num_kept)
+        return num_kept
+
+    def _matched(self, seq: Any, before: int, num_blocks: int, source: str) -> None:
+        """After a lookup that added `num_blocks` blocks to the request, or none; it had `before`."""
+        seq_id, num_matched = seq.seq_id, num_blocks * self._block_size
         first = seq_id not in self._counted
-        if not (first or len(blocks) or seq_id in self._again):
-            return
-        num_matched = len(blocks) * size
         if first:
             self._counted.add(seq_id)
-            self.first.add(seq.num_valid_ids, num_matched, size)
+            self.first.add(seq.num_valid_ids, num_matched, self._block_size)
         elif seq_id in self._again:
-            self.retries.add(seq.num_valid_ids, num_matched, size)
+            self.retries.add(seq.num_valid_ids, num_matched, self._block_size)
+        elif not num_blocks:
+            return
         self._again.discard(seq_id)
+        if not (self._host.recorder.enabled or self._host.listens("on_prefix_matched")):
+            return
+        blocks = seq.logical_blocks[before : before + num_blocks]
         if self._host.recorder.enabled:
             self._host.recorder.write(
                 "lookup", request=seq.session_id, tokens=seq.num_valid_ids, matched=num_matched, blocks=blocks,
@@ -132,10 +137,11 @@ class PrefixHooks:
     def _publish(self, seq: Any, first: int, num_blocks: int) -> None:
         if num_blocks <= first:
             return
-        blocks, replaced = self._cache.publish(seq, num_blocks)
+        replaced = self._cache.publish(seq, num_blocks)
         if replaced is not None:
             self._kv.give_up(replaced, BUILT_IN, "computed again on the device")
-        self._tell_stored(seq, first * self._block_size, blocks)
+        if self._host.recorder.enabled or self._host.listens("on_prefix_stored"):
+            self._tell_stored(seq, first * self._block_size, seq.logical_blocks[first:num_blocks])
 
     def _tell_stored(self, seq: Any, first_token: int, blocks: BlockIds) -> None:
         if self._host.recorder.enabled:
@@ -158,8 +164,7 @@ class PrefixHooks:
     def ended(self, seq: Any) -> None:
         self._counted.discard(seq.seq_id)
         self._again.discard(seq.seq_id)
-        self._cache.release(seq.seq_id)
-        self._cache.free(seq)
+        self._cache.ended(seq)
 
 
 def _read_only(tokens: np.ndarray) -> np.ndarray:

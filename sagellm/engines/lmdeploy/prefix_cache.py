@@ -60,21 +60,28 @@ class PrefixCache:
         """int64 [n]: the blocks that hold the beginning of `tokens`. Touches nothing."""
         return self.index.lookup(tokens, namespace, touch=False).kv_block_ids.astype(np.int64)
 
-    def match(self, seq: Any, num_blocks: int) -> tuple[BlockIds, bool]:
-        """Give a sequence without blocks of its own the cached ones that hold the beginning of its tokens.
+    def match(self, seq: Any, num_blocks: int) -> tuple[int, bool]:
+        """Lock the cached blocks that hold the beginning of a sequence's tokens, at most `num_blocks`, in place of its lock.
 
-        At most `num_blocks`, those it has included. Returns the ids added, int64 [n], and whether the bytes of any of them
-        lie on another tier than the pool.
+        They become its first ones; it has no blocks of its own behind those it holds, or as many as are found. Returns how
+        many were found, and whether the bytes of any that it did not hold lie on another tier than the pool.
         """
-        blocks, num_matched, is_any_away = self._lock(seq, num_blocks)
-        if len(blocks):
-            seq.logical_blocks.append(blocks)
-            seq.set_step(num_matched * self.block_size)
-        return blocks, is_any_away
+        lock, num_held = self._held.get(seq.seq_id, _NONE_HELD)
+        table = seq.logical_blocks
+        if num_blocks > len(table._blocks):
+            table.reserve(num_blocks)
+        lock, num_found, is_any_away = self._blocks.match(
+            seq.history_cache._token_ids, num_blocks, namespace_of(seq), lock, table._blocks, num_held, self.tick()
+        )
+        self._held[seq.seq_id] = lock, num_found
+        if num_found > table._num_real:
+            table._num_real = num_found
+            seq.set_step(num_found * self.block_size)
+        return num_found, is_any_away
 
     def cut(self, seq: Any, num_blocks: int) -> None:
         """Take from a sequence that has cached blocks only all but the first `num_blocks`."""
-        self._lock(seq, num_blocks)
+        self.match(seq, num_blocks)
         self.undo(seq, num_blocks, num_blocks * self.block_size)
 
     def undo(self, seq: Any, num_blocks: int, step: int) -> None:
@@ -85,23 +92,22 @@ class PrefixCache:
             seq.logical_blocks.resize(num_blocks)
             seq.set_step(step)
 
-    def publish(self, seq: Any, num_blocks: int) -> tuple[BlockIds, BlockIds | None]:
+    def publish(self, seq: Any, num_blocks: int) -> BlockIds | None:
         """Cache the first `num_blocks` blocks of a sequence; their keys and values are computed.
 
         Where another block of the pool holds the same prefix, the sequence takes that one and gives up its own. Where one on
-        a slower tier does, the sequence's takes its place. Returns the ids that are cached now, int64 [n], one for each
-        block that the sequence did not hold in the index before (a part of its table: copy what is to be kept), and those
-        that were replaced and are the caller's to free.
+        a slower tier does, the sequence's takes its place. Returns the ids of those, int64 [n], which are the caller's to
+        free; None if there are none.
         """
         if seq.seq_id not in self._held:
-            self._lock(seq, 0)
-        (lock, first), size = self._held[seq.seq_id], self.block_size
-        table = seq.logical_blocks._blocks[first:num_blocks]
-        doubles, replaced = self._blocks.publish(lock, _tokens(seq)[first * size : num_blocks * size], table)
+            self.match(seq, 0)
+        lock, first = self._held[seq.seq_id]
+        tokens, table = seq.history_cache._token_ids, seq.logical_blocks._blocks
+        doubles, replaced = self._blocks.publish(lock, tokens, table, first, num_blocks)
         self._held[seq.seq_id] = lock, num_blocks
         if doubles is not None:
             self._allocator.free(doubles)
-        return table, replaced
+        return replaced
 
     def release(self, seq_id: int) -> None:
         """The sequence loses its blocks now. Those that are cached were in use until this moment: they are recent."""
@@ -109,24 +115,16 @@ class PrefixCache:
         if held is not None:
             self.index.unlock(held[0])
 
-    def free(self, seq: Any) -> None:
-        """What LMDeploy is about to do for a sequence that ends, at a fraction of the time: it then finds no blocks."""
-        if not self._has_host:
-            ids = seq.logical_blocks.get_real_blocks()
-            self._count_freed(self._blocks.free(ids, self.tick(), self._allocator._free_count, self._pool._free_count))
-            seq.logical_blocks.reset()
-
-    def _lock(self, seq: Any, num_blocks: int) -> tuple[BlockIds, int, bool]:
-        """Look up the first `num_blocks` blocks of tokens and lock what is found, in place of the sequence's lock.
-
-        Returns what the sequence did not hold yet and is to be appended to its table, int64 [n]; how many blocks were found;
-        whether the bytes of any of the n lie on another tier than the pool.
-        """
-        lock, num_held = self._held.get(seq.seq_id, _NONE_HELD)
-        tokens = _tokens(seq)[: num_blocks * self.block_size]
-        blocks, lock, num_found, is_any_away = self._blocks.match(tokens, namespace_of(seq), lock, num_held, self.tick())
-        self._held[seq.seq_id] = lock, num_found
-        return blocks, num_found, is_any_away
+    def ended(self, seq: Any) -> None:
+        """As `release`. Its blocks go back as well: LMDeploy, which is about to do that, takes far longer over it."""
+        if self._has_host:
+            self.release(seq.seq_id)
+            return
+        lock, _ = self._held.pop(seq.seq_id, _NONE_HELD)
+        table = seq.logical_blocks
+        num_freed = self._blocks.leave(lock, table._blocks, table._num_real, self.tick(), *self._num_free())
+        self._count_freed(num_freed)
+        table.reset()
 
     # ---- blocks
 
@@ -158,6 +156,12 @@ class PrefixCache:
         """Forget as many blocks of the pool, and what hangs below them on the host; the caller frees what is returned."""
         return self._blocks.evict_lru(num_blocks)
 
+    def drop_lru(self, num_blocks: int) -> int:
+        """`evict_lru` and `freed` in one, where there is no host tier; returns how many it were."""
+        num_freed = self._blocks.drop_lru(num_blocks, self.tick(), *self._num_free())
+        self._count_freed(num_freed)
+        return num_freed
+
     def evict(self, victims: BlockIds) -> BlockIds:
         """Forget chosen blocks, every block below one of them among them; the caller frees what is returned."""
         on_device = self.on_device(victims)
@@ -173,11 +177,14 @@ class PrefixCache:
 
     def freed(self, ids: BlockIds) -> None:
         """Give back the references of blocks that were evicted or replaced."""
-        if self._has_host:  # some of them may not lie in the pool
+        if self._has_host or not self.enabled:  # some of them may not lie in the pool
             self.is_cached[ids] = False
             self._allocator.free(ids)
         else:
-            self._count_freed(self._blocks.give_back(ids, self.tick(), self._allocator._free_count, self._pool._free_count))
+            self._count_freed(self._blocks.give_back(ids, self.tick(), *self._num_free()))
+
+    def _num_free(self) -> tuple[int, int]:
+        return self._allocator._free_count, self._pool._free_count
 
     def _count_freed(self, num_blocks: int) -> None:
         self._allocator._free_count += num_blocks
@@ -194,11 +201,6 @@ class PrefixCache:
 
 def namespace_of(seq: Any) -> str:
     return seq.adapter_name or ""
-
-
-def _tokens(seq: Any) -> NDArray[np.int64]:
-    """What begins with all tokens of the sequence, and may be longer: for parts of it this is cheaper than `all_ids`."""
-    return seq.history_cache._token_ids
 
 
 def num_shareable(seq: Any) -> int:

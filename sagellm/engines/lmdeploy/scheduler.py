@@ -101,7 +101,9 @@ class SchedulerHooks:
     def dispatch(self, running: list[Any], num_loops: int) -> tuple[dict[int, int], dict[int, int]]:
         """A step, or a round of `num_loops` decode steps, is about to be sent; returns the copies to make before it."""
         is_decoding = self._chosen is Phase.DECODE
-        num_tokens = len(running) if is_decoding else sum([seq.num_token_ids for seq in running])
+        num_tokens = 0
+        if self._host.plugins:  # one of them may ask
+            num_tokens = len(running) if is_decoding else sum([seq.num_token_ids for seq in running])
         seq_ids = [seq.seq_id for seq in running]
         self._sent.append(_SentStep(self._step, is_decoding, seq_ids, num_tokens, num_loops, time.perf_counter()))
         return self.kv.take_swaps()
@@ -141,6 +143,9 @@ class SchedulerHooks:
     def order_waiting(self, waiting: list[Any]) -> list[Any]:
         """The waiting requests that may start in this step, most urgent first."""
         self._budget = None
+        if not self._host.plugins:
+            self._step, self._chosen = self._step + 1, Phase.PREFILL
+            return waiting
         if self._host.decides("admit"):
             waiting = [seq for seq in waiting if self._admits(seq)]
         order, _ = self._choose(Phase.PREFILL, waiting, self._scheduler.cache_config.max_prefill_token_num)
@@ -149,6 +154,9 @@ class SchedulerHooks:
     def order_running(self, running: list[Any]) -> list[Any]:
         """The running requests that decode in this step; the others keep their blocks and wait."""
         self._budget = None
+        if not self._host.plugins:
+            self._step, self._chosen = self._step + 1, Phase.DECODE
+            return running
         order, self._held = self._choose(Phase.DECODE, running, self._scheduler.scheduler_config.max_batches)
         if self._budget is not None:
             self._held |= {seq.seq_id for seq in order[self._budget :]}
@@ -197,6 +205,8 @@ class SchedulerHooks:
             self._with_index("unlock", self.prefix.ended, seq)
         if self._recorder.enabled:
             self._recorder.write("end", request=session_id)
+        if not self._host.plugins:
+            return
         self._host.notify("on_request_end", session_id)
         self._host.flush()  # it may have been the last one for long
 

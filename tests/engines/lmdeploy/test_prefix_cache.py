@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sagellm.engines.lmdeploy.scheduler import PREFIX_INDEX
-from sagellm.prefix_reuse import prefix_hashes
+from sagellm.prefix_reuse import ReferenceIndexedPool, prefix_hashes
 from tests.engines.lmdeploy.simulated import BLOCK, VOCABULARY, SimulatedEngine, identities
 from tests.plugins import plugin_of
 from tests.pool import check_blocks
@@ -262,14 +262,32 @@ def test_evictions_name_the_policy_and_the_blocks(simulate, tmp_path):
     assert [[int(text, 16) for text in line["hashes"]] for line in lookups] == [each.tolist() for each in hashes]
 
 
-class _Failing:
-    """An index that raises in one of its calls, from a given time on."""
+@pytest.mark.parametrize("plugin", ["none", "most recent first"])
+def test_the_same_with_the_plain_pool(plugin):
+    """Which blocks every request got, and in which order the free ones lie."""
+    for seed in range(4):
+        ends = []
+        for is_plain in (False, True):
+            engine = SimulatedEngine(*PLUGINS[plugin], pool=14)
+            cache, allocator = engine.hooks.cache, engine.scheduler.block_manager.allocator
+            if is_plain:
+                cache._blocks = cache._tie(ReferenceIndexedPool)
+            Clients(engine, seed).finish()
+            engine.hooks.close()
+            assert engine.hooks.report()["faults"] == []
+            memory, lists = allocator._log_mem, (allocator._free_blocks, cache._pool._free_blocks)
+            ends.append([array.tolist() for array in (memory.phy_map, memory.ref_count, memory.access_time, *lists)])
+        assert ends[0] == ends[1]
 
-    def __init__(self, index, call, after):
-        self._index, self._call, self._left = index, call, after
+
+class _Failing:
+    """An index, or a pool tied to one, that raises in one of its calls, from a given time on."""
+
+    def __init__(self, inner, call, after):
+        self._inner, self._call, self._left = inner, call, after
 
     def __getattr__(self, name):
-        method = getattr(self._index, name)
+        method = getattr(self._inner, name)
         if name != self._call:
             return method
 
@@ -282,15 +300,27 @@ class _Failing:
         return counted
 
 
-@pytest.mark.parametrize("call", ["lookup", "extend", "unlock", "evict_lru", "move"])
+HOOK_OF = {  # whose failure it is: each call of the index, and each of the pool
+    "lookup": "lookup", "extend": "extend", "unlock": "unlock", "evict_lru": "evict", "move": "lookup",
+    "pool.match": "lookup", "pool.publish": "extend", "pool.evict_lru": "evict", "pool.drop_lru": "evict",
+    "pool.give_back": "evict", "pool.leave": "unlock",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", HOOK_OF)
 def test_an_index_that_fails_costs_no_request(call):
     """The engine goes on without one, and says so."""
+    method = call.removeprefix("pool.")
     for seed, after in enumerate((0, 1, 5, 20)):
-        plugin = ("tests.plugins:OffloadInstead",) if call == "move" else ()
-        engine = SimulatedEngine(*plugin, pool=14, host=6)
-        clients = Clients(engine, seed)
-        original = engine.hooks.cache.index
-        engine.hooks.cache.index = _Failing(original, call, after)
+        plugin = {"move": ("tests.plugins:OffloadInstead",), "pool.give_back": (LISTENER,)}.get(call, ())
+        host = 0 if call in ("pool.drop_lru", "pool.give_back", "pool.leave") else 6
+        engine = SimulatedEngine(*plugin, pool=14, host=host)
+        cache, clients = engine.hooks.cache, Clients(engine, seed)
+        if method != call:
+            cache._blocks = _Failing(cache._blocks, method, after)
+        else:
+            cache.index = _Failing(cache.index, call, after)
+            cache._blocks = cache._tie(ReferenceIndexedPool)
         clients.finish()
         check_blocks(engine.scheduler)
         report = engine.hooks.report()
@@ -300,6 +330,6 @@ def test_an_index_that_fails_costs_no_request(call):
             continue  # it failed in the hands of the plug-in
         ((name, hook, kind, number),) = report["faults"]
         assert (name, kind, number) == (PREFIX_INDEX, "raised", 1)
-        assert hook == {"evict_lru": "evict", "move": "lookup"}.get(call, call) or call == "unlock"
+        assert hook == HOOK_OF[call] or call == "unlock"
         assert report["blocks"]["free"] == 14 and report["blocks"]["host_used"] == 0
         assert report["prefix_index"] == {}
