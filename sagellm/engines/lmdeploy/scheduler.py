@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
-from operator import index
+from operator import attrgetter, index
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ from sagellm.engines.lmdeploy.prefix import PrefixHooks
 from sagellm.engines.lmdeploy.prefix_cache import PrefixCache
 
 logger = logging.getLogger("sagellm")
+
+_seq_id = attrgetter("seq_id")
 
 PREFIX_INDEX = "prefix index"  # its name among the faults of plug-ins
 
@@ -61,7 +63,7 @@ class SchedulerHooks:
         self.kv = KVManager(scheduler, self._host, self.cache, self._config.block_bytes)
         self.prefix = PrefixHooks(self._host, self.kv, self.cache)
         self._step = 0
-        self._chosen = Phase.PREFILL  # of the step chosen last
+        self._is_decoding = False  # the step chosen last
         self._admitted: set[int] = set()
         # seq id -> since when, without a break, it has not been admitted, or was held in steps of this phase
         self._refused_since: dict[int, float] = {}
@@ -100,11 +102,9 @@ class SchedulerHooks:
 
     def dispatch(self, running: list[Any], num_loops: int) -> tuple[dict[int, int], dict[int, int]]:
         """A step, or a round of `num_loops` decode steps, is about to be sent; returns the copies to make before it."""
-        is_decoding = self._chosen is Phase.DECODE
-        num_tokens = 0
+        is_decoding, num_tokens, seq_ids = self._is_decoding, 0, list(map(_seq_id, running))
         if self._host.plugins:  # one of them may ask
             num_tokens = len(running) if is_decoding else sum([seq.num_token_ids for seq in running])
-        seq_ids = [seq.seq_id for seq in running]
         self._sent.append(_SentStep(self._step, is_decoding, seq_ids, num_tokens, num_loops, time.perf_counter()))
         return self.kv.take_swaps()
 
@@ -144,7 +144,8 @@ class SchedulerHooks:
         """The waiting requests that may start in this step, most urgent first."""
         self._budget = None
         if not self._host.plugins:
-            self._step, self._chosen = self._step + 1, Phase.PREFILL
+            self._step += 1
+            self._is_decoding = False
             return waiting
         if self._host.decides("admit"):
             waiting = [seq for seq in waiting if self._admits(seq)]
@@ -155,7 +156,8 @@ class SchedulerHooks:
         """The running requests that decode in this step; the others keep their blocks and wait."""
         self._budget = None
         if not self._host.plugins:
-            self._step, self._chosen = self._step + 1, Phase.DECODE
+            self._step += 1
+            self._is_decoding = True
             return running
         order, self._held = self._choose(Phase.DECODE, running, self._scheduler.scheduler_config.max_batches)
         if self._budget is not None:
@@ -172,7 +174,7 @@ class SchedulerHooks:
 
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
         self._with_index("extend", self.prefix.publish, running)
-        step = self._find_sent([seq.seq_id for seq in running], is_decoding)
+        step = self._find_sent(list(map(_seq_id, running)), is_decoding)
         if step is None:
             return
         end_s = time.perf_counter()
@@ -190,8 +192,10 @@ class SchedulerHooks:
         """The step that ends now. Steps end in the order in which they were sent; a round may end before its last loop."""
         while self._sent:
             step = self._sent[0]
-            if step.num_left and step.is_decoding == is_decoding and step.seq_ids == seq_ids:
+            if step.is_decoding == is_decoding and step.seq_ids == seq_ids:
                 step.num_left -= 1
+                if step.num_left == 0:
+                    self._sent.popleft()
                 return step
             self._sent.popleft()
         return None
@@ -226,7 +230,7 @@ class SchedulerHooks:
     def _choose(self, phase: Phase, seqs: list[Any], limit: int) -> tuple[list[Any], set[int]]:
         """(requests of the step in order, ids of those held). Sets the step's token budget."""
         self._step += 1
-        self._chosen = phase
+        self._is_decoding = phase is Phase.DECODE
         if not self._host.decides("schedule"):
             self._host.flush(COALESCE_S)
             return seqs, set()
