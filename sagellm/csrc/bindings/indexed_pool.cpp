@@ -91,7 +91,12 @@ void expect(Py_ssize_t given, Py_ssize_t wanted, const char* method) {
 }
 
 std::int64_t whole_number(PyObject* argument, const char* what) {
-  const long long value = PyLong_Check(argument) ? PyLong_AsLongLong(argument) : -1;
+  long long value = -1;
+  if (PyLong_Check(argument)) {
+    value = PyLong_AsLongLong(argument);
+  } else if (const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(argument))) {  // one of numpy's
+    value = PyLong_AsLongLong(number.ptr());
+  }
   if (value >= 0) return value;
   PyErr_Clear();
   throw Error(ErrorKind::kArgument, std::string(what) + " " + py::repr(argument).cast<std::string>() +

@@ -102,13 +102,19 @@ class KVManager:
 
     def evict(self, num_blocks: int) -> int:
         """Free at least `num_blocks` of the pool if the prefix cache holds them; returns how many became free."""
+        if not (self._host.plugins or self._host_slots or self._host.recorder.enabled):
+            num_evicted = self._cache.drop_lru(max(num_blocks, 0))  # nobody wants to know which
+            self.evicted[EvictionReason.PREFIX] += num_evicted
+            return num_evicted
         before = self.num_free()
         if self._host.decides("select_victims"):
             self._evict_chosen(num_blocks)
         # A plug-in may also have made room by migrating, or chosen too few.
         missing = num_blocks - (self.num_free() - before)
         if missing > 0:
-            self._evict_lru(missing)
+            candidates = self._num_unlocked()
+            victims = self._cache.evict_lru(missing)
+            self.give_up(victims, BUILT_IN, "least recently used", requested=missing, candidates=candidates)
         return self.num_free() - before
 
     def _evict_chosen(self, num_blocks: int) -> None:
@@ -121,14 +127,6 @@ class KVManager:
         name, decision = decided
         victims = self._cache.evict(np.array(decision.victims, np.int64))
         self.give_up(victims, name, decision.reason, requested=num_blocks, candidates=len(request.block_ids))
-
-    def _evict_lru(self, num_blocks: int) -> None:
-        if not (self._host_slots or self._callbacks or self._host.plugins or self._host.recorder.enabled):
-            self.evicted[EvictionReason.PREFIX] += self._cache.drop_lru(num_blocks)  # nobody wants to know which
-            return
-        candidates = self._num_unlocked()
-        victims = self._cache.evict_lru(num_blocks)
-        self.give_up(victims, BUILT_IN, "least recently used", requested=num_blocks, candidates=candidates)
 
     def give_up(self, victims: BlockIds, policy: str, reason: str, **counts: int | None) -> None:
         """The prefix cache lets go of blocks that the index does not know any more."""

@@ -51,10 +51,11 @@ class PrefixHooks:
             return  # sent back with its blocks: a match would be appended behind blocks that it computed itself
         try:
             # One token must be left to compute, or there is nothing to sample from.
-            usable = min(num_shareable(seq), seq.num_valid_ids - 1) // self._block_size
-            answer = self._ask(seq) if self._host.plugins and not num_blocks else None
-            source, limit = answer or (BUILT_IN, usable)
-            num_matched, is_any_away = cache.match(seq, min(usable, limit))
+            limit = min(num_shareable(seq), seq.num_valid_ids - 1) // self._block_size
+            source = BUILT_IN
+            if self._host.plugins and not num_blocks and (answer := self._ask(seq)):
+                source, limit = answer[0], min(limit, answer[1])
+            num_matched, is_any_away = cache.match(seq, limit)
             if is_any_away:
                 num_matched = self._bring_back(seq, num_blocks)
             self._matched(seq, num_blocks, num_matched - num_blocks, source)
@@ -107,7 +108,7 @@ class PrefixHooks:
         elif not num_blocks:
             return
         self._again.discard(seq_id)
-        if not (self._host.recorder.enabled or self._host.listens("on_prefix_matched")):
+        if not (self._host.plugins or self._host.recorder.enabled):
             return
         blocks = seq.logical_blocks[before : before + num_blocks]
         if self._host.recorder.enabled:
@@ -130,17 +131,17 @@ class PrefixHooks:
         """
         size, num_held = self._block_size, self._cache.num_held
         for seq in running:
-            num_computed, first = seq.num_history_ids // size, num_held(seq)
+            first, num_computed = num_held(seq), seq.num_history_ids // size
             if num_computed > first:
-                self._publish(seq, first, min(num_computed, seq.num_blocks, num_shareable(seq) // size))
+                num_blocks = min(num_computed, seq.num_blocks, num_shareable(seq) // size)
+                if num_blocks > first:
+                    self._publish(seq, first, num_blocks)
 
     def _publish(self, seq: Any, first: int, num_blocks: int) -> None:
-        if num_blocks <= first:
-            return
         replaced = self._cache.publish(seq, num_blocks)
         if replaced is not None:
             self._kv.give_up(replaced, BUILT_IN, "computed again on the device")
-        if self._host.recorder.enabled or self._host.listens("on_prefix_stored"):
+        if self._host.plugins or self._host.recorder.enabled:
             self._tell_stored(seq, first * self._block_size, seq.logical_blocks[first:num_blocks])
 
     def _tell_stored(self, seq: Any, first_token: int, blocks: BlockIds) -> None:

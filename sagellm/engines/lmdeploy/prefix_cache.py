@@ -71,7 +71,7 @@ class PrefixCache:
         if num_blocks > len(table._blocks):
             table.reserve(num_blocks)
         lock, num_found, is_any_away = self._blocks.match(
-            seq.history_cache._token_ids, num_blocks, namespace_of(seq), lock, table._blocks, num_held, self.tick()
+            seq.history_cache._token_ids, num_blocks, seq.adapter_name or "", lock, table._blocks, num_held, self.tick()
         )
         self._held[seq.seq_id] = lock, num_found
         if num_found > table._num_real:
@@ -121,9 +121,12 @@ class PrefixCache:
             self.release(seq.seq_id)
             return
         lock, _ = self._held.pop(seq.seq_id, _NONE_HELD)
-        table = seq.logical_blocks
-        num_freed = self._blocks.leave(lock, table._blocks, table._num_real, self.tick(), *self._num_free())
-        self._count_freed(num_freed)
+        table, allocator, pool = seq.logical_blocks, self._allocator, self._pool
+        num_freed = self._blocks.leave(
+            lock, table._blocks, table._num_real, self.tick(), allocator._free_count, pool._free_count
+        )
+        allocator._free_count += num_freed
+        pool._free_count += num_freed
         table.reset()
 
     # ---- blocks
@@ -158,8 +161,10 @@ class PrefixCache:
 
     def drop_lru(self, num_blocks: int) -> int:
         """`evict_lru` and `freed` in one, where there is no host tier; returns how many it were."""
-        num_freed = self._blocks.drop_lru(num_blocks, self.tick(), *self._num_free())
-        self._count_freed(num_freed)
+        allocator, pool = self._allocator, self._pool
+        num_freed = self._blocks.drop_lru(num_blocks, self.tick(), allocator._free_count, pool._free_count)
+        allocator._free_count += num_freed
+        pool._free_count += num_freed
         return num_freed
 
     def evict(self, victims: BlockIds) -> BlockIds:
@@ -181,14 +186,10 @@ class PrefixCache:
             self.is_cached[ids] = False
             self._allocator.free(ids)
         else:
-            self._count_freed(self._blocks.give_back(ids, self.tick(), *self._num_free()))
-
-    def _num_free(self) -> tuple[int, int]:
-        return self._allocator._free_count, self._pool._free_count
-
-    def _count_freed(self, num_blocks: int) -> None:
-        self._allocator._free_count += num_blocks
-        self._pool._free_count += num_blocks
+            allocator, pool = self._allocator, self._pool
+            num_freed = self._blocks.give_back(ids, self.tick(), allocator._free_count, pool._free_count)
+            allocator._free_count += num_freed
+            pool._free_count += num_freed
 
     def disable(self) -> None:
         """The index is not to be asked any more. The blocks that are still marked as cached are the caller's to free."""

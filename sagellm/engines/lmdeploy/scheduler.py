@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from operator import attrgetter, index
@@ -83,13 +82,22 @@ class SchedulerHooks:
     # ---- blocks (0001)
 
     def evict_prefix(self, trie: Any, num_blocks: int) -> int:
+        if not self.cache.enabled:
+            return 0
         before = self.kv.num_free()
-        self._with_index("evict", self.kv.evict, num_blocks)
+        try:
+            return self.kv.evict(num_blocks)
+        except Exception as error:
+            self._index_failed("evict", error)
         return self.kv.num_free() - before
 
     def sequence_evicted(self, seq: Any, reason: str) -> None:
         """A request is about to lose its blocks; those that the prefix cache shares stay where they are."""
-        self._with_index("unlock", self.prefix.lost_blocks, seq.seq_id)
+        if self.cache.enabled:
+            try:
+                self.prefix.lost_blocks(seq.seq_id)
+            except Exception as error:
+                self._index_failed("unlock", error)
         blocks = seq.logical_blocks.get_real_blocks()
         own = blocks[~self.cache.is_cached[blocks]].tolist()
         if self._recorder.enabled:
@@ -113,26 +121,24 @@ class SchedulerHooks:
     def lookup_prefix(self, trie: Any, seq: Any) -> bool:
         """Whether LMDeploy's trie has nothing left to do: always, it stays empty."""
         # LMDeploy's migration loop passes the list of all that get their blocks from another engine.
-        if not isinstance(seq, list):
-            self._with_index("lookup", self.prefix.lookup, seq)
+        if self.cache.enabled and not isinstance(seq, list):
+            try:
+                self.prefix.lookup(seq)
+            except Exception as error:
+                self._index_failed("lookup", error)
         return True
 
     def store_prefix(self, trie: Any, seq: Any) -> bool:
         """As `lookup_prefix`. Blocks are published when they are computed: in `step_end`."""
         return True
 
-    def _with_index(self, call: str, function: Callable[..., Any], *args: Any) -> None:
-        """Call what asks the prefix index. If that raises, the engine goes on without a prefix cache."""
-        if not self.cache.enabled:
-            return
-        try:
-            function(*args)
-        except Exception as error:
-            logger.exception("the prefix index failed; the engine goes on without prefix caching")
-            fault = PluginFault(PREFIX_INDEX, call, "raised", f"{type(error).__name__}: {error}")
-            self._host.faults.append(fault)
-            self._recorder.write("fault", plugin=fault.plugin, hook=call, kind=fault.kind, detail=fault.detail)
-            self.kv.lose_cache()
+    def _index_failed(self, call: str, error: Exception) -> None:
+        """Something that asks the prefix index has raised `error`: the engine goes on without a prefix cache."""
+        logger.error("the prefix index failed; the engine goes on without prefix caching", exc_info=error)
+        fault = PluginFault(PREFIX_INDEX, call, "raised", f"{type(error).__name__}: {error}")
+        self._host.faults.append(fault)
+        self._recorder.write("fault", plugin=fault.plugin, hook=call, kind=fault.kind, detail=fault.detail)
+        self.kv.lose_cache()
 
     # ---- scheduling (0003)
 
@@ -173,7 +179,11 @@ class SchedulerHooks:
         return [seq for seq in running if seq.seq_id not in self._held] if self._held else running
 
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
-        self._with_index("extend", self.prefix.publish, running)
+        if self.cache.enabled:
+            try:
+                self.prefix.publish(running)
+            except Exception as error:
+                self._index_failed("extend", error)
         step = self._find_sent(list(map(_seq_id, running)), is_decoding)
         if step is None:
             return
@@ -206,7 +216,11 @@ class SchedulerHooks:
             self._admitted.discard(seq_id)
             self._refused_since.pop(seq_id, None)
             self._held.discard(seq_id)
-            self._with_index("unlock", self.prefix.ended, seq)
+            if self.cache.enabled:
+                try:
+                    self.prefix.ended(seq)
+                except Exception as error:
+                    self._index_failed("unlock", error)
         if self._recorder.enabled:
             self._recorder.write("end", request=session_id)
         if not self._host.plugins:
