@@ -99,9 +99,11 @@ class PrefixCache:
         a slower tier does, the sequence's takes its place. Returns the ids of those, int64 [n], which are the caller's to
         free; None if there are none.
         """
-        if seq.seq_id not in self._held:
+        held = self._held.get(seq.seq_id)
+        if held is None:
             self.match(seq, 0)
-        lock, first = self._held[seq.seq_id]
+            held = self._held[seq.seq_id]
+        lock, first = held
         tokens, table = seq.history_cache._token_ids, seq.logical_blocks._blocks
         doubles, replaced = self._blocks.publish(lock, tokens, table, first, num_blocks)
         self._held[seq.seq_id] = lock, num_blocks

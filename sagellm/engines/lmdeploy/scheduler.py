@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from operator import attrgetter, index
 from typing import Any
@@ -38,16 +38,10 @@ _seq_id = attrgetter("seq_id")
 PREFIX_INDEX = "prefix index"  # its name among the faults of plug-ins
 
 
-@dataclass(slots=True)
-class _SentStep:
-    """A step on its way through the device, or a round of decode steps of which `num_left` have not ended."""
-
-    number: int
-    is_decoding: bool
-    seq_ids: list[int]
-    num_tokens: int
-    num_left: int
-    sent_s: float
+# A step on its way through the device, or a round of decode steps: its number, whether it decodes, the ids of its sequences,
+# their tokens (counted only if there are plug-ins), the number of decode steps, when it was sent. A tuple, as it is made for
+# every step: a dataclass takes five times as long.
+_SentStep = tuple[int, bool, list[int], int, int, float]
 
 
 class SchedulerHooks:
@@ -68,6 +62,7 @@ class SchedulerHooks:
         self._refused_since: dict[int, float] = {}
         self._held_since: dict[Phase, dict[int, float]] = {phase: {} for phase in Phase}
         self._sent: deque[_SentStep] = deque()
+        self._num_loops_ended = 0  # of the first of them
         self._held: set[int] = set()
         self._budget: int | None = None
         self._left: dict[Phase, tuple[float, list[int]]] = {}  # steps left to the engine: until when, which seq ids
@@ -113,7 +108,7 @@ class SchedulerHooks:
         is_decoding, num_tokens, seq_ids = self._is_decoding, 0, list(map(_seq_id, running))
         if self._host.plugins:  # one of them may ask
             num_tokens = len(running) if is_decoding else sum([seq.num_token_ids for seq in running])
-        self._sent.append(_SentStep(self._step, is_decoding, seq_ids, num_tokens, num_loops, time.perf_counter()))
+        self._sent.append((self._step, is_decoding, seq_ids, num_tokens, num_loops, time.perf_counter()))
         return self.kv.take_swaps()
 
     # ---- prefixes (0002)
@@ -187,35 +182,39 @@ class SchedulerHooks:
         step = self._find_sent(list(map(_seq_id, running)), is_decoding)
         if step is None:
             return
+        number, _, _, num_tokens, _, sent_s = step
         end_s = time.perf_counter()
-        self._step_s += end_s - max(step.sent_s, self._last_end_s)
+        self._step_s += end_s - max(sent_s, self._last_end_s)
         self._last_end_s = end_s
-        if not self._host.listens("on_step_end"):
+        if not (self._host.plugins and self._host.listens("on_step_end")):
             return
         phase = Phase.DECODE if is_decoding else Phase.PREFILL
-        result = StepResult(step.number, phase, len(running), step.num_tokens, end_s)
+        result = StepResult(number, phase, len(running), num_tokens, end_s)
         self._host.post("on_step_end", result)
         if not self._scheduler.sessions:  # everyone has left; no step may follow for long
             self._host.flush()
 
-    def _find_sent(self, seq_ids: list[int], is_decoding: bool) -> "_SentStep | None":
+    def _find_sent(self, seq_ids: list[int], is_decoding: bool) -> _SentStep | None:
         """The step that ends now. Steps end in the order in which they were sent; a round may end before its last loop."""
         while self._sent:
             step = self._sent[0]
-            if step.is_decoding == is_decoding and step.seq_ids == seq_ids:
-                step.num_left -= 1
-                if step.num_left == 0:
-                    self._sent.popleft()
+            _, was_decoding, sent_ids, _, num_loops, _ = step
+            found = was_decoding == is_decoding and sent_ids == seq_ids
+            self._num_loops_ended = self._num_loops_ended + 1 if found else num_loops
+            if self._num_loops_ended == num_loops:
+                self._sent.popleft()
+                self._num_loops_ended = 0
+            if found:
                 return step
-            self._sent.popleft()
         return None
 
     def ended(self, session_id: int) -> None:
         session = self._scheduler.sessions[session_id]
         for seq_id, seq in session.sequences.items():
-            self._admitted.discard(seq_id)
-            self._refused_since.pop(seq_id, None)
-            self._held.discard(seq_id)
+            if self._host.plugins:
+                self._admitted.discard(seq_id)
+                self._refused_since.pop(seq_id, None)
+                self._held.discard(seq_id)
             if self.cache.enabled:
                 try:
                     self.prefix.ended(seq)
