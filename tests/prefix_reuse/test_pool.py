@@ -205,7 +205,9 @@ def test_tokens_of_any_kind(world, dtype):
 def test_numbers_of_numpy(world):
     """As they come out of what clients say about images."""
     seq = cached(world, [1, 2, 3, 4])
-    lock, num_found, _ = world.pool.match(seq.tokens, np.int64(1), "", 0, np.zeros(1, np.int64), np.int32(0), np.int64(1))
+    lock, num_found, _ = world.pool.match(
+        seq.tokens, np.int64(1), "", 0, np.zeros(1, np.int64), np.int32(0), np.int64(1)
+    )
     assert num_found == 1
     world.index.unlock(lock)
 

@@ -40,6 +40,8 @@ class PrefixCache:
         self.is_cached = np.zeros(self._allocator._log_mem.num_blocks(), bool)
         self.tick = count(1).__next__  # the next access time
         self._blocks: IndexedPool | ReferenceIndexedPool | None = self._tie(IndexedPool) if self.enabled else None
+        if self.enabled and not self._has_host:
+            self._allocator.free = self.free
         self._held: dict[int, tuple[LockId, int]] = {}  # a sequence's lock, and how many of its first blocks that keeps
 
     def _tie(self, kind: type) -> Any:
@@ -192,6 +194,21 @@ class PrefixCache:
             num_freed = self._blocks.give_back(ids, self.tick(), allocator._free_count, pool._free_count)
             allocator._free_count += num_freed
             pool._free_count += num_freed
+
+    def free(self, ids: BlockIds) -> None:
+        """In place of the allocator's own `free`, which does the same in ten times the time."""
+        allocator, pool = self._allocator, self._pool
+        if len(ids) == 0:
+            return
+        try:
+            num_freed = self._blocks.leave(
+                LockId(0), ids, len(ids), self.tick(), allocator._free_count, pool._free_count
+            )
+        except Exception:  # blocks that are free already, say: nothing was changed, and the allocator's own bears that
+            type(allocator).free(allocator, ids)
+            return
+        allocator._free_count += num_freed
+        pool._free_count += num_freed
 
     def disable(self) -> None:
         """The index is not to be asked any more. The blocks that are still marked as cached are the caller's to free."""

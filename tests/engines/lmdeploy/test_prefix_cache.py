@@ -280,6 +280,25 @@ def test_the_same_with_the_plain_pool(plugin):
         assert ends[0] == ends[1]
 
 
+def test_freeing_as_the_allocator_does():
+    """The same, block for block; also what it bears and the pool refuses."""
+    engines = [SimulatedEngine(pool=20) for _ in range(2)]
+    ours, theirs = (engine.scheduler.block_manager.allocator for engine in engines)
+    for allocator, free in ((ours, ours.free), (theirs, lambda ids: type(theirs).free(theirs, ids))):
+        first, second = allocator.allocate(5), allocator.allocate(3)
+        allocator.add_ref_count(first[:2], 1)
+        for ids in (first[::-2], second, np.empty(0, np.int64), first[:3], first[3:4], first[2:3]):
+            free(ids)  # first[2] is free by then
+        allocator._log_mem.ref_count[first[2]] = 0
+        free(first[:2])
+    assert ours._free_count == theirs._free_count == ours.get_phy_allocator("gpu")._free_count
+    for name in ("ref_count", "phy_map"):
+        assert getattr(ours._log_mem, name).tolist() == getattr(theirs._log_mem, name).tolist()
+    assert ours._free_blocks.tolist() == theirs._free_blocks.tolist()
+    for engine in engines:
+        engine.hooks.close()
+
+
 class _Failing:
     """An index, or a pool tied to one, that raises in one of its calls, from a given time on."""
 
