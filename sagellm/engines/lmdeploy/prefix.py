@@ -58,7 +58,7 @@ class PrefixHooks:
             num_matched, is_any_away = cache.match(seq, limit)
             if is_any_away:
                 num_matched = self._bring_back(seq, num_blocks)
-            self._matched(seq, num_blocks, num_matched - num_blocks, source)
+            self._matched(seq, num_blocks, max(num_matched - num_blocks, 0), source)
         except Exception:
             cache.undo(seq, num_blocks, num_done)
             raise

@@ -69,7 +69,7 @@ class SchedulerHooks:
         self._num_preempted = 0
         self._step_s = 0.0  # wall-clock time with a step on its way
         self._last_end_s = 0.0
-        self.tick = self.cache.tick  # the next access time: LMDeploy's own clock counts whole seconds, all alike
+        self.tick = self.cache.tick
         scheduler.block_manager.allocator.sage = self
         scheduler.block_trie.sage = self
         self._host.attach(lambda guard: Handle(self.kv, guard))
