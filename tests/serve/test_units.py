@@ -167,6 +167,7 @@ def test_the_end_of_the_engine_is_noticed_when_nobody_reads_the_log(monkeypatch)
     monkeypatch.setattr("sys.stderr", SimpleNamespace(write=broken, flush=broken))
     told = threading.Event()
     watch = EngineWatch(lambda: None)
-    watch.on_death(lambda: (watch.stop(), told.set()))
+    # `finish`, or the watch would take this process for a stuck server and end it, with its children, seconds later.
+    watch.on_death(lambda: (watch.finish(), told.set()))
     watch.report_dead_loop()
     assert told.wait(30)
