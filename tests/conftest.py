@@ -11,6 +11,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+import hypothesis
 import pytest
 
 from sagellm.core.config import PluginSpec, SageConfig
@@ -19,6 +20,38 @@ from tests.reference import Reference, greedy_reference, write_mistral
 
 SHAPE = dict(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=128, vocab_size=320)
 WINDOW = 24
+
+# Half of a server's test is waiting, so there is one more than the cores of the smallest machine that we care for.
+NUM_WORKERS = 3
+# Files that take more than half a minute, the longest first: begun last, one of them would leave the other workers idle.
+LONG = [
+    "benchmarks/test_runner.py",
+    "serve/test_lifecycle.py",
+    "csrc/test_checks.py",
+    "serve/test_guided.py",  # builds the demo model where there is none
+    "serve/test_plugins.py",
+    "benchmarks/test_serve_scenario.py",
+    "benchmarks/test_ab.py",
+    "demo_model/test_cache.py",
+    "engines/lmdeploy/test_tensor_parallel.py",
+    "engines/lmdeploy/test_exactness.py",
+]
+
+# An example takes long when another worker has the core.
+hypothesis.settings.register_profile("shared_cores", deadline=None)
+hypothesis.settings.load_profile("shared_cores")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For the whole suite. Whoever names a file, a keyword or a marker is served by this process, without a start-up."""
+    narrowed = config.option.keyword or config.option.markexpr or config.option.lf
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not narrowed
+    return NUM_WORKERS if whole else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """The native library under sanitizers and fuzzing, by the documented command, `sagellm/csrc/check.sh`.
 
-The fuzz target runs for SAGELLM_FUZZ_SECONDS (60) beside the other tests: the first one here starts it, and the last one of
-the whole session (conftest.py sees to the order) waits for it.
+The fuzz target runs for SAGELLM_FUZZ_SECONDS (60) beside the other tests: the first one here starts it, the last one waits.
 """
 
 import os
@@ -31,7 +30,7 @@ def check(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
     return done
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def fuzzing() -> Iterator["subprocess.Popen[str]"]:
     """`check.sh fuzz` in the background; stdout and stderr in one."""
     process = subprocess.Popen(

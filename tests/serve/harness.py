@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,8 +60,8 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.tmp = folder / "tmp"
-        self.tmp.mkdir(exist_ok=True)
+        # Not in `folder`: the path of a Unix socket has room for 107 bytes, and the server puts some below this one.
+        self.tmp = Path(tempfile.mkdtemp(prefix="served-"))
         command = [sys.executable, "-m", "sagellm.serve", "--port", str(self.port), "--json", *map(str, options)]
         with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
             environment = os.environ | {"TMPDIR": str(self.tmp)} | (env or {})
@@ -116,11 +118,12 @@ class ServerProcess:
         assert not [path for path in self.tmp.iterdir() if path.name.startswith(("sagellm-", "pymp-"))]
 
     def kill(self) -> None:
-        """Clean up after a failed test."""
+        """Clean up after a test, also one that failed."""
         for process in [*self.family(), self.process]:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 process.kill()
         self.process.wait(END_S)
+        shutil.rmtree(self.tmp, ignore_errors=True)
 
     def client(self, key: str = KEY) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)

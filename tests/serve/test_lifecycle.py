@@ -42,6 +42,8 @@ def refuses(server):
         httpx.get(f"{server.url}/health", timeout=5)
     except httpx.ConnectError:
         return True
+    except (httpx.NetworkError, httpx.RemoteProtocolError):
+        pass  # it was still waiting to be accepted, or idle, when the server closed its socket: ask again
     return False
 
 
