@@ -47,7 +47,7 @@ hypothesis.settings.load_profile("shared_cores")
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """For the whole suite. Whoever names a file, a keyword or a marker is served by this process, without a start-up."""
-    narrowed = config.option.keyword or config.option.markexpr or config.option.lf
+    narrowed = any(config.getoption(name, None) for name in ("keyword", "markexpr", "lf", "stepwise", "collectonly"))
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not narrowed
     return NUM_WORKERS if whole else 0
 
