@@ -153,7 +153,7 @@ void PrefixIndex::check_node(NodeIndex index, std::array<std::size_t, kNumTiers>
   require(parent.num_locks >= n.num_locks, "a lock does not hold all of its path");
   require((links(index).prev == kUnlinked) == (n.num_locks > 0), "a locked node is in a list, or an unlocked one is not");
   require(n.tag == make_tag(n.parent, tokens_of(n)), "a tag is wrong");
-  require(find_child(n.parent, tokens_of(n), n.tag, nullptr) == index, "a node cannot be found by its first block");
+  require(find_child(n.parent, tokens_of(n), nullptr) == index, "a node cannot be found by its first block");
   require(n.has_metadata == (metadata_.count(index) == 1), "metadata without a node");
   for (std::size_t k = 0; k < n.num_blocks; ++k) {
     require(is_used(n.tier, ids_of(n)[k]), "a cached block is not marked as used");

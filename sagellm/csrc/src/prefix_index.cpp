@@ -10,24 +10,15 @@
 #include <shared_mutex>
 
 #include "latency.h"
-#include "prefetch.h"
 #include "sagellm/hash.h"
 
 namespace sage {
 
 namespace {
 
-constexpr std::size_t kLine = 64;            // bytes of a line of memory
 constexpr std::size_t kComparePiece = 1024;  // bytes compared by one memcmp
 constexpr std::size_t kCompareAhead = 2048;  // bytes between what is compared and what is asked for
-constexpr std::size_t kAskFirst = 3072;      // bytes asked for before anything else is known
-constexpr std::size_t kChildFirst = 512;     // of the next node, while this one is compared
 constexpr unsigned kTimedLookups = 16;       // one lookup in so many: reading the clock twice costs as much as a short lookup
-
-void ask_for(const Token* tokens, std::size_t bytes) {
-  const auto* start = reinterpret_cast<const char*>(tokens);
-  for (std::size_t at = 0; at < bytes; at += kLine) prefetch(start + at);
-}
 
 std::string text(std::size_t number) { return std::to_string(number); }
 
@@ -58,56 +49,7 @@ PrefixIndex::~PrefixIndex() { free_nodes(); }
 
 // ---- looking up
 
-// While the tokens of a node are compared, what the next step of the walk will touch is asked for: each piece of it is found
-// by the one before, so without this a lookup would wait for memory several times, one after the other.
-class PrefixIndex::NextChild {
- public:
-  // `block`: the tokens behind those of the node `parent`; null if there is no whole block.
-  NextChild(const PrefixIndex& index, NodeIndex parent, const Token* block) : index_(index), parent_(parent), block_(block) {
-    if (block != nullptr) ask_for(block, index.block_size_ * sizeof(Token));
-  }
-  // Called now and then; asks for one piece more each time.
-  void ask() {
-    if (block_ == nullptr) return;
-    switch (step_++) {
-      case 0:
-        prefetch(&index_.table_[tag() >> index_.table_shift_]);
-        break;
-      case 1:
-        child_ = index_.guess_child(tag());
-        if (child_ != kNone) prefetch(&index_.node(child_));
-        break;
-      case 2:
-        if (child_ != kNone) ask_for_tokens(index_.node(child_));
-        break;
-      default:
-        break;
-    }
-  }
-  std::uint32_t tag() {
-    if (!knows_tag_) tag_ = index_.make_tag(parent_, block_);
-    knows_tag_ = true;
-    return tag_;
-  }
-
- private:
-  void ask_for_tokens(const Node& n) const {
-    if (n.data == nullptr) return;
-    ask_for(index_.tokens_of(n), std::min(n.num_blocks * index_.block_size_ * sizeof(Token), kChildFirst));
-  }
-
-  const PrefixIndex& index_;
-  const NodeIndex parent_;
-  const Token* const block_;
-  NodeIndex child_ = kNone;
-  bool knows_tag_ = false;
-  std::uint32_t tag_ = 0;
-  int step_ = 0;
-};
-
-// `between` is called after each piece.
-template <typename Between>
-std::size_t PrefixIndex::equal_blocks(const Token* a, const Token* b, std::size_t num_blocks, Between&& between) const {
+std::size_t PrefixIndex::equal_blocks(const Token* a, const Token* b, std::size_t num_blocks) const {
   const std::size_t block_bytes = block_size_ * sizeof(Token);
   const std::size_t piece = std::max<std::size_t>(1, kComparePiece / block_bytes);
   const auto* left = reinterpret_cast<const char*>(a);
@@ -116,9 +58,9 @@ std::size_t PrefixIndex::equal_blocks(const Token* a, const Token* b, std::size_
   std::size_t asked = 0;
   for (std::size_t done = 0; done < total;) {
     // The processor's own prefetching stops at the end of every page.
-    for (const std::size_t until = std::min(total, done + kComparePiece + kCompareAhead); asked < until; asked += kLine) {
-      prefetch(left + asked);
-      prefetch(right + asked);
+    for (const std::size_t until = std::min(total, done + kComparePiece + kCompareAhead); asked < until; asked += 64) {
+      __builtin_prefetch(left + asked);
+      __builtin_prefetch(right + asked);
     }
     const std::size_t size = std::min(piece * block_bytes, total - done);
     if (std::memcmp(left + done, right + done, size) != 0) {
@@ -126,7 +68,6 @@ std::size_t PrefixIndex::equal_blocks(const Token* a, const Token* b, std::size_
       return done / block_bytes;
     }
     done += size;
-    between();
   }
   return num_blocks;
 }
@@ -152,23 +93,20 @@ PrefixIndex::Walk PrefixIndex::walk(NodeIndex from, const Token* tokens, std::si
   Walk at;
   at.node = from;
   at.in_node = node(from).num_blocks;
-  if (num_blocks == 0) return at;
-  for (std::uint32_t tag = make_tag(from, tokens);;) {
+  while (at.matched < num_blocks) {
     const Token* rest = tokens + at.matched * block_size_;
-    const NodeIndex child = find_child(at.node, rest, tag, collisions);
-    if (child == kNone) return at;
+    const NodeIndex child = find_child(at.node, rest, collisions);
+    if (child == kNone) break;
     const Node& n = node(child);
     const std::size_t limit = std::min<std::size_t>(n.num_blocks, num_blocks - at.matched);
-    const bool ends_before = at.matched + n.num_blocks < num_blocks;
-    prefetch(ids_of(n));
-    NextChild next(*this, child, ends_before ? rest + n.num_blocks * block_size_ : nullptr);
-    at.in_node = 1 + equal_blocks(tokens_of(n) + block_size_, rest + block_size_, limit - 1, [&] { next.ask(); });
+    __builtin_prefetch(ids_of(n));
+    at.in_node = 1 + equal_blocks(tokens_of(n) + block_size_, rest + block_size_, limit - 1);
     if (path != nullptr) append_path(n, at.in_node, *path);
     at.node = child;
     at.matched += at.in_node;
-    if (at.in_node < n.num_blocks || !ends_before) return at;
-    tag = next.tag();
+    if (at.in_node < n.num_blocks) break;
   }
+  return at;
 }
 
 void PrefixIndex::count_lookup(std::size_t num_tokens, std::size_t num_matched, std::uint64_t collisions) {
@@ -185,7 +123,6 @@ void PrefixIndex::lookup(std::string_view name_space, const Token* tokens, std::
   const bool timed = turn++ % kTimedLookups == 0;
   const std::uint64_t start = timed ? now_ns() : 0;
   const std::size_t num_blocks = num_tokens / block_size_;
-  ask_for(tokens, std::min(num_tokens * sizeof(Token), kAskFirst));
   const bool changes = touch || lock;
   std::uint64_t collisions = 0;
   out.entry = out.lock = 0;

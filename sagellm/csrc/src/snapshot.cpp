@@ -176,8 +176,7 @@ std::unique_ptr<PrefixIndex> PrefixIndex::restore(std::string_view snapshot, std
                                                          : last_access > index->node(above).last_access;
       if (too_recent) refuse("a block is more recent than the one above it");
       if (std::any_of(tokens.begin(), tokens.end(), [](Token token) { return token < 0; })) refuse("a token is negative");
-      const std::uint32_t tag = index->make_tag(above, tokens.data());
-      if (index->find_child(above, tokens.data(), tag, nullptr) != kNone) refuse("two blocks hold the same prefix");
+      if (index->find_child(above, tokens.data(), nullptr) != kNone) refuse("two blocks hold the same prefix");
       try {
         index->check_new_ids({}, ids.data(), num_blocks, static_cast<Tier>(tier));
       } catch (const Error& error) {

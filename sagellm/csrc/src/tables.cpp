@@ -19,9 +19,9 @@ std::uint32_t PrefixIndex::make_tag(NodeIndex parent, const Token* block) const 
   return static_cast<std::uint32_t>(fold(block_hash(block, block_size_) ^ kHash3, parent * kHash0 + 1) >> 32);
 }
 
-PrefixIndex::NodeIndex PrefixIndex::find_child(NodeIndex parent, const Token* block, std::uint32_t tag,
-                                               std::uint64_t* collisions) const {
+PrefixIndex::NodeIndex PrefixIndex::find_child(NodeIndex parent, const Token* block, std::uint64_t* collisions) const {
   if (table_used_ == 0) return kNone;
+  const std::uint32_t tag = make_tag(parent, block);
   const std::size_t mask = table_size_ - 1;
   for (std::size_t b = tag >> table_shift_;; b = (b + 1) & mask) {
     const Bucket& bucket = table_[b];
@@ -35,12 +35,6 @@ PrefixIndex::NodeIndex PrefixIndex::find_child(NodeIndex parent, const Token* bl
     }
     if (free != 0) return kNone;
   }
-}
-
-PrefixIndex::NodeIndex PrefixIndex::guess_child(std::uint32_t tag) const {
-  const Bucket& bucket = table_[tag >> table_shift_];
-  const unsigned found = Bucket::equal(bucket.tags, tag) & ~bucket.free_slots();
-  return found == 0 ? kNone : bucket.index_plus_1[first_bit(found)] - 1;
 }
 
 void PrefixIndex::place(std::uint32_t tag, NodeIndex index) {

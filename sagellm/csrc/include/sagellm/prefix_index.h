@@ -239,7 +239,6 @@ class PrefixIndex {
     std::size_t matched = 0;   // blocks in all
   };
   class Lookahead;
-  class NextChild;
   struct Move {
     NodeIndex node;
     const BlockId* ids;  // one for each block of the node
@@ -277,8 +276,7 @@ class PrefixIndex {
 
   // ---- table of children (tables.cpp)
   std::uint32_t make_tag(NodeIndex parent, const Token* block) const;
-  NodeIndex find_child(NodeIndex parent, const Token* block, std::uint32_t tag, std::uint64_t* collisions) const;
-  NodeIndex guess_child(std::uint32_t tag) const;  // by its tag alone, which may be another's; kNone: not in its own bucket
+  NodeIndex find_child(NodeIndex parent, const Token* block, std::uint64_t* collisions) const;
   void table_insert(std::uint32_t tag, NodeIndex index);
   void table_erase(std::uint32_t tag, NodeIndex index);
   void table_resize(std::size_t size);
@@ -308,8 +306,7 @@ class PrefixIndex {
   // ---- the rest
   Walk walk(NodeIndex root, const Token* tokens, std::size_t num_blocks, BlockPath* path, std::uint64_t* collisions) const;
   void append_path(const Node& n, std::size_t num_blocks, BlockPath& path) const;
-  template <typename Between>
-  std::size_t equal_blocks(const Token* a, const Token* b, std::size_t num_blocks, Between&& between) const;
+  std::size_t equal_blocks(const Token* a, const Token* b, std::size_t num_blocks) const;
   Entry store(NodeIndex from, const Token* tokens, std::size_t num_blocks, const BlockId* ids, Tier tier,
               std::string_view metadata, LockId lock);
   void check_new_ids(const BlockPath& resident, const BlockId* ids, std::size_t num_blocks, Tier tier);
