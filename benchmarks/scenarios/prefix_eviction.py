@@ -15,7 +15,7 @@ DEFINITIONS = {
     "prefix_eviction_ns_per_block": Definition(
         unit="ns", better="lower",
         text="CPU time of `evict_lru(count)` from Python over the blocks it removed. `num_leaves` blocks hang by 64 below as "
-        "many others as that takes, and were looked up in random order; half of them are evicted. Median of the calls.",
+        "many others as that takes, and were looked up in random order; about half of them are evicted. Median of the calls.",
     ),
 }  # fmt: skip
 

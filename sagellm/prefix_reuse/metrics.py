@@ -23,7 +23,7 @@ COUNTERS = {
 GAUGES = {
     "nodes": "Nodes of the tree.",
     "locks": "Locks that are held.",
-    "memory_bytes": "Memory of the index itself, without the KV blocks.",
+    "memory_bytes": "Memory of the index itself, without the KV blocks and without kept events.",
 }
 
 

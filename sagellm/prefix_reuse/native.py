@@ -26,7 +26,7 @@ _REASONS = tuple(RemovalReason)
 class PrefixReuseIndex(_core.PrefixIndex):
     """`PrefixIndex` (see base.py) as a radix tree in C++; `sagellm/csrc/include/sagellm/prefix_index.h` is the same for C++.
 
-    Calls on 8,192 tokens or more run without the GIL. One lookup in 16 is timed for `metrics`.
+    `lookup`, `insert` and `extend` run without the GIL on 8,192 tokens or more. One lookup in 16 is timed for `metrics`.
 
     Args:
         block_size: tokens a block, 1 to 256.

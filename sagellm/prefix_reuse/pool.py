@@ -30,7 +30,8 @@ class ReferenceIndexedPool:
     Raises:
         PrefixIndexError: an array that is none of these; in calls any bad argument, a block that is not in the pool, and a
             block in the index that is not marked as cached. Nothing is changed then, but by a `publish` that meets such a
-            block in the index: it is the index that is wrong, and not to be asked any more.
+            block in the index, and by a `drop_lru` or `leave` whose blocks are refused, which has evicted or unlocked: it is
+            the index or the pool that is wrong, and neither is to be asked any more.
     """
 
     def __init__(

@@ -146,6 +146,9 @@ PyObject* pool_match(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Column<std::int64_t> table(args[4], "table");
     const std::size_t num_held = parse_count(args[5], "number of blocks held");
     const std::int64_t now = whole_number(args[6], "access time");
+    // Before the lookup: making a tuple may collect garbage, and with it run Python that looks up, too.
+    const auto result = py::reinterpret_steal<py::object>(PyTuple_New(3));
+    if (!result) throw py::error_already_set();
     {
       std::optional<py::gil_scoped_release> released;
       if (tokens.size() >= kReleaseTokens) released.emplace();
@@ -168,12 +171,10 @@ PyObject* pool_match(PyObject* self, PyObject* const* args, Py_ssize_t count) {
       for (std::size_t i = num_held; i < tiers.size(); ++i) is_any_slower |= tiers[i] != Tier::kGpu;
       py::object lock = py::reinterpret_steal<py::object>(PyLong_FromUnsignedLongLong(found.lock));
       py::object size = py::reinterpret_steal<py::object>(PyLong_FromSize_t(blocks.size()));
-      PyObject* const out = lock && size ? PyTuple_New(3) : nullptr;
-      if (out == nullptr) throw py::error_already_set();
-      PyTuple_SET_ITEM(out, 0, lock.release().ptr());
-      PyTuple_SET_ITEM(out, 1, size.release().ptr());
-      PyTuple_SET_ITEM(out, 2, py::bool_(is_any_slower).release().ptr());
-      py::object result = py::reinterpret_steal<py::object>(out);
+      if (!lock || !size) throw py::error_already_set();
+      PyTuple_SET_ITEM(result.ptr(), 0, lock.release().ptr());
+      PyTuple_SET_ITEM(result.ptr(), 1, size.release().ptr());
+      PyTuple_SET_ITEM(result.ptr(), 2, py::bool_(is_any_slower).release().ptr());
       if (before != 0) index.unlock(before);
       for (std::size_t i = num_held; i < blocks.size(); ++i) {
         const auto row = static_cast<std::size_t>(blocks[i]);
@@ -181,11 +182,11 @@ PyObject* pool_match(PyObject* self, PyObject* const* args, Py_ssize_t count) {
         pool.access_time[row] = now;
         table[i] = blocks[i];
       }
-      return result.release().ptr();
     } catch (...) {
       index.unlock(found.lock);
       throw;
     }
+    return result.inc_ref().ptr();
   });
 }
 

@@ -20,7 +20,7 @@ PrefixIndex::NodeIndex PrefixIndex::new_node() {
     if ((num_node_slots_ & (kSlabSize - 1)) == 0) {
       const bool huge = !slabs_.empty();  // an index with few nodes takes the pages it needs
       slabs_.emplace_back(kSlabSize * sizeof(Node), huge);
-      links_.emplace_back(kSlabSize * sizeof(Links), false, kSlabSize * sizeof(Links));
+      links_.emplace_back(kSlabSize * sizeof(Links), false, std::size_t{4096});
     }
     index = static_cast<NodeIndex>(num_node_slots_++);
   }
@@ -67,8 +67,15 @@ void PrefixIndex::resize_chunk(Node& n, std::size_t capacity) {
 
 PrefixIndex::NodeIndex PrefixIndex::add_child(NodeIndex parent, const Token* tokens, const BlockId* ids,
                                               std::size_t num_blocks, Tier tier, std::uint64_t last_access) {
+  make_room_in_table();
   const NodeIndex index = new_node();
   Node& n = node(index);
+  try {
+    resize_chunk(n, num_blocks);
+  } catch (...) {
+    free_node(index);
+    throw;
+  }
   n.tier = tier;
   n.last_access = last_access;
   n.depth = node(parent).depth;
@@ -101,11 +108,20 @@ void PrefixIndex::append(NodeIndex index, const Token* tokens, const BlockId* id
 
 PrefixIndex::NodeIndex PrefixIndex::split(NodeIndex index, std::size_t at) {
   // The lower part keeps the index: locks, metadata and entry ids name the end of the node.
+  make_room_in_table();
   const NodeIndex upper_index = new_node();
   Node& lower = node(index);
   Node& upper = node(upper_index);
   const std::size_t rest = lower.num_blocks - at;
-  resize_chunk(upper, at);
+  std::byte* rest_data = nullptr;
+  try {
+    rest_data = chunks_.allocate(chunk_bytes(rest));
+    resize_chunk(upper, at);
+  } catch (...) {
+    if (rest_data != nullptr) chunks_.free(rest_data, chunk_bytes(rest));
+    free_node(upper_index);
+    throw;
+  }
   upper.num_blocks = static_cast<std::uint32_t>(at);
   upper.depth = lower.depth - static_cast<std::uint32_t>(rest);
   upper.tier = lower.tier;
@@ -123,7 +139,7 @@ PrefixIndex::NodeIndex PrefixIndex::split(NodeIndex index, std::size_t at) {
   table_insert(upper.tag, upper_index);
 
   const Node old = lower;
-  lower.data = chunks_.allocate(chunk_bytes(rest));
+  lower.data = rest_data;
   lower.num_blocks = lower.capacity = static_cast<std::uint32_t>(rest);
   hash_of(lower) = hash_of(old);
   std::memcpy(ids_of(lower), ids_of(old) + at, rest * sizeof(BlockId));

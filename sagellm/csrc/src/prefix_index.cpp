@@ -128,7 +128,8 @@ void PrefixIndex::lookup(std::string_view name_space, const Token* tokens, std::
   out.entry = out.lock = 0;
   out.path.blocks.clear();
   out.path.tiers.clear();
-  // What matched ends a node, or becomes one: only whole nodes carry stamps and locks. Callers hold `recency_`.
+  // What matched ends a node, or becomes one: only whole nodes carry stamps and locks. Callers hold `recency_`,
+  // or `tree_` exclusively.
   const auto finish = [&](const Walk& at) {
     if (touch) touch_path(at.node);
     if (lock) out.lock = take_lock(at.node);

@@ -87,7 +87,8 @@ LockId PrefixIndex::take_lock(NodeIndex index) {
     free_locks_.pop_back();
   }
   lock_slots_[slot].node = index;
-  return (LockId{++lock_slots_[slot].generation} << 32) | slot;
+  if (++lock_slots_[slot].generation == 0) ++lock_slots_[slot].generation;  // or slot 0 would give out lock 0, which is none
+  return (LockId{lock_slots_[slot].generation} << 32) | slot;
 }
 
 PrefixIndex::LockSlot& PrefixIndex::lock_slot(LockId lock) {

@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <cassert>
 #include <cstdint>
 #include <new>
 #include <utility>
@@ -9,6 +10,7 @@
 namespace sage {
 
 Region::Region(std::size_t bytes, bool huge, std::size_t alignment) : size_((bytes + alignment - 1) & ~(alignment - 1)) {
+  assert((alignment & (alignment - 1)) == 0);
   // The system aligns to its own pages only: take more, and give back what is before and after.
   void* const taken = mmap(nullptr, size_ + alignment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (taken == MAP_FAILED) throw std::bad_alloc();

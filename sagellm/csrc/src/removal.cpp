@@ -50,7 +50,7 @@ class PrefixIndex::Lookahead {
   static constexpr std::size_t kDistance = 16;  // steps from asking for a node's own line to its turn
 
   void ask_for_neighbours(NodeIndex index) const {
-    if (index == kNone || index_.node(index).generation % 2 == 0) return;
+    if (index == kNone) return;
     const Node& n = index_.node(index);
     prefetch(n.data);  // a short node's ids are there too
     prefetch(&index_.table_[n.tag >> index_.table_shift_]);
@@ -60,7 +60,7 @@ class PrefixIndex::Lookahead {
   }
 
   void ask_for_memory(NodeIndex index) const {
-    if (index == kNone || index_.node(index).generation % 2 == 0) return;
+    if (index == kNone) return;
     const Node& n = index_.node(index);
     index_.chunks_.expect_free(n.data, index_.chunk_bytes(n.capacity));
     const auto last_id = static_cast<std::size_t>(index_.ids_of(n)[n.num_blocks - 1]);

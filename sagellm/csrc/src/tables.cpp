@@ -46,10 +46,14 @@ void PrefixIndex::place(std::uint32_t tag, NodeIndex index) {
   table_[b].index_plus_1[slot] = index + 1;
 }
 
+// For one entry more. Done before anything is changed, as it may throw.
+void PrefixIndex::make_room_in_table() {
+  if ((table_used_ + 1) * 5 <= table_size_ * Bucket::kSize * 4) return;
+  table_resize(table_size_ == 0 ? kSmallestTable : table_size_ * 2);
+}
+
+// There is room: `make_room_in_table` was called.
 void PrefixIndex::table_insert(std::uint32_t tag, NodeIndex index) {
-  if ((table_used_ + 1) * 5 > table_size_ * Bucket::kSize * 4) {
-    table_resize(table_size_ == 0 ? kSmallestTable : table_size_ * 2);
-  }
   place(tag, index);
   ++table_used_;
 }
@@ -82,7 +86,8 @@ void PrefixIndex::table_erase(std::uint32_t tag, NodeIndex index) {
 void PrefixIndex::table_resize(std::size_t size) {
   const Bucket* const old = table_;
   const std::size_t old_size = table_size_, bytes = size * sizeof(Bucket);
-  Region memory(bytes, bytes >= Region::kHugePage, kSmallestTable * sizeof(Bucket));
+  const bool huge = bytes >= Region::kHugePage;
+  Region memory(bytes, huge, huge ? Region::kHugePage : kSmallestTable * sizeof(Bucket));
   table_ = memory.as<Bucket>();
   table_size_ = size;
   table_shift_ = 32;
@@ -145,11 +150,11 @@ void PrefixIndex::set_owners(NodeIndex index, std::size_t first, std::size_t las
 // Which node holds a block is not asked until a caller names blocks; from then on a table of 4 bytes a block is kept.
 void PrefixIndex::learn_owners() {
   if (knows_owners_) return;
-  knows_owners_ = true;
   for (std::size_t i = 0; i < num_node_slots_; ++i) {
     const auto index = static_cast<NodeIndex>(i);
     if (node(index).generation % 2 == 1 && !node(index).is_root) set_owners(index, 0, node(index).num_blocks);
   }
+  knows_owners_ = true;
 }
 
 // kNone if the block is not cached. Only after `learn_owners`.

@@ -1,5 +1,6 @@
 // The library as a C++ engine uses it, one behaviour a function, with answers written out by hand.
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -173,6 +174,61 @@ void equal_hashes_are_no_hit() {
   EXPECT(index.metrics().collisions > 0);
 }
 
+// Tables that fill their smallest size and grow out of it, and emptying them in every way: most searches go on behind a
+// full bucket here, and evictions are long enough to run behind a look ahead.
+void full_tables_stay_whole() {
+  constexpr BlockId kNumLeaves = 1000;
+  std::uint32_t state = 1;
+  const auto below = [&](std::uint32_t limit) { return (state = state * 1664525u + 1013904223u) / 65536 % limit; };
+  for (const BlockId num_leaves : {409, kNumLeaves}) {
+    PrefixIndex index(1);
+    std::vector<BlockId> left;
+    for (BlockId id = 0; id < num_leaves; ++id) {
+      insert(index, {0, id + 1}, {num_leaves, id});
+      left.push_back(id);
+    }
+    index.check();
+    while (left.size() > 100) {
+      const std::size_t place = below(static_cast<std::uint32_t>(left.size()));
+      const Ids victim{left[place]};
+      EXPECT(index.evict(victim.data(), 1, Tier::kGpu, sage::RemovalReason::kPolicy).blocks == victim);
+      left.erase(left.begin() + static_cast<std::ptrdiff_t>(place));
+      if (left.size() % 8 == 0) index.check();
+    }
+    for (const BlockId id : left) EXPECT(lookup(index, {0, id + 1}).path.blocks == Ids({num_leaves, id}));
+    for (BlockId id = 0; id < kNumLeaves; ++id) insert(index, {0, id + 1}, {num_leaves, id < num_leaves ? id : id + 1});
+    Ids order;
+    for (BlockId i = 0; i < 2 * kNumLeaves; ++i) {
+      const auto token = static_cast<Token>(below(kNumLeaves)) + 1;
+      const BlockId id = lookup(index, {0, token}).path.blocks[1];
+      order.push_back(id);
+    }
+    const Ids some(order.end() - 3, order.end());
+    const BlockId free_ids[] = {0, 1, 2};
+    if (some[0] != some[1] && some[1] != some[2] && some[0] != some[2]) {
+      index.move(some.data(), free_ids, 3, Tier::kGpu, Tier::kCpu);
+    }
+    Ids gone;
+    for (const std::size_t count : {1u, 17u, 200u, 2000u}) {
+      const sage::Removal removal = index.evict_lru(count);
+      for (std::size_t i = 0; i < removal.blocks.size(); ++i) {
+        if (removal.tiers[i] == Tier::kGpu) gone.push_back(removal.blocks[i]);
+      }
+      index.check();
+    }
+    EXPECT(index.num_blocks(Tier::kGpu) == 0 && index.num_blocks(Tier::kCpu) == 0);
+    // In the order of their last lookups, those that were not looked up first.
+    std::vector<std::ptrdiff_t> last(2 * kNumLeaves, -1);
+    for (std::size_t i = 0; i < order.size(); ++i) last[static_cast<std::size_t>(order[i])] = static_cast<std::ptrdiff_t>(i);
+    std::ptrdiff_t before = -1;
+    for (const BlockId id : gone) {
+      if (id == num_leaves) continue;
+      EXPECT(last[static_cast<std::size_t>(id)] >= before);
+      before = last[static_cast<std::size_t>(id)];
+    }
+  }
+}
+
 void long_sequences_cost_what_they_hold() {
   PrefixIndex index(16);
   const std::size_t num_blocks = 20000;
@@ -201,6 +257,7 @@ int main() {
   a_snapshot_holds_everything_but_locks();
   events_tell_what_changed();
   equal_hashes_are_no_hit();
+  full_tables_stay_whole();
   long_sequences_cost_what_they_hold();
   std::puts("functional: passed");
   return 0;

@@ -2,6 +2,7 @@
 //
 // The semantics are those of sagellm/prefix_reuse/base.py, which says more; this header names what is different in C++.
 // Every public method is atomic and may be called from any thread. Methods throw sage::Error and change nothing then.
+// After std::bad_alloc an index is fit to be destroyed only.
 //
 // Shape. A node holds a run of blocks that were only ever seen together: tokens and block ids in one allocation. All blocks
 // of a node have the same tier, the same stamp and the same locks, so a node is split wherever one of these must differ.
@@ -126,7 +127,7 @@ struct Metrics {
   std::array<std::uint64_t, kNumReasons> removed_blocks{};
   std::array<std::uint64_t, kNumTiers> blocks{};
   std::uint64_t nodes = 0, locks = 0, memory_bytes = 0;
-  std::vector<std::pair<std::uint64_t, std::uint64_t>> latency_ns;  // upper bound, count; one lookup in 16 is timed
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> latency_ns;  // upper bound, count; of one lookup in 16
 };
 
 // 64-bit hash of each full block's whole prefix; equal in every process. `out` has room for num_tokens / block_size.
@@ -277,6 +278,7 @@ class PrefixIndex {
   // ---- table of children (tables.cpp)
   std::uint32_t make_tag(NodeIndex parent, const Token* block) const;
   NodeIndex find_child(NodeIndex parent, const Token* block, std::uint64_t* collisions) const;
+  void make_room_in_table();
   void table_insert(std::uint32_t tag, NodeIndex index);
   void table_erase(std::uint32_t tag, NodeIndex index);
   void table_resize(std::size_t size);

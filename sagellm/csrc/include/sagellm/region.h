@@ -21,7 +21,6 @@ class Region {
   T* as() const noexcept {
     return static_cast<T*>(data_);
   }
-  std::size_t size() const noexcept { return size_; }
 
  private:
   void* data_ = nullptr;
