@@ -109,7 +109,7 @@ std::size_t PrefixIndex::memory_bytes() const {
 }
 
 std::size_t PrefixIndex::count_memory() const {
-  std::size_t bytes = sizeof(*this) + chunks_.memory_bytes() + table_size_ * sizeof(Bucket) +
+  std::size_t bytes = sizeof(*this) + chunks_.memory_bytes() + table_size_ * sizeof(Slot) +
                       num_node_slots_ * (sizeof(Node) + sizeof(Links)) + lock_slots_.capacity() * sizeof(LockSlot);
   for (std::size_t tier = 0; tier < kNumTiers; ++tier) {
     bytes += (used_[tier].capacity() + owners_[tier].capacity()) * sizeof(void*);
@@ -214,9 +214,7 @@ void PrefixIndex::check() const {
     require(num_used == num_blocks_[tier], "an id is marked as used and holds nothing");
   }
   std::size_t used = 0;
-  for (std::size_t b = 0; b < table_size_; ++b) {
-    used += static_cast<std::size_t>(__builtin_popcount(~table_[b].free_slots() & ((1u << Bucket::kSize) - 1)));
-  }
+  for (std::size_t i = 0; i < table_size_; ++i) used += table_[i].index_plus_1 != 0;
   require(used == table_used_ && used + roots_.size() == num_nodes_, "the table holds something else");
 }
 

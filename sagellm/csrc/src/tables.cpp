@@ -9,12 +9,6 @@
 
 namespace sage {
 
-namespace {
-
-unsigned first_bit(unsigned bits) { return static_cast<unsigned>(__builtin_ctz(bits)); }
-
-}  // namespace
-
 std::uint32_t PrefixIndex::make_tag(NodeIndex parent, const Token* block) const {
   return static_cast<std::uint32_t>(fold(block_hash(block, block_size_) ^ kHash3, parent * kHash0 + 1) >> 32);
 }
@@ -23,33 +17,28 @@ PrefixIndex::NodeIndex PrefixIndex::find_child(NodeIndex parent, const Token* bl
   if (table_used_ == 0) return kNone;
   const std::uint32_t tag = make_tag(parent, block);
   const std::size_t mask = table_size_ - 1;
-  for (std::size_t b = tag >> table_shift_;; b = (b + 1) & mask) {
-    const Bucket& bucket = table_[b];
-    const unsigned free = bucket.free_slots();
-    for (unsigned found = Bucket::equal(bucket.tags, tag) & ~free; found != 0; found &= found - 1) {
-      const NodeIndex index = bucket.index_plus_1[first_bit(found)] - 1;
-      const Node& n = node(index);
-      __builtin_prefetch(n.data);
-      if (n.parent == parent && std::memcmp(tokens_of(n), block, block_size_ * sizeof(Token)) == 0) return index;
-      if (collisions != nullptr) ++*collisions;
-    }
-    if (free != 0) return kNone;
+  for (std::size_t i = tag >> table_shift_;; i = (i + 1) & mask) {
+    const Slot& slot = table_[i];
+    if (slot.index_plus_1 == 0) return kNone;
+    if (slot.tag != tag) continue;
+    const NodeIndex index = slot.index_plus_1 - 1;
+    const Node& n = node(index);
+    __builtin_prefetch(n.data);
+    if (n.parent == parent && std::memcmp(tokens_of(n), block, block_size_ * sizeof(Token)) == 0) return index;
+    if (collisions != nullptr) ++*collisions;
   }
 }
 
 void PrefixIndex::place(std::uint32_t tag, NodeIndex index) {
   const std::size_t mask = table_size_ - 1;
-  std::size_t b = tag >> table_shift_;
-  while (table_[b].free_slots() == 0) b = (b + 1) & mask;
-  const unsigned slot = first_bit(table_[b].free_slots());
-  table_[b].tags[slot] = tag;
-  table_[b].index_plus_1[slot] = index + 1;
+  std::size_t i = tag >> table_shift_;
+  while (table_[i].index_plus_1 != 0) i = (i + 1) & mask;
+  table_[i] = Slot{tag, index + 1};
 }
 
 // For one entry more. Done before anything is changed, as it may throw.
 void PrefixIndex::make_room_in_table() {
-  if ((table_used_ + 1) * 5 <= table_size_ * Bucket::kSize * 4) return;
-  table_resize(table_size_ == 0 ? kSmallestTable : table_size_ * 2);
+  if ((table_used_ + 1) * 5 > table_size_ * 4) table_resize(table_size_ == 0 ? kSmallestTable : table_size_ * 2);
 }
 
 // There is room: `make_room_in_table` was called.
@@ -61,41 +50,30 @@ void PrefixIndex::table_insert(std::uint32_t tag, NodeIndex index) {
 void PrefixIndex::table_erase(std::uint32_t tag, NodeIndex index) {
   const std::size_t mask = table_size_ - 1;
   std::size_t hole = tag >> table_shift_;
-  unsigned found;
-  while ((found = Bucket::equal(table_[hole].index_plus_1, index + 1)) == 0) hole = (hole + 1) & mask;
-  unsigned slot = first_bit(found);
-  // A search goes on behind a full bucket only. If this one was full, what lies behind and belongs here or before must come
-  // up, or it would not be found any more.
-  for (std::size_t b = hole; table_[hole].free_slots() == 0 && table_[b].free_slots() == 0;) {
-    b = (b + 1) & mask;
-    Bucket& behind = table_[b];
-    for (unsigned k = 0; k < Bucket::kSize; ++k) {
-      const std::size_t home = behind.tags[k] >> table_shift_;
-      if (behind.index_plus_1[k] == 0 || ((b - home) & mask) < ((b - hole) & mask)) continue;
-      table_[hole].tags[slot] = behind.tags[k];
-      table_[hole].index_plus_1[slot] = behind.index_plus_1[k];
-      hole = b;
-      slot = k;
-      break;
+  while (table_[hole].index_plus_1 != index + 1) hole = (hole + 1) & mask;
+  // Close the gap: every later slot of the run that may stand earlier moves up, so that no probe meets a hole too soon.
+  for (std::size_t i = (hole + 1) & mask; table_[i].index_plus_1 != 0; i = (i + 1) & mask) {
+    const std::size_t home = table_[i].tag >> table_shift_;
+    if (((i - home) & mask) >= ((i - hole) & mask)) {
+      table_[hole] = table_[i];
+      hole = i;
     }
   }
-  table_[hole].index_plus_1[slot] = 0;
+  table_[hole].index_plus_1 = 0;
   --table_used_;
 }
 
 void PrefixIndex::table_resize(std::size_t size) {
-  const Bucket* const old = table_;
-  const std::size_t old_size = table_size_, bytes = size * sizeof(Bucket);
-  const bool huge = bytes >= Region::kHugePage;
-  Region memory(bytes, huge, huge ? Region::kHugePage : kSmallestTable * sizeof(Bucket));
-  table_ = memory.as<Bucket>();
+  const Slot* const old = table_;
+  const std::size_t old_size = table_size_;
+  const bool huge = size * sizeof(Slot) >= Region::kHugePage;
+  Region memory(size * sizeof(Slot), huge, huge ? Region::kHugePage : kSmallestTable * sizeof(Slot));
+  table_ = memory.as<Slot>();
   table_size_ = size;
   table_shift_ = 32;
   for (std::size_t rest = size; rest > 1; rest /= 2) --table_shift_;
-  for (std::size_t b = 0; b < old_size; ++b) {
-    for (unsigned k = 0; k < Bucket::kSize; ++k) {
-      if (old[b].index_plus_1[k] != 0) place(old[b].tags[k], old[b].index_plus_1[k] - 1);
-    }
+  for (std::size_t i = 0; i < old_size; ++i) {
+    if (old[i].index_plus_1 != 0) place(old[i].tag, old[i].index_plus_1 - 1);
   }
   table_memory_ = std::move(memory);
 }

@@ -174,8 +174,8 @@ void equal_hashes_are_no_hit() {
   EXPECT(index.metrics().collisions > 0);
 }
 
-// Tables that fill their smallest size and grow out of it, and emptying them in every way: most searches go on behind a
-// full bucket here, and evictions are long enough to run behind a look ahead.
+// Tables that fill their smallest size and grow out of it, and emptying them in every way: searches run
+// over many slots here, and evictions are long enough to run behind a look ahead.
 void full_tables_stay_whole() {
   constexpr BlockId kNumLeaves = 1000;
   std::uint32_t state = 1;

@@ -29,10 +29,6 @@
 #include "sagellm/locks.h"
 #include "sagellm/region.h"
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 namespace sage {
 
 using Token = std::int32_t;
@@ -187,7 +183,7 @@ class PrefixIndex {
   using NodeIndex = std::uint32_t;
   static constexpr NodeIndex kNone = 0xffffffffu, kUnlinked = 0xfffffffeu;
   static constexpr std::size_t kSlabBits = 15, kSlabSize = std::size_t{1} << kSlabBits;
-  static constexpr std::size_t kSmallestTable = 64;  // buckets: a page of memory
+  static constexpr std::size_t kSmallestTable = 512;  // a page of memory
   static constexpr std::size_t kPageBits = 14, kPageSize = std::size_t{1} << kPageBits;
 
   struct Node {
@@ -207,28 +203,9 @@ class PrefixIndex {
     NodeIndex prev, next;  // towards the more and the less recent
     NodeIndex far;         // any node; the one that came to the front `kFar` turns after this, a guess for prefetching
   };
-  // One line of memory of the table. An entry lies in the first bucket with room from its own on.
-  struct alignas(64) Bucket {
-    static constexpr std::size_t kSize = 8;
-    std::uint32_t tags[kSize];
-    NodeIndex index_plus_1[kSize];  // one more than the index; 0 is a free slot
-
-    // One bit for each slot that holds the value: comparing all is cheaper than a branch for each.
-    static unsigned equal(const std::uint32_t (&values)[kSize], std::uint32_t value) {
-#ifdef __SSE2__
-      const auto four = [&](std::size_t at) {
-        const __m128i some = _mm_load_si128(reinterpret_cast<const __m128i*>(values + at));
-        const __m128i same = _mm_cmpeq_epi32(some, _mm_set1_epi32(static_cast<int>(value)));
-        return static_cast<unsigned>(_mm_movemask_ps(_mm_castsi128_ps(same)));
-      };
-      return four(0) | four(4) << 4;
-#else
-      unsigned found = 0;
-      for (unsigned i = 0; i < kSize; ++i) found |= static_cast<unsigned>(values[i] == value) << i;
-      return found;
-#endif
-    }
-    unsigned free_slots() const { return equal(index_plus_1, 0); }
+  struct Slot {
+    std::uint32_t tag;
+    NodeIndex index_plus_1;  // one more than the index; 0 is a free slot
   };
   struct LockSlot {
     NodeIndex node;
@@ -351,8 +328,8 @@ class PrefixIndex {
   ChunkPool chunks_;
 
   Region table_memory_;
-  Bucket* table_ = nullptr;
-  std::size_t table_size_ = 0, table_used_ = 0;  // buckets, entries
+  Slot* table_ = nullptr;
+  std::size_t table_size_ = 0, table_used_ = 0;
   unsigned table_shift_ = 0;
 
   std::array<Pages<std::uint64_t>, kNumTiers> used_;  // one bit a block id
