@@ -104,14 +104,15 @@ class Server:
 
     def close(self) -> None:
         """End it: in order first, then by force; nothing below it stays."""
-        family = self.family()
         try:
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(END_S)
+                end = time.monotonic() + END_S
+                while self.process.poll() is None and time.monotonic() < end:
+                    self.family()  # one that was still starting may have begun another process just now
+                    time.sleep(0.02)
         finally:  # also when a second Ctrl-C does not wait
-            for process in family:
+            for process in self.family():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self.process.wait()

@@ -51,7 +51,7 @@ class PrefixWorkload:
     """
 
     def __init__(self, seed: int, block_size: int, num_sequences: int, num_lookups: int) -> None:
-        """Raises ValueError for more tails than there are tokens to tell them apart, or blocks longer than any system prompt."""
+        """Raises ValueError for more tails than there are tokens to tell them apart, or blocks longer than a system prompt."""
         if num_sequences + num_lookups > VOCABULARY:
             raise ValueError(f"{num_sequences} sequences and {num_lookups} lookups; together at most {VOCABULARY}")
         if not 0 < block_size <= SYSTEM[0]:
