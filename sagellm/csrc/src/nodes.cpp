@@ -20,7 +20,7 @@ PrefixIndex::NodeIndex PrefixIndex::new_node() {
     if ((num_node_slots_ & (kSlabSize - 1)) == 0) {
       const bool huge = !slabs_.empty();  // an index with few nodes takes the pages it needs
       slabs_.emplace_back(kSlabSize * sizeof(Node), huge);
-      links_.emplace_back(kSlabSize * sizeof(Links), false, std::size_t{4096});
+      links_.emplace_back(kSlabSize * sizeof(Links), false, std::size_t{4096});  // aligned to a page: any alignment does
     }
     index = static_cast<NodeIndex>(num_node_slots_++);
   }
