@@ -151,7 +151,8 @@ class BenchmarkConfig(Model):
     process finds its memory makes it faster or slower for as long as it lives, which no number of rounds averages out.
     `components` names component scenarios that run besides, with their options. `peak_tflops` overrides the peak that MFU
     divides by; on a CPU it is measured when absent. `client_lag_limit` bounds the client's own lateness: in an open loop its
-    mean over the mean gap between sends, in a closed one over the median time to the first token.
+    mean over the mean gap between sends, in a closed one over the median time to the first token. `client_cpu_limit` bounds
+    the share of a core that the client uses: beyond it answers wait for the client.
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
@@ -167,6 +168,7 @@ class BenchmarkConfig(Model):
     price: Price = Price(per_device_hour=0.0)
     peak_tflops: float | None = Field(None, gt=0)
     client_lag_limit: float = Field(0.05, gt=0)
+    client_cpu_limit: float = Field(0.8, gt=0)
 
     @model_validator(mode="after")
     def _whole(self) -> "BenchmarkConfig":

@@ -9,6 +9,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.prefix.process import ContestantProcess
 
 EVICT_BLOCKS, EVICT_CALLS = 64, 4
+LOOKUP_FIGURES = (("lookup_us", "cpu_ns"), ("lookup_wall_us", "wall_ns"), ("first_pass_us", "first_cpu_ns"))
 
 
 class Entrant(NamedTuple):
@@ -40,7 +41,8 @@ def num_requests(entrants: Sequence[Entrant], plan: Plan) -> int:
 def measure(entrants: Sequence[Entrant], plan: Plan, answered: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Figures of each entrant by name; of one whose answers are wrong only `about` and `refused`.
 
-    Figures, each with one value a round: `lookup_us` and `lookup_wall_us` (by part), `ns_per_matched_token`,
+    Figures, each with one value a round: `lookup_us`, `lookup_wall_us` and `first_pass_us` (by part; the last with the caches
+    as another contestant left them), `ns_per_matched_token`,
     `insert_ns_per_token`, `evict_ns_per_block`; with one value a start: `bytes_per_token`, `own_bytes_per_token`. Times
     are CPU time of the process unless they say wall. Tokens and bytes a token count what is cached, each token once.
 
@@ -109,7 +111,7 @@ def _one_start(processes: list[ContestantProcess], plan: Plan, figures: dict[str
 def _add_lookups(own: dict[str, Any], answers: list[dict[str, dict[str, int]]]) -> None:
     for part in own["about"]["parts"]:
         rows = [answer[part] for answer in answers]
-        for figure, field in (("lookup_us", "cpu_ns"), ("lookup_wall_us", "wall_ns")):
+        for figure, field in LOOKUP_FIGURES:
             _extend(own.setdefault(figure, {}), part, [row[field] / row["num_lookups"] / 1e3 for row in rows])
     rows = [answer[own["about"]["parts"][0]] for answer in answers]
     _extend(own, "ns_per_matched_token", [row["cpu_ns"] / row["matched_tokens"] for row in rows])

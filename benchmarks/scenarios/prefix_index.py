@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.prefix.worker import SLICES, Worker
+from benchmarks.prefix.worker import Worker
 from benchmarks.result import Definition
 
 OPTIONS: dict[str, Any] = {"block_size": 16, "num_sequences": 10_000, "num_lookups": 2_000}
@@ -13,7 +13,7 @@ DEFINITIONS = {
     "prefix_index_lookup_us": Definition(
         unit="us", better="lower",
         text="CPU time of one lookup from Python, to the block ids; `num_lookups` lookups of 3,480 tokens on average, 96% of "
-        f"them cached, after `num_sequences` insertions. Median of {ROUNDS} passes over a quarter of them.",
+        f"them cached, after `num_sequences` insertions. Median of {ROUNDS} passes over them, each right after another.",
     ),
     "prefix_index_ns_per_matched_token": Definition(
         unit="ns", better="lower", text="The same, over the tokens that were found."
@@ -28,8 +28,8 @@ DEFINITIONS = {
 
 
 def run(seed: int, block_size: int, num_sequences: int, num_lookups: int) -> dict[str, float]:
-    if num_lookups < SLICES:
-        raise ValueError(f"num_lookups is {num_lookups}; allowed are {SLICES} and more")
+    if num_lookups < 1:
+        raise ValueError(f"num_lookups is {num_lookups}; allowed are 1 and more")
     worker = Worker("sagellm", seed=seed, block_size=block_size, num_sequences=num_sequences, num_lookups=num_lookups)
     inserted, memory, check = worker.insert(1), worker.memory(), worker.check()
     if check["num_wrong"]:

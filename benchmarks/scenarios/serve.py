@@ -27,7 +27,6 @@ from benchmarks.server import Server
 
 HITS_INTERVAL_S = 0.5
 COMM_SETTLE_S = 1.2  # ranks publish their communication times once a second, and once more a second after the last
-CLIENT_CPU_LIMIT = 0.8  # beyond it answers wait for the client
 WARM_SHARE = 0.9  # of the tokens that a warm cache could hit
 Progress = Callable[[int, int], None]
 
@@ -181,9 +180,9 @@ class ServeScenario:
             late, what = run.client["lag_mean_s"] / run.metrics["ttft_p50_s"], "the time to the first token"
         if late > limit:
             run.status, run.reason = "void", f"the client was late by {late:.1%} of {what}; allowed {limit:.0%}"
-        elif run.client["cpu_share"] > CLIENT_CPU_LIMIT:
-            run.status = "void"
-            run.reason = f"the client used {run.client['cpu_share']:.0%} of a core; allowed {CLIENT_CPU_LIMIT:.0%}"
+        elif run.client["cpu_share"] > self._config.client_cpu_limit:
+            used, limit = run.client["cpu_share"], self._config.client_cpu_limit
+            run.status, run.reason = "void", f"the client used {used:.0%} of a core; allowed {limit:.0%}"
 
     def _judge_cache(
         self, run: Run, subject: Subject, prompts: list[Prompt], samples: Samples,

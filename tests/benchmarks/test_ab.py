@@ -49,7 +49,7 @@ def worktrees(folder: Path) -> int:
 def tiny(model: Path):
     return make_config(
         {
-            "name": "tiny", "rounds": 1, "client_lag_limit": 1e6, "peak_tflops": 1.0,
+            "name": "tiny", "rounds": 1, "client_lag_limit": 1e6, "client_cpu_limit": 1e6, "peak_tflops": 1.0,
             "server": {"device": "cpu", "threads": 1, "kv_blocks": 64, "model": str(model)},
             "workload": {
                 "arrivals": {"kind": "closed", "concurrency": 1}, "num_requests": 2, "warmup_requests": 0,

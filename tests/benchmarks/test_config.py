@@ -82,6 +82,7 @@ MISTAKES = {
     "nothing to run": (only(), "nothing to run: give a workload, components, or both"),
     "no rounds": (values(rounds=0), "rounds"),
     "no limit": (values(client_lag_limit=0), "client_lag_limit"),
+    "no limit of the client's share": (values(client_cpu_limit=0), "client_cpu_limit"),
     "free below zero": (values(price={"per_device_hour": -1}), "price.per_device_hour"),
 }
 

@@ -42,7 +42,7 @@ def config(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     """`config(key=...)`: the file of a small benchmark on a tiny model. However late the client is, it is fine."""
 
     def write(**changes: Any) -> Path:
-        values = {"name": "test", "client_lag_limit": 1e6, "peak_tflops": 1.0, "seed": 7} | changes
+        values = {"name": "test", "client_lag_limit": 1e6, "client_cpu_limit": 1e6, "peak_tflops": 1.0, "seed": 7} | changes
         values["server"] = SERVER | {"model": str(model_folder("llama"))}
         values["workload"] = WORKLOAD
         file = tmp_path_factory.mktemp("config") / "config.yaml"

@@ -60,7 +60,7 @@ def run(subject: Subject, tmp_path: Path) -> Callable[..., Run]:
 
 
 def scenario_config(model: Path, config: dict[str, Any], workload: dict[str, Any]) -> BenchmarkConfig:
-    values = {"name": "test", "client_lag_limit": 1e6, "price": {"per_device_hour": 2.0}} | config
+    values = {"name": "test", "client_lag_limit": 1e6, "client_cpu_limit": 1e6, "price": {"per_device_hour": 2.0}} | config
     return make_config(values | {"server": SERVER | {"model": str(model)}, "workload": WORKLOAD | workload})
 
 
@@ -128,6 +128,12 @@ def test_a_late_client_voids_the_run(run: Callable[..., Run], number: int, arriv
     result = run(number, config={"client_lag_limit": 1e-9}, arrivals=arrivals)
     assert result.status == "void"
     assert result.reason.startswith("the client was late by") and of in result.reason
+    assert result.metrics["failed_requests"] == 0
+
+
+def test_a_busy_client_voids_the_run(run: Callable[..., Run]):
+    result = run(16, config={"client_cpu_limit": 1e-9})
+    assert result.status == "void" and result.reason.startswith("the client used ")
     assert result.metrics["failed_requests"] == 0
 
 

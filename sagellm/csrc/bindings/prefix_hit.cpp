@@ -12,6 +12,10 @@ namespace {
 
 // A longer path is taken over as it was found: copying it would keep other threads from the GIL for as long as a lookup.
 constexpr std::size_t kMaxInline = 1024;
+// Hits of more blocks are too large for Python's allocator of small objects and would be malloc's, which takes 5% of a
+// lookup of some thousand tokens. A few of those that died are kept instead, by size in steps of `kStep` blocks.
+constexpr std::size_t kMinKept = 64, kStep = 256;
+constexpr std::size_t kMaxKept = 2;  // of each size; a loop over lookups holds one hit while it makes the next
 
 // The block ids lie behind the object, and behind them one byte a block for its tier; or all of them in `path`.
 struct Hit {
@@ -29,8 +33,37 @@ struct Hit {
 
 PyTypeObject* hit_type = nullptr;  // lives as long as the process
 
+// Under the GIL, as everything here.
+struct Kept {
+  Hit* hits[kMaxKept];
+  std::size_t size = 0;
+};
+Kept kept[kMaxInline / kStep];
+
+bool is_kept(std::size_t num_inline) { return num_inline > kMinKept && num_inline <= kMaxInline; }
+
+Kept& kept_of(std::size_t num_inline) { return kept[(num_inline - 1) / kStep]; }
+
+Hit* initialise(void* memory, Py_ssize_t size) {
+  return reinterpret_cast<Hit*>(PyObject_InitVar(static_cast<PyVarObject*>(memory), hit_type, size));
+}
+
 Hit* allocate(std::size_t num_inline) {
-  Hit* const hit = PyObject_NewVar(Hit, hit_type, static_cast<Py_ssize_t>(num_inline));
+  const auto size = static_cast<Py_ssize_t>(num_inline);
+  Hit* hit = nullptr;
+  if (!is_kept(num_inline)) {
+    hit = PyObject_NewVar(Hit, hit_type, size);
+  } else if (Kept& own = kept_of(num_inline); own.size != 0) {
+    hit = initialise(own.hits[--own.size], size);
+  } else {
+    const std::size_t room = (num_inline + kStep - 1) / kStep * kStep;
+    void* const memory = PyObject_Malloc(sizeof(Hit) + room * (sizeof(BlockId) + 1));
+    if (memory == nullptr) {
+      PyErr_NoMemory();
+      return nullptr;
+    }
+    hit = initialise(memory, size);
+  }
   if (hit != nullptr) hit->path = nullptr;
   return hit;
 }
@@ -95,8 +128,15 @@ PyObject* construct(PyTypeObject*, PyObject* args, PyObject* kwargs) {
 
 void destroy(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
-  delete reinterpret_cast<Hit*>(self)->path;
-  type->tp_free(self);
+  auto* const hit = reinterpret_cast<Hit*>(self);
+  const auto num_inline = static_cast<std::size_t>(Py_SIZE(self));
+  delete hit->path;
+  if (is_kept(num_inline) && kept_of(num_inline).size < kMaxKept) {
+    Kept& own = kept_of(num_inline);
+    own.hits[own.size++] = hit;
+  } else {
+    type->tp_free(self);
+  }
   Py_DECREF(type);
 }
 
