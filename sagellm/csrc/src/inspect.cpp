@@ -98,6 +98,19 @@ void PrefixIndex::contains(const BlockId* ids, std::size_t num_ids, Tier tier, b
   for (std::size_t i = 0; i < num_ids; ++i) out[i] = is_used(tier, ids[i]);
 }
 
+std::uint64_t PrefixIndex::clock() const {
+  std::shared_lock structure(tree_);
+  std::lock_guard recency(recency_);
+  return clock_;
+}
+
+std::uint64_t PrefixIndex::oldest_stamp(Tier tier) const {
+  std::shared_lock structure(tree_);
+  std::lock_guard recency(recency_);
+  const NodeIndex oldest = least_recent_[static_cast<std::size_t>(tier)];
+  return oldest == kNone ? ~std::uint64_t{0} : node(oldest).last_access;
+}
+
 std::size_t PrefixIndex::num_blocks(Tier tier) const {
   std::shared_lock structure(tree_);
   return num_blocks_[static_cast<std::size_t>(tier)];

@@ -141,6 +141,28 @@ Removal PrefixIndex::evict_lru(std::size_t num_blocks, Tier tier) {
   return out;
 }
 
+Removal PrefixIndex::evict_idle(std::size_t num_blocks, Tier tier, const std::function<bool(BlockId)>& idle,
+                                std::uint64_t newest) {
+  const auto place = static_cast<std::size_t>(tier);
+  std::lock_guard structure(tree_);
+  Removal out;
+  newest = std::min(newest, clock_);  // what is touched below is newer than that, which ends the loop
+  while (out.blocks.size() < num_blocks) {
+    const NodeIndex victim = least_recent_[place];
+    if (victim == kNone || node(victim).last_access > newest) break;
+    const Node& n = node(victim);
+    const std::size_t most = std::min<std::size_t>(n.num_blocks, num_blocks - out.blocks.size());
+    std::size_t count = 0;
+    while (count < most && idle(ids_of(n)[n.num_blocks - 1 - count])) ++count;
+    // Before the node may be gone: its path goes to the front, or is gone from the end of the list anyway.
+    if (count < most) touch_path(victim);
+    if (count == 0) continue;
+    remove_below(victim, tier, RemovalReason::kEvicted, RemovalReason::kOrphaned, out);
+    truncate(victim, count, RemovalReason::kEvicted, out);
+  }
+  return out;
+}
+
 std::vector<BlockId> PrefixIndex::select_lru(std::size_t num_blocks, Tier tier) const {
   std::lock_guard structure(tree_);
   std::vector<BlockId> out;

@@ -27,12 +27,12 @@ struct HookTableOptions {
 // Sums over all engines and groups since the table was made.
 struct HookTableStats {
   std::uint64_t lookups = 0, hits = 0, query_tokens = 0, hit_tokens = 0;
-  std::uint64_t stored_blocks = 0, evicted_blocks = 0, orphaned_blocks = 0;  // orphaned: evicted, and in no prefix
+  std::uint64_t stored_blocks = 0, evicted_blocks = 0;  // a second copy of what is cached is not stored
   std::uint64_t decisions = 0, replays = 0;
   std::uint64_t divergences = 0;  // a rank asked for something else than the first did: must stay 0
-  std::uint64_t refused = 0;      // calls that were answered with nothing because they made no sense
-  std::uint64_t replicas = 0;     // sets of replicas alive
-  std::uint64_t cached_blocks = 0;
+  std::uint64_t refused = 0;       // calls that were answered with nothing because they made no sense
+  std::uint64_t replicas = 0;      // sets of replicas alive
+  std::uint64_t cached_blocks = 0;  // in the index
 };
 
 class HookTable {

@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <shared_mutex>
@@ -157,6 +158,9 @@ class PrefixIndex {
   Removal invalidate_all();
 
   Removal evict_lru(std::size_t num_blocks, Tier tier = Tier::kGpu);
+  // The same of blocks that are idle, for an owner who knows better than locks which are in use, and of entries whose stamp
+  // is at most `newest`. What is found in use counts as used now, so it is not looked at again until it has aged.
+  Removal evict_idle(std::size_t num_blocks, Tier tier, const std::function<bool(BlockId)>& idle, std::uint64_t newest);
   Removal evict(const BlockId* ids, std::size_t num_ids, Tier tier, RemovalReason reason);
   std::vector<BlockId> select_lru(std::size_t num_blocks, Tier tier = Tier::kGpu) const;
   void move(const BlockId* ids, const BlockId* new_ids, std::size_t num_ids, Tier src, Tier dst);
@@ -171,6 +175,9 @@ class PrefixIndex {
 
   std::size_t block_size() const noexcept { return block_size_; }
   std::size_t num_blocks(Tier tier) const;
+  // Time is counted in uses. `oldest_stamp`: of the next to go, or the largest number if there is none.
+  std::uint64_t clock() const;
+  std::uint64_t oldest_stamp(Tier tier) const;
   std::size_t memory_bytes() const;
   Metrics metrics() const;
   Events events(std::uint64_t after) const;

@@ -1,0 +1,112 @@
+#include "block_cache.h"
+
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace sage {
+
+namespace {
+
+constexpr std::uint64_t kAnyAge = std::numeric_limits<std::uint64_t>::max();
+
+}  // namespace
+
+BlockCache::BlockCache(std::size_t block_len, std::size_t max_blocks) : index_(block_len), unique_ids_(max_blocks), chosen_in_(max_blocks) {}
+
+void BlockCache::check_ids(const std::int32_t* ids, std::size_t n) const {
+  for (std::size_t i = 0; i < n; ++i) {
+    if (ids[i] >= 0 && static_cast<std::size_t>(ids[i]) < unique_ids_.size()) continue;
+    throw Error(ErrorKind::kArgument, "block " + std::to_string(ids[i]) + "; the manager has " +
+                                          std::to_string(unique_ids_.size()) + " blocks.");
+  }
+}
+
+void BlockCache::lookup(const std::int32_t* tokens, std::size_t num_tokens, std::vector<std::int32_t>& ids,
+                        std::vector<std::uint64_t>& unique_ids) {
+  index_.lookup({}, tokens, num_tokens, match_);
+  ids.assign(match_.path.blocks.begin(), match_.path.blocks.end());
+  unique_ids.clear();
+  for (const std::int32_t id : ids) unique_ids.push_back(unique_of(id));
+}
+
+std::size_t BlockCache::store(const std::int32_t* tokens, const std::int32_t* ids, const std::uint64_t* unique_ids,
+                              std::size_t n) {
+  check_ids(ids, n);
+  // A block that was given out again without a word of its eviction: what it held is gone.
+  for (std::size_t i = 0; i < n; ++i) {
+    if (unique_of(ids[i]) != 0 && !is_indexed(ids[i], unique_ids[i])) forget(ids + i, 1);
+  }
+  const Entry entry = index_.insert({}, tokens, n * index_.block_size(), ids, n);
+  for (std::size_t i = n - entry.num_new_blocks; i < n; ++i) unique_of(ids[i]) = unique_ids[i];
+  return entry.num_new_blocks;
+}
+
+void BlockCache::released(const std::int32_t* ids, const std::uint64_t* unique_ids, std::size_t n, bool ended) {
+  check_ids(ids, n);
+  const std::uint64_t now = index_.clock();
+  for (std::size_t i = 0; i < n; ++i) {
+    if (!is_indexed(ids[i], unique_ids[i])) (ended ? garbage_ : waiting_).push_back({ids[i], unique_ids[i], now});
+  }
+}
+
+void BlockCache::evicted(const std::int32_t* ids, std::size_t n) {
+  check_ids(ids, n);
+  std::vector<std::int32_t> indexed;
+  for (std::size_t i = 0; i < n; ++i) {
+    if (unique_of(ids[i]) != 0) indexed.push_back(ids[i]);
+  }
+  if (!indexed.empty()) forget(indexed.data(), indexed.size());
+}
+
+// Takes blocks out of the index, and with them all that continues them: still cached, and no more to be found.
+void BlockCache::forget(const std::int32_t* ids, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) unique_of(ids[i]) = 0;
+  const Removal removed = index_.invalidate_blocks(ids, n, Tier::kGpu);
+  const std::uint64_t now = index_.clock();
+  for (const std::int32_t id : removed.blocks) {
+    if (unique_of(id) == 0) continue;
+    garbage_.push_back({id, unique_of(id), now});
+    unique_of(id) = 0;
+  }
+}
+
+void BlockCache::choose_victims(std::size_t count, const std::function<bool(std::int32_t, std::uint64_t)>& cached,
+                                std::vector<std::int32_t>& victims) {
+  victims.clear();
+  ++turn_;
+  const auto take = [&](std::int32_t id) {
+    victims.push_back(id);
+    chosen_in_[static_cast<std::size_t>(id)] = turn_;
+  };
+  // Who waits in a queue may be held again by now, given out again, in the index, or twice in the queues.
+  const auto consider = [&](std::deque<Orphan>& queue) {
+    const Orphan orphan = queue.front();
+    queue.pop_front();
+    const bool chosen = chosen_in_[static_cast<std::size_t>(orphan.id)] == turn_;
+    if (!chosen && !is_indexed(orphan.id, orphan.unique_id) && cached(orphan.id, orphan.unique_id)) take(orphan.id);
+  };
+  while (victims.size() < count && !garbage_.empty()) consider(garbage_);
+  while (victims.size() < count) {
+    const std::uint64_t waited = waiting_.empty() ? kAnyAge : waiting_.front().stamp;
+    if (index_.oldest_stamp(Tier::kGpu) <= waited) {
+      const auto idle = [&](std::int32_t id) { return cached(id, unique_of(id)); };
+      for (const std::int32_t id : index_.evict_idle(count - victims.size(), Tier::kGpu, idle, waited).blocks) {
+        unique_of(id) = 0;
+        take(id);
+      }
+    }
+    // What the index still has is younger than the first of those that wait, or in use.
+    if (waiting_.empty()) return;
+    if (victims.size() < count) consider(waiting_);
+  }
+}
+
+void BlockCache::check() const {
+  index_.check();
+  std::size_t known = 0;
+  for (const std::uint64_t unique_id : unique_ids_) known += unique_id != 0;
+  if (known != num_indexed()) throw std::logic_error("as many unique ids as blocks in the index");
+}
+
+}  // namespace sage

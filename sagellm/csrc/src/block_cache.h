@@ -1,0 +1,62 @@
+// What one set of replicas has cached: prefixes in the index, and blocks that are in no prefix.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <vector>
+
+#include "sage_hooks.h"
+#include "sagellm/prefix_index.h"
+
+namespace sage {
+
+class BlockCache {
+ public:
+  // Ids are below `max_blocks`.
+  BlockCache(std::size_t block_len, std::size_t max_blocks);
+
+  // The longest cached beginning of `tokens`; both vectors are overwritten.
+  void lookup(const std::int32_t* tokens, std::size_t num_tokens, std::vector<std::int32_t>& ids,
+              std::vector<std::uint64_t>& unique_ids);
+  // Returns how many of the blocks are in the index only now. Those that hold what others hold already stay out of it.
+  std::size_t store(const std::int32_t* tokens, const std::int32_t* ids, const std::uint64_t* unique_ids, std::size_t n);
+  // A sequence gave up these blocks; `ended`: for good.
+  void released(const std::int32_t* ids, const std::uint64_t* unique_ids, std::size_t n, bool ended);
+  // These are free from now on.
+  void evicted(const std::int32_t* ids, std::size_t n);
+
+  // Up to `count` blocks for which `cached(id, unique_id)`, each once; they leave the index. The remains of ended sequences
+  // first, then whatever was not used for longest, ends of prefixes before their beginnings. `victims` is overwritten.
+  void choose_victims(std::size_t count, const std::function<bool(std::int32_t, std::uint64_t)>& cached,
+                      std::vector<std::int32_t>& victims);
+
+  std::size_t num_indexed() const { return index_.num_blocks(Tier::kGpu); }
+  Metrics metrics() const { return index_.metrics(); }
+  // Throws std::logic_error if index and unique ids do not agree. O(everything).
+  void check() const;
+
+ private:
+  // A second copy of what the index has under other ids, the last block of a sequence that did not fill it, or what a
+  // preempted sequence has generated so far. Nothing will ever match it. Of an ended sequence it is garbage; a preempted one
+  // wants it back, so it ages like everything else.
+  struct Orphan {
+    std::int32_t id;
+    std::uint64_t unique_id;
+    std::uint64_t stamp;  // the index's clock when it was released
+  };
+  bool is_indexed(std::int32_t id, std::uint64_t unique_id) const { return unique_of(id) == unique_id; }
+  std::uint64_t& unique_of(std::int32_t id) { return unique_ids_[static_cast<std::size_t>(id)]; }
+  std::uint64_t unique_of(std::int32_t id) const { return unique_ids_[static_cast<std::size_t>(id)]; }
+  void check_ids(const std::int32_t* ids, std::size_t n) const;
+  void forget(const std::int32_t* ids, std::size_t n);
+
+  PrefixIndex index_;
+  std::vector<std::uint64_t> unique_ids_;  // by block id, of those in the index; else 0
+  std::deque<Orphan> garbage_, waiting_;   // of ended sequences, of others; oldest first
+  std::vector<std::uint32_t> chosen_in_;   // by block id: the turn in which it was chosen
+  std::uint32_t turn_ = 0;
+  Match match_;
+};
+
+}  // namespace sage
