@@ -1,0 +1,280 @@
+// The table without an engine: what the cache keeps and gives up, and that ranks get one answer each.
+
+#include "sagellm/hook_table.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <numeric>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "block_cache.h"
+#include "expect.h"
+
+namespace {
+
+using Ids = std::vector<std::int32_t>;
+using UniqueIds = std::vector<std::uint64_t>;
+
+// ---- the cache
+
+struct Cache {
+  explicit Cache(std::size_t max_blocks = 64) : blocks(2, max_blocks), busy(max_blocks) {}
+
+  // Ids double as unique ids, plus 100.
+  std::size_t store(const Ids& tokens, const Ids& ids) {
+    UniqueIds unique;
+    for (const std::int32_t id : ids) unique.push_back(static_cast<std::uint64_t>(id) + 100);
+    return blocks.store(tokens.data(), ids.data(), unique.data(), ids.size());
+  }
+  Ids lookup(const Ids& tokens) {
+    Ids ids;
+    UniqueIds unique;
+    blocks.lookup(tokens.data(), tokens.size(), ids, unique);
+    for (std::size_t i = 0; i < ids.size(); ++i) EXPECT(unique[i] == static_cast<std::uint64_t>(ids[i]) + 100);
+    return ids;
+  }
+  void release(const Ids& ids, bool ended) {
+    UniqueIds unique;
+    for (const std::int32_t id : ids) unique.push_back(static_cast<std::uint64_t>(id) + 100);
+    blocks.released(ids.data(), unique.data(), ids.size(), ended);
+  }
+  Ids victims(std::size_t count) {
+    Ids out;
+    blocks.choose_victims(
+        count,
+        [&](std::int32_t id, std::uint64_t unique) {
+          return unique == static_cast<std::uint64_t>(id) + 100 && !busy[static_cast<std::size_t>(id)];
+        },
+        out);
+    blocks.evicted(out.data(), out.size());
+    for (const std::int32_t id : out) busy[static_cast<std::size_t>(id)] = true;  // free, or given out again
+    blocks.check();
+    return out;
+  }
+
+  sage::BlockCache blocks;
+  std::vector<bool> busy;
+};
+
+void remains_of_ended_sequences_go_first() {
+  Cache cache;
+  EXPECT(cache.store({1, 2, 3, 4}, {0, 1}) == 2);
+  EXPECT(cache.store({1, 2, 3, 4, 5, 6}, {7, 8, 9}) == 1);  // 7 and 8 hold what 0 and 1 hold
+  EXPECT(cache.lookup({1, 2, 3, 4, 5, 6}) == Ids({0, 1, 9}));
+  cache.release({7, 8, 9, 10}, true);
+  EXPECT(cache.victims(3) == Ids({7, 8, 10}));
+  EXPECT(cache.victims(3) == Ids({9, 1, 0}));
+  EXPECT(cache.victims(3).empty() && cache.blocks.num_indexed() == 0);
+}
+
+void what_a_preempted_sequence_holds_ages() {
+  Cache cache;
+  cache.store({1, 1}, {0});
+  cache.release({20, 21}, false);
+  cache.store({2, 2}, {1});
+  cache.release({20}, true);  // it came back, ended, and is in both queues
+  EXPECT(cache.victims(1) == Ids({20}));
+  EXPECT(cache.victims(4) == Ids({0, 21, 1}));
+}
+
+void blocks_in_use_are_no_victims() {
+  Cache cache;
+  cache.store({1, 1, 2, 2, 3, 3}, {0, 1, 2});
+  cache.store({9, 9}, {3});
+  cache.busy[0] = cache.busy[1] = true;
+  EXPECT(cache.victims(4) == Ids({2, 3}));
+  EXPECT(cache.lookup({1, 1, 2, 2, 3, 3}) == Ids({0, 1}));
+  cache.busy[1] = false;
+  EXPECT(cache.victims(4) == Ids({1}));
+  cache.release({5}, true);
+  cache.busy[5] = true;
+  EXPECT(cache.victims(4).empty());
+  cache.busy[5] = false;
+  EXPECT(cache.victims(4).empty());  // whoever holds it now tells when it is released again
+}
+
+void what_continues_an_evicted_block_is_of_no_use() {
+  Cache cache;
+  cache.store({1, 1, 2, 2, 3, 3}, {0, 1, 2});
+  const Ids middle{1};
+  cache.blocks.evicted(middle.data(), 1);  // by someone else's choice
+  EXPECT(cache.lookup({1, 1, 2, 2, 3, 3}) == Ids({0}));
+  EXPECT(cache.victims(1) == Ids({2}));
+}
+
+void an_id_that_comes_back_unannounced_is_another_block() {
+  Cache cache;
+  cache.store({1, 1, 2, 2}, {0, 1});
+  const Ids tokens{5, 5}, ids{0};
+  const UniqueIds unique{777};
+  EXPECT(cache.blocks.store(tokens.data(), ids.data(), unique.data(), 1) == 1);
+  cache.blocks.check();
+  EXPECT(cache.lookup({1, 1, 2, 2}).empty());
+  const Ids far{64};
+  EXPECT_ERROR(kArgument, cache.blocks.evicted(far.data(), 1));
+}
+
+// ---- the table
+
+// A manager with nothing behind it: every block is cached, and its unique id is its id plus one.
+struct Ranks {
+  explicit Ranks(std::int32_t num_ranks, std::uint64_t generation = 1) {
+    for (std::int32_t rank = 0; rank < num_ranks; ++rank) {
+      SageManager manager{};
+      manager.struct_size = sizeof manager;
+      manager.api = &api;
+      manager.engine = 7;
+      manager.rank = rank;
+      manager.n_ranks = num_ranks;
+      manager.block_len = 2;
+      manager.generation = generation;
+      managers.push_back(manager);
+    }
+  }
+
+  static std::int32_t block_info(void*, const std::int32_t* ids, std::int32_t n, SageBlockInfo* out) {
+    for (std::int32_t i = 0; i < n; ++i) {
+      out[i] = SageBlockInfo{};
+      out[i].id = ids[i];
+      out[i].state = SAGE_BLOCK_CACHED;
+      out[i].unique_id = static_cast<std::uint64_t>(ids[i]) + 1;
+    }
+    return n;
+  }
+  static void counts(void*, SageCounts* out) { out->max_blocks = 1024; }
+
+  SageKvApi api{SAGE_HOOKS_ABI, sizeof(SageKvApi), block_info, counts, nullptr};
+  std::vector<SageManager> managers;
+};
+
+class Dice final : public sage::Advisor {
+ public:
+  bool select_victims(const SageManager&, const std::int32_t* cached, std::int32_t n, std::int32_t count,
+                      std::vector<std::int32_t>& victims) noexcept override {
+    static std::atomic<unsigned> seed{0};
+    std::mt19937 random(seed++);
+    victims.assign(cached, cached + n);
+    std::shuffle(victims.begin(), victims.end(), random);
+    victims.resize(static_cast<std::size_t>(count));
+    return true;
+  }
+};
+
+// Each rank runs at its own pace; what it is answered is written down and compared in the end.
+void ranks_get_one_answer() {
+  constexpr int kRanks = 4, kSteps = 10'000;
+  sage::HookTable& table = sage::HookTable::make({}, std::make_shared<Dice>());
+  const SageHooks& hooks = *table.hooks();
+  Ranks ranks(kRanks);
+  std::vector<Ids> answers(kRanks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::mt19937 random(1);  // the same calls on every rank
+      SageManager manager = ranks.managers[static_cast<std::size_t>(rank)];
+      Ids& seen = answers[static_cast<std::size_t>(rank)];
+      Ids ids(64), cached(32);
+      UniqueIds unique(64);
+      for (int step = 0; step < kSteps; ++step) {
+        manager.epoch = static_cast<std::uint64_t>(step);
+        const auto first = static_cast<std::int32_t>(random() % 900);
+        std::iota(cached.begin(), cached.end(), first);
+        const std::int32_t n = hooks.evict(hooks.ctx, &manager, cached.data(), 32, 4, ids.data());
+        seen.insert(seen.end(), ids.begin(), ids.begin() + n);
+        for (std::size_t i = 0; i < static_cast<std::size_t>(n); ++i) unique[i] = static_cast<std::uint64_t>(ids[i]) + 1;
+        hooks.evicted(hooks.ctx, &manager, ids.data(), unique.data(), n);
+        const auto token = static_cast<std::int32_t>(random() % 50);
+        const Ids prompt{token, token, 1, 1, 0};
+        SageSequence sequence{};
+        sequence.seq_id = random();
+        sequence.prompt = prompt.data();
+        sequence.n_prompt = 5;
+        const std::int32_t hit = hooks.prefix_lookup(hooks.ctx, &manager, &sequence, 2, ids.data(), unique.data());
+        seen.insert(seen.end(), ids.begin(), ids.begin() + hit);
+        const Ids fresh{first, first + 1};
+        const UniqueIds fresh_unique{static_cast<std::uint64_t>(first) + 1, static_cast<std::uint64_t>(first) + 2};
+        hooks.prefix_store(hooks.ctx, &manager, sequence.seq_id, SAGE_STORE_PROMPT, prompt.data(), fresh.data(),
+                           fresh_unique.data(), 2);
+      }
+      hooks.reset(hooks.ctx, &manager);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  for (int rank = 1; rank < kRanks; ++rank) EXPECT(answers[static_cast<std::size_t>(rank)] == answers[0]);
+  const sage::HookTableStats stats = table.stats();
+  EXPECT(stats.divergences == 0 && stats.replicas == 0 && stats.hits > 0);
+  EXPECT(stats.decisions == kSteps * 4 && stats.replays == kSteps * 4 * (kRanks - 1));
+}
+
+void a_rank_that_goes_its_own_way_is_noticed() {
+  sage::HookTable& table = sage::HookTable::make({});
+  const SageHooks& hooks = *table.hooks();
+  Ranks ranks(2);
+  SageSequence sequence{};
+  const Ids prompt{1, 2, 3};
+  sequence.prompt = prompt.data();
+  sequence.n_prompt = 3;
+  Ids ids(8);
+  UniqueIds unique(8);
+  for (std::uint64_t id : {5, 6}) {
+    sequence.seq_id = id;
+    hooks.prefix_lookup(hooks.ctx, &ranks.managers[id - 5], &sequence, 1, ids.data(), unique.data());
+  }
+  EXPECT(table.stats().divergences == 1);
+}
+
+void a_generation_ends_with_its_last_rank() {
+  sage::HookTable& table = sage::HookTable::make({});
+  const SageHooks& hooks = *table.hooks();
+  const Ids tokens{1, 2}, ids{3};
+  const UniqueIds unique{4};
+  Ranks ranks(2), after(2, 2);
+  for (const SageManager& manager : ranks.managers) {
+    hooks.prefix_store(hooks.ctx, &manager, 1, SAGE_STORE_PROMPT, tokens.data(), ids.data(), unique.data(), 1);
+  }
+  EXPECT(table.stats().cached_blocks == 1);
+  hooks.reset(hooks.ctx, &ranks.managers[0]);
+  EXPECT(table.stats().replicas == 1);
+  hooks.reset(hooks.ctx, &ranks.managers[1]);
+  EXPECT(table.stats().replicas == 0);
+  SageSequence sequence{};
+  sequence.prompt = tokens.data();
+  sequence.n_prompt = 2;
+  Ids found(2);
+  UniqueIds found_unique(2);
+  for (const SageManager& manager : after.managers) {
+    EXPECT(hooks.prefix_lookup(hooks.ctx, &manager, &sequence, 1, found.data(), found_unique.data()) == 0);
+  }
+}
+
+void nonsense_costs_nothing_but_its_answer() {
+  sage::HookTable& table = sage::HookTable::make({});
+  const SageHooks& hooks = *table.hooks();
+  Ranks ranks(1);
+  const Ids tokens{1, 2}, ids{5000};
+  const UniqueIds unique{4};
+  hooks.prefix_store(hooks.ctx, &ranks.managers[0], 1, SAGE_STORE_PROMPT, tokens.data(), ids.data(), unique.data(), 1);
+  const Ids negative{-1, 2}, fine{5};
+  hooks.prefix_store(hooks.ctx, &ranks.managers[0], 1, SAGE_STORE_PROMPT, negative.data(), fine.data(), unique.data(), 1);
+  EXPECT(table.stats().refused == 2 && table.stats().cached_blocks == 0);
+  EXPECT(hooks.schedule == nullptr && hooks.admit == nullptr && hooks.comm_end == nullptr);
+}
+
+}  // namespace
+
+int main() {
+  remains_of_ended_sequences_go_first();
+  what_a_preempted_sequence_holds_ages();
+  blocks_in_use_are_no_victims();
+  what_continues_an_evicted_block_is_of_no_use();
+  an_id_that_comes_back_unannounced_is_another_block();
+  ranks_get_one_answer();
+  a_rank_that_goes_its_own_way_is_noticed();
+  a_generation_ends_with_its_last_rank();
+  nonsense_costs_nothing_but_its_answer();
+  return 0;
+}
