@@ -37,6 +37,26 @@ def test_a_miss(index):
         assert hit.confidence == 1.0
 
 
+def test_hits_keep_their_blocks_while_others_come_and_go(index):
+    """Memory of hits that died is used again, by size: none may get that of one that lives, or of an array on it."""
+    count = 2100
+    tokens = np.arange(2 * count, dtype=np.int32)
+    index.insert(tokens, np.arange(count, dtype=np.int32))
+    random = np.random.default_rng(3)
+    alive, arrays = {}, {}
+    for turn in range(2000):
+        size = int(random.choice([1, 63, 64, 65, 255, 256, 257, 512, 1023, 1024, 1025, count]))
+        hit = index.lookup(tokens[: 2 * size])
+        alive[int(random.integers(8))] = (size, hit)
+        arrays[int(random.integers(8))] = (size, hit.kv_block_ids if turn % 2 else hit.tiers)
+        del hit
+    for size, hit in alive.values():
+        assert np.array_equal(hit.kv_block_ids, np.arange(size)) and not hit.tiers.any() and len(hit.tiers) == size
+    for size, array in arrays.values():
+        assert len(array) == size
+        assert not array.any() if array.dtype == np.int8 else np.array_equal(array, np.arange(size))
+
+
 def test_a_hit_outlives_the_index(index):
     index.insert(A + B, [0, 1])
     hit = index.lookup(A + B)
