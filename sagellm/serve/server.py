@@ -26,6 +26,7 @@ from sagellm.serve.logs import claim_stdout, quiet_disconnects
 from sagellm.serve.startup import lasting_managers
 
 DEMO_NAME = "sagellm-demo"
+MAX_SOCKET_NAME = 107  # bytes that the kernel takes for the path of a local socket
 
 
 def run(config: SageConfig, as_json: bool = False) -> int:
@@ -37,8 +38,8 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     require_patched()
     _check_plugins(config)
     device = resolve_device(config.device)
+    run_dir = _run_dir()
     listener = _listen(config.host, config.port)
-    run_dir = Path(tempfile.gettempdir(), f"sagellm-{secrets.token_hex(4)}")
     clean_up = partial(shutil.rmtree, run_dir, ignore_errors=True)
     loading = Loading(clean_up)
     try:
@@ -52,6 +53,22 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     finally:
         listener.close()
         clean_up()
+
+
+def _run_dir() -> Path:
+    """A folder that is not there yet.
+
+    Raises:
+        ConfigError: the temporary directory is so deep that the sockets in it could have no name.
+    """
+    run_dir = Path(tempfile.gettempdir(), f"sagellm-{secrets.token_hex(4)}")
+    longest = len(os.fsencode(run_dir / "manager0"))
+    if longest > MAX_SOCKET_NAME:
+        raise ConfigError(
+            f"the temporary directory {run_dir.parent} is too deep: the path of a socket in it has {longest} bytes, allowed "
+            f"are {MAX_SOCKET_NAME}. Set TMPDIR to a shorter one."
+        )
+    return run_dir
 
 
 def _check_plugins(config: SageConfig) -> None:

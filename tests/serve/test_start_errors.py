@@ -34,6 +34,13 @@ def test_the_port_is_taken(refused):
     assert f"port {port}" in message and "Choose another --port" in message
 
 
+def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    message = refused(env={"TMPDIR": str(deep)})
+    assert "is too deep" in message and "Set TMPDIR" in message and not list(deep.iterdir())
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
