@@ -51,6 +51,7 @@ native_tests() {
     shift
     "$@" "$build/tests/native_functional" || exit 1
     "$@" "$build/tests/native_threads" || exit 1
+    "$@" "$build/tests/native_plugin_port" || exit 1
 }
 
 address() {
