@@ -105,5 +105,6 @@ PyObject* guarded(Work&& work) {
 void bind_prefix_results(py::module_& module);
 void bind_prefix_index(py::module_& module);
 void bind_indexed_pool(py::module_& module);
+void bind_turbomind(py::module_& module);
 
 }  // namespace sage::python

@@ -42,4 +42,5 @@ PYBIND11_MODULE(_core, module) {
   sage::python::bind_prefix_results(module);
   sage::python::bind_prefix_index(module);
   sage::python::bind_indexed_pool(module);
+  sage::python::bind_turbomind(module);
 }

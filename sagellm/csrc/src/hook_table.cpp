@@ -267,7 +267,12 @@ std::int32_t HookTable::Impl::lookup(const SageManager& manager, const SageSeque
         replicas->cache.lookup(sequence.prompt, std::min(most, static_cast<std::size_t>(sequence.n_prompt)), out.ids,
                                out.unique_ids);
         out.count = static_cast<std::int32_t>(out.ids.size());
-        if (advisor != nullptr) advisor->matched(manager, sequence, out.count);
+        if (advisor == nullptr) return;
+        SageSequence found = sequence;
+        found.blocks = out.ids.data();
+        found.unique_ids = out.unique_ids.data();
+        found.n_blocks = out.count;
+        advisor->matched(manager, found, out.count);
       });
   std::copy(answer.ids.begin(), answer.ids.end(), ids);
   std::copy(answer.unique_ids.begin(), answer.unique_ids.end(), unique_ids);
