@@ -256,7 +256,11 @@ class StepResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommOp:
-    """One collective on one rank. `num_bytes` is the size of the tensor given, not of what crosses the wire."""
+    """One collective on one rank. `num_bytes` is the size of the tensor given, not of what crosses the wire.
+
+    `duration_s`: on the device, with the wait for the slowest rank; only in `comm_end`, and None where the engine does not
+    measure it.
+    """
 
     name: str
     num_bytes: int
@@ -264,6 +268,7 @@ class CommOp:
     rank: int
     world_size: int
     async_op: bool
+    duration_s: float | None = None
 
 
 class EngineHandle(Protocol):

@@ -75,10 +75,10 @@ class PluginHost:
             return None
         return name, checked
 
-    def blame(self, hook: str, detail: str) -> None:
+    def blame(self, hook: str, detail: str, kind: str = "nonsense") -> None:
         """Switch off the owner of a decision whose answers, one by one sensible, together are not."""
         name, _ = self._owner[hook]
-        self.guards[name].switch_off(hook, "nonsense", detail)
+        self.guards[name].switch_off(hook, kind, detail)
 
     def listens(self, hook: str) -> bool:
         return bool(self._listeners[hook])

@@ -13,20 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from sagellm.core.answers import check_victims
 from sagellm.core.errors import PluginError
 from sagellm.core.hooks import (
     BlockCounts,
     BlockState,
-    EvictionDecision,
     EvictionNotice,
     EvictionReason,
     KVBlockInfo,
     MigrationPlan,
     MigrationResult,
     Tier,
-    VictimRequest,
 )
-from sagellm.core.host import Nonsense, PluginHost
+from sagellm.core.host import PluginHost
 from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache
 
 BUILT_IN = "lru"
@@ -121,7 +120,7 @@ class KVManager:
         request = self._cache.candidates(num_blocks)
         if len(request.block_ids) == 0:
             return
-        decided = self._host.decide("select_victims", request, lambda answer: _check_victims(answer, request))
+        decided = self._host.decide("select_victims", request, lambda answer: check_victims(answer, request))
         if decided is None or not decided[1].victims:
             return
         name, decision = decided
@@ -254,21 +253,3 @@ class KVManager:
             # Out and back since the last pass: the way out must not write into a slot that gets a new owner either.
             self._outs = {src: dst for src, dst in self._outs.items() if dst not in gone}
             self._allocator.get_phy_allocator("cpu").free(np.array(gone, np.int64) + self._pool_slots)
-
-
-def _check_victims(answer: Any, request: VictimRequest) -> EvictionDecision:
-    decision = answer if isinstance(answer, EvictionDecision) else EvictionDecision(answer)
-    if len(decision.victims) > len(request.block_ids):
-        raise Nonsense(f"{len(decision.victims)} victims; there are {len(request.block_ids)} candidates")
-    victims = [int(block) for block in decision.victims]
-    chosen = set(victims)
-    if len(chosen) != len(victims):
-        raise Nonsense(f"victims {victims} name a block twice")
-    parent_of = dict(zip(request.block_ids.tolist(), request.parent_ids.tolist(), strict=True))
-    foreign = chosen - parent_of.keys()
-    if foreign:
-        raise Nonsense(f"victims {sorted(foreign)} are unknown or active; choose among the candidates")
-    for block, parent in parent_of.items():
-        if parent in chosen and block not in chosen:
-            raise Nonsense(f"victim {parent} still has the cached child {block}; choose both (see leaf_first)")
-    return EvictionDecision(victims, str(decision.reason))

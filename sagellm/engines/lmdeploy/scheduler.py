@@ -8,12 +8,10 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict
-from itertools import islice
-from operator import attrgetter, index
+from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
+from sagellm.core.answers import check_admission, check_schedule
 from sagellm.core.config import HookConfig
 from sagellm.core.guard import PluginFault
 from sagellm.core.hooks import (
@@ -21,11 +19,10 @@ from sagellm.core.hooks import (
     EvictionReason,
     Phase,
     RequestMetadata,
-    ScheduleDecision,
     StepResult,
     StepView,
 )
-from sagellm.core.host import Nonsense, PluginHost
+from sagellm.core.host import PluginHost
 from sagellm.engines.lmdeploy.handle import Handle
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 from sagellm.engines.lmdeploy.prefix import PrefixHooks
@@ -230,7 +227,7 @@ class SchedulerHooks:
     def _admits(self, seq: Any) -> bool:
         if seq.seq_id in self._admitted:
             return True
-        decided = self._host.decide("admit", _metadata(seq, Phase.PREFILL), _check_admission)
+        decided = self._host.decide("admit", _metadata(seq, Phase.PREFILL), check_admission)
         if decided is None or decided[1]:
             self._admitted.add(seq.seq_id)
             self._refused_since.pop(seq.seq_id, None)
@@ -250,7 +247,7 @@ class SchedulerHooks:
         decided = None
         if seqs and not self._is_left(phase, seqs):
             view = StepView(self._step, phase, tuple([_metadata(seq, phase) for seq in seqs]), self.kv.num_free(), limit)
-            decided = self._host.decide("schedule", view, lambda answer: _check_schedule(answer, view))
+            decided = self._host.decide("schedule", view, lambda answer: check_schedule(answer, view))
             if decided is not None and decided[1] is None:
                 self._left[phase] = time.monotonic() + COALESCE_S, [seq.seq_id for seq in seqs]
         self._host.flush(COALESCE_S)
@@ -325,33 +322,6 @@ def _metadata(seq: Any, phase: Phase) -> RequestMetadata:
         arrival_s=seq.arrive_time,
         adapter=seq.adapter_name or "",
     )
-
-
-def _check_admission(answer: Any) -> bool:
-    if not isinstance(answer, (bool, np.bool_)):
-        raise Nonsense(f"admit answered {answer!r}; it must answer True or False")
-    return bool(answer)
-
-
-def _check_schedule(answer: Any, view: StepView) -> ScheduleDecision | None:
-    if answer is None:
-        return None
-    if not isinstance(answer, ScheduleDecision):
-        raise Nonsense(f"schedule answered {answer!r}; it must answer a ScheduleDecision or None")
-    ids = [request.request_id for request in view.requests]
-    # Plain numbers from here on: what a plug-in hands over may be an array, or change later.
-    order = ids if answer.order is None else [int(request) for request in islice(answer.order, len(ids) + 1)]
-    if sorted(order) != sorted(ids):
-        raise Nonsense(f"order {order} must name each of {ids} once")
-    hold = [int(request) for request in islice(answer.hold, len(ids) + 1)]
-    if len(hold) > len(ids):
-        raise Nonsense(f"hold names more than the {len(ids)} requests of this step")
-    if unknown := set(hold) - set(ids):
-        raise Nonsense(f"hold names {sorted(unknown)}, which are not in this step")
-    budget = None if answer.token_budget is None else index(answer.token_budget)
-    if budget is not None and not budget >= 1:
-        raise Nonsense(f"token budget {budget}; allowed are 1 to {view.token_budget}, or None")
-    return ScheduleDecision(order, frozenset(hold), budget, str(answer.reason))
 
 
 def _worker_reports(config: HookConfig) -> list[dict[str, Any]]:

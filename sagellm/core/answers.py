@@ -1,0 +1,55 @@
+"""What a plug-in may answer, whatever the engine: each check turns an answer into plain values or raises `Nonsense`."""
+
+from itertools import islice
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from sagellm.core.hooks import EvictionDecision, ScheduleDecision, StepView, VictimRequest
+from sagellm.core.host import Nonsense
+
+
+def check_victims(answer: Any, request: VictimRequest) -> EvictionDecision:
+    decision = answer if isinstance(answer, EvictionDecision) else EvictionDecision(answer)
+    if len(decision.victims) > len(request.block_ids):
+        raise Nonsense(f"{len(decision.victims)} victims; there are {len(request.block_ids)} candidates")
+    victims = [int(block) for block in decision.victims]
+    chosen = set(victims)
+    if len(chosen) != len(victims):
+        raise Nonsense(f"victims {victims} name a block twice")
+    parent_of = dict(zip(request.block_ids.tolist(), request.parent_ids.tolist(), strict=True))
+    foreign = chosen - parent_of.keys()
+    if foreign:
+        raise Nonsense(f"victims {sorted(foreign)} are unknown or active; choose among the candidates")
+    for block, parent in parent_of.items():
+        if parent in chosen and block not in chosen:
+            raise Nonsense(f"victim {parent} still has the cached child {block}; choose both (see leaf_first)")
+    return EvictionDecision(victims, str(decision.reason))
+
+
+def check_admission(answer: Any) -> bool:
+    if not isinstance(answer, (bool, np.bool_)):
+        raise Nonsense(f"admit answered {answer!r}; it must answer True or False")
+    return bool(answer)
+
+
+def check_schedule(answer: Any, view: StepView) -> ScheduleDecision | None:
+    if answer is None:
+        return None
+    if not isinstance(answer, ScheduleDecision):
+        raise Nonsense(f"schedule answered {answer!r}; it must answer a ScheduleDecision or None")
+    ids = [request.request_id for request in view.requests]
+    # Plain numbers from here on: what a plug-in hands over may be an array, or change later.
+    order = ids if answer.order is None else [int(request) for request in islice(answer.order, len(ids) + 1)]
+    if sorted(order) != sorted(ids):
+        raise Nonsense(f"order {order} must name each of {ids} once")
+    hold = [int(request) for request in islice(answer.hold, len(ids) + 1)]
+    if len(hold) > len(ids):
+        raise Nonsense(f"hold names more than the {len(ids)} requests of this step")
+    if unknown := set(hold) - set(ids):
+        raise Nonsense(f"hold names {sorted(unknown)}, which are not in this step")
+    budget = None if answer.token_budget is None else index(answer.token_budget)
+    if budget is not None and not budget >= 1:
+        raise Nonsense(f"token budget {budget}; allowed are 1 to {view.token_budget}, or None")
+    return ScheduleDecision(order, frozenset(hold), budget, str(answer.reason))

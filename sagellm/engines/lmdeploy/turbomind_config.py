@@ -1,0 +1,59 @@
+"""From a `SageConfig` to LMDeploy's `TurbomindEngineConfig`; what TurboMind does not have is refused by name."""
+
+from typing import Any
+
+from sagellm.core.config import SageConfig
+from sagellm.core.errors import ConfigError
+from sagellm.engines.lmdeploy.sizing import Sizes
+
+MIN_SHARED_BLOCK = 64  # tokens; its kernels read whole tiles of a block
+
+
+def check_settings(config: SageConfig) -> None:
+    """Raises ConfigError for each setting at once, one line each, that TurboMind does not have."""
+    wrong = [
+        f"{name} {value}: {reason}."
+        for name, value, reason in (
+            ("device", config.device, "TurboMind runs on cuda"),
+            ("dtype", config.dtype, "TurboMind computes in float16 or bfloat16"),
+            ("host_kv_blocks", config.host_kv_blocks, "TurboMind's host tier is for native hooks (SageKvApi.migrate)"),
+            ("threads", config.threads, "these are compute threads of a CPU worker"),
+            ("decode_round", config.decode_round, "TurboMind looks at its queue in every step"),
+            ("block_size", config.block_size, f"TurboMind's blocks have {MIN_SHARED_BLOCK} tokens or more"),
+        )
+        if _is_wrong(name, value)
+    ]
+    if wrong:
+        raise ConfigError("--engine turbomind cannot have\n" + "\n".join(wrong))
+
+
+def _is_wrong(name: str, value: Any) -> bool:
+    if name == "device":
+        return value not in ("auto", "cuda")
+    if name == "dtype":
+        return value == "float32"
+    if name == "block_size":
+        return value < MIN_SHARED_BLOCK
+    return bool(value)
+
+
+def build_turbomind_config(config: SageConfig, sizes: Sizes) -> Any:
+    """`sizes` as `size_engine` answers for a CUDA device."""
+    from lmdeploy.messages import TurbomindEngineConfig
+
+    options: dict[str, Any] = {}
+    if config.kv_blocks is not None:
+        options["cache_max_entry_count"] = config.kv_blocks  # from 1 on it is a number of blocks
+    elif config.kv_memory_share is not None:
+        options["cache_max_entry_count"] = config.kv_memory_share
+    if config.max_prefill_tokens is not None:
+        options["max_prefill_token_num"] = config.max_prefill_tokens
+    return TurbomindEngineConfig(
+        dtype=sizes.dtype,
+        tp=config.tensor_parallel,
+        session_len=sizes.context_length,
+        max_batch_size=sizes.max_batch_size,
+        cache_block_seq_len=config.block_size,
+        enable_prefix_caching=config.prefix_caching,
+        **options,
+    )

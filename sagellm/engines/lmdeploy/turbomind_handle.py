@@ -1,0 +1,58 @@
+"""What a plug-in may ask of TurboMind: the `EngineHandle` of the contract, one for each plug-in.
+
+Python cannot reach the engine's block manager, which belongs to the engine's threads. A question carries what could be asked.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sagellm.core.errors import PluginError
+from sagellm.core.guard import PluginGuard
+from sagellm.core.hooks import BlockCounts, BlockState, EvictionNotice, KVBlockInfo, MigrationPlan, MigrationResult, Tier
+
+
+class Handle:
+    """Works inside a hook only. `hooks` is the `TurboMindHooks` of the process."""
+
+    def __init__(self, hooks: Any, guard: PluginGuard, block_bytes: int) -> None:
+        self._hooks = hooks
+        self._guard = guard
+        self.block_bytes = block_bytes
+
+    @property
+    def block_size(self) -> int:
+        return self._hooks.block_size
+
+    def block_counts(self) -> BlockCounts:
+        """Raises PluginError outside `select_victims` and `schedule`."""
+        question = self._ask("block counts", "select_victims", "schedule")
+        if question.topic == "schedule":
+            free, cached, active = question.free_blocks, question.cached_blocks, question.active_blocks
+            return BlockCounts(free + cached + active, free, cached, active)
+        if question.counts is None:
+            raise PluginError("this engine does not tell how many blocks it has.")
+        return BlockCounts(*(question.counts[name] for name in ("total", "free", "cached", "active")))
+
+    def get_block_info(self, block_ids: Sequence[int] | None = None) -> list[KVBlockInfo]:
+        """Information on candidates. Raises PluginError outside `select_victims`, and for any other block."""
+        question = self._ask("block information", "select_victims")
+        access = dict(zip(question.ids.tolist(), question.timestamps.tolist(), strict=True))
+        ids = list(access) if block_ids is None else [int(block) for block in block_ids]
+        if foreign := sorted(set(ids) - access.keys()):
+            raise PluginError(f"blocks {foreign} are no candidates; TurboMind tells a plug-in of those alone.")
+        return [KVBlockInfo(block, Tier.GPU, BlockState.CACHED, self.block_bytes, 0, access[block]) for block in ids]
+
+    def migrate_blocks(self, plan: MigrationPlan) -> MigrationResult:
+        """Always raises: each rank must move its share of a block on its own thread, where no Python is."""
+        raise PluginError("TurboMind's blocks are moved by native hooks alone (SageKvApi.migrate in sage_hooks.h).")
+
+    def register_eviction_callback(self, callback: Callable[[EvictionNotice], None]) -> None:
+        if not self._guard.is_calling:
+            raise PluginError("the engine handle works inside a hook only, on the thread that runs the hook.")
+        self._hooks.add_callback(self._guard.name, callback)
+
+    def _ask(self, what: str, *topics: str) -> Any:
+        question = self._hooks.question
+        if not self._guard.is_calling or question is None or question.topic not in topics:
+            raise PluginError(f"TurboMind tells {what} inside {' and '.join(topics)} only.")
+        return question
