@@ -9,6 +9,7 @@ from sagellm.core.errors import ConfigError
 
 MAX_CACHED_BLOCK_SIZE = 256  # tokens
 DEVICES = ("auto", "cpu", "cuda", "ascend", "maca", "camb")
+ENGINES = ("pytorch", "turbomind")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -50,6 +51,7 @@ class SageConfig(Model):
 
     model: Path | None = None
     model_name: str | None = None
+    engine: Literal[ENGINES] = "pytorch"
     device: Literal[DEVICES] = "auto"
     dtype: Literal[DTYPES] = "auto"
     host: str = Field("127.0.0.1", min_length=1)

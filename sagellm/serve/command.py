@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from sagellm.core.config import DEVICES, DTYPES, read_config
+from sagellm.core.config import DEVICES, DTYPES, ENGINES, read_config
 from sagellm.core.errors import SageError
 from sagellm.serve.early import stop_at_once
 
@@ -15,6 +15,7 @@ from sagellm.serve.early import stop_at_once
 @click.option("--config", type=click.Path(path_type=Path), help="YAML file with any of the settings below.")
 @click.option("--model", type=click.Path(path_type=Path), help="Local Hugging Face folder. Default: a demo model.")
 @click.option("--model-name", help="Name in the API. Default: the folder's name.")
+@click.option("--engine", type=click.Choice(ENGINES), help="Default: pytorch. turbomind needs a build with the hook table.")
 @click.option("--device", type=click.Choice(DEVICES), help="Default: auto (cuda if there is a GPU, else cpu).")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Default: auto (as stored; 16 bits become bfloat16 on a CPU).")
 @click.option("--host", help="Address to listen on. Default: 127.0.0.1.")

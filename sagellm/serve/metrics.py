@@ -6,6 +6,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from sagellm.core.hooks import BlockCounts
 from sagellm.prefix_reuse import PrefixReuseMetrics
 
 
@@ -30,24 +31,46 @@ class EngineCollector:
             yield from families(report)
 
 
+class TurboMindCollector(EngineCollector):
+    """The blocks from the engine's own counters, the rest from `TurboMindHooks`."""
+
+    def __init__(self, engine: Any, hooks: Any) -> None:
+        super().__init__(engine)
+        self._hooks = hooks
+
+    def collect(self) -> Iterator[Metric]:
+        own = self._engine.get_schedule_metrics()
+        cached = own.total_blocks - own.active_blocks - own.free_blocks
+        blocks = BlockCounts(own.total_blocks, own.free_blocks, cached, own.active_blocks)
+        report = self._hooks.report() | {"blocks": blocks._asdict()}
+        yield from families(report)
+        table = {kind: report["table"][kind] for kind in ("decisions", "replays", "divergences", "refused")}
+        yield _counter("sagellm_hook_table_calls", "Calls of the hook table, by what became of them.", "kind", table)
+        notices = {kind: report["port"][kind] for kind in ("told", "lost")}
+        yield _counter("sagellm_plugin_notices", "Notices for plug-ins: told, and lost of them.", "kind", notices)
+
+
 def families(report: dict[str, Any]) -> Iterator[Metric]:
-    """Metric families of one report."""
+    """Metric families of one report. TurboMind's has no retries, migrations, preemptions and step times."""
     blocks = report["blocks"]
     states = {state: blocks[state] for state in ("free", "cached", "active")}
     yield _gauge("sagellm_kv_blocks", "Blocks of the KV pool by state.", "state", states)
     host = {"used": blocks["host_used"], "free": blocks["host_total"] - blocks["host_used"]}
     yield _gauge("sagellm_host_kv_blocks", "Slots of the host tier by state.", "state", host)
     yield _counter("sagellm_evicted_blocks", "Blocks given up, by reason.", "reason", report["evicted"])
-    yield _counter("sagellm_migrated_blocks", "Blocks moved, by the tier moved to.", "tier", report["migrated"])
+    if "migrated" in report:
+        yield _counter("sagellm_migrated_blocks", "Blocks moved, by the tier moved to.", "tier", report["migrated"])
     yield from _lookups(report)
-    if report["prefix_index"]:
+    if report.get("prefix_index"):
         yield from PrefixReuseMetrics.from_counters(report["prefix_index"]).families()
-    yield CounterMetricFamily("sagellm_step_seconds", "Wall-clock time with a step running.", value=report["step_s"])
+    if "step_s" in report:
+        yield CounterMetricFamily("sagellm_step_seconds", "Wall-clock time with a step running.", value=report["step_s"])
     waits = CounterMetricFamily("sagellm_comm_seconds", "Time spent waiting for collectives.", labels=["rank", "op"])
     for rank, op, spent_ns in report["comm_ns"]:
         waits.add_metric([str(rank), op], spent_ns / 1e9)
     yield waits
-    yield CounterMetricFamily("sagellm_preemptions", "Running requests sent back.", value=report["preempted"])
+    if "preempted" in report:
+        yield CounterMetricFamily("sagellm_preemptions", "Running requests sent back.", value=report["preempted"])
     yield _gauge(
         "sagellm_plugin_enabled", "1 while the plug-in is called, 0 once switched off.", "plugin", report["enabled"]
     )
@@ -68,7 +91,7 @@ def _lookups(report: dict[str, Any]) -> Iterator[Metric]:
         text = f"{unit.capitalize()} of prefix lookups, asked for and found: first ones, and after a loss of blocks."
         family = CounterMetricFamily(f"sagellm_prefix_{unit}", text, labels=["kind", "admission"])
         for admission, key in (("first", "prefix"), ("retry", "prefix_retries")):
-            for kind in ("query", "hit"):
+            for kind in ("query", "hit") if key in report else ():
                 family.add_metric([kind, admission], report[key][f"{kind}_{unit}"])
         yield family
 

@@ -18,10 +18,14 @@ class Prompts:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         # The rows of the embedding: a tokenizer's own count leaves out tokens that were added to it.
-        self.vocab_size = engine.engine.model_config.vocab_size
-        config = engine.backend_config
-        pool_tokens = (config.num_gpu_blocks - 1) * config.block_size
-        self._context = min(engine.session_len, pool_tokens) if config.num_gpu_blocks else engine.session_len
+        self._context = engine.session_len
+        if engine.backend == "turbomind":  # it has cut its own context to its pool
+            self.vocab_size = engine.engine.config.vocab_size
+        else:
+            self.vocab_size = engine.engine.model_config.vocab_size
+            config = engine.backend_config
+            if config.num_gpu_blocks:
+                self._context = min(self._context, (config.num_gpu_blocks - 1) * config.block_size)
         # A vocabulary spells a token with at least as many letters as its text has.
         self._most_chars = self._context * max(map(len, engine.tokenizer.model.model.get_vocab()))
         # Renders as the engine does, but with `encode` below.

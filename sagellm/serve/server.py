@@ -17,8 +17,8 @@ import uvicorn
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError, PluginError
 from sagellm.core.registry import check_owners, find_plugin
-from sagellm.engines.lmdeploy.engine import build_engine_config, hook_config, require_patched, set_threads
-from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
+from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
+from sagellm.serve.backends import Backend, backend_of
 from sagellm.serve.following import following
 from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
 from sagellm.serve.logprobs import chat_logprobs
@@ -35,9 +35,9 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     Raises:
         SageError: before anything was started: unpatched LMDeploy, port in use, too much memory asked for, bad plug-in.
     """
-    require_patched()
+    backend = backend_of(config)
+    device = backend.require()
     _check_plugins(config)
-    device = resolve_device(config.device)
     run_dir = _run_dir()
     listener = _listen(config.host, config.port)
     clean_up = partial(shutil.rmtree, run_dir, ignore_errors=True)
@@ -46,11 +46,12 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         run_dir.mkdir(0o700)  # not before there is somebody to take it away again
         model, name = _model(config)
         sizes = size_engine(config, model, device)
-        set_threads(config, device)
-        engine_config = build_engine_config(config, sizes, device, hook_config(config, run_dir))
+        engine_config = backend.engine_config(model, sizes, device, run_dir)
         banner = _Banner(config, name, device, sizes, as_json, claim_stdout())
-        return _serve(config, model, name, engine_config, listener, banner, loading, EngineWatch(clean_up), run_dir)
+        watch = EngineWatch(clean_up)
+        return _serve(config, backend, model, name, engine_config, listener, banner, loading, watch, run_dir)
     finally:
+        backend.close()
         listener.close()
         clean_up()
 
@@ -116,6 +117,7 @@ def _model(config: SageConfig) -> tuple[Path, str]:
 
 def _serve(
     config: SageConfig,
+    backend: Backend,
     model: Path,
     name: str,
     engine_config: Any,
@@ -130,7 +132,7 @@ def _serve(
     def run_app(app: Any, **_: Any) -> None:
         """Takes the place of `uvicorn.run` at the end of LMDeploy's `serve`, with the application it has built."""
         end_managers()
-        _run_app(app, api_server.VariableInterface.async_engine, config, listener, banner, loading, watch)
+        _run_app(app, api_server.VariableInterface.async_engine, backend, config, listener, banner, loading, watch)
 
     quiet_disconnects()
     # LMDeploy prints its own hint three times; the banner says it once.
@@ -142,7 +144,7 @@ def _serve(
             api_server.serve(
                 str(model),
                 model_name=name,
-                backend="pytorch",
+                backend=backend.name,
                 backend_config=engine_config,
                 log_level=config.log_level,
                 api_keys=list(config.api_key) or None,
@@ -157,13 +159,14 @@ def _serve(
 def _run_app(
     app: Any,
     engine: Any,
+    backend: Backend,
     config: SageConfig,
     listener: socket.socket,
     banner: "_Banner",
     loading: Loading,
     watch: EngineWatch,
 ) -> None:
-    _extend(app, engine, watch)
+    _extend(app, engine, backend, watch)
     loading.done()
     log_level = "info" if config.log_level in ("DEBUG", "INFO") else "warning"
     # uvicorn's annotation says int; it hands the value to asyncio, which takes fractions.
@@ -171,29 +174,22 @@ def _run_app(
     _Server(settings, banner, watch).run(sockets=[listener])
     watch.stop()
     if watch.engine_died:
-        _drop_messages(engine)
+        backend.abandon(engine)
     engine.close()
 
 
-def _drop_messages(engine: Any) -> None:
-    """Closing a socket waits until what was sent through it is read, and a dead engine reads nothing."""
-    client = engine.engine.rpc_client
-    client.async_socket.linger = client.sync_socket.linger = 0
-
-
-def _extend(app: Any, engine: Any, watch: EngineWatch) -> None:
+def _extend(app: Any, engine: Any, backend: Backend, watch: EngineWatch) -> None:
     """Our checks in front of LMDeploy's handlers, our generation behind them, our numbers among its metrics."""
     from lmdeploy.serve.openai.api_server import VariableInterface
     from starlette.middleware import Middleware
 
     from sagellm.serve.generation import Generation
-    from sagellm.serve.metrics import register
     from sagellm.serve.validation import RequestValidation
 
     # Innermost, so that a refusal passes through the layer that lets browsers read it.
     app.user_middleware.append(Middleware(RequestValidation, engine=engine, interface=VariableInterface))
     engine.generate = Generation(engine, watch.report_dead_loop)
-    register(engine)
+    backend.extend(engine)
 
 
 class _Server(uvicorn.Server):

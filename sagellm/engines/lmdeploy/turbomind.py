@@ -258,7 +258,9 @@ class TurboMindHooks:
     def report(self) -> dict[str, Any]:
         """What `/metrics` shows of the hooks; the engine's own counts are not in it."""
         stats, own = self.table.stats(), self._host.report()
-        lookups = {"query_tokens": stats["query_tokens"], "hit_tokens": stats["hit_tokens"]}
+        tokens = {kind: stats[f"{kind}_tokens"] for kind in ("query", "hit")}
+        lookups = {f"{kind}_tokens": count for kind, count in tokens.items()}
+        lookups |= {f"{kind}_blocks": count // self.block_size for kind, count in tokens.items()}
         is_on = self.port.fault is None
         return {
             "evicted": {reason.value: number for reason, number in self.evicted.items()},

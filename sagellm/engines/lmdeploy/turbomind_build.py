@@ -40,7 +40,7 @@ class Probe:
 
 
 def probe() -> Probe:
-    """Loads the compiled engine into this process, but starts nothing. torch is imported only where everything else is there."""
+    """Loads the compiled engine into this process, but starts nothing. torch is imported only where all else is there."""
     try:
         library = default_target() / "lib"
     except PatchError as error:

@@ -8,7 +8,15 @@ from typing import Any
 
 from sagellm.core.errors import PluginError
 from sagellm.core.guard import PluginGuard
-from sagellm.core.hooks import BlockCounts, BlockState, EvictionNotice, KVBlockInfo, MigrationPlan, MigrationResult, Tier
+from sagellm.core.hooks import (
+    BlockCounts,
+    BlockState,
+    EvictionNotice,
+    KVBlockInfo,
+    MigrationPlan,
+    MigrationResult,
+    Tier,
+)
 
 
 class Handle:

@@ -1,0 +1,119 @@
+"""LMDeploy's two engines as the server starts them: what each needs, how its hooks get in, what it leaves behind."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from prometheus_client import REGISTRY
+
+from sagellm.core.config import SageConfig
+from sagellm.core.errors import ConfigError
+from sagellm.core.registry import find_plugin
+from sagellm.engines.lmdeploy.engine import build_engine_config, hook_config, require_patched, set_threads
+from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device
+from sagellm.serve.metrics import TurboMindCollector, register
+
+
+class Backend(Protocol):
+    name: str
+
+    def require(self) -> str:
+        """The device. Called before anything is started.
+
+        Raises:
+            SageError: this engine cannot run here, or not with these settings.
+        """
+        ...
+
+    def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path) -> Any:
+        """LMDeploy's configuration of the engine."""
+        ...
+
+    def extend(self, engine: Any) -> None:
+        """Add the numbers of the hooks to those of LMDeploy's `AsyncEngine`."""
+        ...
+
+    def abandon(self, engine: Any) -> None:
+        """The engine died: nothing may wait for it when it is closed."""
+        ...
+
+    def close(self) -> None:
+        """After the engine was closed."""
+        ...
+
+
+def backend_of(config: SageConfig) -> Backend:
+    return TurboMindBackend(config) if config.engine == "turbomind" else PytorchBackend(config)
+
+
+class PytorchBackend:
+    """A process of its own; the hooks live there."""
+
+    name = "pytorch"
+
+    def __init__(self, config: SageConfig) -> None:
+        self._config = config
+
+    def require(self) -> str:
+        require_patched()
+        return resolve_device(self._config.device)
+
+    def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path) -> Any:
+        set_threads(self._config, device)
+        return build_engine_config(self._config, sizes, device, hook_config(self._config, run_dir))
+
+    def extend(self, engine: Any) -> None:
+        register(engine)
+
+    def abandon(self, engine: Any) -> None:
+        # Closing a socket waits until what was sent through it is read, and a dead engine reads nothing.
+        client = engine.engine.rpc_client
+        client.async_socket.linger = client.sync_socket.linger = 0
+
+    def close(self) -> None:
+        pass
+
+
+class TurboMindBackend:
+    """Threads of the server's own process; the hook table must be installed before they are made."""
+
+    name = "turbomind"
+
+    def __init__(self, config: SageConfig) -> None:
+        self._config = config
+        self._hooks: Any = None
+
+    def require(self) -> str:
+        from sagellm.engines.lmdeploy.turbomind import refuse_impossible
+        from sagellm.engines.lmdeploy.turbomind_build import probe
+        from sagellm.engines.lmdeploy.turbomind_config import check_settings
+
+        probe().require()
+        require_patched()
+        check_settings(self._config)
+        kinds = [(spec.name, find_plugin(spec.name)) for spec in self._config.plugins]
+        refuse_impossible((name, object.__new__(kind)) for name, kind in kinds)
+        return resolve_device("cuda")
+
+    def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path) -> Any:
+        from lmdeploy.turbomind.supported_models import is_supported
+
+        from sagellm.engines.lmdeploy.turbomind import TurboMindHooks
+        from sagellm.engines.lmdeploy.turbomind_build import install
+        from sagellm.engines.lmdeploy.turbomind_config import build_turbomind_config
+
+        if not is_supported(str(model)):
+            raise ConfigError(f"TurboMind does not know the architecture of {model}; use --engine pytorch.")
+        hooks = hook_config(self._config).model_copy(update={"block_bytes": sizes.schema.block_bytes})
+        self._hooks = TurboMindHooks(hooks, self._config.block_size, self._config.prefix_caching)
+        install(self._hooks.table)
+        return build_turbomind_config(self._config, sizes)
+
+    def extend(self, engine: Any) -> None:
+        REGISTRY.register(TurboMindCollector(engine, self._hooks))
+
+    def abandon(self, engine: Any) -> None:
+        pass  # its threads end with this process
+
+    def close(self) -> None:
+        if self._hooks is not None:
+            self._hooks.close()
