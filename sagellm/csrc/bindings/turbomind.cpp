@@ -7,6 +7,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <optional>
 #include <thread>
 
 #include "arguments.h"
@@ -35,9 +36,27 @@ std::uint32_t parse_topics(const std::vector<std::string>& names) {
   return topics;
 }
 
-// Threads that are inside `next`. They must be out of it before the interpreter goes: one that comes back for the GIL
-// later is ended by Python in the middle of our frames.
-std::atomic<int> num_waiting{0};  // changed under the GIL
+std::atomic<int> num_outside{0};
+bool is_ending = false;  // under the GIL
+
+// Gives up the GIL for its life. Whoever does must have it back before the interpreter goes: a thread that comes for it
+// later is ended by Python in the middle of our frames. What takes no time here keeps the GIL.
+class Outside {
+ public:
+  Outside() {
+    if (is_ending) return;
+    num_outside.fetch_add(1);
+    released_.emplace();
+  }
+  ~Outside() {
+    if (!released_) return;
+    released_.reset();
+    num_outside.fetch_sub(1);
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> released_;
+};
 
 std::vector<std::weak_ptr<PluginPort>>& ports() {
   static auto& all = *new std::vector<std::weak_ptr<PluginPort>>;
@@ -58,26 +77,21 @@ std::shared_ptr<PluginPort> make_port(double time_limit_s, const std::vector<std
 }
 
 void close_ports() {
+  is_ending = true;
   for (const auto& weak : ports()) {
     if (const auto port = weak.lock()) port->close();
   }
   const py::gil_scoped_release released;
-  while (num_waiting.load() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  while (num_outside.load() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 py::object next(PluginPort& port, double timeout_s) {
-  if (port.is_closed()) return py::none();
+  if (port.is_closed() || is_ending) return py::none();
   PortDelivery delivery;
-  num_waiting.fetch_add(1);
-  bool is_open = false;
-  try {
-    const py::gil_scoped_release released;
-    is_open = port.next(timeout_s, delivery);
-  } catch (...) {
-    num_waiting.fetch_sub(1);
-    throw;
-  }
-  num_waiting.fetch_sub(1);
+  const bool is_open = [&] {
+    const Outside outside;
+    return port.next(timeout_s, delivery);
+  }();
   if (!is_open) return py::none();
   py::list notices;
   for (auto& notice : delivery.notices) notices.append(py::cast(std::move(notice)));
@@ -91,7 +105,6 @@ bool answer(PluginPort& port, std::uint64_t number, std::optional<std::vector<st
   if (chosen) out.chosen = std::move(*chosen);
   if (priorities) out.priorities = std::move(*priorities);
   out.budget = budget;
-  const py::gil_scoped_release released;
   return port.answer(number, std::move(out));
 }
 
@@ -192,11 +205,11 @@ void bind_port(py::module_& module) {
       .def(py::init(&make_port), "time_limit_s"_a, "topics"_a, "queue_bytes"_a = PortOptions{}.queue_bytes)
       .def("next", &next, "timeout_s"_a)
       .def("answer", &answer, "number"_a, py::kw_only(), "chosen"_a = py::none(), "priorities"_a = py::none(), "budget"_a = 0)
-      .def("fail", &PluginPort::fail, "hook"_a, "kind"_a, "detail"_a, py::call_guard<py::gil_scoped_release>())
+      .def("fail", &PluginPort::fail, "hook"_a, "kind"_a, "detail"_a)
       .def(
           "leave",
           [](PluginPort& port, const std::vector<std::string>& topics) { port.leave(parse_topics(topics)); }, "topics"_a)
-      .def("close", &PluginPort::close, py::call_guard<py::gil_scoped_release>())
+      .def("close", &PluginPort::close)
       .def_property_readonly("is_closed", &PluginPort::is_closed)
       .def_property_readonly("topics",
                              [](const PluginPort& port) {
@@ -241,7 +254,7 @@ void bind_table(py::module_& module) {
         HookTableStats stats;
         {
           // An engine's thread may hold what this waits for while it waits for a plug-in, which needs the GIL.
-          const py::gil_scoped_release released;
+          const Outside outside;
           stats = table.stats();
         }
         return py::dict("lookups"_a = stats.lookups, "hits"_a = stats.hits, "query_tokens"_a = stats.query_tokens,

@@ -1,0 +1,40 @@
+"""`start(*plugins, **config)`: the hooks of a process, closed after the test."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from sagellm.core.config import HookConfig, PluginSpec
+from sagellm.engines.lmdeploy.turbomind import TurboMindHooks
+from tests.engines.turbomind.played import BLOCK
+
+HERE = "tests.engines.turbomind.plugins"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., TurboMindHooks]]:
+    started = []
+
+    def begin(*plugins: str | tuple[str, dict[str, Any]], **config: Any) -> TurboMindHooks:
+        named = [(plugin, {}) if isinstance(plugin, str) else plugin for plugin in plugins]
+        specs = tuple(PluginSpec(name=f"{HERE}:{name}", options=options) for name, options in named)
+        values = {"time_limit_s": 20.0, "block_bytes": 4096} | config
+        started.append(TurboMindHooks(HookConfig(plugins=specs, **values), BLOCK))
+        return started[-1]
+
+    yield begin
+    for hooks in started:
+        hooks.close()
+
+
+def plugin_of(hooks: TurboMindHooks, place: int = 0) -> Any:
+    return hooks._host.plugins[place][1]
+
+
+def wait_for(what: str, holds: Callable[[], Any], deadline_s: float = 20.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.005)
