@@ -86,7 +86,7 @@ void close_ports() {
 }
 
 py::object next(PluginPort& port, double timeout_s) {
-  if (port.is_closed() || is_ending) return py::none();
+  if (is_ending) return py::none();
   PortDelivery delivery;
   const bool is_open = [&] {
     const Outside outside;

@@ -68,20 +68,22 @@ bool PluginPort::next(double timeout_s, PortDelivery& delivery) {
   const auto deadline = Clock::now() + seconds(timeout_s);
   std::unique_lock lock(mutex_);
   while (true) {
-    if (closed_.load(std::memory_order_relaxed)) return false;
+    const bool is_closed = closed_.load(std::memory_order_relaxed);
+    if (is_closed && notices_.empty()) return false;
     const auto now = Clock::now();
     auto until = deadline;
-    bool is_due = false;
-    if (!notices_.empty()) {
+    bool is_due = is_closed;
+    if (!notices_.empty() && !is_closed) {
       const auto due = Clock::time_point(std::chrono::nanoseconds(notices_.front().time_ns)) + coalesce_;
       is_due = now >= due;
       until = std::min(until, due);
     }
-    if (place_ == Place::kAsked || is_due) {
+    const bool is_asked = place_ == Place::kAsked && !is_closed;
+    if (is_asked || is_due) {
       delivery.notices.assign(std::make_move_iterator(notices_.begin()), std::make_move_iterator(notices_.end()));
       notices_.clear();
       notice_bytes_ = 0;
-      if (place_ == Place::kAsked) {
+      if (is_asked) {
         delivery.question = std::move(question_);
         place_ = Place::kTaken;
       }
@@ -130,14 +132,13 @@ PortStats PluginPort::stats() const {
 void PluginPort::switch_off(const std::string& hook, const std::string& kind, const std::string& detail) {
   if (closed_.load(std::memory_order_relaxed)) return;
   fault_ = PortFault{hook, kind, detail};
+  notices_.clear();
   shut();
 }
 
 void PluginPort::shut() noexcept {
   open_.store(0, std::memory_order_relaxed);
   closed_.store(true, std::memory_order_release);
-  notices_.clear();
-  notice_bytes_ = 0;
   place_free_.notify_all();
   answered_.notify_all();
   called_.notify_all();

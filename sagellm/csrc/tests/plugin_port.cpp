@@ -331,6 +331,16 @@ void notices_come_before_the_question_and_in_order() {
   server.join();
 }
 
+void what_was_told_before_the_end_is_handed_over() {
+  PluginPort port(options(kLong));
+  port.step_end(SageStepResult{sizeof(SageStepResult), 0, 5, 1, 2, 2, 0, 0});
+  port.close();
+  port.step_end(SageStepResult{sizeof(SageStepResult), 0, 5, 2, 2, 2, 0, 0});
+  PortDelivery delivery;
+  EXPECT(port.next(kLong, delivery) && delivery.notices.size() == 1 && delivery.notices[0].result.step == 1);
+  EXPECT(!port.next(kLong, delivery) && !port.fault());
+}
+
 void a_full_queue_drops_the_oldest() {
   PortOptions small = options(kLong);
   small.queue_bytes = 3 * sizeof(sage::PortNotice);
@@ -404,6 +414,7 @@ int main() {
   every_asker_gets_its_own_answer();
   engines_go_on_after_the_end();
   notices_come_before_the_question_and_in_order();
+  what_was_told_before_the_end_is_handed_over();
   a_full_queue_drops_the_oldest();
   only_new_blocks_are_told();
   candidates_know_what_they_continue();

@@ -64,7 +64,7 @@ def test_an_adapter_that_fails_is_off_with_a_reason(start, monkeypatch):
     monkeypatch.setattr(hooks, "_answer", None)
     (rank,) = play(hooks.table, PROMPTS, num_ranks=1)
     assert len(rank.num_matched) == len(PROMPTS) and hooks.port.stats()["asked"] == 1
-    hook, kind, detail = hooks.port.fault
+    _, kind, detail = hooks.port.fault
     assert kind == "raised" and "NoneType" in detail
     wait_for("it is reported", lambda: [fault.kind for fault in hooks._host.faults] == ["raised"])
 

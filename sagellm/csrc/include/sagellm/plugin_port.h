@@ -114,7 +114,7 @@ class PluginPort final : public Advisor {
   // ---- the side that answers
 
   // The next question with the notices before it, or notices that have waited for company. False: the port is off or closed,
-  // and nothing will come. True with neither after `timeout_s`.
+  // and nothing will come; what was told before it was closed comes first. True with neither after `timeout_s`.
   bool next(double timeout_s, PortDelivery& delivery);
   // False: nobody waits for an answer to this question any more.
   bool answer(std::uint64_t number, PortAnswer&& answer);
@@ -122,7 +122,7 @@ class PluginPort final : public Advisor {
   void fail(const std::string& hook, const std::string& kind, const std::string& detail);
   // These topics are of no interest any more: their questions are left to the engine without a wait.
   void leave(std::uint32_t topics) noexcept;
-  // For good, and without a fault: nothing is asked or told any more, and `next` returns.
+  // For good, and without a fault: nothing is asked or told any more.
   void close() noexcept;
 
   std::optional<PortFault> fault() const;

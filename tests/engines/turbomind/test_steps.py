@@ -1,0 +1,134 @@
+"""Order, hold, budget and admission, from the contract's terms to priorities and back."""
+
+import numpy as np
+import pytest
+
+from sagellm.core.hooks import COALESCE_S, Phase, ScheduleDecision
+from tests.engines.turbomind import abi
+from tests.engines.turbomind.conftest import plugin_of
+from tests.engines.turbomind.played import PlayedRank
+
+# Given in no order; by priority: 21 (decodes), 22 (half of its prompt is computed), 23 (not begun).
+SEQUENCES = [
+    dict(seq_id=23, priority=30, context_len=0, cache_len=0, n_blocks=0, n_prompt=50, status=0),
+    dict(seq_id=21, priority=10, context_len=40, cache_len=39, n_blocks=10, n_prompt=30, status=2),
+    dict(seq_id=22, priority=20, context_len=20, cache_len=10, n_blocks=5, n_prompt=20, status=2),
+]
+
+
+@pytest.fixture
+def asked(start):
+    """(plug-in, function that plays a step)"""
+    hooks = start("Schedules", hold_limit_s=60.0)
+    rank = PlayedRank(hooks.table)
+    return plugin_of(hooks), rank.schedule, hooks
+
+
+def test_what_a_plugin_sees(asked):
+    plugin, schedule, _ = asked
+    schedule(SEQUENCES, budget=64, step=9)
+    (view,) = plugin.views
+    assert (view.step, view.phase, view.free_blocks, view.token_budget) == (9, Phase.PREFILL, 3, 64)
+    seen = [(r.request_id, r.phase, r.num_tokens, r.num_computed, r.num_generated, r.num_blocks) for r in view.requests]
+    assert seen == [
+        (21, Phase.DECODE, 40, 39, 10, 10),
+        (22, Phase.PREFILL, 20, 10, 0, 5),
+        (23, Phase.PREFILL, 50, 0, 0, 0),
+    ]
+    schedule(SEQUENCES[1:2], step=10)
+    assert plugin.views[1].phase is Phase.DECODE
+    assert plugin.views[1].requests[0].arrival_s == view.requests[0].arrival_s > 0
+
+
+def test_prompts_that_are_forgotten_once_computed(asked):
+    plugin, schedule, _ = asked
+    schedule([dict(seq_id=1, priority=1, context_len=20, cache_len=10, n_prompt=20)])
+    schedule([dict(seq_id=1, priority=1, context_len=25, cache_len=24, n_prompt=0)])
+    (request,) = plugin.views[1].requests
+    assert (request.phase, request.num_tokens, request.num_generated) == (Phase.DECODE, 25, 5)
+
+
+@pytest.mark.parametrize(
+    ("decision", "priorities", "budget"),
+    [
+        (ScheduleDecision(), [30, 10, 20], 64),
+        (ScheduleDecision(order=[23, 21, 22]), [10, 20, 30], 64),
+        (ScheduleDecision(order=np.array([22, 23, 21])), [20, 30, 10], 64),
+        (ScheduleDecision(hold=frozenset([21])), [30, abi.HOLD, 20], 64),
+        (ScheduleDecision(order=[23, 22, 21], hold=frozenset([23]), token_budget=8), [abi.HOLD, 30, 20], 8),
+        (ScheduleDecision(token_budget=500), [30, 10, 20], 64),
+    ],
+)
+def test_decisions(asked, decision, priorities, budget):
+    plugin, schedule, hooks = asked
+    plugin.answers.append(decision)
+    assert schedule(SEQUENCES) == (priorities, budget)
+    assert hooks._host.faults == []
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [
+        ScheduleDecision(order=[21, 22]), ScheduleDecision(order=[21, 22, 22]), ScheduleDecision(hold=frozenset([99])),
+        ScheduleDecision(token_budget=0), [21, 22, 23],
+    ],
+)  # fmt: skip
+def test_decisions_that_make_no_sense(asked, decision):
+    plugin, schedule, hooks = asked
+    plugin.answers.append(decision)
+    assert schedule(SEQUENCES) is None and schedule(SEQUENCES) is None
+    assert [fault.kind for fault in hooks._host.faults] == ["nonsense"] and len(plugin.views) == 1
+
+
+def test_a_step_left_to_the_engine_is_left_for_a_while(asked, monkeypatch):
+    plugin, schedule, _ = asked
+    now = [100.0]
+    monkeypatch.setattr("sagellm.engines.lmdeploy.turbomind_steps.time.monotonic", lambda: now[0])
+    plugin.answers += [None, None]
+    assert schedule(SEQUENCES) is None and schedule(SEQUENCES) is None and len(plugin.views) == 1
+    assert schedule(SEQUENCES[:2]) is None and len(plugin.views) == 2, "another request: asked at once"
+    now[0] += 2 * COALESCE_S
+    assert schedule(SEQUENCES[:2]) == ([30, 10], 64) and len(plugin.views) == 3
+
+
+def test_holding_for_too_long_is_a_fault(start):
+    hooks = start("Schedules", hold_limit_s=1e-6)
+    plugin, rank = plugin_of(hooks), PlayedRank(hooks.table)
+    plugin.answers += [ScheduleDecision(hold=frozenset([21]))] * 3
+    assert rank.schedule(SEQUENCES) is None or rank.schedule(SEQUENCES) is None
+    (fault,) = hooks._host.faults
+    assert fault.kind == "nonsense" and "request 21 was kept waiting" in fault.detail
+
+
+def test_admission(start):
+    hooks = start(("Admits", {"refused": [2]}))
+    plugin, rank = plugin_of(hooks), PlayedRank(hooks.table)
+    waiting = [(1, 10), (2, 20), (3, 30), (4, 40)]
+    assert rank.admit(waiting, max_admitted=2) == [0, 2]
+    assert rank.admit(waiting[1:], max_admitted=2) == [1, 2]
+    assert [(r.request_id, r.num_tokens) for r in plugin.asked] == [(1, 10), (2, 20), (3, 30), (2, 20), (4, 40)]
+    plugin.refused.clear()
+    assert rank.admit(waiting[1:2]) == [0]
+    assert len({r.arrival_s for r in plugin.asked if r.request_id == 2}) == 1, "it arrived once"
+
+
+def test_nobody_is_admitted(start):
+    hooks = start(("Admits", {"refused": [1, 2]}))
+    assert PlayedRank(hooks.table).admit([(1, 10), (2, 20)]) == [] and hooks._host.faults == []
+
+
+def test_refusing_for_too_long_is_a_fault(start):
+    hooks = start(("Admits", {"refused": [1]}), hold_limit_s=1e-6)
+    rank = PlayedRank(hooks.table)
+    answers = [rank.admit([(1, 10)]) for _ in range(3)]
+    assert answers[-1] is None, "it is the engine's again"
+    (fault,) = hooks._host.faults
+    assert "request 1 was kept waiting" in fault.detail
+
+
+def test_hooks_that_nobody_brings_are_null(start):
+    rank = PlayedRank(start("Listener").table)
+    assert not rank.hooks.schedule and not rank.hooks.admit
+    assert rank.hooks.step_end and rank.hooks.comm_end and rank.hooks.flags & abi.TIME_COMM
+    plain = PlayedRank(start().table)
+    assert not plain.hooks.step_end and not plain.hooks.comm_end and plain.hooks.flags == abi.REPLACE_TRIE
