@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,12 @@ def test_an_unpatched_lmdeploy(refused, tmp_path):
     path = os.pathsep.join([str(copy.parent), str(Path(__file__).parents[2])])
     message = refused(env={"PYTHONPATH": path})
     assert "is not applied" in message and "Run: " in message
+
+
+def test_turbomind_where_it_cannot_run(refused, tmp_path):
+    """LMDeploy's wheel has no hook table; the sentence says what is missing here, and the step that comes next."""
+    begun = time.monotonic()
+    message = refused("--engine", "turbomind", model=None)
+    assert time.monotonic() - begun < 30, "it looks at the machine and loads no model"
+    assert "TurboMind" in message and "--engine pytorch" in message
+    assert "git submodule update --init third_party/lmdeploy" in message and "./apply_patches.sh" in message

@@ -46,13 +46,14 @@ def build_turbomind_config(config: SageConfig, sizes: Sizes) -> Any:
         options["cache_max_entry_count"] = config.kv_blocks  # from 1 on it is a number of blocks
     elif config.kv_memory_share is not None:
         options["cache_max_entry_count"] = config.kv_memory_share
+    if sizes.max_batch_size is not None:
+        options["max_batch_size"] = sizes.max_batch_size
     if config.max_prefill_tokens is not None:
         options["max_prefill_token_num"] = config.max_prefill_tokens
     return TurbomindEngineConfig(
         dtype=sizes.dtype,
         tp=config.tensor_parallel,
         session_len=sizes.context_length,
-        max_batch_size=sizes.max_batch_size,
         cache_block_seq_len=config.block_size,
         enable_prefix_caching=config.prefix_caching,
         **options,
