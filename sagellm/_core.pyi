@@ -1,6 +1,6 @@
 """The native half of sagellm. Use it through the packages: the prefix index is `sagellm.prefix_reuse.PrefixReuseIndex`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -206,3 +206,137 @@ class IndexedPool:
 
 def prefix_hashes(tokens: _Tokens, block_size: int) -> NDArray[np.uint64]:
     """uint64 [len(tokens) // block_size], a hash of each full block's whole prefix; equal in every process."""
+
+HOOKS_ABI: int
+HOOKS_CAPSULE: str
+
+class PortQuestion:
+    """What an engine asks through a `PluginPort`; columns are copies, made anew at each read.
+
+    Attributes:
+        number: names the question in `answer`.
+        topic: select_victims, schedule or admit; what follows is set for its topic alone.
+        count: victims wanted.
+        ids, parents, depths: int32 [n], one row a cached block, ascending ids: the candidate that it continues or -1, and
+            the tokens of its prefix or 0 where it is in none.
+        timestamps: uint64 [n], or [0] where the engine tells nothing of its blocks.
+        counts: of the engine's blocks, or None.
+        seq_ids, priorities: uint64 [n], one row a sequence; the other columns of sequences are int32 [n].
+        max_admitted: how many of the waiting requests fit.
+        request_ids: uint64 [n], in order of arrival; `request_tokens` and `request_new_tokens` are int32 [n].
+    """
+
+    number: int
+    topic: str
+    engine: int
+    group: int
+    block_len: int
+    count: int
+    ids: Int32Array
+    parents: Int32Array
+    depths: Int32Array
+    timestamps: NDArray[np.uint64]
+    counts: dict[str, int] | None
+    step: int
+    default_budget: int
+    max_budget: int
+    free_blocks: int
+    cached_blocks: int
+    active_blocks: int
+    seq_ids: NDArray[np.uint64]
+    priorities: NDArray[np.uint64]
+    statuses: Int32Array
+    context_lens: Int32Array
+    cache_lens: Int32Array
+    num_blocks: Int32Array
+    num_prompts: Int32Array
+    max_admitted: int
+    request_ids: NDArray[np.uint64]
+    request_tokens: Int32Array
+    request_new_tokens: Int32Array
+
+class PortNotice:
+    """What an engine told. `topic`: evicted, matched, stored, step_end or collective. `time_ns`: on time.monotonic_ns."""
+
+    topic: str
+    time_ns: int
+    engine: int
+    group: int
+    seq_id: int
+    num_tokens: int
+    num_blocks: int
+    first_token: int
+    kind: int
+    ids: Int32Array
+    tokens: Int32Array
+    step: int
+    step_sequences: int
+    step_tokens: int
+    step_finished: int
+    comm_op: int
+    comm_bytes: int
+    comm_rank: int
+    comm_ranks: int
+    milliseconds: float
+
+class PluginPort:
+    """Bounded questions from an engine's threads, and notices. Topics are the names above; any other is a ValueError.
+
+    An engine waits at most `time_limit_s` for an answer; the first time it does so in vain the port is switched off. Notices
+    beyond `queue_bytes` push the oldest ones out.
+    """
+
+    def __init__(self, time_limit_s: float, topics: Sequence[str], queue_bytes: int = 16 << 20) -> None: ...
+    def next(self, timeout_s: float) -> tuple[list[PortNotice], PortQuestion | None] | None:
+        """The next question with the notices before it, or notices alone; None once nothing will come. For one thread."""
+
+    def answer(
+        self,
+        number: int,
+        *,
+        chosen: Iterable[int] | None = None,
+        priorities: Iterable[int] | None = None,
+        budget: int = 0,
+    ) -> bool:
+        """`chosen`: victims, or places of admitted requests. Neither it nor `priorities`: the engine decides.
+
+        False if nobody waits for it any more. An answer that makes no sense switches the port off.
+        """
+
+    def fail(self, hook: str, kind: str, detail: str) -> None:
+        """Switch it off, with this as its fault."""
+
+    def leave(self, topics: Sequence[str]) -> None:
+        """Nobody wants these any more; the engine no longer asks or tells them."""
+
+    def close(self) -> None: ...
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def topics(self) -> tuple[str, ...]: ...
+    @property
+    def fault(self) -> tuple[str, str, str] | None:
+        """Hook, kind (overran, raised, nonsense) and detail of what switched it off."""
+
+    def stats(self) -> dict[str, int]:
+        """asked, answered, late, told, lost."""
+
+class HookTable:
+    """TurboMind's hooks, answered natively; what a plug-in decides goes through `port`. Never freed: engines call it."""
+
+    def __init__(
+        self,
+        port: PluginPort | None = None,
+        *,
+        prefix: bool = True,
+        victims: bool = True,
+        schedule: bool = False,
+        admit: bool = False,
+        step_end: bool = False,
+        comm: bool = False,
+        time_comm: bool = False,
+    ) -> None: ...
+    def capsule(self) -> Any:
+        """A PyCapsule named `HOOKS_CAPSULE` with the address of a `SageHooks`, for `_turbomind.sage_install`."""
+
+    def stats(self) -> dict[str, int]: ...

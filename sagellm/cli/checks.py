@@ -1,6 +1,7 @@
 """The questions that `sagellm doctor` asks, one function a subject. Each answers for itself whatever else is missing."""
 
 import importlib.util
+import json
 import platform
 import shutil
 import socket
@@ -91,20 +92,16 @@ def _gpus(pytorch) -> Finding:
 
 def engines() -> list[Finding]:
     """The compiled engine needs CUDA's libraries; importing it in a process of its own cannot harm this one."""
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import lmdeploy, sys; sys.path.append(lmdeploy.__path__[0] + '/lib'); import _turbomind",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if run.returncode == 0:
-        return [Finding("turbomind", OK, "the compiled engine can be imported (its wheel carries no hooks)")]
-    reason = (run.stderr.strip().splitlines() or [f"code {run.returncode}"])[-1]
-    return [Finding("turbomind", NOTE, f"the compiled engine cannot be imported ({reason}); the PyTorch engine serves")]
+    code = "import json; from sagellm.engines.lmdeploy.turbomind_build import probe; found = probe(); "
+    code += "print(json.dumps([found.is_ready, found.text, found.next_step]))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    if run.returncode != 0:
+        reason = (run.stderr.strip().splitlines() or [f"code {run.returncode}"])[-1]
+        return [Finding("turbomind", NOTE, f"the compiled engine cannot be looked at ({reason}); the PyTorch engine serves")]
+    is_ready, text, next_step = json.loads(run.stdout.splitlines()[-1])
+    if is_ready:
+        return [Finding("turbomind", OK, text, "sagellm serve --engine turbomind")]
+    return [Finding("turbomind", NOTE, f"{text}; the PyTorch engine serves", next_step)]
 
 
 def processor() -> list[Finding]:

@@ -63,6 +63,10 @@ def test_doctor_finds_a_machine_that_can_serve():
     found = {check["name"]: check["state"] for check in document["checks"]}
     assert found["python"] == found["lmdeploy"] == found["patches"] == found["torch"] == found["devices"] == OK
     assert {"gpu", "turbomind", "cpu", "memory", "disk", "demo model", "port", "plug-ins"} <= set(found)
+    (turbomind,) = [check for check in document["checks"] if check["name"] == "turbomind"]
+    if turbomind["state"] != OK:
+        assert "TurboMind" in turbomind["text"] and "the PyTorch engine serves" in turbomind["text"]
+        assert "git submodule update --init third_party/lmdeploy" in turbomind["command"]
     table = run("doctor")
     assert table.exit_code == 0 and "The server can run" in table.output
 

@@ -77,10 +77,10 @@ class StepDecisions:
         """(one priority a sequence, the budget of new tokens); None leaves the step to the engine."""
         where = question.engine, question.group
         ids = question.seq_ids.tolist()
-        requests = self._requests(where, question, ids)
-        phase = Phase.PREFILL if any(r.phase is Phase.PREFILL for r in requests) else Phase.DECODE
         if self._is_left(where, ids):
             return None
+        requests = self._requests(where, question, ids)
+        phase = Phase.PREFILL if any(r.phase is Phase.PREFILL for r in requests) else Phase.DECODE
         view = StepView(question.step, phase, requests, question.free_blocks, question.default_budget)
         decided = self._host.decide("schedule", view, lambda answer: check_schedule(answer, view))
         known = self._running[where]
