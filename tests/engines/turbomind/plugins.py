@@ -1,5 +1,6 @@
 """Plug-ins for TurboMind's tests, each as small as the hook it tries."""
 
+import ctypes
 import random
 import threading
 
@@ -27,6 +28,14 @@ class Random(Plugin):
 class Sleeps(Plugin):
     def select_victims(self, request):
         threading.Event().wait(30)
+
+
+class KeepsTheInterpreter(Plugin):
+    """Sleeps in a library that does not give the GIL up, so that no thread of Python runs."""
+
+    def select_victims(self, request):
+        ctypes.PyDLL(None).usleep(1_500_000)
+        return request.leaf_first()
 
 
 class Raises(Plugin):

@@ -40,6 +40,16 @@ def test_a_fault_costs_the_limit_once_and_no_request(start, plugin, kind):
     assert hooks.table.stats()["divergences"] == 0
 
 
+def test_the_limit_holds_while_nobody_can_run_python(start):
+    """The engine's thread gives up by itself, in the middle of a call that keeps the GIL."""
+    hooks = start("KeepsTheInterpreter", "Listener", time_limit_s=LIMIT_S)
+    (rank,) = play(hooks.table, PROMPTS, num_ranks=1)
+    assert len(rank.num_matched) == len(PROMPTS)
+    assert hooks.port.fault == ("select_victims", "overran", "no answer within 0.4 s")
+    wait_for("the plug-in is blamed", lambda: [fault.kind for fault in hooks._host.faults] == ["overran"])
+    assert list(hooks.report()["enabled"].values()) == [False, False], "nobody is asked or told any more"
+
+
 def test_the_others_stay_on(start):
     hooks = start("Sleeps", "Listener", time_limit_s=LIMIT_S)
     play(hooks.table, PROMPTS, num_ranks=1)
