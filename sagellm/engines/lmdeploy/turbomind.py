@@ -151,10 +151,11 @@ class TurboMindHooks:
         if self.port.fault is None:
             return
         hook, kind, detail = self.port.fault
-        if hook in QUESTIONS and self._host.decides(QUESTIONS[hook]):
-            self._host.blame(QUESTIONS[hook], detail, kind)
-        elif len(self._host.faults) == self._num_faults:
-            logger.error("the engine asks no plug-in any more: %s in %s.\n%s", kind, hook, detail)
+        logger.error("the engine asks and tells no plug-in any more: %s in %s.\n%s", kind, hook, detail)
+        decision = QUESTIONS.get(hook)
+        if decision is not None and self._host.decides(decision):
+            self._host.blame(decision, detail, kind)
+        elif not any(fault.hook == decision for fault in self._host.faults):  # else its own guard has noticed by now
             self._host.faults.append(PluginFault(ADAPTER, hook, kind, detail))
             self._host.recorder.write("fault", plugin=ADAPTER, hook=hook, kind=kind, detail=detail.splitlines()[-1])
 
