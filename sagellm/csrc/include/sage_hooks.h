@@ -10,7 +10,8 @@
  *
  * Threads. Each rank of a tensor-parallel group is a thread of its own in one process, and calls hooks on that thread,
  * without the GIL and without a lock; the ranks of a group call concurrently. `admit` is called under the lock of the
- * request queue. A hook must not throw, must not block for long, and must not call the API of another manager.
+ * request queue. `reset` comes from the thread that puts the engine to sleep or ends it, when the rank's own has ended. A
+ * hook must not throw, must not block for long, and must not call the API of another manager.
  *
  * Ranks. The ranks of a group are replicas: each makes the same calls in the same order and must get the same answers, or
  * their collectives no longer match. `schedule` and `admit` are asked on rank 0 alone and the answer is broadcast; `evict`
