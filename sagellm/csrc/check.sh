@@ -7,10 +7,13 @@ folder="$here/../../build/native"
 
 usage() {
     cat <<TEXT
-Usage: sagellm/csrc/check.sh address | thread | fuzz [SECONDS] | replay FILE ... | all [SECONDS]
+Usage: sagellm/csrc/check.sh address | thread | turbomind [address|thread] [ARGUMENT ...] | fuzz [SECONDS] |
+                            replay FILE ... | all [SECONDS]
 
   address   the native tests under AddressSanitizer and UndefinedBehaviorSanitizer
   thread    the native tests under ThreadSanitizer
+  turbomind the host that plays TurboMind, under the sanitizers of \`address\` or \`thread\`, with its own arguments: long
+            runs are --steps 10000, more is told by --help
   fuzz      the fuzz target, under the sanitizers of \`address\`, for SECONDS (60); a failing input is kept
   replay    the fuzz target on given inputs; SAGELLM_FUZZ_TRACE=1 names the calls
   all       address, thread, fuzz
@@ -47,11 +50,12 @@ build_address() {
 }
 
 native_tests() {
-    local build="$folder/$1"
+    local build="$folder/$1" name
     shift
-    "$@" "$build/tests/native_functional" || exit 1
-    "$@" "$build/tests/native_threads" || exit 1
-    "$@" "$build/tests/native_plugin_port" || exit 1
+    for name in functional threads hook_table plugin_port abi; do
+        "$@" "$build/tests/native_$name" || exit 1
+    done
+    "$@" "$build/tests/turbomind_test" --steps 400 || exit 1
 }
 
 address() {
@@ -59,12 +63,24 @@ address() {
     native_tests address env
 }
 
-thread() {
+build_thread() {
     configure_and_build thread thread
     # ThreadSanitizer before GCC 14 cannot place its tables where the kernel scatters addresses widely.
-    local fixed_addresses=(env)
+    fixed_addresses=(env)
     setarch -R true 2>/dev/null && fixed_addresses=(setarch -R)
-    TSAN_OPTIONS="halt_on_error=1${TSAN_OPTIONS:+:$TSAN_OPTIONS}" native_tests thread "${fixed_addresses[@]}"
+    export TSAN_OPTIONS="halt_on_error=1${TSAN_OPTIONS:+:$TSAN_OPTIONS}"
+}
+
+thread() {
+    build_thread
+    native_tests thread "${fixed_addresses[@]}"
+}
+
+turbomind() {
+    local kind=address fixed_addresses=(env)
+    case "${1:-}" in address | thread) kind="$1"; shift ;; esac
+    "build_$kind"
+    "${fixed_addresses[@]}" "$folder/$kind/tests/turbomind_test" "$@"
 }
 
 fuzz() {
@@ -84,7 +100,7 @@ replay() {
 
 case "${1:-}" in
     address | thread) [ $# -eq 1 ] || { usage >&2; exit 2; }; "$1" ;;
-    fuzz | replay) "$@" ;;
+    fuzz | replay | turbomind) "$@" ;;
     all) (address); (thread); (fuzz "${2:-60}") ;;
     -h | --help) usage ;;
     *) usage >&2; exit 2 ;;

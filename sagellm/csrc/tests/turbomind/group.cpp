@@ -21,6 +21,8 @@ GroupOptions numbered(GroupOptions options) {
   return options;
 }
 
+bool holds_blocks(const SequenceView& view) { return view.status != SAGE_SEQUENCE_CACHED && !view.blocks.empty(); }
+
 }  // namespace
 
 Group::Group(EngineFactory factory, const GroupOptions& options, const SageHooks* table, const SageHooks* steering)
@@ -246,12 +248,14 @@ void Group::schedule(Decision& decision) {
 
 void Group::run_rank(int rank, const Decision& decision, RankStep& done) {
   Engine& engine = this->engine(rank);
+  done.num_releases = spy_->tally(rank).releases;
   for (const SeqId seq_id : decision.admitted) {
     const Request& request = requests_.at(seq_id);
     engine.create(seq_id, Tokens(request.tokens.begin(), request.tokens.begin() + request.num_prompt));
   }
   for (const SeqId seq_id : decision.cancelled) {
     const Request& request = requests_.at(seq_id);
+    if (holds_blocks(engine.sequence(seq_id))) ++done.num_releases;
     engine.cache_generation(seq_id, Tokens(request.tokens.begin(), request.tokens.begin() + request.context_len));
     if (!engine.erase(seq_id)) throw std::logic_error("a sequence that was cancelled is not there");
   }
@@ -263,8 +267,10 @@ void Group::run_rank(int rank, const Decision& decision, RankStep& done) {
   for (const Candidate& candidate : decision.candidates) {
     const SequenceView then = before.at(candidate.seq_id), now = engine.sequence(candidate.seq_id);
     if (then.cache_len == 0 && now.cache_len > 0) done.hits[candidate.seq_id] = now.cache_len;
-    const bool had_blocks = then.status != SAGE_SEQUENCE_CACHED;
-    if (had_blocks && now.status == SAGE_SEQUENCE_CACHED) done.preempted.push_back(candidate.seq_id);
+    if (then.status != SAGE_SEQUENCE_CACHED && now.status == SAGE_SEQUENCE_CACHED) {
+      done.preempted.push_back(candidate.seq_id);
+      if (holds_blocks(then)) ++done.num_releases;
+    }
     if (now.status != SAGE_SEQUENCE_ACTIVE) continue;
     active.push_back(candidate.seq_id);
     forward(rank, requests_.at(candidate.seq_id), done);
@@ -311,6 +317,7 @@ void Group::forward(int rank, const Request& request, RankStep& done) {
 void Group::finish(int rank, const Request& request, RankStep& done) {
   Engine& engine = this->engine(rank);
   const SequenceView view = engine.sequence(request.seq_id);
+  if (holds_blocks(view)) ++done.num_releases;
   done.given_up.insert(done.given_up.end(), view.blocks.begin(), view.blocks.end());
   engine.cache_generation(request.seq_id, Tokens(request.tokens.begin(), request.tokens.begin() + request.context_len + 1));
   engine.erase(request.seq_id);

@@ -65,6 +65,7 @@ class Group {
   // Of this generation.
   const Tally& tally(int rank = 0) const { return spy_->tally(rank); }
   int num_steps() const { return static_cast<int>(num_steps_); }
+  int num_queued() const { return static_cast<int>(queue_.size()); }
   int num_running() const { return static_cast<int>(running_.size()); }
   int num_tokens() const { return last_num_tokens_; }  // of the last step
   // What a request generates, for one that goes on where another ended.
@@ -90,6 +91,7 @@ class Group {
     std::vector<SeqId> preempted;
     std::map<SeqId, int> hits;
     std::vector<BlockId> given_up;  // by those that finished: theirs until the next round
+    int num_releases = 0;           // that must have been told, at least
   };
   struct Collective;
 

@@ -60,7 +60,9 @@ void Group::check_rank(int rank, const Decision& decision, const RankStep& done)
   expect(num_partial <= 1, "more than one prompt was cut");
   expect(num_tokens <= decision.budget, "more new tokens than the budget:", num_tokens, decision.budget);
   expect(spy_->epoch(rank) <= num_steps_, "the epoch runs ahead");
-  if (hooked_) spy_->check_step(rank, infos);
+  if (!hooked_) return;
+  expect(spy_->tally(rank).releases >= done.num_releases, "a sequence gave up its blocks and that was not told");
+  spy_->check_step(rank, infos);
 }
 
 void Group::check_replica(int rank, const RankStep& first, const RankStep& done) {

@@ -26,6 +26,7 @@ enum class EngineFault {
   kSilentSleep,        // does not tell `reset`
   kIgnoreHold,
   kIgnoreBudget,
+  kIgnoreOrder,   // the newest sequence first
   kLeakHold,      // keeps one block of a sequence that ends
   kFailCancel,    // throws when a sequence without blocks is cancelled
   kEmptyRestore,  // a restored block is not filled

@@ -89,6 +89,7 @@ Outcome HostEngine::materialize(const std::vector<Candidate>& candidates, int bu
   std::vector<Candidate> order = candidates;
   std::stable_sort(order.begin(), order.end(),
                    [](const Candidate& a, const Candidate& b) { return a.priority < b.priority; });
+  if (fault_ == EngineFault::kIgnoreOrder) std::reverse(order.begin(), order.end());
   Plan plan = this->plan(order, fault_ == EngineFault::kIgnoreBudget ? INT_MAX : budget);
 
   Outcome outcome;

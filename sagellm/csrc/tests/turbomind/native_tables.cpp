@@ -50,14 +50,25 @@ class Dice final : public Advisor {
   std::mt19937 random_{std::random_device{}()};  // no seed on purpose: nothing may depend on what it answers
 };
 
+Table checked(HookTable& table) {
+  const auto check = [&table] {
+    const HookTableStats stats = table.stats();
+    require(stats.divergences == 0, said("ranks asked for different things, times", stats.divergences));
+    require(stats.refused == 0, said("calls made no sense to the table:", stats.refused));
+    require(stats.lookups > 0 && stats.decisions > 0, "the table was not asked");
+    require(stats.replicas == 0 && stats.cached_blocks == 0, "the table keeps what its engines no longer have");
+  };
+  return {nullptr, table.hooks(), check};
+}
+
 }  // namespace
 
-const SageHooks* native_table() { return HookTable::make({}).hooks(); }
+Table native_table() { return checked(HookTable::make({})); }
 
-const SageHooks* native_random_table() {
+Table native_random_table() {
   HookTableOptions options;
   options.schedule = options.admit = true;
-  return HookTable::make(options, std::make_shared<Dice>()).hooks();
+  return checked(HookTable::make(options, std::make_shared<Dice>()));
 }
 
 }  // namespace sage::host

@@ -1,12 +1,12 @@
 // The table of the library.
 #pragma once
 
-#include "sage_hooks.h"
+#include "scenarios.h"
 
 namespace sage::host {
 
-const SageHooks* native_table();
+Table native_table();
 // With an advisor that answers at random, another time otherwise.
-const SageHooks* native_random_table();
+Table native_random_table();
 
 }  // namespace sage::host

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -17,6 +18,7 @@ namespace sage::host {
 struct Table {
   std::shared_ptr<const void> owner;
   const SageHooks* hooks = nullptr;
+  std::function<void()> check;  // once its engines are gone; throws Violation
 };
 
 struct Lab {
@@ -32,10 +34,16 @@ struct Lab {
   bool has_table() const { return table != "none"; }
 };
 
+enum class RunsWith {
+  kEveryTable,
+  kEngineOrder,  // every table that leaves the order of requests to the engine
+  kItsOwn        // one run is enough
+};
+
 struct Scenario {
   const char* name;
   void (*run)(const Lab& lab);
-  bool any_order = true;  // with a table that reorders, too
+  RunsWith tables = RunsWith::kEveryTable;
 };
 
 std::vector<Scenario> prefix_scenarios();

@@ -152,7 +152,7 @@ void collectives(const Lab& lab) {
 std::vector<Scenario> lifecycle_scenarios() {
   return {{"sleep-wakeup", sleep_and_wakeup},
           {"table-exchange", tables_come_and_go},
-          {"table-versions", versions},
+          {"table-versions", versions, RunsWith::kItsOwn},
           {"collectives", collectives}};
 }
 

@@ -14,18 +14,23 @@ class Clients {
  public:
   Clients(Group& group, std::uint64_t seed) : group_(group), random_(static_cast<unsigned>(seed * 2654435761u + 1)) {}
 
+  // Sends or cancels, or does neither; fewer than `kMaxQueued` wait, so that all come to an end.
   void act() {
-    if (below(100) < 35) submit();
-    if (!seq_ids_.empty() && below(100) < 8) group_.cancel(seq_ids_[seq_ids_.size() - 1 - below(std::min<std::size_t>(seq_ids_.size(), 10))]);
+    if (below(100) < 35 && group_.num_queued() < kMaxQueued) submit();
+    if (!seq_ids_.empty() && below(100) < 8) group_.cancel(recent(10));
   }
+  const std::vector<SeqId>& seq_ids() const { return seq_ids_; }
   std::size_t below(std::size_t n) { return random_() % n; }
 
  private:
+  static constexpr int kMaxQueued = 6;
+
+  SeqId recent(std::size_t n) { return seq_ids_[seq_ids_.size() - 1 - below(std::min(seq_ids_.size(), n))]; }
   void submit() {
     Tokens prompt = text(static_cast<int>(below(5)), static_cast<int>(1 + below(24)));
     if (below(3) > 0) prompt = prompt + text(10 + static_cast<int>(below(4)), static_cast<int>(1 + below(20)));
     if (!seq_ids_.empty() && below(4) == 0) {
-      const Request& earlier = group_.request(seq_ids_[seq_ids_.size() - 1 - below(std::min<std::size_t>(seq_ids_.size(), 30))]);
+      const Request& earlier = group_.request(recent(30));
       if (earlier.tokens.size() < 60) prompt = earlier.tokens + text(20, static_cast<int>(1 + below(6)));
     }
     seq_ids_.push_back(group_.submit(prompt, static_cast<int>(1 + below(12))));
@@ -45,17 +50,31 @@ void run(const Lab& lab, const Table& table, int num_ranks) {
   options.num_collectives = 2;
   Group group(lab.engines, options, table.hooks);
   Clients clients(group, lab.seed);
-  int next_sleep = 300;
+  int next_sleep = 300, num_evicted = 0;
   for (int i = 0; i < lab.num_steps; ++i) {
     clients.act();
     group.step();
     if (i != next_sleep) continue;
     next_sleep += 200 + static_cast<int>(clients.below(800));
+    num_evicted += group.tally().evicted_blocks;
     group.sleep();
     group.wake(table.hooks);
   }
   group.drain();
+  num_evicted += group.tally().evicted_blocks;
   group.sleep();
+  if (table.check) table.check();
+
+  int num_hits = 0, num_preempted = 0, num_cancelled = 0;
+  for (const SeqId seq_id : clients.seq_ids()) {
+    const Request& request = group.request(seq_id);
+    num_hits += request.hit_tokens > 0 ? 1 : 0;
+    num_preempted += request.num_preempted;
+    num_cancelled += request.state == RequestState::kCancelled ? 1 : 0;
+    require(request.state != RequestState::kQueued && request.state != RequestState::kRunning, "a request was forgotten");
+  }
+  const bool eventful = num_hits > 0 && num_preempted > 0 && num_cancelled > 0 && (num_evicted > 0 || table.hooks == nullptr);
+  require(eventful || lab.num_steps < 200, "too little happened");
 }
 
 void mixed(const Lab& lab) { run(lab, lab.make_table(), 1); }

@@ -125,9 +125,9 @@ void nonsense(const Lab& lab) {
 std::vector<Scenario> memory_scenarios() {
   return {{"pressure", pressure},
           {"preemption", preemption},
-          {"cancellation", cancellation, false},
+          {"cancellation", cancellation, RunsWith::kEngineOrder},
           {"large-unique-ids", large_unique_ids},
-          {"nonsense", nonsense}};
+          {"nonsense", nonsense, RunsWith::kItsOwn}};
 }
 
 }  // namespace sage::host

@@ -168,7 +168,7 @@ void refused_moves(const Lab& lab) {
 }  // namespace
 
 std::vector<Scenario> migration_scenarios() {
-  return {{"offload-restore", offload_and_restore}, {"refused-moves", refused_moves}};
+  return {{"offload-restore", offload_and_restore, RunsWith::kItsOwn}, {"refused-moves", refused_moves, RunsWith::kItsOwn}};
 }
 
 }  // namespace sage::host

@@ -4,6 +4,7 @@
 #include <map>
 #include <set>
 
+#include "../../examples/short_prompts_first.h"
 #include "scenarios.h"
 
 namespace sage::host {
@@ -36,7 +37,7 @@ void order(const Lab& lab) {
   GroupOptions options;
   options.engine.num_blocks = 8;
   options.budget = 64;
-  Group group(lab.engines, options, table.hooks, &*steering.hooks());
+  Group group(lab.engines, options, table.hooks, steering.hooks());
   const SeqId first = group.submit(text(1, 20), 4);
   group.step();
   const SeqId last = group.submit(text(2, 20), 4);
@@ -185,10 +186,39 @@ void step_ends(const Lab& lab) {
   require(num_finished == 7 && num_tokens == 7 * (11 + 3), said("told were", num_finished, num_tokens));
 }
 
+// What sagellm/csrc/examples/short_prompts_first.cpp promises.
+void example(const Lab& lab) {
+  GroupOptions options;
+  options.engine.num_blocks = 16;
+  options.engine.num_ranks = 2;
+  Group group(lab.engines, options, short_prompts_first());
+  const SeqId long_one = group.submit(text(1, 40), 2), short_one = group.submit(text(2, 16), 2);
+  group.step();
+  require(group.is_active(short_one) && !group.is_active(long_one), "the short prompt was to go first");
+  group.drain();
+  group.sleep();
+
+  group.wake(short_prompts_first());
+  const auto hits = [&group](const Tokens& prompt, int num_new) {
+    const SeqId seq_id = group.submit(prompt, num_new);
+    group.drain();
+    return group.request(seq_id).hit_tokens;
+  };
+  hits(text(3, 20), 1);  // 6 blocks, then 6 more, and then 10 for which 6 have to go
+  hits(text(4, 20), 1);
+  hits(text(5, 36), 1);
+  require(hits(text(3, 20), 1) == 16, "what was used long ago was to stay");
+}
+
 }  // namespace
 
 std::vector<Scenario> steering_scenarios() {
-  return {{"order", order}, {"hold", hold}, {"budget", budget}, {"admission", admission}, {"step-end", step_ends}};
+  return {{"order", order},
+          {"hold", hold},
+          {"budget", budget},
+          {"admission", admission},
+          {"step-end", step_ends},
+          {"example", example, RunsWith::kItsOwn}};
 }
 
 }  // namespace sage::host

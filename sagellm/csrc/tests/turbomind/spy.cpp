@@ -139,7 +139,7 @@ void Spy::evicted(const SageManager* manager, const std::int32_t* ids, const std
 void Spy::released(const SageManager* manager, SeqId seq_id, const std::int32_t* ids, const std::uint64_t* unique_ids,
                    std::int32_t n) {
   Rank& rank = enter(manager);
-  ++rank.tally.releases;
+  if (n > 0) ++rank.tally.releases;
   const SequenceView view = rank.engine->sequence(seq_id);
   expect(n == static_cast<std::int32_t>(view.blocks.size()) && std::equal(ids, ids + n, view.blocks.begin()) &&
              std::equal(unique_ids, unique_ids + n, view.unique_ids.begin()),

@@ -61,21 +61,21 @@ class RandomVictims : public NaiveTable {
 template <typename Kind, typename... Arguments>
 Table own(Arguments... arguments) {
   const auto table = std::make_shared<Kind>(arguments...);
-  return {table, table->hooks()};
+  return {table, table->hooks(), nullptr};
 }
 
 }  // namespace
 
 Table Lab::make_table() const {
   if (table == "naive") return own<NaiveTable>();
-  if (table == "native") return {nullptr, native_table()};
-  if (table == "example") return {nullptr, short_prompts_first()};
+  if (table == "native") return native_table();
+  if (table == "example") return {nullptr, short_prompts_first(), nullptr};
   return {};
 }
 
 Table Lab::make_random_table() const {
   if (table == "naive") return own<AtRandom<RandomVictims>>(seed, seed);
-  if (table == "native") return {nullptr, native_random_table()};
+  if (table == "native") return native_random_table();
   if (table == "none") return own<AtRandom<TableBase>>(seed, unsigned{TableBase::kSchedule | TableBase::kAdmit});
   return make_table();
 }
