@@ -74,6 +74,13 @@ def test_sanitizers_see_a_planted_fault(kind: str, fault: str, words: str) -> No
     assert done.returncode == 1 and words in done.stderr, done.stderr[-4000:]
 
 
+def test_the_host_that_plays_turbomind_tells_what_it_finds() -> None:
+    """By itself it plants every fault that its checks are for; this one is to be seen outside."""
+    done = check("turbomind", "--table", "native", "uncomputed-blocks", SAGELLM_NATIVE_FAULT="uncomputed")
+    assert done.returncode == 1 and "finding: uncomputed-blocks with table native" in done.stderr, done.stderr[-4000:]
+    assert check("turbomind", "no-such-scenario").returncode == 2
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

@@ -7,6 +7,7 @@
 #include <exception>
 #include <string>
 
+#include "../expect.h"
 #include "host_engine.h"
 #include "scenarios.h"
 
@@ -49,7 +50,8 @@ bool run(const Scenario& scenario, const Lab& lab) {
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   Lab lab;
-  lab.engines = [](const EngineOptions& options) { return std::make_unique<HostEngine>(options); };
+  const EngineFault fault = planted("uncomputed") ? EngineFault::kPublishUncomputed : EngineFault::kNone;
+  lab.engines = [fault](const EngineOptions& options) { return std::make_unique<HostEngine>(options, fault); };
   lab.table = "all";
   std::vector<std::string> wanted;
   bool only_faults = false;

@@ -1,7 +1,9 @@
 // Everything at once, at random, for as many steps as asked for.
 
 #include <algorithm>
+#include <exception>
 #include <random>
+#include <thread>
 
 #include "scenarios.h"
 
@@ -41,7 +43,7 @@ class Clients {
   std::vector<SeqId> seq_ids_;
 };
 
-void run(const Lab& lab, const Table& table, int num_ranks) {
+void run(const Lab& lab, const Table& table, int num_ranks, std::uint64_t seed) {
   GroupOptions options;
   options.engine.num_ranks = num_ranks;
   options.engine.num_blocks = 30;
@@ -49,7 +51,7 @@ void run(const Lab& lab, const Table& table, int num_ranks) {
   options.budget = 24;
   options.num_collectives = 2;
   Group group(lab.engines, options, table.hooks);
-  Clients clients(group, lab.seed);
+  Clients clients(group, seed);
   int next_sleep = 300, num_evicted = 0;
   for (int i = 0; i < lab.num_steps; ++i) {
     clients.act();
@@ -63,7 +65,6 @@ void run(const Lab& lab, const Table& table, int num_ranks) {
   group.drain();
   num_evicted += group.tally().evicted_blocks;
   group.sleep();
-  if (table.check) table.check();
 
   int num_hits = 0, num_preempted = 0, num_cancelled = 0;
   for (const SeqId seq_id : clients.seq_ids()) {
@@ -77,10 +78,60 @@ void run(const Lab& lab, const Table& table, int num_ranks) {
   require(eventful || lab.num_steps < 200, "too little happened");
 }
 
-void mixed(const Lab& lab) { run(lab, lab.make_table(), 1); }
-void mixed_at_random(const Lab& lab) { run(lab, lab.make_random_table(), 1); }
-void ranks(const Lab& lab) { run(lab, lab.make_table(), 4); }
-void ranks_at_random(const Lab& lab) { run(lab, lab.make_random_table(), 4); }
+void run_checked(const Lab& lab, const Table& table, int num_ranks) {
+  run(lab, table, num_ranks, lab.seed);
+  if (table.check) table.check();
+}
+
+void mixed(const Lab& lab) { run_checked(lab, lab.make_table(), 1); }
+void mixed_at_random(const Lab& lab) { run_checked(lab, lab.make_random_table(), 1); }
+void ranks(const Lab& lab) { run_checked(lab, lab.make_table(), 4); }
+void ranks_at_random(const Lab& lab) { run_checked(lab, lab.make_random_table(), 4); }
+
+// Two engines of a process share the table and nothing else.
+void two_engines(const Lab& lab) {
+  const Table table = lab.make_table();
+  std::exception_ptr failed[2];
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < 2; ++i) {
+    threads.emplace_back([&, i] {
+      try {
+        run(lab, table, 2, lab.seed + i);
+      } catch (...) {
+        failed[i] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::exception_ptr& one : failed) {
+    if (one) std::rethrow_exception(one);
+  }
+  if (table.check) table.check();
+}
+
+// Where nothing has to go, what is found does not depend on who keeps the index: the plain twin is the oracle, request by
+// request.
+void twin(const Lab& lab) {
+  NaiveTable naive;
+  const Table table = lab.make_table();
+  GroupOptions options;
+  options.engine.num_blocks = 20 * std::min(lab.num_steps, 150) + 200;
+  Group one(lab.engines, options, table.hooks), other(lab.engines, options, naive.hooks());
+  Clients clients(one, lab.seed), same(other, lab.seed);
+  for (int i = 0; i < std::min(lab.num_steps, 150); ++i) {
+    clients.act();
+    same.act();
+    one.step();
+    other.step();
+  }
+  one.drain();
+  other.drain();
+  require(one.tally().evicted_blocks + other.tally().evicted_blocks == 0, "something had to go");
+  for (const SeqId seq_id : clients.seq_ids()) {
+    const int found = one.request(seq_id).hit_tokens, expected = other.request(seq_id).hit_tokens;
+    require(found == expected, said("of a request, found and to be found:", seq_id, found, expected));
+  }
+}
 
 }  // namespace
 
@@ -88,7 +139,9 @@ std::vector<Scenario> long_scenarios() {
   return {{"mixed", mixed},
           {"mixed-at-random", mixed_at_random},
           {"ranks", ranks},
-          {"ranks-at-random", ranks_at_random}};
+          {"ranks-at-random", ranks_at_random},
+          {"two-engines", two_engines},
+          {"twin", twin, RunsWith::kEngineOrder}};
 }
 
 std::vector<Scenario> all_scenarios() {
