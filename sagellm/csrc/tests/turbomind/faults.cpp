@@ -36,11 +36,13 @@ struct PlantedInEngine {
 };
 
 constexpr PlantedInEngine kPlanted[] = {
-    {EngineFault::kPublishUncomputed, "publishes what is not computed", "uncomputed-blocks", "blocks were stored that are not computed"},
+    {EngineFault::kPublishUncomputed, "publishes what is not computed", "uncomputed-blocks",
+     "blocks were stored that are not computed"},
     {EngineFault::kSilentEviction, "keeps evictions to itself", "pressure", "its eviction was not told"},
     {EngineFault::kLateEviction, "tells evictions when the block is free", "pressure", "a block that is not cached was told"},
     {EngineFault::kWrongUniqueId, "tells evictions of another unique id", "pressure", "under another unique id"},
-    {EngineFault::kShortUniqueId, "keeps 31 bits of unique ids", "large-unique-ids", "nothing was found under large unique ids"},
+    {EngineFault::kShortUniqueId, "keeps 31 bits of unique ids", "large-unique-ids",
+     "nothing was found under large unique ids"},
     {EngineFault::kTrustVictims, "frees whatever the table says", "nonsense", "failed"},
     {EngineFault::kTrustLookups, "takes whatever the table finds", "nonsense", "reads KV that was not computed for it"},
     {EngineFault::kSilentSleep, "does not tell reset", "sleep-wakeup", "without telling reset"},
@@ -51,7 +53,8 @@ constexpr PlantedInEngine kPlanted[] = {
     {EngineFault::kLeakHold, "keeps a block for nobody", "shared-prefixes", "wrong use count of block"},
     {EngineFault::kFailCancel, "fails when a waiting sequence is cancelled", "cancellation", "without blocks was cancelled"},
     {EngineFault::kEmptyRestore, "brings back an empty block", "offload-restore", "reads KV that was not computed for it"},
-    {EngineFault::kKeepPreempted, "does not look whose blocks they are by now", "mixed", "reads KV that was not computed for it"},
+    {EngineFault::kKeepPreempted, "does not look whose blocks they are by now", "mixed",
+     "reads KV that was not computed for it"},
 };
 
 void pressure_with(TableFault fault) {

@@ -215,9 +215,10 @@ void Group::schedule(Decision& decision) {
   for (std::size_t i = 0; i < views.size(); ++i) {
     const Request& request = requests_.at(decision.candidates[i].seq_id);
     const bool in_prompt = views[i].cache_len < request.num_prompt;
+    const Token* const prompt = in_prompt ? request.tokens.data() : nullptr;
     sequences.push_back({request.seq_id, request.order, views[i].status, request.context_len, views[i].cache_len,
                          static_cast<std::int32_t>(views[i].blocks.size()), views[i].blocks.data(),
-                         views[i].unique_ids.data(), in_prompt ? request.tokens.data() : nullptr, in_prompt ? request.num_prompt : 0, 0});
+                         views[i].unique_ids.data(), prompt, in_prompt ? request.num_prompt : 0, 0});
     priorities.push_back(request.order);
   }
   SageStep step{};
@@ -296,9 +297,9 @@ void Group::forward(int rank, const Request& request, RankStep& done) {
   const Kv& kv = request.kv[static_cast<std::size_t>(rank)];
   const int end = view.cache_len + view.input_len, block_len = options_.engine.block_len;
   if (view.input_len < 1 || end > request.context_len || end > static_cast<int>(view.blocks.size()) * block_len) {
-    findings_.add(said("rank", rank) + said(": sequence", request.seq_id) + said(" was given nothing to do, or no blocks for it:",
-                                                                                view.cache_len, view.input_len,
-                                                                                request.context_len, view.blocks.size()));
+    findings_.add(said("rank", rank) + said(": sequence", request.seq_id) +
+                  said(" was given nothing to do, or no blocks for it:", view.cache_len, view.input_len,
+                       request.context_len, view.blocks.size()));
     return;
   }
   if (!holds(engine, view.blocks.data(), block_len, kv, view.cache_len)) {

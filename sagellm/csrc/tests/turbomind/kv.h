@@ -26,9 +26,8 @@ inline Kv compute_kv(const Token* tokens, std::size_t n, int rank) {
 // Whether the first `n` tokens of `kv` lie in these blocks.
 inline bool holds(Engine& engine, const BlockId* ids, int block_len, const Kv& kv, int n) {
   for (int i = 0; i < n; ++i) {
-    if (static_cast<const std::uint64_t*>(engine.memory(ids[i / block_len]))[i % block_len] != kv[static_cast<std::size_t>(i)]) {
-      return false;
-    }
+    const auto* const block = static_cast<const std::uint64_t*>(engine.memory(ids[i / block_len]));
+    if (block[i % block_len] != kv[static_cast<std::size_t>(i)]) return false;
   }
   return true;
 }

@@ -225,7 +225,8 @@ std::int32_t Spy::admit(std::uint64_t engine, std::int32_t group, const SageRequ
   if (!strict_ || answer < 0) return answer;
   std::set<std::int32_t> seen;
   for (std::int32_t i = 0; i < std::min(answer, max_admitted); ++i) {
-    if (admitted[i] < 0 || admitted[i] >= n || !seen.insert(admitted[i]).second) findings_.add("a request was admitted that is not there");
+    const bool there = admitted[i] >= 0 && admitted[i] < n && seen.insert(admitted[i]).second;
+    if (!there) findings_.add("a request was admitted that is not there, or twice");
   }
   if (answer > max_admitted) findings_.add("more requests were admitted than fit");
   return answer;
