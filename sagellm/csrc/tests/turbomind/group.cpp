@@ -35,7 +35,10 @@ Group::Group(EngineFactory factory, const GroupOptions& options, const SageHooks
   wake(table, steering);
 }
 
+std::atomic<std::uint64_t> Group::all_digests{0};
+
 Group::~Group() {
+  all_digests += digest_;
   if (engines_.front() != nullptr) {
     ranks_.run([this](int rank) { engines_[static_cast<std::size_t>(rank)].reset(); });
   }
@@ -143,6 +146,7 @@ void Group::step() {
   settle(decision, done.front());
   for (int rank = 0; rank < num_ranks_; ++rank) {
     check_rank(rank, decision, done[static_cast<std::size_t>(rank)]);
+    if (rank == 0) add_to_digest(done.front());
     if (rank > 0) check_replica(rank, done.front(), done[static_cast<std::size_t>(rank)]);
   }
   findings_.raise();

@@ -2,6 +2,7 @@
 // own engine and thread, and after each step all that must hold is looked at.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -68,6 +69,9 @@ class Group {
   int num_queued() const { return static_cast<int>(queue_.size()); }
   int num_running() const { return static_cast<int>(running_.size()); }
   int num_tokens() const { return last_num_tokens_; }  // of the last step
+  // Of what all groups of the process did that are gone: who took part in which step with which blocks. Two engines that
+  // behave alike have the same.
+  static std::uint64_t digest() { return all_digests; }
   // What a request generates, for one that goes on where another ended.
   static Tokens continued(const Tokens& prompt, int num_new);
 
@@ -106,6 +110,7 @@ class Group {
   void finish(int rank, const Request& request, RankStep& done);
   void settle(const Decision& decision, const RankStep& done);
   void check_rank(int rank, const Decision& decision, const RankStep& done);
+  void add_to_digest(const RankStep& done);
   void check_replica(int rank, const RankStep& first, const RankStep& done);
 
   const EngineFactory factory_;
@@ -114,6 +119,8 @@ class Group {
   std::uint64_t generation_ = 0, num_steps_ = 0, next_order_ = 1;
   SeqId next_seq_id_ = 100;
   int last_num_tokens_ = 0;
+  std::uint64_t digest_ = 0;
+  static std::atomic<std::uint64_t> all_digests;
   bool hooked_ = false;  // a table is installed, if only the spy
   std::map<SeqId, Request> requests_;
   std::deque<SeqId> queue_;

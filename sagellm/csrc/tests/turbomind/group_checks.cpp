@@ -65,6 +65,22 @@ void Group::check_rank(int rank, const Decision& decision, const RankStep& done)
   spy_->check_step(rank, infos);
 }
 
+void Group::add_to_digest(const RankStep& done) {
+  const auto add = [this](std::uint64_t value) {
+    digest_ = (digest_ ^ value) * 0x9e3779b97f4a7c15u;
+    digest_ ^= digest_ >> 32;
+  };
+  for (const Part& part : done.active) {
+    add(part.seq_id);
+    add(static_cast<std::uint64_t>(part.input_len));
+  }
+  for (const SageBlockInfo& info : blocks()) {
+    add(info.unique_id);
+    add(static_cast<std::uint64_t>(info.use_count));
+    add(static_cast<std::uint64_t>(info.state));
+  }
+}
+
 void Group::check_replica(int rank, const RankStep& first, const RankStep& done) {
   const auto expect = [&](bool same, const char* what) {
     if (!same) findings_.add(said("step", num_steps_) + said(": rank", rank) + " and rank 0 diverge: " + what);

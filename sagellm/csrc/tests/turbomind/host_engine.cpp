@@ -82,9 +82,9 @@ void HostEngine::commit() {
 }
 
 // A sequence that was preempted keeps what is left of its blocks, up to the first that has gone.
-void HostEngine::take_back(Sequence& sequence, bool held) {
+void HostEngine::take_back(Sequence& sequence) {
   SequenceView& view = sequence.view;
-  if (view.status != SAGE_SEQUENCE_CACHED || held) return;
+  if (view.status != SAGE_SEQUENCE_CACHED) return;
   std::size_t valid = 0;
   while (valid < view.blocks.size() &&
          (fault_ == EngineFault::kKeepPreempted ? blocks_.unique_id(view.blocks[valid]) != 0
@@ -171,9 +171,10 @@ void HostEngine::publish(Sequence& sequence, SageStoreKind kind, const Tokens& t
   }
   if (n == 0) return;
   if ((hooks_.flags & SAGE_REPLACE_TRIE) == 0) {
-    for (int i = 0; i < n; ++i) {
+    // The engine's own cache keeps the newest copy, and leaves out the last block of a sequence.
+    for (int i = 0; i < std::min(n, static_cast<int>(view.blocks.size()) - 1); ++i) {
       const std::size_t place = static_cast<std::size_t>(i);
-      if (!own_.has(tokens.data(), i + 1)) own_.put(tokens.data(), i + 1, {view.blocks[place], view.unique_ids[place]});
+      own_.put(tokens.data(), i + 1, {view.blocks[place], view.unique_ids[place]});
     }
   }
   if (hooks_.prefix_store != nullptr) {

@@ -62,7 +62,7 @@ class HostEngine final : public Engine {
   bool still_is(BlockId id, UniqueId unique_id) const;
   void give_up(Sequence& sequence);
   void commit();
-  void take_back(Sequence& sequence, bool held);
+  void take_back(Sequence& sequence);
   void look_up(Sequence& sequence);
   Plan plan(const std::vector<Candidate>& order, int budget);
   int preempt_for(Plan& plan, std::size_t first, int missing);

@@ -33,6 +33,7 @@ int misuse() {
 
 bool run(const Scenario& scenario, const Lab& lab) {
   const auto start = std::chrono::steady_clock::now();
+  const std::uint64_t before = Group::digest();
   try {
     scenario.run(lab);
   } catch (const std::exception& error) {
@@ -41,7 +42,8 @@ bool run(const Scenario& scenario, const Lab& lab) {
     return false;
   }
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
-  std::printf("%-20s %-8s %8.1f ms\n", scenario.name, lab.table.c_str(), took.count());
+  std::printf("%-20s %-8s %016llx %8.1f ms\n", scenario.name, lab.table.c_str(),
+              static_cast<unsigned long long>(Group::digest() - before), took.count());
   return true;
 }
 

@@ -49,10 +49,8 @@ HostEngine::Plan HostEngine::plan(const std::vector<Candidate>& order, int budge
     const bool held = candidate.priority == SAGE_PRIORITY_HOLD && fault_ != EngineFault::kIgnoreHold;
     plan.parts.push_back({&at(candidate.seq_id), candidate.context_len, held});
   }
-  for (const auto& part : plan.parts) take_back(*part.sequence, part.held);
-  for (const auto& part : plan.parts) {
-    if (!part.held) look_up(*part.sequence);
-  }
+  for (const auto& part : plan.parts) take_back(*part.sequence);
+  for (const auto& part : plan.parts) look_up(*part.sequence);
   may_move_ = false;
   plan.end = plan.parts.size();
   plan.available = blocks_.num_free() + blocks_.num_cached();
@@ -123,7 +121,7 @@ void HostEngine::evict(int count) {
     std::vector<BlockId> chosen(static_cast<std::size_t>(count), -1);
     const int n = hooks_.evict(hooks_.ctx, &manager_, cached.data(), static_cast<std::int32_t>(cached.size()), count,
                                chosen.data());
-    for (int i = 0; i < std::min(n, count); ++i) {
+    for (int i = 0; i < (n > count ? 0 : n); ++i) {
       const BlockId id = chosen[static_cast<std::size_t>(i)];
       if (blocks_.is_cached(id) || fault_ == EngineFault::kTrustVictims) victims.insert(id);
     }
@@ -148,7 +146,7 @@ void HostEngine::set_free(const std::vector<BlockId>& ids) {
   };
   if (fault_ != EngineFault::kLateEviction) tell();
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    own_.drop({ids[i], unique_ids[i]});
+    own_.drop_with_extensions({ids[i], unique_ids[i]});
     blocks_.free(ids[i]);
   }
   if (fault_ == EngineFault::kLateEviction) tell();

@@ -1,6 +1,7 @@
 // The plainest exact prefix cache: every cached prefix, token by token, and its last block.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <iterator>
 #include <map>
@@ -37,12 +38,19 @@ class PrefixMap {
   void drop(Place place) {
     for (auto at = places_.begin(); at != places_.end();) at = at->second == place ? places_.erase(at) : std::next(at);
   }
-  void clear() { places_.clear(); }
-  bool names(BlockId id) const {
-    for (const auto& [tokens, place] : places_) {
-      if (place.first == id) return true;
+  // Nor is any that goes on from there.
+  void drop_with_extensions(Place place) {
+    for (auto at = places_.begin(); at != places_.end();) {
+      if (at->second != place) {
+        ++at;
+        continue;
+      }
+      const Tokens prefix = at->first;
+      const auto extends = [&prefix](const Tokens& tokens) {
+        return tokens.size() >= prefix.size() && std::equal(prefix.begin(), prefix.end(), tokens.begin());
+      };
+      while (at != places_.end() && extends(at->first)) at = places_.erase(at);  // in order, they follow it
     }
-    return false;
   }
   const std::map<Tokens, Place>& all() const { return places_; }
 
