@@ -55,7 +55,7 @@ native_tests() {
     for name in functional threads hook_table plugin_port abi; do
         "$@" "$build/tests/native_$name" || exit 1
     done
-    "$@" "$build/tests/turbomind_test" --steps 400 || exit 1
+    "$@" "$build/tests/turbomind_test" --steps 250 || exit 1
 }
 
 address() {

@@ -75,7 +75,7 @@ void run(const Lab& lab, const Table& table, int num_ranks, std::uint64_t seed) 
     require(request.state != RequestState::kQueued && request.state != RequestState::kRunning, "a request was forgotten");
   }
   const bool eventful = num_hits > 0 && num_preempted > 0 && num_cancelled > 0 && (num_evicted > 0 || table.hooks == nullptr);
-  require(eventful || lab.num_steps < 200, "too little happened");
+  require(eventful || lab.num_steps < 1000, "too little happened");
 }
 
 void run_checked(const Lab& lab, const Table& table, int num_ranks) {
@@ -115,10 +115,10 @@ void twin(const Lab& lab) {
   NaiveTable naive;
   const Table table = lab.make_table();
   GroupOptions options;
-  options.engine.num_blocks = 20 * std::min(lab.num_steps, 150) + 200;
+  options.engine.num_blocks = 20 * std::min(lab.num_steps, 100) + 200;
   Group one(lab.engines, options, table.hooks), other(lab.engines, options, naive.hooks());
   Clients clients(one, lab.seed), same(other, lab.seed);
-  for (int i = 0; i < std::min(lab.num_steps, 150); ++i) {
+  for (int i = 0; i < std::min(lab.num_steps, 100); ++i) {
     clients.act();
     same.act();
     one.step();
