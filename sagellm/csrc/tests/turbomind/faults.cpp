@@ -53,7 +53,9 @@ constexpr PlantedInEngine kPlanted[] = {
     {EngineFault::kLeakHold, "keeps a block for nobody", "shared-prefixes", "wrong use count of block"},
     {EngineFault::kFailCancel, "fails when a waiting sequence is cancelled", "cancellation", "without blocks was cancelled"},
     {EngineFault::kEmptyRestore, "brings back an empty block", "offload-restore", "reads KV that was not computed for it"},
-    {EngineFault::kKeepPreempted, "does not look whose blocks they are by now", "mixed",
+    {EngineFault::kKeepPreempted, "does not look whose blocks they are by now", "lost-in-the-middle",
+     "a block that is another one by now"},
+    {EngineFault::kKeepPreempted, "does not look whose blocks they are by now", "preemption",
      "reads KV that was not computed for it"},
 };
 

@@ -39,9 +39,7 @@ std::atomic<std::uint64_t> Group::all_digests{0};
 
 Group::~Group() {
   all_digests += digest_;
-  if (engines_.front() != nullptr) {
-    ranks_.run([this](int rank) { engines_[static_cast<std::size_t>(rank)].reset(); });
-  }
+  for (std::unique_ptr<Engine>& engine : engines_) engine.reset();
 }
 
 void Group::guarded(int rank, const std::function<void()>& work) {
@@ -77,9 +75,10 @@ void Group::sleep() {
         spy_->hooks()->comm_end(spy_->hooks()->ctx, &done.comm, done.token, 0.25F);
       }
       pending_[static_cast<std::size_t>(rank)].clear();
-      engines_[static_cast<std::size_t>(rank)].reset();
     });
   });
+  // Not on the threads of the ranks: whoever puts an engine to sleep takes its managers away.
+  for (std::unique_ptr<Engine>& engine : engines_) engine.reset();
   for (const SeqId seq_id : running_) requests_.at(seq_id).state = RequestState::kLost;
   running_.clear();
   last_active_.clear();

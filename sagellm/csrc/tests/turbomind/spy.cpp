@@ -86,10 +86,12 @@ void Spy::expect(bool fine, const SageManager* manager, const char* what) {
   if (!fine) findings_.add(said("rank", manager->rank) + said(", round", manager->epoch) + ": " + what);
 }
 
-Spy::Rank& Spy::enter(const SageManager* manager) {
+Spy::Rank& Spy::enter(const SageManager* manager, bool own_thread) {
   Rank& rank = at(manager->rank);
-  if (rank.thread == std::thread::id()) rank.thread = std::this_thread::get_id();
-  expect(rank.thread == std::this_thread::get_id(), manager, "a hook was called on another thread than before");
+  if (own_thread) {
+    if (rank.thread == std::thread::id()) rank.thread = std::this_thread::get_id();
+    expect(rank.thread == std::this_thread::get_id(), manager, "a hook was called on another thread than before");
+  }
   expect(!rank.reset, manager, "a hook was called after reset");
   expect(manager->generation == options_.generation, manager, "a hook was called for another generation");
   expect(manager->engine == options_.engine && manager->group == options_.group && manager->n_ranks == options_.num_ranks &&
@@ -148,7 +150,7 @@ void Spy::released(const SageManager* manager, SeqId seq_id, const std::int32_t*
 }
 
 void Spy::reset(const SageManager* manager) {
-  Rank& rank = enter(manager);
+  Rank& rank = enter(manager, false);
   rank.reset = true;
   ++rank.tally.resets;
   if (table_.reset != nullptr) table_.reset(table_.ctx, manager);

@@ -52,7 +52,7 @@ class Spy {
   };
   Rank& at(int rank) { return ranks_.at(static_cast<std::size_t>(rank)); }
   const Rank& at(int rank) const { return ranks_.at(static_cast<std::size_t>(rank)); }
-  Rank& enter(const SageManager* manager);
+  Rank& enter(const SageManager* manager, bool own_thread = true);
   void expect(bool fine, const SageManager* manager, const char* what);
 
   std::int32_t evict(const SageManager* manager, const std::int32_t* cached, std::int32_t n, std::int32_t count,
