@@ -44,13 +44,17 @@ enum SageFlags {
 enum SageBlockState { SAGE_BLOCK_FREE = 0, SAGE_BLOCK_CACHED = 1, SAGE_BLOCK_ACTIVE = 2 };
 enum SageMoveKind {
     SAGE_OFFLOAD = 1, /* a cached block is copied to `host`; it stays cached */
-    SAGE_RESTORE = 2  /* a free block is filled from `host` and becomes a cached one */
+    SAGE_RESTORE = 2, /* a free block is filled from `host` and becomes a cached one */
+    /* A cached block gives way: it is filled from `host` and is another cached block from then on. For a pool that was full
+     * once, which has no free block between two rounds. `evicted` is not told, since whoever asks knows. Only with
+     * SAGE_REPLACE_TRIE: the engine's own index would still name the block. */
+    SAGE_REPLACE = 3
 };
 enum SageMoveStatus {
     SAGE_MOVED = 0,            /* the copy is enqueued on the engine's stream */
     SAGE_NO_SUCH_BLOCK = -1,   /* out of range, not cached, or another one than `unique_id` names */
     SAGE_NO_FREE_BLOCK = -2,   /* a restore takes a free block; it never evicts */
-    SAGE_BAD_MOVE = -3         /* unknown kind, or no host memory */
+    SAGE_BAD_MOVE = -3         /* unknown kind, no host memory, or not from this hook */
 };
 enum SageSequenceStatus {
     SAGE_SEQUENCE_CACHED = 0, /* not in the batch so far, or preempted: holds no blocks for sure */
@@ -79,8 +83,8 @@ typedef struct SageBlockInfo {
 
 typedef struct SageMove {
     int32_t kind;
-    int32_t block_id;   /* offload: which block. restore: set by the engine */
-    uint64_t unique_id; /* offload: as it was told, or 0 for any. restore: set by the engine */
+    int32_t block_id;   /* offload, replace: which block. restore: set by the engine */
+    uint64_t unique_id; /* offload, replace: as it was told, or 0 for any. restore, replace: set by the engine */
     void* host;         /* `block_bytes` bytes, all layers; pinned memory where the copy is to be asynchronous */
     int32_t status;     /* set by the engine: SageMoveStatus */
     int32_t reserved;
@@ -101,7 +105,7 @@ typedef struct SageKvApi {
     /* `out->struct_size` must be set. */
     void (*counts)(void* manager, SageCounts* out);
     /* In order, each with a status of its own; returns how many were moved. Every rank moves its own share of a block, so a
-     * plan must be made on all ranks of a group alike. From `evict`, `evicted` and `reset` nothing can be moved. */
+     * plan must be made on all ranks of a group alike. From `evict`, `evicted`, `released` and `reset` nothing can be moved. */
     int32_t (*migrate)(void* manager, SageMove* moves, int32_t n);
 } SageKvApi;
 

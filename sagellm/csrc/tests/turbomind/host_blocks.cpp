@@ -55,6 +55,12 @@ BlockId HostBlocks::adopt() {
   return id;
 }
 
+void HostBlocks::replace(BlockId id) {
+  if (!is_cached(id)) throw std::logic_error("a block was replaced that was not cached");
+  at(id).unique_id = next_unique_id_++;
+  at(id).timestamp = clock_++;
+}
+
 void HostBlocks::hold(BlockId id) {
   if (at(id).use_count++ == 0 && cached_.erase(id) == 0) throw std::logic_error("a free block was held");
 }

@@ -28,6 +28,8 @@ class HostBlocks {
   std::vector<BlockId> allocate(int count);
   // The lowest free id, cached.
   BlockId adopt();
+  // A cached block becomes another one.
+  void replace(BlockId id);
   void hold(BlockId id);
   void release(BlockId id);
   // Marks as used, the first block as the most recent one: a prefix outlives what follows it.

@@ -224,22 +224,29 @@ int HostEngine::migrate(SageMove* moves, int n) {
 }
 
 void HostEngine::move(SageMove& move) {
-  const std::size_t bytes = blocks_.block_bytes();
-  if (!may_move_ || move.host == nullptr || (move.kind != SAGE_OFFLOAD && move.kind != SAGE_RESTORE)) {
-    move.status = SAGE_BAD_MOVE;
-  } else if (move.kind == SAGE_OFFLOAD) {
+  const bool is_known = move.kind == SAGE_OFFLOAD || move.kind == SAGE_RESTORE ||
+                        (move.kind == SAGE_REPLACE && (hooks_.flags & SAGE_REPLACE_TRIE) != 0);
+  move.status = SAGE_BAD_MOVE;
+  if (!may_move_ || move.host == nullptr || !is_known) return;
+  if (move.kind == SAGE_RESTORE) {
+    move.status = SAGE_NO_FREE_BLOCK;
+    if (blocks_.num_free() == 0) return;
+    move.block_id = blocks_.adopt();
+  } else {
     const bool wanted = blocks_.is_cached(move.block_id) &&
                         (move.unique_id == 0 || blocks_.unique_id(move.block_id) == move.unique_id);
-    if (wanted) std::memcpy(move.host, blocks_.memory(move.block_id), bytes);
-    move.status = wanted ? SAGE_MOVED : SAGE_NO_SUCH_BLOCK;
-  } else if (blocks_.num_free() == 0) {
-    move.status = SAGE_NO_FREE_BLOCK;
-  } else {
-    move.block_id = blocks_.adopt();
-    move.unique_id = blocks_.unique_id(move.block_id);
-    if (fault_ != EngineFault::kEmptyRestore) std::memcpy(blocks_.memory(move.block_id), move.host, bytes);
-    move.status = SAGE_MOVED;
+    move.status = SAGE_NO_SUCH_BLOCK;
+    if (!wanted) return;
+    if (move.kind == SAGE_REPLACE) blocks_.replace(move.block_id);
   }
+  void* const block = blocks_.memory(move.block_id);
+  move.status = SAGE_MOVED;
+  if (move.kind == SAGE_OFFLOAD) {
+    std::memcpy(move.host, block, blocks_.block_bytes());
+    return;
+  }
+  move.unique_id = blocks_.unique_id(move.block_id);
+  if (fault_ != EngineFault::kEmptyRestore) std::memcpy(block, move.host, blocks_.block_bytes());
 }
 
 }  // namespace sage::host

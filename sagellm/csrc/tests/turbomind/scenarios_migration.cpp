@@ -1,5 +1,6 @@
 // Blocks go to host memory and come back, within a generation and after a sleep.
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -24,7 +25,7 @@ class TieredTable : public NaiveTable {
       SageMove move{SAGE_RESTORE, -1, 0, copy->second.data(), SAGE_BAD_MOVE, 0};
       if (manager.api->migrate(manager.manager, &move, 1) != 1) {
         num_refused += move.status == SAGE_NO_FREE_BLOCK;
-        break;
+        if (!replaces || !replace(manager, known, sequence, i, move)) break;
       }
       known.put(sequence.prompt, i, {move.block_id, move.unique_id});
       ++host.num_restored;
@@ -33,13 +34,35 @@ class TieredTable : public NaiveTable {
   }
   int num_restored(int rank) { return host_.at(rank).num_restored; }
   int num_offloaded(int rank) { return static_cast<int>(host_.at(rank).copies.size()); }
-  std::atomic<int> num_refused{0};
+  std::atomic<int> num_refused{0}, num_replaced{0};
+  bool replaces = false;
 
  private:
   struct Host {
     std::map<Tokens, Kv> copies;
     int num_restored = 0;
   };
+  // Has the first cached block give way that is not part of the prefix itself.
+  bool replace(const SageManager& manager, PrefixMap& known, const SageSequence& sequence, int num_blocks, SageMove& move) {
+    const auto found = known.find(sequence.prompt, num_blocks);
+    const auto is_own = [&found](const PrefixMap::Place& place) {
+      return std::find(found.begin(), found.end(), place) != found.end();
+    };
+    for (const auto& [tokens, place] : known.all()) {
+      SageBlockInfo info{};
+      manager.api->block_info(manager.manager, &place.first, 1, &info);
+      if (info.state != SAGE_BLOCK_CACHED || is_own(place)) continue;
+      const PrefixMap::Place gone = place;
+      move.kind = SAGE_REPLACE;
+      move.block_id = gone.first;
+      move.unique_id = gone.second;
+      if (manager.api->migrate(manager.manager, &move, 1) != 1) return false;
+      known.drop(gone);
+      ++num_replaced;
+      return true;
+    }
+    return false;
+  }
   Host& host_of(const SageManager& manager) {
     const std::lock_guard guard(mutex_);
     return host_[manager.rank];
@@ -87,6 +110,23 @@ void offload_and_restore(const Lab& lab) {
   require(table.num_refused > 0, "the pool never filled up");
 }
 
+// A pool that is full for good: what comes back takes the place of another cached block.
+void replace_cached(const Lab& lab) {
+  TieredTable table;
+  table.replaces = true;
+  GroupOptions options;
+  options.engine.num_ranks = 2;
+  options.engine.num_blocks = 24;
+  Group group(lab.engines, options, table.hooks());
+  for (int round = 0; round < 3; ++round) {
+    for (int i = 0; i < 12; ++i) group.submit(text(i, 40), 3);
+    group.drain();
+  }
+  require(table.num_refused > 0, "the pool never filled up");
+  require(table.num_replaced > 50, said("blocks that gave way:", table.num_replaced.load()));
+  require(table.num_restored(0) == table.num_restored(1), "ranks brought back other blocks");
+}
+
 // Asks for every move that is refused, from every hook that is given a manager.
 class Mover : public NaiveTable {
  public:
@@ -121,9 +161,11 @@ class Mover : public NaiveTable {
     if (move.host != asked.host || move.kind != asked.kind) ++num_wrong;
   }
   void refused(const SageManager& manager, BlockId id) {
-    SageMove moves[] = {{SAGE_OFFLOAD, id, 0, host_.data(), 0, 0}, {SAGE_RESTORE, -1, 0, host_.data(), 0, 0}};
-    num_wrong += manager.api->migrate(manager.manager, moves, 2);
-    num_wrong += (moves[0].status == SAGE_MOVED) + (moves[1].status == SAGE_MOVED);
+    SageMove moves[] = {{SAGE_OFFLOAD, id, 0, host_.data(), 0, 0},
+                        {SAGE_RESTORE, -1, 0, host_.data(), 0, 0},
+                        {SAGE_REPLACE, id, 0, host_.data(), 0, 0}};
+    num_wrong += manager.api->migrate(manager.manager, moves, 3);
+    for (const SageMove& move : moves) num_wrong += move.status == SAGE_MOVED;
   }
   void probe(const SageManager& manager) {
     ++num_probed;
@@ -168,7 +210,9 @@ void refused_moves(const Lab& lab) {
 }  // namespace
 
 std::vector<Scenario> migration_scenarios() {
-  return {{"offload-restore", offload_and_restore, RunsWith::kItsOwn}, {"refused-moves", refused_moves, RunsWith::kItsOwn}};
+  return {{"offload-restore", offload_and_restore, RunsWith::kItsOwn},
+          {"replace-cached", replace_cached, RunsWith::kItsOwn},
+          {"refused-moves", refused_moves, RunsWith::kItsOwn}};
 }
 
 }  // namespace sage::host

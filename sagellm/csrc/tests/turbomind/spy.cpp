@@ -156,6 +156,46 @@ void Spy::reset(const SageManager* manager) {
   if (table_.reset != nullptr) table_.reset(table_.ctx, manager);
 }
 
+class Spy::Watched {
+ public:
+  Watched(const SageManager& manager, Rank& rank) : manager_(manager), rank_(rank), seen_(manager) {
+    seen_.manager = this;
+    seen_.api = &api();
+  }
+  const SageManager* get() const { return &seen_; }
+
+ private:
+  static const SageKvApi& api() {
+    static const SageKvApi api{
+        SAGE_HOOKS_ABI, sizeof(SageKvApi),
+        [](void* self, const std::int32_t* ids, std::int32_t n, SageBlockInfo* out) {
+          const SageManager& manager = static_cast<Watched*>(self)->manager_;
+          return manager.api->block_info(manager.manager, ids, n, out);
+        },
+        [](void* self, SageCounts* out) {
+          const SageManager& manager = static_cast<Watched*>(self)->manager_;
+          manager.api->counts(manager.manager, out);
+        },
+        [](void* self, SageMove* moves, std::int32_t n) { return static_cast<Watched*>(self)->migrate(moves, n); }};
+    return api;
+  }
+  std::int32_t migrate(SageMove* moves, std::int32_t n) {
+    std::int32_t moved = 0;
+    for (std::int32_t i = 0; i < n; ++i) {
+      SageBlockInfo before{};
+      manager_.api->block_info(manager_.manager, &moves[i].block_id, 1, &before);
+      moved += manager_.api->migrate(manager_.manager, &moves[i], 1);
+      const bool replaced = moves[i].kind == SAGE_REPLACE && moves[i].status == SAGE_MOVED;
+      if (replaced) rank_.evicted.emplace(before.id, before.unique_id);
+    }
+    return moved;
+  }
+
+  const SageManager& manager_;
+  Rank& rank_;
+  SageManager seen_;
+};
+
 std::int32_t Spy::prefix_lookup(const SageManager* manager, const SageSequence* sequence, std::int32_t max_blocks,
                                 std::int32_t* ids, std::uint64_t* unique_ids) {
   Rank& rank = enter(manager);
@@ -164,7 +204,8 @@ std::int32_t Spy::prefix_lookup(const SageManager* manager, const SageSequence* 
   expect(sequence->cache_len == 0, manager, "a lookup for a sequence that has computed tokens");
   expect(max_blocks >= 0 && max_blocks * options_.block_len < std::max(1, sequence->n_prompt), manager,
          "a lookup that would leave nothing of the prompt to compute");
-  const std::int32_t found = table_.prefix_lookup(table_.ctx, manager, sequence, max_blocks, ids, unique_ids);
+  const std::int32_t found = table_.prefix_lookup(table_.ctx, Watched(*manager, rank).get(), sequence, max_blocks, ids,
+                                                  unique_ids);
   rank.tally.hit_blocks += std::max(0, found);
   if (!strict_ || found <= 0) return found;
   if (found > max_blocks) {
@@ -205,7 +246,7 @@ void Spy::prefix_store(const SageManager* manager, SeqId seq_id, std::int32_t ki
     expect(holds(*rank.engine, ids, options_.block_len, kv, n), manager, "blocks were stored that hold something else");
   }
   if (table_.prefix_store != nullptr) {
-    table_.prefix_store(table_.ctx, manager, seq_id, kind, tokens, ids, unique_ids, n_blocks);
+    table_.prefix_store(table_.ctx, Watched(*manager, rank).get(), seq_id, kind, tokens, ids, unique_ids, n_blocks);
   }
 }
 

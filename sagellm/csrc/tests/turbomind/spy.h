@@ -36,7 +36,7 @@ class Spy {
   void attach(int rank, Engine* engine);
   const Tally& tally(int rank) const { return at(rank).tally; }
   std::uint64_t epoch(int rank) const { return at(rank).epoch; }
-  // After a step: blocks that are another one now were told to be evicted.
+  // After a step: blocks that are another one now were told to be evicted, or gave way as the table asked.
   void check_step(int rank, const std::vector<SageBlockInfo>& blocks);
 
  private:
@@ -50,6 +50,8 @@ class Spy {
     std::set<std::pair<BlockId, UniqueId>> evicted;  // in this step
     Tally tally;
   };
+  // The manager as the table gets it where it may move blocks: what gave way to another block is noted.
+  class Watched;
   Rank& at(int rank) { return ranks_.at(static_cast<std::size_t>(rank)); }
   const Rank& at(int rank) const { return ranks_.at(static_cast<std::size_t>(rank)); }
   Rank& enter(const SageManager* manager, bool own_thread = true);
