@@ -3,6 +3,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace sage {
 
@@ -31,14 +32,15 @@ void BlockCache::lookup(const std::int32_t* tokens, std::size_t num_tokens, std:
 }
 
 std::size_t BlockCache::store(const std::int32_t* tokens, const std::int32_t* ids, const std::uint64_t* unique_ids,
-                              std::size_t n) {
+                              std::size_t n, std::vector<std::int32_t>& path) {
   check_ids(ids, n);
   // A block that was given out again without a word of its eviction: what it held is gone.
   for (std::size_t i = 0; i < n; ++i) {
     if (unique_of(ids[i]) != 0 && !is_indexed(ids[i], unique_ids[i])) forget(ids + i, 1);
   }
-  const Entry entry = index_.insert({}, tokens, n * index_.block_size(), ids, n);
+  Entry entry = index_.insert({}, tokens, n * index_.block_size(), ids, n);
   for (std::size_t i = n - entry.num_new_blocks; i < n; ++i) unique_of(ids[i]) = unique_ids[i];
+  path = std::move(entry.path.blocks);
   return entry.num_new_blocks;
 }
 

@@ -19,8 +19,10 @@ class BlockCache {
   // The longest cached beginning of `tokens`; both vectors are overwritten.
   void lookup(const std::int32_t* tokens, std::size_t num_tokens, std::vector<std::int32_t>& ids,
               std::vector<std::uint64_t>& unique_ids);
-  // Returns how many of the blocks are in the index only now. Those that hold what others hold already stay out of it.
-  std::size_t store(const std::int32_t* tokens, const std::int32_t* ids, const std::uint64_t* unique_ids, std::size_t n);
+  // Returns how many of the blocks are in the index only now. Those that hold what others hold already stay out of it; `path`
+  // is overwritten with the blocks that the index has for the tokens.
+  std::size_t store(const std::int32_t* tokens, const std::int32_t* ids, const std::uint64_t* unique_ids, std::size_t n,
+                    std::vector<std::int32_t>& path);
   // A sequence gave up these blocks; `ended`: for good.
   void released(const std::int32_t* ids, const std::uint64_t* unique_ids, std::size_t n, bool ended);
   // These are free from now on.

@@ -285,9 +285,10 @@ void HookTable::Impl::store(const SageManager& manager, std::uint64_t seq_id, st
   std::lock_guard hold(replicas->mutex);
   replicas->answer(manager.rank, Call::kStore, digest(manager.epoch, seq_id, bits(kind), bits(n)), [&](Answer&) {
     if (kind == SAGE_STORE_GENERATION) replicas->ended = seq_id;
-    const std::size_t added = replicas->cache.store(tokens, ids, unique_ids, static_cast<std::size_t>(n));
+    thread_local std::vector<std::int32_t> path;
+    const std::size_t added = replicas->cache.store(tokens, ids, unique_ids, static_cast<std::size_t>(n), path);
     stored.fetch_add(added, std::memory_order_relaxed);
-    if (advisor != nullptr && added > 0) advisor->stored(manager, seq_id, kind, tokens, ids, n);
+    if (advisor != nullptr && added > 0) advisor->stored(manager, seq_id, kind, tokens, path.data(), n);
   });
 }
 

@@ -32,6 +32,7 @@ class Advisor {
   virtual void evicted(const SageManager&, const std::int32_t* /*ids*/, std::int32_t /*n*/) noexcept {}
   // The blocks of the sequence are those that were found.
   virtual void matched(const SageManager&, const SageSequence&, std::int32_t /*num_blocks*/) noexcept {}
+  // `ids`: the blocks that the index has for the tokens; the first of them may be another sequence's.
   virtual void stored(const SageManager&, std::uint64_t /*seq_id*/, std::int32_t /*kind*/, const std::int32_t* /*tokens*/,
                       const std::int32_t* /*ids*/, std::int32_t /*num_blocks*/) noexcept {}
   virtual void step_end(const SageStepResult&) noexcept {}
