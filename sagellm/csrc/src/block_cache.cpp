@@ -1,5 +1,6 @@
 #include "block_cache.h"
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -13,7 +14,7 @@ constexpr std::uint64_t kAnyAge = std::numeric_limits<std::uint64_t>::max();
 
 }  // namespace
 
-BlockCache::BlockCache(std::size_t block_len, std::size_t max_blocks) : index_(block_len), unique_ids_(max_blocks), chosen_in_(max_blocks) {}
+BlockCache::BlockCache(std::size_t block_len, std::size_t max_blocks) : index_(block_len), unique_ids_(max_blocks), queued_(max_blocks), queue_limit_(2 * max_blocks) {}
 
 void BlockCache::check_ids(const std::int32_t* ids, std::size_t n) const {
   for (std::size_t i = 0; i < n; ++i) {
@@ -46,10 +47,21 @@ std::size_t BlockCache::store(const std::int32_t* tokens, const std::int32_t* id
 
 void BlockCache::released(const std::int32_t* ids, const std::uint64_t* unique_ids, std::size_t n, bool ended) {
   check_ids(ids, n);
-  const std::uint64_t now = index_.clock();
   for (std::size_t i = 0; i < n; ++i) {
-    if (!is_indexed(ids[i], unique_ids[i])) (ended ? garbage_ : waiting_).push_back({ids[i], unique_ids[i], now});
+    if (!is_indexed(ids[i], unique_ids[i])) enqueue(ended ? garbage_ : waiting_, ids[i], unique_ids[i]);
   }
+}
+
+// Where others choose the victims nobody takes entries from the queues; void ones must not pile up.
+void BlockCache::enqueue(std::deque<Orphan>& queue, std::int32_t id, std::uint64_t unique_id) {
+  const Orphan orphan{id, unique_id, index_.clock()};
+  if (&queue == &waiting_ && is_queued(orphan)) return;
+  queued_[static_cast<std::size_t>(id)] = unique_id;
+  queue.push_back(orphan);
+  if (garbage_.size() + waiting_.size() <= queue_limit_) return;
+  const auto is_void = [&](const Orphan& each) { return !is_queued(each); };
+  for (auto* each : {&garbage_, &waiting_}) each->erase(std::remove_if(each->begin(), each->end(), is_void), each->end());
+  queue_limit_ = 2 * std::max(unique_ids_.size(), garbage_.size() + waiting_.size());
 }
 
 void BlockCache::evicted(const std::int32_t* ids, std::size_t n) {
@@ -57,6 +69,7 @@ void BlockCache::evicted(const std::int32_t* ids, std::size_t n) {
   std::vector<std::int32_t> indexed;
   for (std::size_t i = 0; i < n; ++i) {
     if (unique_of(ids[i]) != 0) indexed.push_back(ids[i]);
+    queued_[static_cast<std::size_t>(ids[i])] = 0;
   }
   if (!indexed.empty()) forget(indexed.data(), indexed.size());
 }
@@ -65,10 +78,9 @@ void BlockCache::evicted(const std::int32_t* ids, std::size_t n) {
 void BlockCache::forget(const std::int32_t* ids, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) unique_of(ids[i]) = 0;
   const Removal removed = index_.invalidate_blocks(ids, n, Tier::kGpu);
-  const std::uint64_t now = index_.clock();
   for (const std::int32_t id : removed.blocks) {
     if (unique_of(id) == 0) continue;
-    garbage_.push_back({id, unique_of(id), now});
+    enqueue(garbage_, id, unique_of(id));
     unique_of(id) = 0;
   }
 }
@@ -76,17 +88,13 @@ void BlockCache::forget(const std::int32_t* ids, std::size_t n) {
 void BlockCache::choose_victims(std::size_t count, const std::function<bool(std::int32_t, std::uint64_t)>& cached,
                                 std::vector<std::int32_t>& victims) {
   victims.clear();
-  ++turn_;
-  const auto take = [&](std::int32_t id) {
-    victims.push_back(id);
-    chosen_in_[static_cast<std::size_t>(id)] = turn_;
-  };
-  // Who waits in a queue may be held again by now, given out again, in the index, or twice in the queues.
+  // What waits in a queue may be held again by now, given out again, or in the index.
   const auto consider = [&](std::deque<Orphan>& queue) {
     const Orphan orphan = queue.front();
     queue.pop_front();
-    const bool chosen = chosen_in_[static_cast<std::size_t>(orphan.id)] == turn_;
-    if (!chosen && !is_indexed(orphan.id, orphan.unique_id) && cached(orphan.id, orphan.unique_id)) take(orphan.id);
+    if (!is_queued(orphan)) return;
+    queued_[static_cast<std::size_t>(orphan.id)] = 0;
+    if (!is_indexed(orphan.id, orphan.unique_id) && cached(orphan.id, orphan.unique_id)) victims.push_back(orphan.id);
   };
   while (victims.size() < count && !garbage_.empty()) consider(garbage_);
   while (victims.size() < count) {
@@ -94,8 +102,8 @@ void BlockCache::choose_victims(std::size_t count, const std::function<bool(std:
     if (index_.oldest_stamp(Tier::kGpu) <= waited) {
       const auto idle = [&](std::int32_t id) { return cached(id, unique_of(id)); };
       for (const std::int32_t id : index_.evict_idle(count - victims.size(), Tier::kGpu, idle, waited).blocks) {
-        unique_of(id) = 0;
-        take(id);
+        unique_of(id) = queued_[static_cast<std::size_t>(id)] = 0;
+        victims.push_back(id);
       }
     }
     // What the index still has is younger than the first of those that wait, or in use.

@@ -34,6 +34,7 @@ class BlockCache {
                       std::vector<std::int32_t>& victims);
 
   std::size_t num_indexed() const { return index_.num_blocks(Tier::kGpu); }
+  std::size_t num_queued() const { return garbage_.size() + waiting_.size(); }
   Metrics metrics() const { return index_.metrics(); }
   // Throws std::logic_error if index and unique ids do not agree. O(everything).
   void check() const;
@@ -50,14 +51,16 @@ class BlockCache {
   bool is_indexed(std::int32_t id, std::uint64_t unique_id) const { return unique_of(id) == unique_id; }
   std::uint64_t& unique_of(std::int32_t id) { return unique_ids_[static_cast<std::size_t>(id)]; }
   std::uint64_t unique_of(std::int32_t id) const { return unique_ids_[static_cast<std::size_t>(id)]; }
+  bool is_queued(const Orphan& orphan) const { return queued_[static_cast<std::size_t>(orphan.id)] == orphan.unique_id; }
+  void enqueue(std::deque<Orphan>& queue, std::int32_t id, std::uint64_t unique_id);
   void check_ids(const std::int32_t* ids, std::size_t n) const;
   void forget(const std::int32_t* ids, std::size_t n);
 
   PrefixIndex index_;
   std::vector<std::uint64_t> unique_ids_;  // by block id, of those in the index; else 0
   std::deque<Orphan> garbage_, waiting_;   // of ended sequences, of others; oldest first
-  std::vector<std::uint32_t> chosen_in_;   // by block id: the turn in which it was chosen
-  std::uint32_t turn_ = 0;
+  std::vector<std::uint64_t> queued_;      // by block id: as what it waits in a queue, else 0; other entries are void
+  std::size_t queue_limit_;                // entries of both queues after which void ones are cleared away
   Match match_;
 };
 

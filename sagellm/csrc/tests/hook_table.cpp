@@ -83,6 +83,14 @@ void what_a_preempted_sequence_holds_ages() {
   EXPECT(cache.victims(4) == Ids({0, 21, 1}));
 }
 
+void what_was_queued_and_stored_since_goes_once() {
+  Cache cache;
+  cache.release({3}, false);
+  cache.store({1, 1}, {3});  // it came back, and was preempted again
+  cache.release({3}, false);
+  EXPECT(cache.victims(4) == Ids({3}));
+}
+
 void blocks_in_use_are_no_victims() {
   Cache cache;
   cache.store({1, 1, 2, 2, 3, 3}, {0, 1, 2});
@@ -106,6 +114,18 @@ void what_continues_an_evicted_block_is_of_no_use() {
   cache.blocks.evicted(middle.data(), 1);  // by someone else's choice
   EXPECT(cache.lookup({1, 1, 2, 2, 3, 3}) == Ids({0}));
   EXPECT(cache.victims(1) == Ids({2}));
+}
+
+void queues_stay_small_whoever_chooses() {
+  Cache cache(8);
+  for (std::uint64_t turn = 0; turn < 10'000; ++turn) {
+    const Ids id{static_cast<std::int32_t>(turn % 8)};
+    const UniqueIds unique_id{1000 + turn};
+    cache.blocks.released(id.data(), unique_id.data(), 1, turn % 3 != 0);
+    cache.blocks.released(id.data(), unique_id.data(), 1, false);
+    cache.blocks.evicted(id.data(), 1);
+    EXPECT(cache.blocks.num_queued() <= 32);
+  }
 }
 
 void an_id_that_comes_back_unannounced_is_another_block() {
@@ -271,8 +291,10 @@ void nonsense_costs_nothing_but_its_answer() {
 int main() {
   remains_of_ended_sequences_go_first();
   what_a_preempted_sequence_holds_ages();
+  what_was_queued_and_stored_since_goes_once();
   blocks_in_use_are_no_victims();
   what_continues_an_evicted_block_is_of_no_use();
+  queues_stay_small_whoever_chooses();
   an_id_that_comes_back_unannounced_is_another_block();
   ranks_get_one_answer();
   a_rank_that_goes_its_own_way_is_noticed();
