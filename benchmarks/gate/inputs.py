@@ -3,6 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
+from benchmarks.config import BenchmarkConfig
 from benchmarks.errors import BenchmarkError
 from benchmarks.gate.base import Rule
 from benchmarks.result import Result, Run
@@ -145,8 +146,14 @@ def _describe(machine: dict[str, Any]) -> str:
     return f"{machine['processor']}, {machine['cores']} cores"
 
 
+def _with_new_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """A setting that came after the result was made acted as its default does."""
+    new = {name: field for name, field in BenchmarkConfig.model_fields.items() if name not in config and not field.is_required()}
+    return config | {name: field.get_default(call_default_factory=True) for name, field in new.items()}
+
+
 def _same_config(baseline: Result, current: Result) -> None:
-    older, newer = baseline.config, current.config
+    older, newer = _with_new_settings(baseline.config), _with_new_settings(current.config)
     keys = sorted((set(older) | set(newer)) - MAY_DIFFER)
     different = [key for key in keys if older.get(key) != newer.get(key)]
     if different:

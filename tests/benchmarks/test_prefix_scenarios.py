@@ -79,8 +79,8 @@ def test_a_reader_that_misses_ends_the_measurement():
 
 
 def test_what_cannot_be_measured_is_refused():
-    with pytest.raises(ValueError, match="num_lookups is 3; allowed are 4"):
-        prefix_index.run(1, block_size=16, num_sequences=10, num_lookups=3)
+    with pytest.raises(ValueError, match="num_lookups is 0; allowed are 1"):
+        prefix_index.run(1, block_size=16, num_sequences=10, num_lookups=0)
     with pytest.raises(ValueError, match="allowed are 1 and more"):
         prefix_eviction.run(1, num_leaves=0, count=64, block_size=16)
     with pytest.raises(ValueError, match="num_tokens is 15; allowed are 16"):

@@ -114,6 +114,7 @@ def test_only_the_noise_of_leaving_clients_is_dropped(text, kept):
 class FakeLMDeploy:
     """A model of 1100 rows with a tokenizer that knows 1000 tokens, of which the longest has four letters."""
 
+    backend = "pytorch"
     engine = SimpleNamespace(model_config=SimpleNamespace(vocab_size=1100))
     backend_config = SimpleNamespace(num_gpu_blocks=0, block_size=64)
     session_len = 100_000
