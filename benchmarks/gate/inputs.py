@@ -148,8 +148,9 @@ def _describe(machine: dict[str, Any]) -> str:
 
 def _with_new_settings(config: dict[str, Any]) -> dict[str, Any]:
     """A setting that came after the result was made acted as its default does."""
-    new = {name: field for name, field in BenchmarkConfig.model_fields.items() if name not in config and not field.is_required()}
-    return config | {name: field.get_default(call_default_factory=True) for name, field in new.items()}
+    fields = BenchmarkConfig.model_fields.items()
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields if not field.is_required()}
+    return defaults | config
 
 
 def _same_config(baseline: Result, current: Result) -> None:

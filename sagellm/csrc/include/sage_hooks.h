@@ -197,7 +197,8 @@ typedef struct SageHooks {
     int32_t (*prefix_lookup)(void* ctx, const SageManager* manager, const SageSequence* sequence, int32_t max_blocks,
                              int32_t* ids, uint64_t* unique_ids);
     /* The first n_blocks blocks of a sequence are computed; `tokens` are the n_blocks * block_len tokens that they hold.
-     * Told after each pass that computed prompt tokens, and once at the end with what was generated. */
+     * Told after each pass that computed prompt tokens, and once at the end of a sequence that holds blocks, with what was
+     * generated; then n_blocks may be 0: nothing of it is to be shared. */
     void (*prefix_store)(void* ctx, const SageManager* manager, uint64_t seq_id, int32_t kind, const int32_t* tokens,
                          const int32_t* ids, const uint64_t* unique_ids, int32_t n_blocks);
 

@@ -34,6 +34,8 @@ void BlockCache::lookup(const std::int32_t* tokens, std::size_t num_tokens, std:
 
 std::size_t BlockCache::store(const std::int32_t* tokens, const std::int32_t* ids, const std::uint64_t* unique_ids,
                               std::size_t n, std::vector<std::int32_t>& path) {
+  path.clear();
+  if (n == 0) return 0;
   check_ids(ids, n);
   // A block that was given out again without a word of its eviction: what it held is gone.
   for (std::size_t i = 0; i < n; ++i) {
@@ -47,9 +49,17 @@ std::size_t BlockCache::store(const std::int32_t* tokens, const std::int32_t* id
 
 void BlockCache::released(const std::int32_t* ids, const std::uint64_t* unique_ids, std::size_t n, bool ended) {
   check_ids(ids, n);
-  for (std::size_t i = 0; i < n; ++i) {
-    if (!is_indexed(ids[i], unique_ids[i])) enqueue(ended ? garbage_ : waiting_, ids[i], unique_ids[i]);
+  // The last ones first: a sequence that comes back goes on from the first block that it lost.
+  std::int32_t last_indexed = -1;
+  for (std::size_t i = n; i-- > 0;) {
+    if (!is_indexed(ids[i], unique_ids[i])) {
+      enqueue(ended ? garbage_ : waiting_, ids[i], unique_ids[i]);
+    } else if (last_indexed < 0) {
+      last_indexed = ids[i];
+    }
   }
+  // It was in use until now, not only at its last lookup. The end of a sequence was stored a moment ago.
+  if (!ended && last_indexed >= 0) index_.touch(last_indexed);
 }
 
 // Where others choose the victims nobody takes entries from the queues; void ones must not pile up.
@@ -64,25 +74,28 @@ void BlockCache::enqueue(std::deque<Orphan>& queue, std::int32_t id, std::uint64
   queue_limit_ = 2 * std::max(unique_ids_.size(), garbage_.size() + waiting_.size());
 }
 
-void BlockCache::evicted(const std::int32_t* ids, std::size_t n) {
+std::vector<std::int32_t> BlockCache::evicted(const std::int32_t* ids, std::size_t n) {
   check_ids(ids, n);
   std::vector<std::int32_t> indexed;
   for (std::size_t i = 0; i < n; ++i) {
     if (unique_of(ids[i]) != 0) indexed.push_back(ids[i]);
     queued_[static_cast<std::size_t>(ids[i])] = 0;
   }
-  if (!indexed.empty()) forget(indexed.data(), indexed.size());
+  return indexed.empty() ? indexed : forget(indexed.data(), indexed.size());
 }
 
-// Takes blocks out of the index, and with them all that continues them: still cached, and no more to be found.
-void BlockCache::forget(const std::int32_t* ids, std::size_t n) {
+// Takes blocks out of the index, and with them all that continues them, which is returned.
+std::vector<std::int32_t> BlockCache::forget(const std::int32_t* ids, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) unique_of(ids[i]) = 0;
   const Removal removed = index_.invalidate_blocks(ids, n, Tier::kGpu);
+  std::vector<std::int32_t> continued;
   for (const std::int32_t id : removed.blocks) {
     if (unique_of(id) == 0) continue;
     enqueue(garbage_, id, unique_of(id));
     unique_of(id) = 0;
+    continued.push_back(id);
   }
+  return continued;
 }
 
 void BlockCache::choose_victims(std::size_t count, const std::function<bool(std::int32_t, std::uint64_t)>& cached,

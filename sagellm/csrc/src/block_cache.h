@@ -25,8 +25,8 @@ class BlockCache {
                     std::vector<std::int32_t>& path);
   // A sequence gave up these blocks; `ended`: for good.
   void released(const std::int32_t* ids, const std::uint64_t* unique_ids, std::size_t n, bool ended);
-  // These are free from now on.
-  void evicted(const std::int32_t* ids, std::size_t n);
+  // These are free from now on. Returns the blocks that continued them: still cached, and no more to be found.
+  std::vector<std::int32_t> evicted(const std::int32_t* ids, std::size_t n);
 
   // Up to `count` blocks for which `cached(id, unique_id)`, each once; they leave the index. The remains of ended sequences
   // first, then whatever was not used for longest, ends of prefixes before their beginnings. `victims` is overwritten.
@@ -54,7 +54,7 @@ class BlockCache {
   bool is_queued(const Orphan& orphan) const { return queued_[static_cast<std::size_t>(orphan.id)] == orphan.unique_id; }
   void enqueue(std::deque<Orphan>& queue, std::int32_t id, std::uint64_t unique_id);
   void check_ids(const std::int32_t* ids, std::size_t n) const;
-  void forget(const std::int32_t* ids, std::size_t n);
+  std::vector<std::int32_t> forget(const std::int32_t* ids, std::size_t n);
 
   PrefixIndex index_;
   std::vector<std::uint64_t> unique_ids_;  // by block id, of those in the index; else 0

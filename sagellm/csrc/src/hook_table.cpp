@@ -30,6 +30,8 @@ struct HookTable::Impl {
   Impl(const HookTableOptions& given, std::shared_ptr<Advisor> own_advisor);
 
   std::shared_ptr<Replicas> replicas_of(const SageManager& manager);
+  std::shared_ptr<Replicas> make_replicas(const SageManager& manager) const;
+  void choose(Replicas& replicas, const SageManager& manager, std::size_t count, std::vector<std::int32_t>& chosen) const;
   void forget(const SageManager& manager);
 
   std::int32_t evict(const SageManager& manager, const std::int32_t* cached, std::int32_t n, std::int32_t count,
@@ -166,6 +168,17 @@ HookTable::Impl::Impl(const HookTableOptions& given, std::shared_ptr<Advisor> ow
 
 // ---- whose index it is
 
+std::shared_ptr<Replicas> HookTable::Impl::make_replicas(const SageManager& manager) const {
+  auto replicas = std::make_shared<Replicas>(manager.n_ranks);
+  if (options.prefix) {
+    SageCounts counts{};
+    counts.struct_size = sizeof counts;
+    manager.api->counts(manager.manager, &counts);
+    replicas->cache.emplace(static_cast<std::size_t>(manager.block_len), static_cast<std::size_t>(counts.max_blocks));
+  }
+  return replicas;
+}
+
 std::shared_ptr<Replicas> HookTable::Impl::replicas_of(const SageManager& manager) {
   struct Last {
     const Impl* of = nullptr;
@@ -177,15 +190,9 @@ std::shared_ptr<Replicas> HookTable::Impl::replicas_of(const SageManager& manage
   const Key key(manager.engine, manager.group, manager.generation);
   if (last.of != this || last.key != key || last.version != version.load(std::memory_order_acquire)) {
     std::lock_guard hold(registry);
-    std::shared_ptr<Replicas>& found = alive[key];
-    if (found == nullptr) {
-      SageCounts counts{};
-      counts.struct_size = sizeof counts;
-      manager.api->counts(manager.manager, &counts);
-      found = std::make_shared<Replicas>(static_cast<std::size_t>(manager.block_len),
-                                         static_cast<std::size_t>(counts.max_blocks), manager.n_ranks);
-    }
-    last = Last{this, version.load(std::memory_order_relaxed), key, found};
+    auto found = alive.find(key);
+    if (found == alive.end()) found = alive.emplace(key, make_replicas(manager)).first;
+    last = Last{this, version.load(std::memory_order_relaxed), key, found->second};
   }
   if (manager.n_ranks != last.replicas->num_ranks() || manager.rank < 0 || manager.rank >= manager.n_ranks) {
     throw Error(ErrorKind::kArgument, "ranks of one group disagree on their number");
@@ -201,6 +208,7 @@ void HookTable::Impl::forget(const SageManager& manager) {
   std::lock_guard inner(replicas->mutex);
   if (!replicas->reset()) return;
   add(*replicas, gone);
+  if (advisor != nullptr) advisor->reset(manager);
   alive.erase(found);
   version.fetch_add(1, std::memory_order_release);
 }
@@ -213,20 +221,29 @@ std::int32_t HookTable::Impl::evict(const SageManager& manager, const std::int32
   std::lock_guard hold(replicas->mutex);
   const Answer& answer =
       replicas->answer(manager.rank, Call::kEvict, digest(manager.epoch, bits(n), bits(count)), [&](Answer& out) {
-        if (advisor != nullptr && advisor->select_victims(manager, cached, n, count, out.ids)) {
-          out.ids.resize(std::min(out.ids.size(), static_cast<std::size_t>(count)));
-        } else {
-          const auto is_cached = [&](std::int32_t id, std::uint64_t unique_id) {
-            SageBlockInfo info;
-            manager.api->block_info(manager.manager, &id, 1, &info);
-            return info.state == SAGE_BLOCK_CACHED && info.unique_id == unique_id;
-          };
-          replicas->cache.choose_victims(static_cast<std::size_t>(count), is_cached, out.ids);
-        }
+        if (advisor == nullptr || !advisor->select_victims(manager, cached, n, count, out.ids)) out.ids.clear();
+        out.ids.resize(std::min(out.ids.size(), static_cast<std::size_t>(count)));
+        if (replicas->cache) choose(*replicas, manager, static_cast<std::size_t>(count), out.ids);
         out.count = static_cast<std::int32_t>(out.ids.size());
       });
   std::copy(answer.ids.begin(), answer.ids.end(), victims);
   return answer.count;
+}
+
+// Fills up to `count` what is chosen already.
+void HookTable::Impl::choose(Replicas& replicas, const SageManager& manager, std::size_t count,
+                             std::vector<std::int32_t>& chosen) const {
+  if (chosen.size() >= count) return;
+  std::vector<std::int32_t> before(chosen), others;
+  std::sort(before.begin(), before.end());
+  const auto is_victim = [&](std::int32_t id, std::uint64_t unique_id) {
+    if (std::binary_search(before.begin(), before.end(), id)) return false;
+    SageBlockInfo info;
+    manager.api->block_info(manager.manager, &id, 1, &info);
+    return info.state == SAGE_BLOCK_CACHED && info.unique_id == unique_id;
+  };
+  replicas.cache->choose_victims(count - chosen.size(), is_victim, others);
+  chosen.insert(chosen.end(), others.begin(), others.end());
 }
 
 void HookTable::Impl::evicted(const SageManager& manager, const std::int32_t* ids, const std::uint64_t* unique_ids,
@@ -237,7 +254,9 @@ void HookTable::Impl::evicted(const SageManager& manager, const std::int32_t* id
   replicas->answer(manager.rank, Call::kEvicted, digest(manager.epoch, bits(n), first), [&](Answer&) {
     evicted_blocks.fetch_add(bits(n), std::memory_order_relaxed);
     if (advisor != nullptr) advisor->evicted(manager, ids, n);
-    replicas->cache.evicted(ids, static_cast<std::size_t>(n));
+    if (!replicas->cache) return;
+    const std::vector<std::int32_t> lost = replicas->cache->evicted(ids, static_cast<std::size_t>(n));
+    if (advisor != nullptr && !lost.empty()) advisor->lost(manager, lost.data(), lost.size());
   });
 }
 
@@ -249,7 +268,7 @@ void HookTable::Impl::released(const SageManager& manager, std::uint64_t seq_id,
   replicas->answer(manager.rank, Call::kReleased, digest(manager.epoch, seq_id, bits(n)), [&](Answer&) {
     const bool ended = replicas->ended == seq_id;
     if (ended) replicas->ended.reset();
-    replicas->cache.released(ids, unique_ids, static_cast<std::size_t>(n), ended);
+    replicas->cache->released(ids, unique_ids, static_cast<std::size_t>(n), ended);
   });
 }
 
@@ -264,9 +283,10 @@ std::int32_t HookTable::Impl::lookup(const SageManager& manager, const SageSeque
       manager.rank, Call::kLookup, digest(manager.epoch, sequence.seq_id, bits(sequence.n_prompt), bits(max_blocks)),
       [&](Answer& out) {
         const auto most = static_cast<std::size_t>(max_blocks) * static_cast<std::size_t>(manager.block_len);
-        replicas->cache.lookup(sequence.prompt, std::min(most, static_cast<std::size_t>(sequence.n_prompt)), out.ids,
+        replicas->cache->lookup(sequence.prompt, std::min(most, static_cast<std::size_t>(sequence.n_prompt)), out.ids,
                                out.unique_ids);
         out.count = static_cast<std::int32_t>(out.ids.size());
+        replicas->count_lookup(sequence, out.count * manager.block_len);
         if (advisor == nullptr) return;
         SageSequence found = sequence;
         found.blocks = out.ids.data();
@@ -286,7 +306,7 @@ void HookTable::Impl::store(const SageManager& manager, std::uint64_t seq_id, st
   replicas->answer(manager.rank, Call::kStore, digest(manager.epoch, seq_id, bits(kind), bits(n)), [&](Answer&) {
     if (kind == SAGE_STORE_GENERATION) replicas->ended = seq_id;
     thread_local std::vector<std::int32_t> path;
-    const std::size_t added = replicas->cache.store(tokens, ids, unique_ids, static_cast<std::size_t>(n), path);
+    const std::size_t added = replicas->cache->store(tokens, ids, unique_ids, static_cast<std::size_t>(n), path);
     stored.fetch_add(added, std::memory_order_relaxed);
     if (advisor != nullptr && added > 0) advisor->stored(manager, seq_id, kind, tokens, path.data(), n);
   });
@@ -295,14 +315,14 @@ void HookTable::Impl::store(const SageManager& manager, std::uint64_t seq_id, st
 // ---- the rest
 
 void HookTable::Impl::add(const Replicas& replicas, HookTableStats& stats) const {
-  const Metrics metrics = replicas.cache.metrics();
-  stats.lookups += metrics.lookups;
-  stats.hits += metrics.hits;
-  stats.query_tokens += metrics.query_tokens;
-  stats.hit_tokens += metrics.matched_tokens;
-  stats.decisions += replicas.counts.decisions;
-  stats.replays += replicas.counts.replays;
-  stats.divergences += replicas.counts.divergences;
+  const ReplicaCounts& counts = replicas.counts;
+  stats.lookups += counts.lookups;
+  stats.hits += counts.hits;
+  stats.query_tokens += counts.query_tokens;
+  stats.hit_tokens += counts.hit_tokens;
+  stats.decisions += counts.decisions;
+  stats.replays += counts.replays;
+  stats.divergences += counts.divergences;
 }
 
 HookTable::HookTable(const HookTableOptions& options, std::shared_ptr<Advisor> advisor)
@@ -320,14 +340,20 @@ HookTable& HookTable::make(const HookTableOptions& options, std::shared_ptr<Advi
 const SageHooks* HookTable::hooks() const noexcept { return &impl_->hooks; }
 
 HookTableStats HookTable::stats() const {
-  std::lock_guard hold(impl_->registry);
-  HookTableStats stats = impl_->gone;
-  for (const auto& [key, replicas] : impl_->alive) {
+  HookTableStats stats;
+  std::vector<std::shared_ptr<Replicas>> alive;
+  {
+    std::lock_guard hold(impl_->registry);
+    stats = impl_->gone;
+    for (const auto& [key, replicas] : impl_->alive) alive.push_back(replicas);
+  }
+  // One by one: a rank that waits for a plug-in holds its replicas' mutex, and nobody else's call may wait for that.
+  for (const auto& replicas : alive) {
     std::lock_guard inner(replicas->mutex);
     impl_->add(*replicas, stats);
-    stats.cached_blocks += replicas->cache.num_indexed();
+    if (replicas->cache) stats.cached_blocks += replicas->cache->num_indexed();
   }
-  stats.replicas = impl_->alive.size();
+  stats.replicas = alive.size();
   stats.stored_blocks = impl_->stored.load(std::memory_order_relaxed);
   stats.evicted_blocks = impl_->evicted_blocks.load(std::memory_order_relaxed);
   stats.refused = impl_->refused.load(std::memory_order_relaxed);

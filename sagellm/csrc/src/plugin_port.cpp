@@ -325,6 +325,14 @@ void PluginPort::evicted(const SageManager& manager, const std::int32_t* ids, st
   });
 }
 
+void PluginPort::lost(const SageManager& manager, const std::int32_t* ids, std::size_t n) noexcept {
+  quietly([&] { return blocks_.evicted(manager, ids, static_cast<std::int32_t>(n)), true; });
+}
+
+void PluginPort::reset(const SageManager& manager) noexcept {
+  quietly([&] { return blocks_.forget(manager), true; });
+}
+
 void PluginPort::matched(const SageManager& manager, const SageSequence& sequence, std::int32_t num_blocks) noexcept {
   if (!is_open(kTellMatched)) return;
   quietly([&] {

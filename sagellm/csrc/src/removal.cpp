@@ -163,6 +163,13 @@ Removal PrefixIndex::evict_idle(std::size_t num_blocks, Tier tier, const std::fu
   return out;
 }
 
+void PrefixIndex::touch(BlockId id, Tier tier) {
+  std::lock_guard structure(tree_);
+  if (!is_used(tier, id)) return;
+  learn_owners();
+  touch_path(owner(tier, id));
+}
+
 std::vector<BlockId> PrefixIndex::select_lru(std::size_t num_blocks, Tier tier) const {
   std::lock_guard structure(tree_);
   std::vector<BlockId> out;

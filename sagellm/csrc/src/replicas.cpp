@@ -4,8 +4,13 @@
 
 namespace sage {
 
-Replicas::Replicas(std::size_t block_len, std::size_t max_blocks, std::int32_t num_ranks)
-    : cache(block_len, max_blocks), num_ranks_(num_ranks), next_(static_cast<std::size_t>(num_ranks)) {}
+namespace {
+
+constexpr std::size_t kMaxSeen = 65536;
+
+}  // namespace
+
+Replicas::Replicas(std::int32_t num_ranks) : num_ranks_(num_ranks), next_(static_cast<std::size_t>(num_ranks)) {}
 
 void Replicas::clear(Answer& answer) {
   answer.count = 0;
@@ -15,8 +20,10 @@ void Replicas::clear(Answer& answer) {
 
 // Null for the first rank to make this call.
 const Answer* Replicas::replay(std::int32_t rank, Call call, std::uint64_t digest) {
-  const std::uint64_t number = next_[static_cast<std::size_t>(rank)]++;
+  std::uint64_t& next = next_[static_cast<std::size_t>(rank)];
+  const std::uint64_t number = next;
   if (number == first_ + log_.size()) return nullptr;
+  ++next;
   Entry& entry = log_[static_cast<std::size_t>(number - first_)];
   const bool same = entry.call == call && entry.digest == digest;
   ++(same ? counts.replays : counts.divergences);
@@ -30,6 +37,20 @@ const Answer* Replicas::replay(std::int32_t rank, Call call, std::uint64_t diges
     scratch_ = entry.answer;
   }
   return &scratch_;
+}
+
+void Replicas::count_lookup(const SageSequence& sequence, std::int32_t num_matched) {
+  bool is_first = false;
+  if (num_matched > 0) {
+    is_first = seen_.erase(sequence.seq_id) == 0;  // it runs now, and is looked up again only if it loses everything
+  } else {
+    if (seen_.size() >= kMaxSeen) seen_.clear();
+    is_first = seen_.insert(sequence.seq_id).second;
+  }
+  counts.lookups += is_first;
+  counts.query_tokens += is_first ? static_cast<std::uint32_t>(sequence.n_prompt) : 0;
+  counts.hits += num_matched > 0;
+  counts.hit_tokens += static_cast<std::uint32_t>(num_matched);
 }
 
 bool Replicas::reset() { return ++num_reset_ == num_ranks_; }

@@ -8,6 +8,7 @@
 #include <deque>
 #include <mutex>
 #include <optional>
+#include <unordered_set>
 #include <vector>
 
 #include "block_cache.h"
@@ -24,14 +25,14 @@ struct Answer {
   std::vector<std::uint64_t> unique_ids;
 };
 
-struct ReplayCounts {
+struct ReplicaCounts {
   std::uint64_t decisions = 0, replays = 0, divergences = 0;
+  std::uint64_t lookups = 0, hits = 0, query_tokens = 0, hit_tokens = 0;
 };
 
 class Replicas {
  public:
-  // `max_blocks` of the manager: ids are below it.
-  Replicas(std::size_t block_len, std::size_t max_blocks, std::int32_t num_ranks);
+  explicit Replicas(std::int32_t num_ranks);
 
   // The answer to this rank's next call: that of `decide(Answer&)` for the first rank, the same for the others, and an empty
   // one for a rank that asks for something else. Valid until the next call. Under `mutex`. What `decide` throws is the
@@ -46,19 +47,22 @@ class Replicas {
     }
     if (const Answer* found = replay(rank, call, digest)) return *found;
     log_.push_back({call, digest, num_ranks_ - 1, {}});
+    ++next_[static_cast<std::size_t>(rank)];
     ++counts.decisions;
     decide(log_.back().answer);
     return log_.back().answer;
   }
 
+  // A sequence that waits is looked up in every round; it counts as one lookup.
+  void count_lookup(const SageSequence& sequence, std::int32_t num_matched);
   // True once every rank has said so.
   bool reset();
   std::int32_t num_ranks() const noexcept { return num_ranks_; }
 
   std::mutex mutex;
-  BlockCache cache;
+  std::optional<BlockCache> cache;     // none where the engine keeps its own
   std::optional<std::uint64_t> ended;  // the sequence that was stored at its end; its blocks are released next
-  ReplayCounts counts;
+  ReplicaCounts counts;
 
  private:
   struct Entry {
@@ -76,6 +80,7 @@ class Replicas {
   std::uint64_t first_ = 0;             // number of the log's first call
   std::vector<std::uint64_t> next_;     // by rank: number of its next call
   Answer scratch_;
+  std::unordered_set<std::uint64_t> seen_;  // sequences that were looked up and not found
 };
 
 }  // namespace sage

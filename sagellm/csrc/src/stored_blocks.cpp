@@ -38,6 +38,12 @@ void StoredBlocks::evicted(const SageManager& manager, const std::int32_t* ids, 
   }
 }
 
+void StoredBlocks::forget(const SageManager& manager) {
+  std::lock_guard guard(mutex_);
+  const auto found = pools_.find({manager.engine, manager.group});
+  if (found != pools_.end() && found->second.generation == manager.generation) pools_.erase(found);
+}
+
 void StoredBlocks::describe(const SageManager& manager, const std::int32_t* ids, std::int32_t n,
                             std::vector<std::int32_t>& parents, std::vector<std::int32_t>& depths) {
   const auto size = static_cast<std::size_t>(n);

@@ -68,7 +68,7 @@ void remains_of_ended_sequences_go_first() {
   EXPECT(cache.store({1, 2, 3, 4, 5, 6}, {7, 8, 9}) == 1);  // 7 and 8 hold what 0 and 1 hold
   EXPECT(cache.path == Ids({0, 1, 9}) && cache.lookup({1, 2, 3, 4, 5, 6}) == cache.path);
   cache.release({7, 8, 9, 10}, true);
-  EXPECT(cache.victims(3) == Ids({7, 8, 10}));
+  EXPECT(cache.victims(3) == Ids({10, 8, 7}));
   EXPECT(cache.victims(3) == Ids({9, 1, 0}));
   EXPECT(cache.victims(3).empty() && cache.blocks.num_indexed() == 0);
 }
@@ -81,6 +81,14 @@ void what_a_preempted_sequence_holds_ages() {
   cache.release({20}, true);  // it came back, ended, and is in both queues
   EXPECT(cache.victims(1) == Ids({20}));
   EXPECT(cache.victims(4) == Ids({0, 21, 1}));
+}
+
+void a_preempted_sequence_loses_its_end_first() {
+  Cache cache;
+  cache.store({1, 1, 2, 2, 3, 3}, {0, 1, 2});
+  cache.store({9, 9}, {8});
+  cache.release({0, 1, 2, 30, 31}, false);  // it has run since, and goes on from the first block that it lost
+  EXPECT(cache.victims(9) == Ids({8, 31, 30, 2, 1, 0}));
 }
 
 void what_was_queued_and_stored_since_goes_once() {
@@ -273,6 +281,94 @@ void a_generation_ends_with_its_last_rank() {
   }
 }
 
+// An end without a block, as of a prompt with an image: what it held is of no use to anybody.
+void an_end_without_blocks_is_one() {
+  sage::HookTable& table = sage::HookTable::make({});
+  const SageHooks& hooks = *table.hooks();
+  Ranks ranks(1);
+  const SageManager& manager = ranks.managers[0];
+  const Ids tokens{1, 2}, useful{3}, useless{7};
+  const UniqueIds useful_unique{4}, useless_unique{8};
+  hooks.prefix_store(hooks.ctx, &manager, 1, SAGE_STORE_PROMPT, tokens.data(), useful.data(), useful_unique.data(), 1);
+  hooks.prefix_store(hooks.ctx, &manager, 2, SAGE_STORE_GENERATION, tokens.data(), nullptr, nullptr, 0);
+  hooks.released(hooks.ctx, &manager, 2, useless.data(), useless_unique.data(), 1);
+  Ids victims(2);
+  EXPECT(hooks.evict(hooks.ctx, &manager, nullptr, 0, 1, victims.data()) == 1 && victims[0] == 7);
+  EXPECT(table.stats().refused == 0);
+}
+
+// Names one victim, whatever is asked for, and hears what is lost with others.
+class Frugal final : public sage::Advisor {
+ public:
+  std::vector<std::int32_t> lost_ids;
+  int num_resets = 0;
+  bool select_victims(const SageManager&, const std::int32_t*, std::int32_t, std::int32_t,
+                      std::vector<std::int32_t>& victims) noexcept override {
+    victims = {5};
+    return true;
+  }
+  void lost(const SageManager&, const std::int32_t* ids, std::size_t n) noexcept override { lost_ids.assign(ids, ids + n); }
+  void reset(const SageManager&) noexcept override { ++num_resets; }
+};
+
+void what_an_advisor_leaves_open_is_the_natives() {
+  const auto advisor = std::make_shared<Frugal>();
+  sage::HookTable& table = sage::HookTable::make({}, advisor);
+  const SageHooks& hooks = *table.hooks();
+  Ranks ranks(1);
+  const SageManager& manager = ranks.managers[0];
+  const Ids tokens{1, 1, 2, 2, 3, 3}, ids{4, 5, 6};
+  const UniqueIds unique{5, 6, 7};
+  hooks.prefix_store(hooks.ctx, &manager, 1, SAGE_STORE_PROMPT, tokens.data(), ids.data(), unique.data(), 3);
+  Ids victims(2);
+  EXPECT(hooks.evict(hooks.ctx, &manager, nullptr, 0, 2, victims.data()) == 2);
+  EXPECT(victims == Ids({5, 6}));  // the end of what it cut, not the same block twice
+  hooks.evicted(hooks.ctx, &manager, victims.data(), unique.data(), 1);
+  EXPECT(advisor->lost_ids.empty() && table.stats().cached_blocks == 1);
+  hooks.prefix_store(hooks.ctx, &manager, 1, SAGE_STORE_PROMPT, tokens.data(), ids.data(), unique.data(), 3);
+  hooks.evicted(hooks.ctx, &manager, ids.data(), unique.data(), 1);
+  EXPECT(advisor->lost_ids == Ids({6, 5}));
+  hooks.reset(hooks.ctx, &manager);
+  EXPECT(advisor->num_resets == 1);
+}
+
+void a_block_length_that_the_index_has_not_costs_its_calls_only() {
+  for (const bool prefix : {true, false}) {
+    sage::HookTableOptions options;
+    options.prefix = prefix;
+    sage::HookTable& table = sage::HookTable::make(options, std::make_shared<Frugal>());
+    const SageHooks& hooks = *table.hooks();
+    Ranks ranks(1);
+    ranks.managers[0].block_len = 512;
+    Ids victims(1);
+    const int chosen = hooks.evict(hooks.ctx, &ranks.managers[0], nullptr, 0, 1, victims.data());
+    EXPECT(chosen == (prefix ? 0 : 1) && table.stats().refused == (prefix ? 1u : 0u));
+    hooks.reset(hooks.ctx, &ranks.managers[0]);
+    EXPECT(table.stats().replicas == 0);
+  }
+}
+
+void a_sequence_that_waits_is_one_lookup() {
+  sage::HookTable& table = sage::HookTable::make({});
+  const SageHooks& hooks = *table.hooks();
+  Ranks ranks(1);
+  const SageManager& manager = ranks.managers[0];
+  const Ids tokens{1, 2, 3}, ids{4};
+  const UniqueIds unique{5};
+  SageSequence sequence{};
+  sequence.seq_id = 9;
+  sequence.prompt = tokens.data();
+  sequence.n_prompt = 3;
+  Ids found(1);
+  UniqueIds found_unique(1);
+  const auto lookup = [&] { return hooks.prefix_lookup(hooks.ctx, &manager, &sequence, 1, found.data(), found_unique.data()); };
+  for (int round = 0; round < 5; ++round) EXPECT(lookup() == 0);
+  hooks.prefix_store(hooks.ctx, &manager, 1, SAGE_STORE_PROMPT, tokens.data(), ids.data(), unique.data(), 1);
+  EXPECT(lookup() == 1);
+  const sage::HookTableStats stats = table.stats();
+  EXPECT(stats.lookups == 1 && stats.query_tokens == 3 && stats.hits == 1 && stats.hit_tokens == 2);
+}
+
 void nonsense_costs_nothing_but_its_answer() {
   sage::HookTable& table = sage::HookTable::make({});
   const SageHooks& hooks = *table.hooks();
@@ -291,6 +387,7 @@ void nonsense_costs_nothing_but_its_answer() {
 int main() {
   remains_of_ended_sequences_go_first();
   what_a_preempted_sequence_holds_ages();
+  a_preempted_sequence_loses_its_end_first();
   what_was_queued_and_stored_since_goes_once();
   blocks_in_use_are_no_victims();
   what_continues_an_evicted_block_is_of_no_use();
@@ -299,6 +396,10 @@ int main() {
   ranks_get_one_answer();
   a_rank_that_goes_its_own_way_is_noticed();
   a_generation_ends_with_its_last_rank();
+  an_end_without_blocks_is_one();
+  what_an_advisor_leaves_open_is_the_natives();
+  a_block_length_that_the_index_has_not_costs_its_calls_only();
+  a_sequence_that_waits_is_one_lookup();
   nonsense_costs_nothing_but_its_answer();
   std::puts("hook_table: passed");
   return 0;

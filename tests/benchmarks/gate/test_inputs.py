@@ -39,7 +39,15 @@ def test_another_config():
     baseline = steady(names=ONE)
     baseline.config["workload"] = {"num_requests": 40}
     baseline.config["seed"] = 1
-    refused("different configs.*seed: 1 and None; workload", steady(names=ONE, seed=1), baseline)
+    refused("different configs.*seed: 1 and 0; workload", steady(names=ONE, seed=1), baseline)
+
+
+def test_a_setting_that_is_newer_than_the_baseline_had_its_default():
+    baseline, current = steady(names=ONE), steady(names=ONE, seed=1)
+    current.config["client_cpu_limit"] = 0.8
+    judge(current, baseline)
+    current.config["client_cpu_limit"] = 0.7
+    refused("different configs.*client_cpu_limit: 0.8 and 0.7", current, baseline)
 
 
 def test_rounds_and_contestants_may_differ():

@@ -30,11 +30,15 @@ class Advisor {
 
   // ---- notices, each told once a group
   virtual void evicted(const SageManager&, const std::int32_t* /*ids*/, std::int32_t /*n*/) noexcept {}
+  // Still cached, but a block before them was evicted, so nothing finds them any more.
+  virtual void lost(const SageManager&, const std::int32_t* /*ids*/, std::size_t /*n*/) noexcept {}
   // The blocks of the sequence are those that were found.
   virtual void matched(const SageManager&, const SageSequence&, std::int32_t /*num_blocks*/) noexcept {}
   // `ids`: the blocks that the index has for the tokens; the first of them may be another sequence's.
   virtual void stored(const SageManager&, std::uint64_t /*seq_id*/, std::int32_t /*kind*/, const std::int32_t* /*tokens*/,
                       const std::int32_t* /*ids*/, std::int32_t /*num_blocks*/) noexcept {}
+  // The last rank of the group has told its end: nothing of this generation is valid any more.
+  virtual void reset(const SageManager&) noexcept {}
   virtual void step_end(const SageStepResult&) noexcept {}
   // ---- told by every rank
   virtual void collective(const SageComm&, float /*milliseconds*/) noexcept {}

@@ -26,7 +26,7 @@ struct HookTableOptions {
 
 // Sums over all engines and groups since the table was made.
 struct HookTableStats {
-  std::uint64_t lookups = 0, hits = 0, query_tokens = 0, hit_tokens = 0;
+  std::uint64_t lookups = 0, hits = 0, query_tokens = 0, hit_tokens = 0;  // a sequence that waits and misses counts once
   std::uint64_t stored_blocks = 0, evicted_blocks = 0;  // a second copy of what is cached is not stored
   std::uint64_t decisions = 0, replays = 0;
   std::uint64_t divergences = 0;  // a rank asked for something else than the first did: must stay 0

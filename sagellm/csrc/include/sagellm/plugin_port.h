@@ -138,6 +138,8 @@ class PluginPort final : public Advisor {
   bool admit(std::uint64_t engine, std::int32_t group, const SageRequest* requests, std::int32_t n, std::int32_t max_admitted,
              std::vector<std::int32_t>& admitted) noexcept override;
   void evicted(const SageManager& manager, const std::int32_t* ids, std::int32_t n) noexcept override;
+  void lost(const SageManager& manager, const std::int32_t* ids, std::size_t n) noexcept override;
+  void reset(const SageManager& manager) noexcept override;
   void matched(const SageManager& manager, const SageSequence& sequence, std::int32_t num_blocks) noexcept override;
   void stored(const SageManager& manager, std::uint64_t seq_id, std::int32_t kind, const std::int32_t* tokens,
               const std::int32_t* ids, std::int32_t num_blocks) noexcept override;

@@ -175,6 +175,8 @@ class PrefixIndex {
 
   std::size_t block_size() const noexcept { return block_size_; }
   std::size_t num_blocks(Tier tier) const;
+  // As a lookup of the prefix that ends with this block would; nothing for one that is not cached.
+  void touch(BlockId id, Tier tier = Tier::kGpu);
   // Time is counted in uses. `oldest_stamp`: of the next to go, or the largest number if there is none.
   std::uint64_t clock() const;
   std::uint64_t oldest_stamp(Tier tier) const;

@@ -17,6 +17,7 @@ class StoredBlocks {
   // The first blocks of a sequence are stored. Returns how many of them, from the first one on, were so already.
   std::int32_t stored(const SageManager& manager, const std::int32_t* ids, std::int32_t num_blocks);
   void evicted(const SageManager& manager, const std::int32_t* ids, std::int32_t n);
+  void forget(const SageManager& manager);  // all of a set of replicas
   // For candidates in ascending order: the candidate each one continues, or -1; and the tokens of its prefix up to its end,
   // or 0 if it is not known to be in one. O(n).
   void describe(const SageManager& manager, const std::int32_t* ids, std::int32_t n, std::vector<std::int32_t>& parents,

@@ -169,7 +169,7 @@ void HostEngine::publish(Sequence& sequence, SageStoreKind kind, const Tokens& t
   if (fault_ == EngineFault::kPublishUncomputed) {
     n = std::min(static_cast<int>(view.blocks.size()), num_tokens / options_.block_len);
   }
-  if (n == 0) return;
+  if (n == 0 && kind == SAGE_STORE_PROMPT) return;
   if ((hooks_.flags & SAGE_REPLACE_TRIE) == 0) {
     // The engine's own cache keeps the newest copy, and leaves out the last block of a sequence.
     for (int i = 0; i < std::min(n, static_cast<int>(view.blocks.size()) - 1); ++i) {
