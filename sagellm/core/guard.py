@@ -1,16 +1,20 @@
 """Calls into plug-ins that cannot take the engine down: bounded in time, switched off at the first fault."""
 
 import logging
+import math
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 logger = logging.getLogger("sagellm")
+
+MAX_POSTED = 10_000  # calls that wait for a slow plug-in; the oldest are dropped
+LOOK_AGAIN_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +35,19 @@ Call = tuple[str, Callable[..., Any], tuple[Any, ...]]  # hook, function, argume
 
 
 class _Work:
-    """Calls handed to the plug-in's thread together. `hook` and `start_s` tell which one runs, and since when."""
+    """Calls handed to the plug-in's thread together, which takes them one by one. `hook` tells which one runs."""
 
-    __slots__ = ("calls", "done", "error", "hook", "result", "start_s")
+    __slots__ = ("begin_by_s", "calls", "done", "error", "has_begun", "hook", "is_cancelled", "is_done", "is_late", "results")
 
-    def __init__(self, calls: list[Call]) -> None:
+    def __init__(self, hook: str, calls: Iterable[Call], begin_by_s: float = math.inf) -> None:
+        self.hook = hook
         self.calls = calls
-        self.hook = calls[0][0]
-        self.start_s = time.monotonic()
-        self.result: Any = None
+        self.begin_by_s = begin_by_s  # for every call but the first
+        self.results: list[Any] = []
         self.error: BaseException | None = None
+        self.has_begun = self.is_done = False
+        self.is_late = False  # a call overran, though it has returned since
+        self.is_cancelled = False  # nobody waits for it any more
         self.done = threading.Lock()
         self.done.acquire()
 
@@ -51,21 +58,28 @@ class PluginGuard:
     A call inline could not be interrupted while it sleeps; on its own thread it can be left behind. A hand-over wakes two
     threads, some tens of microseconds, so what the plug-in need not hear at once waits for its next call (`post`).
 
-    `calls` counts, by hook, the calls that returned.
+    Calls may come from several threads, what is posted from one. `calls` counts, by hook, the calls that returned;
+    `num_lost` what was posted in vain because the plug-in was too slow to hear it.
     """
 
     def __init__(self, name: str, time_limit_s: float, on_fault: Callable[[PluginFault], None]) -> None:
         self.name = name
         self.fault: PluginFault | None = None
         self.calls: Counter[str] = Counter()
+        self.num_lost = 0
         self._time_limit_s = time_limit_s
         self._on_fault = on_fault
         # Held while the plug-in works on the engine's state through its handle; an overrun waits for it, so that the
         # engine never goes on in the middle of such a change.
         self.engine_access = threading.Lock()
-        self._posted: list[Call] = []
+        self._posted: deque[Call] = deque()
         self._posted_since_s = 0.0
         self._stopped = False
+        self._hold = threading.Lock()  # around what is next
+        self._works: deque[_Work] = deque()  # handed over and not known to be done, in order
+        self._since_s = 0.0  # when the call before the present one ended, or work came to an idle thread
+        self._is_behind = False  # a question was given up before its turn came
+        self._has_failed = False  # set by the plug-in's thread, which then calls nothing any more
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"sagellm-plugin-{name}", daemon=True)
         self._thread.start()
@@ -80,10 +94,13 @@ class PluginGuard:
         return self.healthy and threading.get_ident() == self._thread.ident
 
     def post(self, hook: str, function: Callable[..., Any], *args: Any) -> None:
-        """Have `function(*args)` run before the next call, or with the next `flush`; its result is dropped."""
+        """Have `function(*args)` run before the next call, or with the next `flush` or `hand_over`; its result is dropped."""
         if self.fault is None:
             if not self._posted:
                 self._posted_since_s = time.monotonic()
+            elif len(self._posted) >= MAX_POSTED:
+                self._posted.popleft()
+                self.num_lost += 1
             self._posted.append((hook, function, args))
 
     def flush(self, after_s: float = 0.0) -> None:
@@ -96,32 +113,104 @@ class PluginGuard:
             hook, function, args = self._posted.pop()
             self.call(hook, function, *args)
 
+    def hand_over(self) -> float:
+        """Have what was posted run without waiting for it. While the plug-in is busy it stays posted.
+
+        Returns in how many seconds to look again: when the present call will have overrun, or earlier where something stays
+        posted; infinity when there is nothing to wait for.
+
+        Raises:
+            Switched: the plug-in is off, or has raised or overrun since it was last looked at.
+        """
+        left_s = self._look()
+        if not self._posted or self._stopped:
+            return left_s
+        if self._works:
+            return min(left_s, LOOK_AGAIN_S)
+        self._put_posted()
+        return self._time_limit_s
+
     def call(self, hook: str, function: Callable[..., Any], *args: Any) -> Any:
         """Result of `function(*args)`, run after what was posted.
 
         Raises:
             Switched: the plug-in was off or stopped already, or this call or a posted one switched it off.
         """
+        return self._ask(hook, [(hook, function, args)], math.inf)[0]
+
+    def ask(self, hook: str, function: Callable[[Any], Any], views: Iterable[Any], until_s: float = math.inf) -> list[Any]:
+        """`function(view)` of one view after the other, after what was posted, in one hand-over: what is there by `until_s`.
+
+        `views` is iterated on the plug-in's thread. Each call has the whole time limit, but once half of the time until
+        `until_s` (on the clock of `time.monotonic`) is over, no view but the first is begun. What takes longer than that is
+        given up: no fault of the plug-in's unless a single call overruns. A plug-in that did not come to a question because
+        of what was posted before it gets the next ones without a wait: empty answers, until it has caught up.
+
+        Raises:
+            Switched: as `call`.
+        """
+        return self._ask(hook, ((hook, function, (view,)) for view in views), until_s)
+
+    def _ask(self, hook: str, calls: Iterable[Call], until_s: float) -> list[Any]:
         if self.fault is not None or self._stopped:
             raise Switched
         if threading.get_ident() == self._thread.ident:  # a hook caused by this plug-in's own request
-            result = function(*args)
-            self.calls[hook] += 1
-            return result
-        work = _Work([*self._posted, (hook, function, args)])
-        self._posted.clear()
-        self._queue.put(work)
-        wait_s = self._time_limit_s
-        while not work.done.acquire(timeout=wait_s):
-            wait_s = work.start_s + self._time_limit_s - time.monotonic()
-            if wait_s <= 0:
-                with self.engine_access:
-                    self.switch_off(work.hook, "overran", f"no answer within {self._time_limit_s:g} s")
+            return [self._counted(*call) for call in calls]
+        self._look()
+        if self._is_behind and until_s < math.inf:
+            return []
+        # Two pieces of work, so that a question can be given up without the notices before it.
+        self._put_posted()
+        work = self._put(_Work(hook, calls, (until_s + time.monotonic()) / 2))
+        while not work.done.acquire(timeout=self._wait_s(until_s)):
+            self._look()
+            if time.monotonic() >= until_s:
+                work.is_cancelled = True
+                self._is_behind = not work.has_begun
+                return work.results.copy()
+        self._look()
+        return work.results
+
+    def _wait_s(self, until_s: float) -> float:
+        return max(min(self._look(), self._time_limit_s, until_s - time.monotonic()), 0.0)
+
+    def _put(self, work: _Work) -> _Work:
+        with self._hold:
+            if not self._works:
+                self._since_s = time.monotonic()
+            self._works.append(work)
+            self._queue.put(work)
+        return work
+
+    def _put_posted(self) -> None:
+        if self._posted:
+            calls, self._posted = self._posted, deque()
+            self._put(_Work(calls[0][0], calls))
+
+    def _look(self) -> float:
+        """Seconds that the present call still has; infinity when there is none. Raises Switched after any fault."""
+        with self._hold:
+            if self.fault is not None:
                 raise Switched
-        if work.error is not None:
-            self.switch_off(work.hook, "raised", "".join(traceback.format_exception(work.error)).rstrip())
-            raise Switched
-        return work.result
+            while self._works and self._works[0].is_done:
+                work = self._works.popleft()
+                if work.is_late:
+                    self._overran(work)
+                if work.error is not None:
+                    self.switch_off(work.hook, "raised", "".join(traceback.format_exception(work.error)).rstrip())
+                    raise Switched
+            if not self._works:
+                self._is_behind = False
+                return math.inf
+            left_s = self._since_s + self._time_limit_s - time.monotonic()
+            if left_s <= 0:
+                with self.engine_access:
+                    self._overran(self._works[0])
+            return left_s
+
+    def _overran(self, work: _Work) -> None:
+        self.switch_off(work.hook, "overran", f"no answer within {self._time_limit_s:g} s")
+        raise Switched
 
     def switch_off(self, hook: str, kind: str, detail: str) -> None:
         """Record the first fault, report it once, and never call the plug-in again."""
@@ -142,15 +231,29 @@ class PluginGuard:
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
-            for hook, function, args in work.calls:
-                if self.fault is not None:  # left behind in an earlier call of this work
-                    break
-                work.hook, work.start_s = hook, time.monotonic()
-                try:
-                    work.result = function(*args)
-                except BaseException as error:  # a plug-in may raise anything, SystemExit too
-                    work.error = error
-                    break
-                self.calls[hook] += 1
+            self._run(work)
+            self._since_s = time.monotonic()
+            work.is_done = True
             work.done.release()
-            del work, function, args
+            del work
+
+    def _run(self, work: _Work) -> None:
+        for hook, function, args in work.calls:
+            is_too_late = bool(work.results) and time.monotonic() >= work.begin_by_s
+            if self.fault is not None or self._has_failed or work.is_cancelled or is_too_late:
+                return
+            work.hook, work.has_begun = hook, True
+            try:
+                work.results.append(self._counted(hook, function, args))
+            except BaseException as error:  # a plug-in may raise anything, SystemExit too
+                # A handle is of no use once the question was given up; what follows from that is not the plug-in's fault.
+                work.error = None if work.is_cancelled else error
+            end_s = time.monotonic()
+            work.is_late = end_s - self._since_s > self._time_limit_s
+            self._since_s = end_s
+            self._has_failed = work.is_late or work.error is not None
+
+    def _counted(self, hook: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        result = function(*args)
+        self.calls[hook] += 1
+        return result

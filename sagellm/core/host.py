@@ -1,6 +1,10 @@
 """Holds the plug-ins of one process: who decides, who listens, what was counted."""
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 from sagellm.core.config import HookConfig
@@ -8,13 +12,6 @@ from sagellm.core.events import Recorder, open_recorder
 from sagellm.core.guard import PluginFault, PluginGuard, Switched
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, Plugin, overrides
 from sagellm.core.registry import check_owners, load_plugin
-
-
-class _Rejected:
-    """A check's objection, on its way back from the plug-in's thread."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.detail = f"{type(error).__name__}: {error}"
 
 
 class Nonsense(Exception):
@@ -48,32 +45,43 @@ class PluginHost:
         owner = self._owner.get(hook)
         return owner is not None and self.guards[owner[0]].fault is None
 
-    def decide(self, hook: str, view: Any, check: Callable[[Any], Any]) -> tuple[str, Any] | None:
-        """(plug-in name, checked answer), or None when there is no owner, or it was just switched off.
+    def decide(self, hook: str, view: Any, check: Callable[[Any], Any], until_s: float = math.inf) -> tuple[str, Any] | None:
+        """(plug-in name, checked answer), or None: there is no owner, it was just switched off, or is busy beyond `until_s`.
 
         `check` turns the raw answer into plain values that the engine uses and raises `Nonsense`, or anything at all, when
         it cannot. It runs on the plug-in's thread: reading an answer may run the plug-in's code.
+        """
+        decided = self.decide_each(hook, (view,), check, until_s)
+        return (decided[0], decided[1][0]) if decided is not None and decided[1] else None
+
+    def decide_each(
+        self, hook: str, views: Iterable[Any], check: Callable[[Any], Any], until_s: float = math.inf
+    ) -> tuple[str, list[Any]] | None:
+        """As `decide`, one view after the other in one hand-over: the answers to those that the plug-in came to in time.
+
+        `views` is iterated on the plug-in's thread, so a generator may end once enough was answered.
         """
         if not self.decides(hook):
             return None
         name, plugin = self._owner[hook]
         function = getattr(plugin, hook)
+        objections: list[str] = []
 
-        def ask() -> Any:
+        def ask(view: Any) -> Any:
             answer = function(view)
             try:
                 return check(answer)
             except BaseException as error:
-                return _Rejected(error)
+                objections.append(f"{type(error).__name__}: {error}")
 
         try:
-            checked = self.guards[name].call(hook, ask)
+            answers = self.guards[name].ask(hook, ask, takewhile(lambda _: not objections, views), until_s)
         except Switched:
             return None
-        if isinstance(checked, _Rejected):
-            self.guards[name].switch_off(hook, "nonsense", checked.detail)
+        if objections:
+            self.guards[name].switch_off(hook, "nonsense", objections[0])
             return None
-        return name, checked
+        return name, answers
 
     def blame(self, hook: str, detail: str, kind: str = "nonsense") -> None:
         """Switch off the owner of a decision whose answers, one by one sensible, together are not."""
@@ -101,6 +109,16 @@ class PluginHost:
             except Switched:
                 continue
 
+    def hand_over(self) -> float:
+        """As `flush`, without waiting for anyone. Returns in how many seconds to come again, infinity for no need."""
+        soonest_s = math.inf
+        for guard in self.guards.values():
+            try:
+                soonest_s = min(soonest_s, guard.hand_over())
+            except Switched:
+                continue
+        return soonest_s
+
     def call_one(self, name: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
         """Result of one plug-in's function, or None when it is off."""
         try:
@@ -121,13 +139,14 @@ class PluginHost:
             "enabled": {name: guard.healthy for name, guard in self.guards.items()},
         }
 
-    def close(self) -> None:
-        """Once; later calls do nothing."""
+    def close(self, within_s: float = math.inf) -> None:
+        """Once; later calls do nothing. A plug-in still busy with what it was told after `within_s` is left behind."""
         if self._closed:
             return
         self._closed = True
         for name, plugin in self.plugins:
-            self.call_one(name, "close", plugin.close)
+            with suppress(Switched):
+                self.guards[name].ask("close", lambda _, plugin=plugin: plugin.close(), (None,), time.monotonic() + within_s)
             self.guards[name].stop()
         self.recorder.close()
 

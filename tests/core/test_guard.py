@@ -1,6 +1,7 @@
 """A call into a plug-in ends in time, whatever the plug-in does."""
 
 import logging
+import math
 import threading
 import time
 
@@ -148,6 +149,115 @@ def test_a_posted_call_that_fails_is_the_one_blamed(guard, faults, fault, kind):
     assert heard == [1]
     assert [(fault.hook, fault.kind) for fault in faults] == [("bad", kind)]
     assert guard.calls["before"] == 1 and guard.calls["decision"] == 0
+
+
+def test_what_is_handed_over_is_not_waited_for(guard, faults):
+    """What is posted meanwhile waits its turn; the order stays."""
+    heard, released = [], threading.Event()
+    guard.post("notice", released.wait, 30)
+    guard.post("notice", heard.append, 1)
+    assert guard.hand_over() == LIMIT_S and heard == []
+    guard.post("notice", heard.append, 2)
+    assert 0 < guard.hand_over() < LIMIT_S, "it is busy: look again soon"
+    released.set()
+    assert guard.call("decision", lambda: list(heard)) == [1, 2]
+    assert guard.hand_over() == math.inf and faults == []
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(lambda: 1 / 0, "raised"), (lambda: time.sleep(3 * LIMIT_S), "overran")])
+def test_what_is_handed_over_is_looked_at_later(guard, faults, fault, kind):
+    guard.post("bad", fault)
+    guard.post("after", faults.append, "never")
+    guard.hand_over()
+    end_s = time.monotonic() + 10
+    with pytest.raises(Switched):
+        while time.monotonic() < end_s:
+            guard.hand_over()
+    guard.stop()
+    guard._thread.join(10)
+    assert [(fault.hook, fault.kind) for fault in faults] == [("bad", kind)]
+
+
+def test_a_late_end_that_nobody_saw_is_an_overrun_too(guard, faults):
+    guard.post("bad", time.sleep, 1.5 * LIMIT_S)
+    guard.hand_over()
+    guard.stop()
+    guard._thread.join(10)
+    with pytest.raises(Switched):
+        guard.hand_over()
+    assert [(fault.hook, fault.kind) for fault in faults] == [("bad", "overran")]
+
+
+def test_what_a_slow_plugin_cannot_hear_is_lost_from_the_front(guard, monkeypatch):
+    monkeypatch.setattr("sagellm.core.guard.MAX_POSTED", 3)
+    heard = []
+    for number in range(5):
+        guard.post("notice", heard.append, number)
+    guard.flush()
+    assert heard == [2, 3, 4] and guard.num_lost == 2
+
+
+def test_views_are_answered_in_one_hand_over(monkeypatch):
+    guard = PluginGuard("p", 20.0, pytest.fail)
+    handed, put = [], guard._put
+    monkeypatch.setattr(guard, "_put", lambda work: handed.append(work) or put(work))
+    assert guard.ask("admit", lambda view: 2 * view, range(50)) == list(range(0, 100, 2))
+    assert len(handed) == 1 and guard.calls["admit"] == 50
+    guard.stop()
+
+
+def test_no_view_is_begun_once_half_of_the_time_is_over():
+    """The rest is for the one that runs, so that none is given up that keeps to its own limit."""
+    guard = PluginGuard("p", 20.0, pytest.fail)
+    released = threading.Event()
+    answers = guard.ask("admit", lambda view: released.wait(0.2) or view, range(1000), time.monotonic() + 2.0)
+    assert 1 <= len(answers) <= 6 and answers == list(range(len(answers)))
+    assert guard.ask("admit", lambda view: view, range(3)) == [0, 1, 2]
+    guard.stop()
+
+
+def test_a_question_is_given_up_while_the_plugin_hears_what_came_before(caplog):
+    guard = PluginGuard("p", 20.0, pytest.fail)
+    heard, released = [], threading.Event()
+    guard.post("notice", released.wait, 30)
+    guard.post("notice", heard.append, 1)
+    assert guard.ask("schedule", heard.append, ["given up"], time.monotonic() + 0.05) == []
+    assert guard.ask("schedule", heard.append, ["not waited for"], time.monotonic() + 15) == []
+    released.set()
+    assert guard.call("close", lambda: list(heard)) == [1], "what it was told it hears, what it was asked is over"
+    assert guard.ask("schedule", lambda view: view, ["asked again"], time.monotonic() + 15) == ["asked again"]
+    guard.stop()
+
+
+def test_what_follows_from_giving_up_is_no_fault():
+    """The plug-in runs the question when it is given up, and then finds its engine gone."""
+    guard = PluginGuard("p", 20.0, pytest.fail)
+    begun, given_up = threading.Event(), threading.Event()
+
+    def question(view):
+        begun.set()
+        given_up.wait(30)
+        raise RuntimeError("the engine handle works inside a hook only")
+
+    guard.post("notice", begun.wait, 0)
+    assert guard.ask("schedule", question, ["view"], time.monotonic() + 0.2) == [] and begun.is_set()
+    given_up.set()
+    assert guard.call("next", lambda: "fine") == "fine"
+    guard.stop()
+
+
+def test_several_threads_may_call(faults):
+    guard = PluginGuard("p", 20.0, faults.append)
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.extend(guard.call("hook", int, n) for n in range(300))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(results) == 1200 and faults == []
+    guard.stop()
 
 
 def test_each_call_has_the_whole_limit(guard, faults):
