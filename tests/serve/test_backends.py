@@ -81,6 +81,10 @@ def test_the_table_is_installed_before_the_engine_is_made(able, model_folder):
         assert told["sagellm_plugin_enabled", f"{PLUGINS}:Schedules"] == 1
         assert told["sagellm_hook_table_calls_total", "divergences"] == 0
         assert told["sagellm_plugin_notices_total", "lost"] == 0
+        rank.request(1, range(500, 532))
+        rank.request(2, range(600, 632))
+        told = metrics_of(backend, total_blocks=10, active_blocks=3, free_blocks=5)
+        assert told["sagellm_evicted_blocks_total", "prefix"] == sum(map(len, rank.victims)) > 0
         assert ("sagellm_prefix_tokens_total", "first", "hit") in told
         assert not any(name.startswith(("sagellm_preemptions", "sagellm_migrated")) for name, *_ in told)
     finally:

@@ -2,11 +2,13 @@
 
 The native index looks up and stores prefixes and chooses victims, on the engine's threads and without Python. What a plug-in
 decides is asked through a port: a thread here takes the question, has the plug-in answer it, and hands the answer back; the
-engine waits for at most the time limit. The ranks of a group are asked once.
+engine waits for at most the time limit. The ranks of a group are asked once. That thread waits for answers alone, never for
+one who listens: what a plug-in is told it hears on its own thread, when it gets to it.
 """
 
 import logging
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -39,9 +41,13 @@ logger = logging.getLogger("sagellm")
 
 ADAPTER = "TurboMind adapter"  # its name among the faults of plug-ins
 INDEX = "native index"
+INDEX_ORDER = "remains of ended requests first, then least recently used"
+ENGINE = "engine"  # what a plug-in left open the engine adds by itself
 
-# The port's limit is what the engine waits for; a plug-in gets most of it, the rest is for handing the default back.
+# The port's limit is what the engine waits for; a plug-in gets most of it, the rest is for handing the default back. One that
+# came late to its question, after what it was told before, is given up in between: so it is seen first whether it overran.
 PLUGIN_SHARE = 0.9
+ANSWER_SHARE = 0.95
 
 POLL_S = 60.0
 MAX_LOOKED_UP = 65536  # requests whose misses were told
@@ -83,6 +89,7 @@ class TurboMindHooks:
         self._host = PluginHost(config.model_copy(update={"time_limit_s": config.time_limit_s * PLUGIN_SHARE}))
         refuse_impossible(self._host.plugins)
         self._config = config
+        self._prefix_caching = prefix_caching
         self.block_size = block_size
         self._steps = StepDecisions(self._host, config)
         self._callbacks: list[tuple[str, Callable[[EvictionNotice], None]]] = []
@@ -91,7 +98,6 @@ class TurboMindHooks:
         self._looked_up: dict[int, None] = {}
         self._num_faults = 0
         self._is_told: bool | None = None  # whether evictions are; None until it is settled
-        self.evicted = {reason: 0 for reason in EvictionReason}
         self._comm_ns: Counter[tuple[int, str]] = Counter()
         self._host.attach(lambda guard: Handle(self, guard, config.block_bytes))
         topics = self._topics()
@@ -119,21 +125,25 @@ class TurboMindHooks:
             listens = any(name in healthy for name, _ in self._host.listeners(hook))
             listens |= topic == "evicted" and any(name in healthy for name, _ in self._callbacks)
             listens |= topic == "collective" and self._config.comm_metrics
-            if listens or self._host.recorder.enabled:
+            # Without prefix caching what the engine tells as evicted are the blocks of every request that ends.
+            is_real = topic != "evicted" or self._prefix_caching
+            if is_real and (listens or self._host.recorder.enabled):
                 wanted.append(topic)
         return wanted
 
     # ---- the thread that answers
 
     def _serve(self) -> None:
+        wait_s = POLL_S
         try:
-            while (delivery := self.port.next(POLL_S)) is not None:
+            while (delivery := self.port.next(wait_s)) is not None:
+                until_s = time.monotonic() + self._config.time_limit_s * ANSWER_SHARE
                 notices, question = delivery
                 for notice in notices:
                     self._told(notice)
                 if question is not None:
-                    self._answer(question)
-                self._host.flush()
+                    self._answer(question, until_s)
+                wait_s = min(POLL_S, self._host.hand_over())
                 self._drop_unwanted()
                 del delivery, notices, question
         except Exception:
@@ -147,32 +157,37 @@ class TurboMindHooks:
             self.port.leave(sorted(set(self.port.topics) - set(self._topics())))
 
     def _report_port_fault(self) -> None:
-        """The port is off although each plug-in kept to its own limit, or because this adapter failed."""
+        """The port is off although each plug-in kept to its own limit, or because this adapter failed.
+
+        A plug-in that made it overrun has been found by its own guard; if none has, then none was running its question for
+        longer than it may. Nonsense is the answer of the decision's owner.
+        """
         if self.port.fault is None:
             return
+        self._host.hand_over()
         hook, kind, detail = self.port.fault
         logger.error("the engine asks and tells no plug-in any more: %s in %s.\n%s", kind, hook, detail)
         decision = QUESTIONS.get(hook)
-        if decision is not None and self._host.decides(decision):
+        if kind == "nonsense" and decision is not None and self._host.decides(decision):
             self._host.blame(decision, detail, kind)
-        elif not any(fault.hook == decision for fault in self._host.faults):  # else its own guard has noticed by now
+        elif not any(fault.hook == decision for fault in self._host.faults):
             self._host.faults.append(PluginFault(ADAPTER, hook, kind, detail))
             self._host.recorder.write("fault", plugin=ADAPTER, hook=hook, kind=kind, detail=detail.splitlines()[-1])
 
-    def _answer(self, question: Any) -> None:
+    def _answer(self, question: Any, until_s: float) -> None:
         self.question = question
         try:
             if question.topic == "select_victims":
-                self.port.answer(question.number, chosen=self._select_victims(question))
+                self.port.answer(question.number, chosen=self._select_victims(question, until_s))
             elif question.topic == "admit":
-                self.port.answer(question.number, chosen=self._steps.admit(question))
+                self.port.answer(question.number, chosen=self._steps.admit(question, until_s))
             else:
-                priorities, budget = self._steps.schedule(question) or (None, 0)
+                priorities, budget = self._steps.schedule(question, until_s) or (None, 0)
                 self.port.answer(question.number, priorities=priorities, budget=budget)
         finally:
             self.question = None
 
-    def _select_victims(self, question: Any) -> list[int] | None:
+    def _select_victims(self, question: Any, until_s: float) -> list[int] | None:
         ids = question.ids
         accesses = question.timestamps if len(question.timestamps) else np.zeros(len(ids))
         request = VictimRequest(
@@ -180,7 +195,7 @@ class TurboMindHooks:
             *(_read_only(column, np.int64) for column in (ids, question.parents, accesses, question.depths)),
             on_device=_read_only(np.ones(len(ids)), np.bool_),
         )
-        decided = self._host.decide("select_victims", request, lambda answer: check_victims(answer, request))
+        decided = self._host.decide("select_victims", request, lambda answer: check_victims(answer, request), until_s)
         if decided is None:
             return None
         name, decision = decided
@@ -196,7 +211,6 @@ class TurboMindHooks:
 
     def _on_evicted(self, notice: Any) -> None:
         ids = notice.ids.tolist()
-        self.evicted[EvictionReason.PREFIX] += len(ids)
         if self._host.recorder.enabled:
             self._record_victims((notice.engine, notice.group), ids)
         told = EvictionNotice(tuple(ids), EvictionReason.PREFIX)
@@ -206,12 +220,13 @@ class TurboMindHooks:
 
     def _record_victims(self, where: Where, ids: list[int]) -> None:
         name, reason, counts, chosen = self._chosen.pop(where, ("", "", {}, set()))
+        added = (ENGINE, "least recently used") if name else (INDEX, INDEX_ORDER)
         of_plugin = [block for block in ids if block in chosen]
         others = [block for block in ids if block not in chosen]
         if of_plugin:
             self._host.recorder.write("evict", policy=name, reason=reason, **counts, victims=of_plugin)
         if others:
-            self._host.recorder.write("evict", policy=INDEX, reason="least recently used", victims=others)
+            self._host.recorder.write("evict", policy=added[0], reason=added[1], victims=others)
 
     def _on_matched(self, notice: Any) -> None:
         """A waiting request is looked up in every round; its misses are told once."""
@@ -263,11 +278,16 @@ class TurboMindHooks:
         lookups = {f"{kind}_tokens": count for kind, count in tokens.items()}
         lookups |= {f"{kind}_blocks": count // self.block_size for kind, count in tokens.items()}
         is_on = self.port.fault is None
+        evicted = dict.fromkeys(EvictionReason, 0)
+        if self._prefix_caching:
+            evicted[EvictionReason.PREFIX] = stats["evicted_blocks"]
+        port = self.port.stats()
+        port["lost"] += sum(guard.num_lost for guard in self._host.guards.values())
         return {
-            "evicted": {reason.value: number for reason, number in self.evicted.items()},
+            "evicted": {reason.value: number for reason, number in evicted.items()},
             "prefix": lookups,
             "table": stats,
-            "port": self.port.stats(),
+            "port": port,
             "comm_ns": [[rank, name, spent] for (rank, name), spent in self._comm_ns.copy().items()],
             "calls": own["calls"],
             "faults": own["faults"],
@@ -279,7 +299,7 @@ class TurboMindHooks:
         self.port.close()
         if self._thread.ident is not None:
             self._thread.join(self._config.time_limit_s * 2)
-        self._host.close()
+        self._host.close(self._config.time_limit_s)
 
 
 def _read_only(column: np.ndarray, dtype: type) -> np.ndarray:

@@ -4,7 +4,9 @@ TurboMind computes prompts and decodes in one step; the contract's steps have on
 has prompt tokens to compute is a prefill step, and each request says its own phase.
 """
 
+import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ class _Known:
 
     arrival_s: float
     num_prompt: int
+    asked_s: float = -math.inf  # when the plug-in last said whether it may join
     refused_since: float | None = None
     held_since: float | None = None
     is_admitted: bool = False
@@ -41,39 +44,65 @@ class StepDecisions:
         self._running: dict[Where, dict[int, _Known]] = {}
         self._left: dict[Where, tuple[float, list[int]]] = {}  # steps left to the engine: until when, which requests
 
-    def admit(self, question: Any) -> list[int] | None:
-        """Places of the requests that may join the batch; None leaves it to the engine."""
+    def admit(self, question: Any, until_s: float) -> list[int] | None:
+        """Places of the requests that may join the batch; None leaves it to the engine.
+
+        Those that the plug-in has no time for now wait, and are asked for first the next time.
+        """
         where = question.engine, question.group
-        ids = question.request_ids.tolist()
         before, now = self._waiting.get(where, {}), time.perf_counter()
-        tokens = question.request_tokens.tolist()
-        known = {r: before.get(r) or _Known(now, n) for r, n in zip(ids, tokens, strict=True)}
+        ids, tokens = question.request_ids.tolist(), question.request_tokens.tolist()
+        known = {request: before.get(request) or _Known(now, n) for request, n in zip(ids, tokens, strict=True)}
         self._waiting[where] = known
-        admitted: list[int] = []
-        for place, request in enumerate(ids):
-            if len(admitted) == question.max_admitted:
-                break
-            if not self._host.decides("admit"):
-                return None
-            if self._admits(request, known[request]):
-                admitted.append(place)
-        return admitted if self._host.decides("admit") else None
+        room = question.max_admitted - sum(own.is_admitted for own in known.values())
+        asked = self._to_ask(known) if room > 0 else []
+        if asked and not self._ask_admission(known, asked, room, until_s):
+            return None
+        refused = ((request, own.refused_since) for request, own in known.items() if not own.is_admitted)
+        if any(self._overdue("admit", request, since_s) for request, since_s in refused if since_s is not None):
+            return None
+        if not self._host.decides("admit"):
+            return None
+        return [place for place, request in enumerate(ids) if known[request].is_admitted][: question.max_admitted]
 
-    def _admits(self, request: int, known: _Known) -> bool:
-        if known.is_admitted:
-            return True
-        asked = RequestMetadata(request, Phase.PREFILL, known.num_prompt, 0, 0, 0, known.arrival_s)
-        decided = self._host.decide("admit", asked, check_admission)
-        if decided is None:
-            return True
-        name, known.is_admitted = decided
-        self._host.recorder.write("admit", policy=name, request=request, admitted=known.is_admitted)
-        if not known.is_admitted:
-            known.refused_since = known.refused_since or time.perf_counter()
-            self._overdue("admit", request, known.refused_since)
-        return known.is_admitted
+    def _to_ask(self, known: dict[int, _Known]) -> list[int]:
+        """Never asked for first, then those refused longest ago; one refused a moment ago stays so for that moment."""
+        last_s = time.monotonic() - COALESCE_S
+        due = [request for request, own in known.items() if not own.is_admitted and own.asked_s <= last_s]
+        return sorted(due, key=lambda request: known[request].asked_s)
 
-    def schedule(self, question: Any) -> tuple[np.ndarray, int] | None:
+    def _ask_admission(self, known: dict[int, _Known], asked: list[int], room: int, until_s: float) -> bool:
+        """False: the plug-in is off, or did not come to this question."""
+        num_admitted = 0
+
+        def check(answer: Any) -> bool:
+            nonlocal num_admitted
+            admitted = check_admission(answer)
+            num_admitted += admitted
+            return admitted
+
+        def views() -> Iterator[RequestMetadata]:
+            for request in asked:
+                if num_admitted == room:
+                    return
+                own = known[request]
+                yield RequestMetadata(request, Phase.PREFILL, own.num_prompt, 0, 0, 0, own.arrival_s)
+
+        decided = self._host.decide_each("admit", views(), check, until_s)
+        if decided is None or not decided[1]:
+            return False
+        name, answers = decided
+        now_s = time.monotonic()
+        for request, admitted in zip(asked, answers, strict=False):
+            own = known[request]
+            if admitted or own.refused_since is None:  # else it was refused before, and is on record
+                self._host.recorder.write("admit", policy=name, request=request, admitted=admitted)
+            own.is_admitted, own.asked_s = admitted, now_s
+            if not admitted and own.refused_since is None:
+                own.refused_since = time.perf_counter()
+        return True
+
+    def schedule(self, question: Any, until_s: float) -> tuple[np.ndarray, int] | None:
         """(one priority a sequence, the budget of new tokens); None leaves the step to the engine."""
         where = question.engine, question.group
         ids = question.seq_ids.tolist()
@@ -82,7 +111,7 @@ class StepDecisions:
         requests = self._requests(where, question, ids)
         phase = Phase.PREFILL if any(r.phase is Phase.PREFILL for r in requests) else Phase.DECODE
         view = StepView(question.step, phase, requests, question.free_blocks, question.default_budget)
-        decided = self._host.decide("schedule", view, lambda answer: check_schedule(answer, view))
+        decided = self._host.decide("schedule", view, lambda answer: check_schedule(answer, view), until_s)
         known = self._running[where]
         if decided is None or decided[1] is None:
             if decided is not None:
@@ -109,13 +138,15 @@ class StepDecisions:
             question.priorities, question.context_lens, question.cache_lens, question.num_blocks, question.num_prompts,
         )  # fmt: skip
         for seq_id, priority, context, computed, blocks, prompt in zip(ids, *(c.tolist() for c in columns), strict=True):
-            own = before.get(seq_id) or waited.get(seq_id) or _Known(now, prompt)
+            own = before.get(seq_id) or waited.get(seq_id) or _Known(now, 0)
+            if seq_id not in before:
+                own.num_prompt = _first_seen(max(own.num_prompt, prompt), context, computed)
             own.num_prompt = max(own.num_prompt, prompt)
             known[seq_id] = own
             total = max(context, own.num_prompt)
             row = RequestMetadata(
                 request_id=seq_id,
-                phase=Phase.PREFILL if computed < own.num_prompt else Phase.DECODE,
+                phase=Phase.PREFILL if computed < own.num_prompt or total - computed > 1 else Phase.DECODE,
                 num_tokens=total,
                 num_computed=computed,
                 num_generated=total - own.num_prompt,
@@ -143,6 +174,16 @@ class StepDecisions:
             return False
         self._host.blame(hook, f"request {request} was kept waiting for {waited:.1f} s")
         return True
+
+
+def _first_seen(told: int, context: int, computed: int) -> int:
+    """Tokens of the prompt of a sequence that was in no step before. Of one with images the engine tells none.
+
+    Where more than one token is to be computed all of them are taken for prompt; else the last one was generated.
+    """
+    if computed == 0 or context - computed > 1:
+        return max(told, context)
+    return told or context - 1
 
 
 def _priorities(given: np.ndarray, ids: list[int], order: list[int], hold: frozenset[int]) -> np.ndarray:

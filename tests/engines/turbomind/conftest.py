@@ -17,11 +17,11 @@ HERE = "tests.engines.turbomind.plugins"
 def start() -> Iterator[Callable[..., TurboMindHooks]]:
     started = []
 
-    def begin(*plugins: str | tuple[str, dict[str, Any]], **config: Any) -> TurboMindHooks:
+    def begin(*plugins: str | tuple[str, dict[str, Any]], prefix_caching: bool = True, **config: Any) -> TurboMindHooks:
         named = [(plugin, {}) if isinstance(plugin, str) else plugin for plugin in plugins]
         specs = tuple(PluginSpec(name=f"{HERE}:{name}", options=options) for name, options in named)
         values = {"time_limit_s": 20.0, "block_bytes": 4096} | config
-        started.append(TurboMindHooks(HookConfig(plugins=specs, **values), BLOCK))
+        started.append(TurboMindHooks(HookConfig(plugins=specs, **values), BLOCK, prefix_caching))
         return started[-1]
 
     yield begin

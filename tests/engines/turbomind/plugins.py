@@ -68,6 +68,30 @@ class SlowListener(Plugin):
         threading.Event().wait(30)
 
 
+class HangsAtStepEnd(Plugin):
+    def on_step_end(self, result):
+        threading.Event().wait(30)
+
+
+class HangsThere(HangsAtStepEnd):
+    """A second one of its kind."""
+
+
+class HearsSlowly(Plugin):
+    """Takes its time over each step, and decides the next at once. `faster` ends all waiting."""
+
+    def __init__(self, each_s):
+        self.each_s, self.faster, self.heard = each_s, threading.Event(), []
+
+    def on_step_end(self, result):
+        self.faster.wait(self.each_s)
+        self.heard.append(result.step)
+
+    def schedule(self, view):
+        self.heard.append("asked")
+        return ScheduleDecision()
+
+
 class Listener(Plugin):
     def attach(self, engine):
         self.evicted, self.matched, self.stored, self.steps, self.comms, self.by_callback = [], [], [], [], [], []
@@ -107,6 +131,27 @@ class Admits(Plugin):
     def admit(self, request):
         self.asked.append(request)
         return request.request_id not in self.refused
+
+
+class AdmitsNonsense(Plugin):
+    def __init__(self):
+        self.asked = []
+
+    def admit(self, request):
+        self.asked.append(request.request_id)
+        return "perhaps"
+
+
+class AdmitsSlowly(Plugin):
+    """Refuses everyone, and takes 10 ms over each."""
+
+    def __init__(self):
+        self.asked = []
+
+    def admit(self, request):
+        threading.Event().wait(0.01)
+        self.asked.append(request.request_id)
+        return False
 
 
 class LooksUp(Plugin):

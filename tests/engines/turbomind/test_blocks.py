@@ -23,6 +23,9 @@ def test_the_native_index_works_without_plugins(start):
     report = hooks.report()
     assert report["prefix"]["hit_tokens"] == 20 and report["table"]["stored_blocks"] == 4
     assert report["port"]["asked"] == 0 and report["enabled"] == {}
+    rank.request(4, C)
+    rank.request(5, [seed + 50 for seed in C])
+    assert hooks.report()["evicted"]["prefix"] == sum(map(len, rank.victims)) > 0, "counted although nobody listens"
     assert rank.unique_id[rank.state.index(abi.CACHED)] > 0 and rank.last_unique_id > 2**31
 
 
@@ -130,7 +133,33 @@ def test_victims_that_the_engine_adds_are_its_own_in_the_record(start, tmp_path)
     play(hooks.table, [A, B, C], num_ranks=1, num_blocks=8)
     hooks.close()
     (eviction,) = [line for line in map(json.loads, file.read_text().splitlines()) if line["event"] == "evict"]
-    assert eviction["policy"] == "native index" and len(eviction["victims"]) == 1
+    assert (eviction["policy"], eviction["reason"]) == ("engine", "least recently used") and len(eviction["victims"]) == 1
+
+
+def test_what_the_index_chooses_is_told_with_its_own_order(start, tmp_path):
+    file = tmp_path / "record.jsonl"
+    hooks = start(record=file)
+    play(hooks.table, [A, B, C], num_ranks=1, num_blocks=8)
+    hooks.close()
+    (eviction,) = [line for line in map(json.loads, file.read_text().splitlines()) if line["event"] == "evict"]
+    assert eviction["policy"] == "native index"
+    assert eviction["reason"] == "remains of ended requests first, then least recently used"
+
+
+def test_without_prefix_caching_nothing_is_told_as_evicted(start, tmp_path):
+    """The engine tells of every block of a request that ends."""
+    file = tmp_path / "record.jsonl"
+    hooks = start("Listener", prefix_caching=False, record=file)
+    assert "evicted" not in hooks.port.topics and "step_end" in hooks.port.topics
+    rank = PlayedRank(hooks.table, num_blocks=8)
+    for seq_id, prompt in enumerate((A, B, C), start=1):
+        rank.request(seq_id, prompt)
+    told = plugin_of(hooks)
+    wait_for("the last step", lambda: len(told.steps) == 3)
+    assert rank.victims and told.evicted == told.by_callback == []
+    assert hooks.table.stats()["evicted_blocks"] > 0 and hooks.report()["evicted"]["prefix"] == 0
+    hooks.close()
+    assert '"evict"' not in file.read_text()
 
 
 @pytest.mark.parametrize(

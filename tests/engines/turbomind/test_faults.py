@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from sagellm._core import HookTable, PluginPort
-from tests.engines.turbomind.conftest import wait_for
+from tests.engines.turbomind.conftest import plugin_of, wait_for
 from tests.engines.turbomind.played import PlayedRank, play
 
 LIMIT_S = 0.4
@@ -67,6 +67,58 @@ def test_notices_never_keep_the_engine(start):
     wait_for("it is off", lambda: [fault.kind for fault in hooks._host.faults] == ["overran"])
     wait_for("nothing is told any more", lambda: hooks.port.topics == ())
     assert hooks.port.stats()["asked"] == 0
+
+
+SEQUENCE = {"seq_id": 1, "priority": 5}
+
+
+def test_those_who_hang_as_listeners_do_not_keep_the_one_who_decides(start):
+    hooks = start("HangsAtStepEnd", "HangsThere", "Schedules", time_limit_s=LIMIT_S)
+    rank = PlayedRank(hooks.table)
+    rank._step_end(1)
+    wait_for("they hear of it", lambda: all(guard._works for guard in list(hooks._host.guards.values())[:2]))
+    assert rank.schedule([SEQUENCE]) == ([5], 64)
+    wait_for("both are off", lambda: len(hooks._host.faults) == 2)
+    assert rank.schedule([SEQUENCE]) == ([5], 64) and hooks.port.fault is None
+    assert {(fault.hook, fault.kind) for fault in hooks._host.faults} == {("on_step_end", "overran")}
+    assert list(hooks.report()["enabled"].values()) == [False, False, True]
+    wait_for("nobody is told any more", lambda: hooks.port.topics == ("schedule",))
+
+
+def test_one_busy_with_what_it_was_told_leaves_the_step_to_the_engine(start):
+    """Each of its notices keeps to the limit, both together do not."""
+    hooks = start(("HearsSlowly", {"each_s": 0.8}), time_limit_s=1.2)
+    rank, plugin = PlayedRank(hooks.table), plugin_of(hooks)
+    rank._step_end(1)
+    rank._step_end(1)
+    assert rank.schedule([SEQUENCE]) is None
+    assert hooks.port.fault is None and hooks._host.faults == []
+    plugin.faster.set()
+    wait_for("it has heard", lambda: len(plugin.heard) == 2)
+    assert rank.schedule([SEQUENCE], step=2) == ([5], 64)
+    assert plugin.heard == [1, 2, "asked"] and hooks._host.faults == []
+
+
+def test_a_port_that_is_off_is_not_blamed_on_one_who_kept_to_his_limit(start):
+    hooks = start("Schedules", time_limit_s=LIMIT_S)
+    hooks.port.fail("schedule", "overran", "no answer within 0.4 s")
+    wait_for("it is reported", lambda: hooks._host.faults)
+    (fault,) = hooks._host.faults
+    assert (fault.plugin, fault.hook, fault.kind) == ("TurboMind adapter", "schedule", "overran")
+
+
+def test_many_waiting_requests_are_no_fault(start):
+    """What there is no time to ask for waits, and comes first in the next round."""
+    hooks = start("AdmitsSlowly", "Listener", time_limit_s=LIMIT_S)
+    rank, plugin = PlayedRank(hooks.table), plugin_of(hooks)
+    waiting = [(request, 10) for request in range(100)]
+    for _ in range(200):
+        assert rank.admit(waiting) == []
+        if len(plugin.asked) >= 100:
+            break
+    assert plugin.asked[:100] == list(range(100))
+    assert hooks.port.fault is None and hooks._host.faults == []
+    assert list(hooks.report()["enabled"].values()) == [True, True]
 
 
 def test_an_adapter_that_fails_is_off_with_a_reason(start, monkeypatch):

@@ -1,5 +1,7 @@
 """Order, hold, budget and admission, from the contract's terms to priorities and back."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -46,6 +48,29 @@ def test_prompts_that_are_forgotten_once_computed(asked):
     schedule([dict(seq_id=1, priority=1, context_len=25, cache_len=24, n_prompt=0)])
     (request,) = plugin.views[1].requests
     assert (request.phase, request.num_tokens, request.num_generated) == (Phase.DECODE, 25, 5)
+
+
+def test_requests_with_images(asked):
+    """The engine keeps no prompt of them."""
+    plugin, schedule, _ = asked
+    for context, computed in ((1000, 0), (1000, 512), (1000, 999), (1001, 1000)):
+        schedule([dict(seq_id=1, priority=1, context_len=context, cache_len=computed, n_prompt=0)])
+    seen = [(r.phase, r.num_tokens, r.num_computed, r.num_generated) for view in plugin.views for r in view.requests]
+    assert seen == [
+        (Phase.PREFILL, 1000, 0, 0),
+        (Phase.PREFILL, 1000, 512, 0),
+        (Phase.PREFILL, 1000, 999, 0),
+        (Phase.DECODE, 1001, 1000, 1),
+    ]
+    assert [view.phase for view in plugin.views] == [row[0] for row in seen]
+
+
+def test_first_seen_while_it_decodes_and_computed_again_after_a_preemption(asked):
+    plugin, schedule, _ = asked
+    for context, computed in ((1001, 1000), (1002, 512), (1002, 1001)):
+        schedule([dict(seq_id=1, priority=1, context_len=context, cache_len=computed, n_prompt=0)])
+    seen = [(r.phase, r.num_tokens, r.num_generated) for view in plugin.views for r in view.requests]
+    assert seen == [(Phase.DECODE, 1001, 1), (Phase.PREFILL, 1002, 2), (Phase.DECODE, 1002, 2)]
 
 
 @pytest.mark.parametrize(
@@ -100,16 +125,54 @@ def test_holding_for_too_long_is_a_fault(start):
     assert fault.kind == "nonsense" and "request 21 was kept waiting" in fault.detail
 
 
-def test_admission(start):
+def test_admission(start, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("sagellm.engines.lmdeploy.turbomind_steps.time.monotonic", lambda: now[0])
     hooks = start(("Admits", {"refused": [2]}))
     plugin, rank = plugin_of(hooks), PlayedRank(hooks.table)
     waiting = [(1, 10), (2, 20), (3, 30), (4, 40)]
     assert rank.admit(waiting, max_admitted=2) == [0, 2]
     assert rank.admit(waiting[1:], max_admitted=2) == [1, 2]
-    assert [(r.request_id, r.num_tokens) for r in plugin.asked] == [(1, 10), (2, 20), (3, 30), (2, 20), (4, 40)]
+    assert [(r.request_id, r.num_tokens) for r in plugin.asked] == [(1, 10), (2, 20), (3, 30), (4, 40)]
+    assert rank.admit(waiting[1:2]) == [] and len(plugin.asked) == 4, "refused a moment ago"
     plugin.refused.clear()
-    assert rank.admit(waiting[1:2]) == [0]
+    now[0] += 2 * COALESCE_S
+    assert rank.admit(waiting[1:2]) == [0] and plugin.asked[-1].request_id == 2
     assert len({r.arrival_s for r in plugin.asked if r.request_id == 2}) == 1, "it arrived once"
+
+
+def test_a_round_of_admission_is_one_hand_over(start, monkeypatch):
+    hooks = start("Admits")
+    (guard,) = hooks._host.guards.values()
+    handed, put = [], guard._put
+    monkeypatch.setattr(guard, "_put", lambda work: handed.append(work) or put(work))
+    assert PlayedRank(hooks.table).admit([(request, 10) for request in range(64)], max_admitted=64) == list(range(64))
+    assert len(handed) == 1 and len(plugin_of(hooks).asked) == 64
+
+
+def test_the_record_has_changes_of_admission_alone(start, monkeypatch, tmp_path):
+    now, file = [100.0], tmp_path / "record.jsonl"
+    monkeypatch.setattr("sagellm.engines.lmdeploy.turbomind_steps.time.monotonic", lambda: now[0])
+    hooks = start(("Admits", {"refused": [2]}), record=file)
+    plugin, rank = plugin_of(hooks), PlayedRank(hooks.table)
+    for _ in range(5):
+        rank.admit([(1, 10), (2, 20)])
+        now[0] += 2 * COALESCE_S
+    plugin.refused.clear()
+    assert rank.admit([(1, 10), (2, 20)]) == [0, 1]
+    assert [r.request_id for r in plugin.asked] == [1, 2, 2, 2, 2, 2, 2]
+    monkeypatch.undo()
+    hooks.close()
+    lines = [line for line in map(json.loads, file.read_text().splitlines()) if line["event"] == "admit"]
+    assert [(line["request"], line["admitted"]) for line in lines] == [(1, True), (2, False), (2, True)]
+
+
+def test_an_answer_that_is_none_ends_the_round(start):
+    hooks = start("AdmitsNonsense")
+    plugin, rank = plugin_of(hooks), PlayedRank(hooks.table)
+    assert rank.admit([(1, 10), (2, 20), (3, 30)]) is None and plugin.asked == [1]
+    (fault,) = hooks._host.faults
+    assert (fault.kind, fault.hook) == ("nonsense", "admit")
 
 
 def test_nobody_is_admitted(start):
