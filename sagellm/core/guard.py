@@ -143,13 +143,21 @@ class PluginGuard:
 
         `views` is iterated on the plug-in's thread. Each call has the whole time limit, but once half of the time until
         `until_s` (on the clock of `time.monotonic`) is over, no view but the first is begun. What takes longer than that is
-        given up: no fault of the plug-in's unless a single call overruns. A plug-in that did not come to a question because
-        of what was posted before it gets the next ones without a wait: empty answers, until it has caught up.
+        given up: no fault of the plug-in's unless a single call overruns.
 
         Raises:
             Switched: as `call`.
         """
         return self._ask(hook, ((hook, function, (view,)) for view in views), until_s)
+
+    def is_behind(self) -> bool:
+        """True from when a question was given up, because of what was posted before it, until the plug-in has caught up.
+
+        Raises:
+            Switched: as `hand_over`.
+        """
+        self._look()
+        return self._is_behind
 
     def _ask(self, hook: str, calls: Iterable[Call], until_s: float) -> list[Any]:
         if self.fault is not None or self._stopped:
@@ -157,8 +165,6 @@ class PluginGuard:
         if threading.get_ident() == self._thread.ident:  # a hook caused by this plug-in's own request
             return [self._counted(*call) for call in calls]
         self._look()
-        if self._is_behind and until_s < math.inf:
-            return []
         # Two pieces of work, so that a question can be given up without the notices before it.
         self._put_posted()
         work = self._put(_Work(hook, calls, (until_s + time.monotonic()) / 2))

@@ -75,7 +75,10 @@ class PluginHost:
                 objections.append(f"{type(error).__name__}: {error}")
 
         try:
-            answers = self.guards[name].ask(hook, ask, takewhile(lambda _: not objections, views), until_s)
+            # One that was too busy to come to its last question costs no further wait until it has caught up.
+            is_behind = until_s < math.inf and self.guards[name].is_behind()
+            agreed = takewhile(lambda _: not objections, views)
+            answers = [] if is_behind else self.guards[name].ask(hook, ask, agreed, until_s)
         except Switched:
             return None
         if objections:

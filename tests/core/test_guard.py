@@ -222,10 +222,10 @@ def test_a_question_is_given_up_while_the_plugin_hears_what_came_before(caplog):
     guard.post("notice", released.wait, 30)
     guard.post("notice", heard.append, 1)
     assert guard.ask("schedule", heard.append, ["given up"], time.monotonic() + 0.05) == []
-    assert guard.ask("schedule", heard.append, ["not waited for"], time.monotonic() + 15) == []
+    assert guard.is_behind()
     released.set()
     assert guard.call("close", lambda: list(heard)) == [1], "what it was told it hears, what it was asked is over"
-    assert guard.ask("schedule", lambda view: view, ["asked again"], time.monotonic() + 15) == ["asked again"]
+    assert not guard.is_behind()
     guard.stop()
 
 

@@ -92,6 +92,7 @@ def test_one_busy_with_what_it_was_told_leaves_the_step_to_the_engine(start):
     rank._step_end(1)
     rank._step_end(1)
     assert rank.schedule([SEQUENCE]) is None
+    assert rank.schedule([SEQUENCE]) is None, "not waited for again before it has caught up"
     assert hooks.port.fault is None and hooks._host.faults == []
     plugin.faster.set()
     wait_for("it has heard", lambda: len(plugin.heard) == 2)
