@@ -42,7 +42,6 @@ logger = logging.getLogger("sagellm")
 ADAPTER = "TurboMind adapter"  # its name among the faults of plug-ins
 INDEX = "native index"
 INDEX_ORDER = "remains of ended requests first, then least recently used"
-ENGINE = "engine"  # what a plug-in left open the engine adds by itself
 
 # The port's limit is what the engine waits for; a plug-in gets most of it, the rest is for handing the default back. One that
 # came late to its question, after what it was told before, is given up in between: so it is seen first whether it overran.
@@ -220,13 +219,12 @@ class TurboMindHooks:
 
     def _record_victims(self, where: Where, ids: list[int]) -> None:
         name, reason, counts, chosen = self._chosen.pop(where, ("", "", {}, set()))
-        added = (ENGINE, "least recently used") if name else (INDEX, INDEX_ORDER)
         of_plugin = [block for block in ids if block in chosen]
         others = [block for block in ids if block not in chosen]
         if of_plugin:
             self._host.recorder.write("evict", policy=name, reason=reason, **counts, victims=of_plugin)
         if others:
-            self._host.recorder.write("evict", policy=added[0], reason=added[1], victims=others)
+            self._host.recorder.write("evict", policy=INDEX, reason=INDEX_ORDER, victims=others)
 
     def _on_matched(self, notice: Any) -> None:
         """A waiting request is looked up in every round; its misses are told once."""
