@@ -37,7 +37,7 @@ configure_and_build() {
     flock 9 # two runs may not build in one folder at once
     cmake -S "$here" -B "$build" ${generator[@]+"${generator[@]}"} --log-level=WARNING \
         -DSAGELLM_PYTHON=OFF -DSAGELLM_CHECKS=ON -DSAGELLM_SANITIZE="$sanitize" \
-        -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g" >&2 || exit 1
+        -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG="-O1 -g1" >&2 || exit 1
     cmake --build "$build" --parallel "$(nproc)" >&2 || exit 1
     exec 9>&-
 }
