@@ -70,6 +70,13 @@ void PrefixIndex::touch_path(NodeIndex index) {
   }
 }
 
+void PrefixIndex::touch(BlockId id, Tier tier) {
+  std::lock_guard structure(tree_);
+  if (!is_used(tier, id)) return;
+  learn_owners();
+  touch_path(owner(tier, id));
+}
+
 void PrefixIndex::lock_path(NodeIndex from, NodeIndex up_to) {
   for (NodeIndex i = from; i != up_to; i = node(i).parent) {
     if (node(i).num_locks++ == 0 && !node(i).is_root) lru_unlink(i);
