@@ -25,7 +25,10 @@ def check_victims(answer: Any, request: VictimRequest) -> EvictionDecision:
     for block, parent in parent_of.items():
         if parent in chosen and block not in chosen:
             raise Nonsense(f"victim {parent} still has the cached child {block}; choose both (see leaf_first)")
-    return EvictionDecision(victims, str(decision.reason))
+    reasons = [str(reason) for reason in decision.reasons]
+    if reasons and len(reasons) != len(victims):
+        raise Nonsense(f"{len(reasons)} reasons for {len(victims)} victims; give one for each, or none")
+    return EvictionDecision(victims, str(decision.reason), reasons)
 
 
 def check_admission(answer: Any) -> bool:

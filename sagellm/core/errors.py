@@ -38,3 +38,15 @@ class LockError(PrefixIndexError):
 
 class BlockReuseError(PrefixIndexError):
     """A KV block id that holds another cached prefix."""
+
+
+class PolicyError(SageError, ValueError):
+    """A policy that is unknown, was given what it cannot use, or chose blocks that it may not have."""
+
+
+class TierError(SageError):
+    """A tier that cannot hold, read or write blocks: its memory, its folder or its files."""
+
+
+class TraceError(SageError, ValueError):
+    """A trace or a log that cannot be read; the message names the file and the line."""

@@ -153,8 +153,11 @@ class VictimRequest:
 
 
 class EvictionDecision(NamedTuple):
+    """What to give up, first to last. `reason`: of the whole choice; `reasons`: one for each victim, or none at all."""
+
     victims: Sequence[int]
     reason: str = ""
+    reasons: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,138 @@
+"""The contract of the KV runtime: blocks on tiers, who may have them, and how their bytes move.
+
+Two halves that meet in `HierarchyManager`. The *books* say which block is where, who holds it and who owns it; they decide,
+run the same in the engine and in a replay, and touch no bytes. The *stores* hold bytes: pool memory, files. A `KVMigrator`
+copies between stores; a `KVBackendProtocol` is the engine (or the simulation) whose blocks these are.
+
+Tiers, fastest first: gpu is the engine's own pool (also when a CPU device has it), cpu is memory of the host, nvme is files.
+A block is on gpu or on cpu, not on both; a file of it may stay on nvme beside that, since its content cannot change.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sagellm.core.hooks import KVBlockInfo, MigrationPlan, MigrationResult, RequestId, Tier
+from sagellm.kv_policy.base import BlockKey, CachedBlock
+
+__all__ = [
+    "AllocationResult", "BlockBytes", "BlockKey", "CachedBlock", "FetchDecision", "KVBackendProtocol", "KVBlockInfo",
+    "MigrationPlan", "MigrationResult", "RequestId", "RoomDecision", "Tier", "TierStore",
+]  # fmt: skip
+
+BlockBytes = NDArray[np.uint8]  # [size_bytes of the block], contiguous
+
+
+class AllocationResult(NamedTuple):
+    """Slots that a pool gave out, and its tier."""
+
+    block_ids: tuple[int, ...]
+    tier: Tier
+
+
+class RoomDecision(NamedTuple):
+    """How to make room on a tier.
+
+    Attributes:
+        demote: moves to slower tiers, to be made in this order, the slowest tiers first.
+        drop: (tier, key, reason) of blocks that go for good, in this order and before the moves.
+        victims: (key, reason) of the blocks that leave the tier that was asked for, moved or dropped, in the policy's order.
+    """
+
+    demote: tuple[MigrationPlan, ...]
+    drop: tuple[tuple[Tier, BlockKey, str], ...]
+    victims: tuple[tuple[BlockKey, str], ...]
+
+
+class FetchDecision(NamedTuple):
+    """What of a prefix that is not on gpu to bring there: the first `len(keys)` blocks behind the `num_resident` that are.
+
+    `tiers`: where each lies now; `net_benefit_s`: seconds saved against computing them; `reason` also says why not more.
+    """
+
+    keys: tuple[BlockKey, ...]
+    tiers: tuple[Tier, ...]
+    net_benefit_s: float
+    reason: str
+
+
+class KVBackendProtocol(Protocol):
+    """An engine whose blocks are managed: LMDeploy's, or the one in memory that simulates one.
+
+    Blocks are named by key. Every call returns at once; what takes time is a future, which ends on any thread.
+    """
+
+    block_size: int
+    block_bytes: int
+
+    def capacity(self, tier: Tier) -> int:
+        """Blocks; 0 where the tier does not exist."""
+        ...
+
+    def num_free(self, tier: Tier) -> int: ...
+
+    def migrate(self, plan: MigrationPlan) -> MigrationResult:
+        """Move blocks between gpu and cpu; refused ones stay where they are."""
+        ...
+
+    def drop(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
+        """Forget blocks of the tier; the room is free when this returns."""
+        ...
+
+    def save(self, keys: Sequence[BlockKey], tier: Tier, deadline_s: float) -> Future[MigrationResult]:
+        """Write copies of blocks to a slower tier; they stay where they are and must not move until the future has ended.
+
+        Not moved in time, or failed, means refused, with the reason: no half-written copy can be found.
+        """
+        ...
+
+    def load(self, keys: Sequence[BlockKey], tier: Tier, deadline_s: float) -> Future[MigrationResult]:
+        """Read blocks of a slower tier into free room of a faster one. The copies there are found once the future has ended
+        and `commit_loads` was called; those that are refused were missing, torn, corrupt or late, and have left no trace."""
+        ...
+
+    def commit_loads(self) -> tuple[BlockKey, ...]:
+        """Make what was loaded since the last call part of the prefix cache; called where blocks may change hands."""
+        ...
+
+
+class TierStore(Protocol):
+    """Holds the bytes of blocks by key. Thread-safe. Writing is in two phases: `prepare`, fill, then `commit` or `abort`.
+
+    What is prepared cannot be found; what is committed is whole. Raises TierError when full, read-only or broken.
+    """
+
+    tier: Tier
+    capacity_bytes: int
+
+    def prepare(self, block: CachedBlock) -> BlockBytes:
+        """Writable room for the block's bytes, held for the caller until `commit` or `abort`."""
+        ...
+
+    def commit(self, key: BlockKey) -> None: ...
+
+    def abort(self, key: BlockKey) -> None: ...
+
+    def read(self, key: BlockKey, into: BlockBytes | None = None) -> BlockBytes:
+        """The block's bytes, checked where the medium can lose them; `into` saves a copy.
+
+        Raises:
+            KeyError: not committed here.
+            TierError: torn, corrupt or unreadable; such a block is dropped.
+        """
+        ...
+
+    def remove(self, key: BlockKey) -> None: ...
+
+    def __contains__(self, key: BlockKey) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def keys(self) -> list[BlockKey]: ...
+
+    def used_bytes(self) -> int: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Runs traces and recorded logs through the modules that serve in the engine, without one."""
