@@ -179,26 +179,57 @@ class PrefixQuery:
     block_size: int
 
 
+def _no_hashes() -> np.ndarray:
+    return np.empty(0, np.uint64)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the lookup found. `num_matched`: tokens; `block_ids`: the blocks that this lookup added."""
+    """What the lookup found. `num_matched`: tokens; `block_ids`: the blocks that this lookup added.
+
+    `block_hashes`: uint64, one for each full block of the request's tokens, of the prefix up to its end and the namespace.
+    `limit`: how many blocks could have matched. `first`: this request was not looked up before. `time_s`: when, on the clock
+    of `time.monotonic`. A request holds what it matched until `on_prefix_released`.
+    """
 
     request_id: RequestId
     num_tokens: int
     num_matched: int
     block_ids: tuple[int, ...]
     source: str
+    block_hashes: np.ndarray = field(default_factory=_no_hashes)
+    limit: int = 0
+    first: bool = True
+    tenant_id: str = ""
+    time_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixUpdate:
-    """Blocks were published. `token_ids`: int64 [len(block_ids) * block_size], from token `first_token` of the request."""
+    """Blocks were published. `token_ids`: int64 [len(block_ids) * block_size], from token `first_token` of the request.
+
+    `block_hashes`: uint64 [len(block_ids)], `parent_hash` that of the block before the first one, as in `PrefixMatch`. A
+    block that was cached before is among them again. The request holds them until `on_prefix_released`.
+    """
 
     request_id: RequestId
     namespace: str
     first_token: int
     token_ids: np.ndarray
     block_ids: tuple[int, ...]
+    block_hashes: np.ndarray = field(default_factory=_no_hashes)
+    parent_hash: int | None = None
+    tenant_id: str = ""
+    time_s: float = 0.0
+
+
+class PrefixRelease(NamedTuple):
+    """A request does not hold its cached blocks any more, but for the first `num_kept`: it has ended, was preempted, or
+    could not have what it matched."""
+
+    request_id: RequestId
+    num_kept: int
+    time_s: float
 
 
 class RequestMetadata(NamedTuple):  # as StepView and StepResult: made in every step, cheaper than a frozen dataclass
@@ -292,6 +323,35 @@ class EngineHandle(Protocol):
 
     def register_eviction_callback(self, callback: Callable[[EvictionNotice], None]) -> None: ...
 
+    def record(self, event: str, **fields: object) -> None:
+        """Write a line into the engine's event log; nothing where none is kept."""
+        ...
+
+    def request_tokens(self, request_id: RequestId) -> tuple[np.ndarray, str]:
+        """(int64 [n] tokens, namespace) of a request that waits."""
+        ...
+
+    def host_bytes(self, block_ids: Sequence[int]) -> list[np.ndarray]:
+        """uint8 [block_bytes] each, read-only: the memory of cached blocks of the host tier, which stay where they are until
+        `unpin`. Raises PluginError: not on the host tier, a copy of it is still to be made, or the memory is not this
+        process's own (tensor parallelism)."""
+        ...
+
+    def unpin(self, block_ids: Sequence[int]) -> None: ...
+
+    def reserve_host(self, count: int) -> tuple[list[int], list[np.ndarray]]:
+        """(ids, uint8 [block_bytes] each) of at most `count` free blocks of the host tier, to be filled by the caller."""
+        ...
+
+    def adopt_host(self, block_ids: Sequence[int], token_ids: np.ndarray, namespace: str) -> tuple[int, ...]:
+        """Make reserved blocks, filled, the last ones of the prefix `token_ids` in the cache. Those that are cached by now,
+        or whose beginning is not, are freed. Returns the ids that were taken."""
+        ...
+
+    def free_host(self, block_ids: Sequence[int]) -> None:
+        """Give reserved blocks back."""
+        ...
+
 
 class Plugin:
     """Base of every plug-in. Override what you need; a hook that is not overridden is never called.
@@ -324,6 +384,8 @@ class Plugin:
 
     def on_prefix_stored(self, update: PrefixUpdate) -> None: ...
 
+    def on_prefix_released(self, release: PrefixRelease) -> None: ...
+
     def admit(self, request: RequestMetadata) -> bool:
         """May this request join the queue now? Asked before each step until the answer is True."""
         raise NotImplementedError
@@ -348,7 +410,9 @@ class Plugin:
 
 
 DECISIONS = ("select_victims", "lookup_prefix", "admit", "schedule")
-NOTICES = ("on_evicted", "on_prefix_matched", "on_prefix_stored", "on_step_end", "on_request_end")
+NOTICES = (
+    "on_evicted", "on_prefix_matched", "on_prefix_stored", "on_prefix_released", "on_step_end", "on_request_end",
+)  # fmt: skip
 COMM_HOOKS = ("comm_begin", "comm_end")
 
 
