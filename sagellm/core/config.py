@@ -24,6 +24,28 @@ class PluginSpec(Model):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class KVConfig(Model):
+    """Who picks victims on each tier, and which tiers there are beside the engine's own pool.
+
+    `policy`, `cpu_policy`, `disk_policy`: names of eviction policies, or `module:Class`. `disk`: the folder of the disk tier,
+    of one server at a time; `disk_gib` bounds it. `migration`: whether a block is worth a move: always, never, by measured
+    cost, or `module:Class`. `deadline_s`: what was not saved or loaded by then is given up. `quotas`: tenant -> tier ->
+    blocks (an integer) or share of the tier (below 1).
+    """
+
+    policy: str = "lru"
+    policy_options: dict[str, Any] = Field(default_factory=dict)
+    cpu_policy: str = "lru"
+    cpu_options: dict[str, Any] = Field(default_factory=dict)
+    disk: Path | None = None
+    disk_gib: float = Field(4.0, gt=0)
+    disk_policy: str = "lru"
+    disk_options: dict[str, Any] = Field(default_factory=dict)
+    migration: str = "cost"
+    deadline_s: float = Field(1.0, gt=0)
+    quotas: dict[str, dict[Literal["gpu", "cpu", "nvme"], int | float]] = Field(default_factory=dict)
+
+
 class HookConfig(Model):
     """What travels, as JSON, into the engine process and its workers.
 
@@ -62,6 +84,7 @@ class SageConfig(Model):
     host_kv_blocks: int = Field(0, ge=0)
     block_size: int = Field(64, ge=16, le=1024)
     prefix_caching: bool = True
+    kv: KVConfig | None = None
     context_length: int | None = Field(None, ge=1)
     max_batch_size: int | None = Field(None, ge=1)
     max_prefill_tokens: int | None = Field(None, ge=16)
