@@ -15,15 +15,28 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from sagellm.core.errors import CapacityError, TierError
 from sagellm.core.hooks import KVBlockInfo, MigrationPlan, MigrationResult, RequestId, Tier
 from sagellm.kv_policy.base import BlockKey, CachedBlock
 
 __all__ = [
     "AllocationResult", "BlockBytes", "BlockKey", "CachedBlock", "FetchDecision", "KVBackendProtocol", "KVBlockInfo",
-    "MigrationPlan", "MigrationResult", "RequestId", "RoomDecision", "Tier", "TierStore",
+    "MigrationPlan", "MigrationResult", "RequestId", "RoomDecision", "StoreFullError", "StoredBlock", "Tier", "TierStore",
 ]  # fmt: skip
 
 BlockBytes = NDArray[np.uint8]  # [size_bytes of the block], contiguous
+
+
+class StoreFullError(TierError, CapacityError):
+    """A store has no room for a block; what it holds is untouched, and it takes blocks again once some were removed."""
+
+
+class StoredBlock(NamedTuple):
+    """A block in a store. `digest`: 16 bytes, of the namespace and of every token from the start of the sequence to the
+    block's end; b"" where the writer did not say. It is what tells two blocks apart whose 64-bit keys collide."""
+
+    block: CachedBlock
+    digest: bytes = b""
 
 
 class AllocationResult(NamedTuple):
@@ -102,30 +115,42 @@ class KVBackendProtocol(Protocol):
 class TierStore(Protocol):
     """Holds the bytes of blocks by key. Thread-safe. Writing is in two phases: `prepare`, fill, then `commit` or `abort`.
 
-    What is prepared cannot be found; what is committed is whole. Raises TierError when full, read-only or broken.
+    What is prepared cannot be found; what is committed is whole. Raises TierError when read-only, broken or closed, and for
+    a key that is there, or on its way, already; StoreFullError, which is one, when full.
     """
 
     tier: Tier
     capacity_bytes: int
 
-    def prepare(self, block: CachedBlock) -> BlockBytes:
-        """Writable room for the block's bytes, held for the caller until `commit` or `abort`."""
+    def prepare(self, block: CachedBlock, digest: bytes = b"") -> BlockBytes:
+        """Writable room for the block's bytes [size_bytes], held for the caller until `commit` or `abort`."""
         ...
 
-    def commit(self, key: BlockKey) -> None: ...
+    def commit(self, key: BlockKey) -> None:
+        """The block can be found from now on. One that raises TierError has aborted. KeyError: not prepared."""
+        ...
 
-    def abort(self, key: BlockKey) -> None: ...
+    def abort(self, key: BlockKey) -> None:
+        """Raises KeyError: not prepared."""
+        ...
 
-    def read(self, key: BlockKey, into: BlockBytes | None = None) -> BlockBytes:
-        """The block's bytes, checked where the medium can lose them; `into` saves a copy.
+    def read(self, key: BlockKey, into: BlockBytes | None = None, digest: bytes = b"") -> BlockBytes:
+        """A copy of the block's bytes, checked where the medium can lose them. `into` [size_bytes] is filled and returned;
+        its content means nothing after an error.
 
         Raises:
-            KeyError: not committed here.
+            KeyError: not committed here, or under another digest than the one given.
             TierError: torn, corrupt or unreadable; such a block is dropped.
         """
         ...
 
-    def remove(self, key: BlockKey) -> None: ...
+    def describe(self, key: BlockKey) -> StoredBlock:
+        """Raises KeyError: not committed here."""
+        ...
+
+    def remove(self, key: BlockKey) -> None:
+        """Raises KeyError: not committed here."""
+        ...
 
     def __contains__(self, key: BlockKey) -> bool: ...
 
@@ -133,6 +158,10 @@ class TierStore(Protocol):
 
     def keys(self) -> list[BlockKey]: ...
 
-    def used_bytes(self) -> int: ...
+    def used_bytes(self) -> int:
+        """Of what is committed and of what is prepared; never above `capacity_bytes`."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """What is prepared is aborted. A second call does nothing."""
+        ...

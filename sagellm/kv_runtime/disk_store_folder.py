@@ -1,0 +1,111 @@
+"""The folder of a disk tier: one server at a time, and what an error of the system means to its owner."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sagellm.core.errors import TierError
+from sagellm.kv_runtime.base import StoreFullError
+
+__all__ = ["LockedFolder", "is_shortage", "tier_errors", "write_all"]
+
+LOCK_NAME = "lock"
+PROBE_BYTES = 64 << 10
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_FILES = (errno.EMFILE, errno.ENFILE)
+ADVICE = {
+    errno.ENOSPC: "the device is full; free some room, or name another folder",
+    errno.EDQUOT: "the quota of this user is used up; free some room, or name another folder",
+    errno.EFBIG: "a file may not be that large; raise the limit (ulimit -f), or name another folder",
+    errno.EROFS: "the file system is read-only; mount it writable, or name another folder",
+    errno.EACCES: "permission denied; give this user the right to write there, or name another folder",
+    errno.EPERM: "permission denied; give this user the right to write there, or name another folder",
+    errno.ENOTDIR: "a part of it is no folder; name another one",
+    errno.EEXIST: "it is a file; name a folder",
+    errno.EMFILE: "this process has too many open files; raise the limit (ulimit -n)",
+    errno.ENFILE: "this machine has too many open files; raise the limit (fs.file-max)",
+    errno.EIO: "the device fails; look at the system's log, or name another folder",
+}
+
+
+def is_shortage(error: OSError) -> bool:
+    """Whether the error says nothing about a file, only that the process is short of something now."""
+    return error.errno in (*NO_FILES, errno.ENOMEM, errno.EINTR)
+
+
+@contextmanager
+def tier_errors(what: str) -> Iterator[None]:
+    """Turns OSError into TierError, StoreFullError where room is missing. `what` begins the message."""
+    try:
+        yield
+    except OSError as error:
+        advice = ADVICE.get(error.errno or 0, f"{error.strerror}; name another folder if it stays so")
+        kind = StoreFullError if error.errno in FULL else TierError
+        raise kind(f"{what}: {advice}.") from error
+
+
+def write_all(file: int, parts: list[memoryview]) -> None:
+    """Write the parts one behind the other. Raises OSError, with less written than that."""
+    while parts:
+        written = os.writev(file, parts)
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][written:]
+
+
+class LockedFolder:
+    """A folder, made if it is missing, that nobody else can open so until `close` or the end of the process.
+
+    The lock is the kernel's (flock), so it does not outlive a process that was killed.
+
+    Raises:
+        TierError: in use by another process, or by another store of this one; not a folder; not writable; full.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with tier_errors(f"disk tier {path}"):
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                self._take()
+                self._probe()
+            except BaseException:
+                os.close(self._lock)
+                raise
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            raise TierError(
+                f"disk tier {self.path} is in use by process {owner}; stop that server, or name another folder."
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _probe(self) -> None:
+        """Find out now, not at the first block, whether there is any room at all."""
+        probe = self.path / "probe.tmp"
+        file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            write_all(file, [memoryview(bytes(PROBE_BYTES))])
+        finally:
+            os.close(file)
+            os.unlink(probe)
+
+    def sync(self) -> None:
+        """Force the names in the folder to the device. Raises OSError."""
+        file = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        os.close(self._lock)  # gives the lock back

@@ -1,0 +1,109 @@
+"""The file of one block: a header of one page, then the block's bytes. Little endian.
+
+Header: magic, version of the format, fingerprint of the layout, digest, key, parent, depth, tokens, size, cost, time, tenant,
+CRC-32 of the block's bytes; zeros; and in its last 16 bytes the *seal*, a BLAKE2b digest of all before them. The seal covers
+the CRC, and the CRC the bytes, so a file is whole or it is not taken.
+
+CRC-32 (zlib) for the bytes: 6.5 GB/s where it was measured, against 1.3 (BLAKE2b), 1.8 (SHA-256) and 2.0 (SHA-1); it releases
+the interpreter's lock and finds every error of up to 32 bits in a row, others but for 1 in 4e9. Sums and dot products of numpy
+are faster (16 to 60 GB/s) and miss pairs of flipped bits.
+"""
+
+import struct
+import zlib
+from hashlib import blake2b
+from typing import NamedTuple
+
+from sagellm.core.errors import TierError
+from sagellm.kv_policy.base import BlockKey, CachedBlock
+from sagellm.kv_runtime.base import BlockBytes, StoredBlock
+
+__all__ = ["HEADER_BYTES", "Header", "RecordError", "fingerprint", "open_header", "record_bytes", "write_header"]
+
+MAGIC = b"SAGEKVB\n"
+VERSION = 1
+HEADER_BYTES = 4096  # a page, so that the block's bytes begin at one
+SEAL_BYTES = 16
+DIGEST_BYTES = 16
+MAX_TENANT_BYTES = 1024
+HAS_PARENT, HAS_DIGEST = 1, 2
+# magic, version, flags, layout, digest, key, parent, depth, num_tokens, size_bytes, cost_s, time_s, crc, bytes of the tenant
+FIELDS = struct.Struct("<8sII16s16sQQIIQddIH")
+
+
+class RecordError(Exception):
+    """A file that is no block of this store; its argument is the reason, in a word or two."""
+
+
+class Header(NamedTuple):
+    """What a header says. `crc` is that of the bytes, `seal` the header's own."""
+
+    stored: StoredBlock
+    crc: int
+    seal: bytes
+
+
+def fingerprint(layout: str) -> bytes:
+    """16 bytes that stand for a layout: blocks of two layouts never have the same."""
+    return blake2b(layout.encode(), digest_size=16).digest()
+
+
+def record_bytes(size_bytes: int) -> int:
+    """What a block of that size takes on a disk, in whole pages."""
+    return HEADER_BYTES + -(-size_bytes // HEADER_BYTES) * HEADER_BYTES
+
+
+def check_block(block: CachedBlock, digest: bytes) -> None:
+    """Raises TierError: a block that no header can describe."""
+    if len(digest) not in (0, DIGEST_BYTES):
+        raise TierError(f"block {block.key}: a digest of {len(digest)} bytes; give {DIGEST_BYTES}, or none.")
+    if len(block.tenant_id.encode()) > MAX_TENANT_BYTES:
+        raise TierError(f"block {block.key}: a tenant of more than {MAX_TENANT_BYTES} bytes; give a shorter name.")
+    if block.size_bytes < 1:
+        raise TierError(f"block {block.key} has {block.size_bytes} bytes; a block has at least 1.")
+
+
+def write_header(stored: StoredBlock, content: BlockBytes, layout: bytes) -> tuple[bytes, bytes]:
+    """(header, seal) of a block with these bytes."""
+    block, digest = stored
+    tenant = block.tenant_id.encode()
+    flags = (HAS_PARENT if block.parent is not None else 0) | (HAS_DIGEST if digest else 0)
+    fields = FIELDS.pack(
+        MAGIC, VERSION, flags, layout, digest, block.key, block.parent or 0, block.depth, block.num_tokens,
+        block.size_bytes, block.cost_s, block.time_s, zlib.crc32(content), len(tenant),
+    )  # fmt: skip
+    body = (fields + tenant).ljust(HEADER_BYTES - SEAL_BYTES, b"\0")
+    seal = _seal(body)
+    return body + seal, seal
+
+
+def open_header(header: bytes, layout: bytes) -> Header:
+    """What the header says.
+
+    Raises:
+        RecordError: "torn", "corrupt", "other version" or "other layout".
+    """
+    if len(header) < HEADER_BYTES:
+        raise RecordError("torn")
+    if header[:8] != MAGIC:
+        raise RecordError("corrupt")
+    # Another version may seal in another way, so its number comes first.
+    if int.from_bytes(header[8:12], "little") != VERSION:
+        raise RecordError("other version")
+    seal = header[-SEAL_BYTES:]
+    if _seal(header[:-SEAL_BYTES]) != seal:
+        raise RecordError("corrupt")
+    (_, _, flags, its_layout, digest, key, parent, depth, num_tokens, size_bytes, cost_s, time_s, crc, num_tenant) = (
+        FIELDS.unpack_from(header)
+    )
+    if its_layout != layout:
+        raise RecordError("other layout")
+    block = CachedBlock(
+        BlockKey(key), BlockKey(parent) if flags & HAS_PARENT else None, depth, num_tokens, size_bytes, cost_s,
+        header[FIELDS.size : FIELDS.size + num_tenant].decode(), time_s,
+    )  # fmt: skip
+    return Header(StoredBlock(block, digest if flags & HAS_DIGEST else b""), crc, seal)
+
+
+def _seal(body: bytes) -> bytes:
+    return blake2b(body, digest_size=SEAL_BYTES).digest()

@@ -1,0 +1,152 @@
+"""A tier in memory of the host: a `TierStore` over a `KVPool`."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from sagellm.core.errors import CapacityError, TierError
+from sagellm.kv_policy.base import BlockKey, CachedBlock
+from sagellm.kv_runtime.base import BlockBytes, StoredBlock, StoreFullError
+from sagellm.kv_runtime.fragmentation import Compaction
+from sagellm.kv_runtime.pool import KVPool
+
+__all__ = ["HostStore"]
+
+
+class _Entry:
+    """A block in a slot. `pins`: readers whose copy goes on; a block that is removed meanwhile keeps its slot for them."""
+
+    __slots__ = ("block", "digest", "pins", "removed", "slot")
+
+    def __init__(self, block: CachedBlock, digest: bytes, slot: int) -> None:
+        self.block = block
+        self.digest = digest
+        self.slot = slot
+        self.pins = 0
+        self.removed = False
+
+
+class HostStore:
+    """Blocks in slots of a pool, each at most as large as a slot. The store is the pool's only user.
+
+    Copies are made outside the lock: a reader pins the block, so its slot is not given to another one before the copy ends.
+    Memory keeps what it was given, so nothing is checksummed.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        self.tier = pool.tier
+        self.capacity_bytes = pool.capacity_blocks * pool.block_bytes
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._prepared: dict[BlockKey, _Entry] = {}
+        self._committed: dict[BlockKey, _Entry] = {}
+        self._is_closed = False
+
+    def prepare(self, block: CachedBlock, digest: bytes = b"") -> BlockBytes:
+        key, size = block.key, block.size_bytes
+        if not 0 < size <= self._pool.block_bytes:
+            raise TierError(
+                f"block {key} has {size} bytes; tier {self.tier.value} takes 1 to {self._pool.block_bytes} bytes a block."
+            )
+        with self._lock:
+            if self._is_closed:
+                raise TierError(f"the store of tier {self.tier.value} is closed; open a new one.")
+            if key in self._committed or key in self._prepared:
+                raise TierError(f"block {key} is on tier {self.tier.value} already, or on its way; remove it first.")
+            try:
+                slot = self._pool.allocate(1).block_ids[0]
+            except CapacityError as error:
+                raise StoreFullError(str(error)) from None
+            self._prepared[key] = _Entry(block, digest, slot)
+            return self._pool.view(slot)[:size]
+
+    def commit(self, key: BlockKey) -> None:
+        with self._lock:
+            self._committed[key] = self._prepared.pop(key)
+
+    def abort(self, key: BlockKey) -> None:
+        with self._lock:
+            self._pool.free([self._prepared.pop(key).slot])
+
+    def read(self, key: BlockKey, into: BlockBytes | None = None, digest: bytes = b"") -> BlockBytes:
+        with self.pinned(key, digest) as content:
+            if into is None:
+                return content.copy()
+            if into.shape != content.shape:
+                raise TierError(
+                    f"block {key} has {content.size} bytes, the memory to read it into {into.size}; give as many."
+                )
+            np.copyto(into, content)  # releases the interpreter's lock
+            return into
+
+    @contextmanager
+    def pinned(self, key: BlockKey, digest: bytes = b"") -> Iterator[BlockBytes]:
+        """uint8 [size_bytes], read-only: the block's own memory, which stays its until the end of the `with`, also when the
+        block is removed meanwhile. Raises KeyError as `read`."""
+        with self._lock:
+            entry = self._committed[key]
+            if digest and digest != entry.digest:
+                raise KeyError(key)
+            entry.pins += 1
+            content = self._pool.view(entry.slot)[: entry.block.size_bytes]
+        content.flags.writeable = False
+        try:
+            yield content
+        finally:
+            with self._lock:
+                entry.pins -= 1
+                if entry.removed and not entry.pins:
+                    self._pool.free([entry.slot])
+
+    def describe(self, key: BlockKey) -> StoredBlock:
+        with self._lock:
+            entry = self._committed[key]
+            return StoredBlock(entry.block, entry.digest)
+
+    def remove(self, key: BlockKey) -> None:
+        with self._lock:
+            self._drop(self._committed.pop(key))
+
+    def compact(self, *, wanted: int | None = None, min_gain: float = 1.0) -> Compaction:
+        """Lengthen the largest run of free slots if that is worth it (`plan_compaction`); blocks that are being read or
+        written stay where they are. The store waits for the copies."""
+        with self._lock:
+            movable = {entry.slot: entry for entry in self._committed.values() if not entry.pins}
+            fixed = [slot for slot in range(self._pool.capacity_blocks) if slot not in movable]
+            plan = self._pool.compact(wanted=wanted, min_gain=min_gain, fixed=fixed)
+            for source, target in plan.moves:
+                movable[source].slot = target
+            return plan
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._committed
+
+    def __len__(self) -> int:
+        return len(self._committed)
+
+    def keys(self) -> list[BlockKey]:
+        with self._lock:
+            return list(self._committed)
+
+    def used_bytes(self) -> int:
+        return self._pool.num_used * self._pool.block_bytes
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for entry in self._prepared.values():
+                self._pool.free([entry.slot])
+            for entry in self._committed.values():
+                self._drop(entry)
+            self._prepared.clear()
+            self._committed.clear()
+
+    def _drop(self, entry: _Entry) -> None:
+        """With the lock held."""
+        entry.removed = True
+        if not entry.pins:
+            self._pool.free([entry.slot])

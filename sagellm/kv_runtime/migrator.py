@@ -1,0 +1,280 @@
+"""Moves the bytes of blocks between stores, in the background, in two phases and up to a deadline."""
+
+import heapq
+import itertools
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import NamedTuple
+
+from sagellm.core.errors import TierError
+from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
+from sagellm.kv_policy.base import BlockKey
+from sagellm.kv_runtime.base import StoredBlock, StoreFullError, TierStore
+from sagellm.kv_runtime.migration_job import MigrationJob
+
+__all__ = ["KVMigrator", "MoveCount"]
+
+SPEED = {Tier.GPU: 0, Tier.CPU: 1, Tier.NVME: 2}  # fastest first
+NUM_SAMPLES = 256
+NO_DIGESTS: Mapping[BlockKey, bytes] = {}
+
+
+class MoveCount(NamedTuple):
+    """Blocks and bytes of one pair of tiers with one outcome: "moved", or why not, as in `KVMigrator`."""
+
+    src_tier: Tier
+    dst_tier: Tier
+    outcome: str
+    num_blocks: int
+    num_bytes: int
+
+
+class KVMigrator:
+    """Moves blocks between stores, one for each tier.
+
+    Each block goes by itself: room is prepared at the target, the bytes are copied there, checked where the source can lose
+    them, committed, and only then removed from the source. Whatever goes wrong before, the target has no trace of it and the
+    source has the block. Loads, towards a faster tier, go before saves; else first come, first served.
+
+    Reasons of a refusal: "missing" (the source does not have the block, or another one with this key), "full" (the target),
+    "in flight" (another move has the block), "queue full", "deadline", "cancelled", "closed", or "failed: "
+    with what the store said.
+
+    A deadline also holds when a store hangs: the future ends in time, and what the hanging thread completes later is undone.
+    Until then its blocks are in flight, and it cannot do other work.
+
+    Args:
+        stores: that blocks are moved between; they stay their owner's, who closes them after the migrator.
+        num_threads: moves that can go on at a time.
+        max_queued_bytes: of what was not finished; beyond it plans are refused, so that a slow device cannot pile them up.
+    """
+
+    def __init__(self, stores: Iterable[TierStore], *, num_threads: int = 2, max_queued_bytes: int = 1 << 30) -> None:
+        self._stores = {store.tier: store for store in stores}
+        self._max_queued_bytes = max_queued_bytes
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._alarm = threading.Condition(self._lock)
+        self._loads: deque[MigrationJob] = deque()
+        self._saves: deque[MigrationJob] = deque()
+        self._open_jobs: set[MigrationJob] = set()
+        self._deadlines: list[tuple[float, int, MigrationJob]] = []
+        self._numbers = itertools.count()
+        self._in_flight: set[BlockKey] = set()
+        self._queued_bytes: Counter[tuple[Tier, Tier]] = Counter()
+        self._counts: dict[tuple[Tier, Tier, str], list[int]] = {}
+        self._samples: dict[tuple[Tier, Tier], deque[tuple[int, float]]] = {}
+        self._is_closed = False
+        names = [f"kv-migrator-{number}" for number in range(num_threads)]
+        # Daemons: a thread that hangs in a dead device must not keep the process from ending.
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+        self._threads.append(threading.Thread(target=self._watch, name="kv-migrator-deadlines", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def migrate(
+        self,
+        plan: MigrationPlan,
+        *,
+        deadline_s: float | None = None,
+        keep_source: bool = False,
+        digests: Mapping[BlockKey, bytes] = NO_DIGESTS,
+        on_done: Callable[[MigrationResult], None] | None = None,
+    ) -> Future[MigrationResult]:
+        """Move the blocks whose keys are `plan.block_ids`. Returns at once.
+
+        Args:
+            deadline_s: seconds from now after which what is not moved is refused; None for none.
+            keep_source: leave the blocks at the source too.
+            digests: by key, of the blocks that are meant; one that is there under another digest is "missing".
+            on_done: called with the result on some thread, as soon as nothing touches the memory of the blocks any more. That
+                is when the future ends, or after it where a store hangs.
+
+        The future ends with a result, never with an error; what is called when it ends must be quick, as must `on_done`. `future.cancel()` works until then; blocks that were moved before
+        stay moved, and `on_done` tells which.
+
+        Raises:
+            TierError: a tier without a store, or twice the same.
+        """
+        if plan.src_tier == plan.dst_tier or not {plan.src_tier, plan.dst_tier} <= self._stores.keys():
+            known = ", ".join(tier.value for tier in self._stores)
+            raise TierError(
+                f"no move from tier {plan.src_tier.value} to {plan.dst_tier.value}; this migrator has stores for {known}."
+            )
+        job = MigrationJob(
+            plan, self._stores[plan.src_tier], self._stores[plan.dst_tier],
+            deadline=None if deadline_s is None else time.monotonic() + deadline_s, keep_source=keep_source, on_done=on_done,
+        )  # fmt: skip
+        known_blocks = _describe(job, digests)
+        with self._lock:
+            self._accept(job, known_blocks)
+        job.future.add_done_callback(lambda future: self._settle(job, "cancelled") if future.cancelled() else None)
+        if not job.blocks:
+            self._settle(job, "")
+        return job.future
+
+    def _accept(self, job: MigrationJob, blocks: dict[BlockKey, StoredBlock]) -> None:
+        """Queue what can be moved of the job, and refuse the rest. With the lock held."""
+        num_bytes = sum(stored.block.size_bytes for stored in blocks.values())
+        is_full = self._queued_bytes.total() + num_bytes > self._max_queued_bytes
+        for key, stored in blocks.items():
+            if self._is_closed or is_full or key in self._in_flight:
+                job.refuse(key, "closed" if self._is_closed else "queue full" if is_full else "in flight")
+            else:
+                job.blocks[key] = stored
+        self._open_jobs.add(job)
+        if not job.blocks:
+            return
+        self._in_flight.update(job.blocks)
+        self._queued_bytes[job.plan.src_tier, job.plan.dst_tier] += job.num_bytes
+        is_load = SPEED[job.plan.dst_tier] < SPEED[job.plan.src_tier]
+        (self._loads if is_load else self._saves).append(job)
+        self._work.notify()
+        if job.deadline is not None:
+            heapq.heappush(self._deadlines, (job.deadline, next(self._numbers), job))
+            self._alarm.notify()
+
+    def queued_bytes(self, src_tier: Tier, dst_tier: Tier) -> int:
+        """Of moves between these tiers that are not finished."""
+        with self._lock:
+            return self._queued_bytes[src_tier, dst_tier]
+
+    def bandwidth(self, src_tier: Tier, dst_tier: Tier) -> float | None:
+        """Bytes a second of the last blocks moved between these tiers, the time in the stores alone; None before the first."""
+        samples = self.samples(src_tier, dst_tier)
+        seconds = sum(taken for _, taken in samples)
+        return sum(num_bytes for num_bytes, _ in samples) / seconds if seconds else None
+
+    def samples(self, src_tier: Tier, dst_tier: Tier) -> list[tuple[int, float]]:
+        """(bytes, seconds) of the last blocks moved between these tiers, at most `NUM_SAMPLES`, oldest first."""
+        with self._lock:
+            return list(self._samples.get((src_tier, dst_tier), ()))
+
+    def counts(self) -> list[MoveCount]:
+        """Every block that was asked for and is done with; "failed" without what the store said."""
+        with self._lock:
+            return [MoveCount(*key, *numbers) for key, numbers in sorted(self._counts.items())]
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Refuse what was not moved, and wait until nothing is prepared any more. A second call does nothing more.
+
+        Raises:
+            TierError: a store still hangs after `timeout_s`.
+        """
+        with self._lock:
+            self._is_closed = True
+            jobs = list(self._open_jobs)
+            self._work.notify_all()
+            self._alarm.notify_all()
+        for job in jobs:
+            self._settle(job, "closed")
+        end = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        num_alive = sum(thread.is_alive() for thread in self._threads)
+        if num_alive:
+            raise TierError(
+                f"{num_alive} moves hang in a store; look at its device, and end the process if it stays so."
+            )
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            if job.start():
+                for key, stored in job.blocks.items():
+                    if job.is_over():
+                        break
+                    self._move(job, key, stored)
+                job.settle("")
+                self._clear_up(job)
+
+    def _next(self) -> MigrationJob | None:
+        with self._lock:
+            while not self._loads and not self._saves:
+                if self._is_closed:
+                    return None
+                self._work.wait()
+            return (self._loads or self._saves).popleft()
+
+    def _move(self, job: MigrationJob, key: BlockKey, stored: StoredBlock) -> None:
+        """Move one block; a failure of any kind is its refusal."""
+        start = time.perf_counter()
+        try:
+            room = job.target.prepare(stored.block, stored.digest)
+            try:
+                job.source.read(key, room, stored.digest)
+            except BaseException:
+                job.target.abort(key)
+                raise
+            if job.is_over():
+                job.target.abort(key)
+                return
+            job.target.commit(key)
+            seconds = time.perf_counter() - start
+            if not job.moved(key):
+                with suppress(KeyError):
+                    job.target.remove(key)  # the future has said that it is not there
+                return
+            job.samples.append((stored.block.size_bytes, seconds))
+            if not job.keep_source:
+                with suppress(KeyError):
+                    job.source.remove(key)
+        except StoreFullError:
+            job.refuse(key, "full")
+        except KeyError:
+            job.refuse(key, "missing")
+        except Exception as error:
+            job.refuse(key, f"failed: {error if isinstance(error, TierError) else repr(error)}")
+
+    def _settle(self, job: MigrationJob, reason: str) -> None:
+        if job.settle(reason):
+            self._clear_up(job)
+
+    def _clear_up(self, job: MigrationJob) -> None:
+        """The job is settled and no worker has it: its blocks are free for other moves."""
+        pair = (job.plan.src_tier, job.plan.dst_tier)
+        result = job.result()
+        with self._lock:
+            self._open_jobs.discard(job)
+            self._in_flight.difference_update(job.blocks)
+            self._queued_bytes[pair] -= job.num_bytes
+            self._samples.setdefault(pair, deque(maxlen=NUM_SAMPLES)).extend(job.samples)
+            for key, outcome in [*((key, "moved") for key in result.moved), *result.refused.items()]:
+                numbers = self._counts.setdefault((*pair, outcome.partition(":")[0]), [0, 0])
+                numbers[0] += 1
+                numbers[1] += job.blocks[BlockKey(key)].block.size_bytes if key in job.blocks else 0
+        job.tell()
+
+    def _watch(self) -> None:
+        """Settle jobs at their deadlines, whatever the workers are stuck in."""
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    return
+                if not self._deadlines or self._deadlines[0][0] > (now := time.monotonic()):
+                    self._alarm.wait(self._deadlines[0][0] - now if self._deadlines else None)
+                    continue
+                job = heapq.heappop(self._deadlines)[2]
+            self._settle(job, "deadline")
+
+
+def _describe(job: MigrationJob, digests: Mapping[BlockKey, bytes]) -> dict[BlockKey, StoredBlock]:
+    """The blocks of the job's plan as the source has them; the others are refused."""
+    blocks: dict[BlockKey, StoredBlock] = {}
+    for key in map(BlockKey, job.plan.block_ids):
+        if key in blocks:
+            continue
+        try:
+            stored = job.source.describe(key)
+        except KeyError:
+            job.refuse(key, "missing")
+            continue
+        wanted = digests.get(key, b"")
+        if wanted and wanted != stored.digest:
+            job.refuse(key, "missing")
+        else:
+            blocks[key] = stored
+    return blocks

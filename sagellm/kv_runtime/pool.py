@@ -1,0 +1,176 @@
+"""A pool of equally large slots in one area of memory, for the bytes of KV blocks."""
+
+import heapq
+import mmap
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sagellm.core.errors import CapacityError, TierError
+from sagellm.core.hooks import Tier
+from sagellm.kv_runtime.base import AllocationResult, BlockBytes
+from sagellm.kv_runtime.fragmentation import Compaction, fragmentation, free_runs, plan_compaction
+
+__all__ = ["KVPool"]
+
+
+class KVPool:
+    """Slots 0 to `capacity_blocks` - 1 of `block_bytes` bytes each, one behind the other. Thread-safe.
+
+    The lowest free slot is given out first, O(log n), which keeps free slots together at the end while there is a choice.
+
+    Args:
+        capacity_blocks: slots, at least 1.
+        block_bytes: bytes of a slot, at least 1.
+        tier: named in results and messages.
+        memory: uint8 [capacity_blocks * block_bytes], contiguous and writable, such as pinned memory of a device's runtime;
+            by default plain memory of the process, page-aligned, that takes room as slots are first written.
+
+    Raises:
+        TierError: sizes or memory that cannot be used.
+        CapacityError: the memory cannot be had.
+    """
+
+    def __init__(
+        self, capacity_blocks: int, block_bytes: int, tier: Tier = Tier.CPU, memory: NDArray[np.uint8] | None = None
+    ) -> None:
+        if capacity_blocks < 1 or block_bytes < 1:
+            raise TierError(
+                f"a pool of {capacity_blocks} blocks of {block_bytes} bytes holds nothing; give at least 1 of 1."
+            )
+        num_bytes = capacity_blocks * block_bytes
+        self.capacity_blocks = capacity_blocks
+        self.block_bytes = block_bytes
+        self.tier = tier
+        self._memory = _plain_memory(num_bytes) if memory is None else _checked(memory, num_bytes)
+        self._lock = threading.Lock()
+        self._free = np.ones(capacity_blocks, bool)
+        self._num_free = capacity_blocks
+        # Every free slot is in it; a slot that was taken from the middle of a run stays until it comes up, and is skipped.
+        self._heap = list(range(capacity_blocks))
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity_blocks - self._num_free
+
+    def allocate(self, count: int, *, contiguous: bool = False) -> AllocationResult:
+        """`count` slots, rising; `contiguous`: one behind the other, from the smallest run that is large enough.
+
+        Raises:
+            CapacityError: fewer are free, or fewer lie together; nothing was taken.
+        """
+        if count < 0:
+            raise TierError(f"{count} slots asked for; ask for 0 or more.")
+        with self._lock:
+            if count > self._num_free:
+                raise CapacityError(
+                    f"{count} blocks wanted, {self._num_free} of {self.capacity_blocks} free on tier {self.tier.value}; "
+                    "free some first."
+                )
+            slots = self._run(count) if contiguous else self._lowest(count)
+            self._free[slots] = False
+            self._num_free -= count
+        return AllocationResult(tuple(slots), self.tier)
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Give slots back.
+
+        Raises:
+            TierError: a slot that is not in use, or named twice; nothing was freed.
+        """
+        with self._lock:
+            seen: set[int] = set()
+            for slot in block_ids:
+                if slot in seen or not 0 <= slot < self.capacity_blocks or self._free[slot]:
+                    raise TierError(
+                        f"slot {slot} of tier {self.tier.value} is not in use; free what was allocated, once."
+                    )
+                seen.add(slot)
+            for slot in block_ids:
+                self._free[slot] = True
+                heapq.heappush(self._heap, int(slot))
+            self._num_free += len(block_ids)
+            if len(self._heap) > 2 * self.capacity_blocks:
+                self._heap = np.flatnonzero(self._free).tolist()
+
+    def view(self, slot: int) -> BlockBytes:
+        """uint8 [block_bytes]: the slot's memory itself. Raises TierError: not in use."""
+        if not 0 <= slot < self.capacity_blocks or self._free[slot]:
+            raise TierError(f"slot {slot} of tier {self.tier.value} is not in use; allocate it first.")
+        return self._bytes_of(slot)
+
+    def get_utilization(self) -> float:
+        """Share of the slots in use, 0 to 1."""
+        return self.num_used / self.capacity_blocks
+
+    def get_fragmentation(self) -> float:
+        """How scattered the free slots are (`fragmentation`), 0 to 1. O(capacity)."""
+        with self._lock:
+            return fragmentation(self._free)
+
+    def compact(self, *, wanted: int | None = None, min_gain: float = 1.0, fixed: Sequence[int] = ()) -> Compaction:
+        """Move blocks so that a long run of slots becomes free, if that is worth it (`plan_compaction`).
+
+        `fixed`: slots that must stay where they are. Nobody may write the others meanwhile, or read them by an old number
+        afterwards: what was moved is in the result's `moves`.
+        """
+        held = np.zeros(self.capacity_blocks, bool)
+        held[list(fixed)] = True
+        with self._lock:
+            plan = plan_compaction(self._free, wanted=wanted, min_gain=min_gain, fixed=held)
+            for source, target in plan.moves:
+                np.copyto(self._bytes_of(target), self._bytes_of(source))
+                self._free[source], self._free[target] = True, False
+            if plan.moves:
+                self._heap = np.flatnonzero(self._free).tolist()
+        return plan
+
+    def _bytes_of(self, slot: int) -> BlockBytes:
+        return self._memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]
+
+    def _lowest(self, count: int) -> list[int]:
+        slots: list[int] = []
+        while len(slots) < count:
+            slot = heapq.heappop(self._heap)
+            if self._free[slot] and (not slots or slots[-1] != slot):
+                slots.append(slot)
+        return slots
+
+    def _run(self, count: int) -> list[int]:
+        firsts, lengths = free_runs(self._free)
+        fitting = np.flatnonzero(lengths >= count)
+        if count and not len(fitting):
+            raise CapacityError(
+                f"{count} blocks in one run wanted; {self._num_free} are free on tier {self.tier.value}, at most "
+                f"{lengths.max()} in one run; compact the pool, or free some first."
+            )
+        first = int(firsts[fitting[np.argmin(lengths[fitting])]]) if count else 0
+        return list(range(first, first + count))
+
+
+def _plain_memory(num_bytes: int) -> NDArray[np.uint8]:
+    try:
+        area = mmap.mmap(-1, num_bytes)
+    except (OSError, OverflowError, ValueError) as error:
+        raise CapacityError(f"{num_bytes} bytes of memory cannot be had: {error}; make the pool smaller.") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages: slower, not wrong
+            area.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(area, np.uint8)
+
+
+def _checked(memory: NDArray[np.uint8], num_bytes: int) -> NDArray[np.uint8]:
+    if memory.dtype != np.uint8 or memory.shape != (num_bytes,) or not memory.flags.c_contiguous:
+        raise TierError(
+            f"memory is {memory.dtype} {list(memory.shape)}; a pool needs contiguous uint8 [{num_bytes}], blocks times bytes."
+        )
+    if not memory.flags.writeable:
+        raise TierError("memory is read-only; a pool needs memory that it can write.")
+    return memory

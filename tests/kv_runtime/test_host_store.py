@@ -1,0 +1,71 @@
+"""The store in memory: the contract, and what only it has."""
+
+import numpy as np
+import pytest
+
+from sagellm.core.errors import TierError
+from sagellm.kv_runtime.base import StoreFullError
+from sagellm.kv_runtime.host_store import HostStore
+from sagellm.kv_runtime.pool import KVPool
+from tests.kv_runtime.store_contract import BLOCK_BYTES, NUM_BLOCKS, StoreContract, block, content, put
+
+
+@pytest.fixture
+def pool() -> KVPool:
+    return KVPool(NUM_BLOCKS, BLOCK_BYTES)
+
+
+@pytest.fixture
+def store(pool: KVPool) -> HostStore:
+    return HostStore(pool)
+
+
+class TestContract(StoreContract):
+    pass
+
+
+def test_a_pinned_block_keeps_its_memory_when_it_is_removed(store: HostStore, pool: KVPool):
+    put(store, 1)
+    with store.pinned(1) as outer, store.pinned(1) as inner:
+        store.remove(1)
+        assert 1 not in store and pool.num_used == 1
+        for key in range(2, 2 + NUM_BLOCKS - 1):
+            put(store, key)
+        with pytest.raises(StoreFullError):
+            store.prepare(block(99))
+        assert np.array_equal(outer, content(1)) and np.array_equal(inner, content(1))
+        with pytest.raises(ValueError):
+            inner[0] = 1
+    assert pool.num_free == 1
+
+
+def test_close_leaves_pinned_memory_alone(store: HostStore, pool: KVPool):
+    put(store, 1)
+    with store.pinned(1) as view:
+        store.close()
+        assert pool.num_used == 1 and np.array_equal(view, content(1))
+    assert pool.num_used == 0
+
+
+def test_a_block_may_be_smaller_than_its_slot_not_larger(store: HostStore):
+    assert store.prepare(block(1, size_bytes=10)).shape == (10,)
+    with pytest.raises(TierError, match=f"takes 1 to {BLOCK_BYTES} bytes"):
+        store.prepare(block(2, size_bytes=BLOCK_BYTES + 1))
+
+
+def test_compaction_renames_and_leaves_alone_who_is_read_or_written(store: HostStore, pool: KVPool):
+    for key in range(5):
+        put(store, key)
+    store.prepare(block(5))[:] = content(5)  # slot 5
+    for key in (0, 2, 4):
+        store.remove(key)
+    assert pool.get_fragmentation() == pytest.approx(2 / 3)
+    with store.pinned(3) as view:
+        plan = store.compact()
+        assert plan.moves == ((1, 4),) and (plan.largest_before, plan.largest_after) == (1, 3)
+        assert np.array_equal(view, content(3))
+    store.commit(5)
+    assert pool.get_fragmentation() == 0
+    assert all(np.array_equal(store.read(key), content(key)) for key in (1, 3, 5))
+    store.remove(1)
+    assert pool.num_free == 4
