@@ -94,8 +94,8 @@ class KVMigrator:
             on_done: called with the result on some thread, as soon as nothing touches the memory of the blocks any more. That
                 is when the future ends, or after it where a store hangs.
 
-        The future ends with a result, never with an error; what is called when it ends must be quick, as must `on_done`. `future.cancel()` works until then; blocks that were moved before
-        stay moved, and `on_done` tells which.
+        The future ends with a result, never with an error. What is called when it ends must be quick, as must `on_done`.
+        `future.cancel()` works until then; blocks that were moved before stay moved, and `on_done` tells which.
 
         Raises:
             TierError: a tier without a store, or twice the same.
