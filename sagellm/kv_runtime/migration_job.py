@@ -23,6 +23,7 @@ class MigrationJob:
         future: pending until the result is settled, so that it can be cancelled all the time.
         deadline: on the clock of `time.monotonic`; None for none.
         samples: (bytes, seconds) of each block moved.
+        is_started: a worker has it, or had it.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class MigrationJob:
         self._moved: list[int] = []
         self._refused: dict[int, str] = {}
         self._result: MigrationResult | None = None
-        self._is_started = False
+        self._is_announced = False
+        self.is_started = False
 
     @property
     def num_bytes(self) -> int:
@@ -57,8 +59,8 @@ class MigrationJob:
     def start(self) -> bool:
         """Whether a worker may begin; False when it was settled while it waited."""
         with self._lock:
-            self._is_started = self._result is None
-            return self._is_started
+            self.is_started = self._result is None
+            return self.is_started
 
     def is_over(self) -> bool:
         if self._result is None and self.deadline is not None and time.monotonic() >= self.deadline:
@@ -78,18 +80,21 @@ class MigrationJob:
                 self._refused[key] = reason
 
     def settle(self, reason: str) -> bool:
-        """End the future; blocks of which nothing is known yet are refused for this reason. True: nobody had settled it, and
-        no worker has begun, so the caller has to clear up after it."""
+        """Fix the result; blocks of which nothing is known yet are refused for this reason. False: it was fixed before."""
         with self._lock:
             if self._result is not None:
                 return False
             done = {*self._moved, *self._refused}
             self._refused.update({key: reason for key in self.plan.block_ids if key not in done})
-            result = self._result = MigrationResult(tuple(self._moved), dict(self._refused))
-            is_started = self._is_started
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_result(result)
-        return not is_started
+            self._result = MigrationResult(tuple(self._moved), dict(self._refused))
+            return True
+
+    def announce(self) -> None:
+        """End the future, once."""
+        with self._lock:
+            is_first, self._is_announced = not self._is_announced, True
+        if is_first and self.future.set_running_or_notify_cancel():
+            self.future.set_result(self.result())
 
     def result(self) -> MigrationResult:
         """What was settled."""

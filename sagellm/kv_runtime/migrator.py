@@ -175,10 +175,11 @@ class KVMigrator:
         end = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        num_alive = sum(thread.is_alive() for thread in self._threads)
-        if num_alive:
+        with self._lock:
+            num_hanging = sum(job.is_started for job in self._open_jobs)
+        if num_hanging:
             raise TierError(
-                f"{num_alive} moves hang in a store; look at its device, and end the process if it stays so."
+                f"{num_hanging} moves hang in a store; look at its device, and end the process if they stay."
             )
 
     def _run(self) -> None:
@@ -189,7 +190,7 @@ class KVMigrator:
                         break
                     self._move(job, key, stored)
                 job.settle("")
-                self._clear_up(job)
+                self._finish(job)
 
     def _next(self) -> MigrationJob | None:
         with self._lock:
@@ -220,7 +221,7 @@ class KVMigrator:
                 return
             job.samples.append((stored.block.size_bytes, seconds))
             if not job.keep_source:
-                with suppress(KeyError):
+                with suppress(KeyError, TierError):  # the move is done whether or not the source can forget it
                     job.source.remove(key)
         except StoreFullError:
             job.refuse(key, "full")
@@ -230,11 +231,16 @@ class KVMigrator:
             job.refuse(key, f"failed: {error if isinstance(error, TierError) else repr(error)}")
 
     def _settle(self, job: MigrationJob, reason: str) -> None:
-        if job.settle(reason):
-            self._clear_up(job)
+        """End a job from outside. If a worker has it, that one finishes it when it comes out of its store."""
+        if not job.settle(reason):
+            return
+        if job.is_started:
+            job.announce()
+        else:
+            self._finish(job)
 
-    def _clear_up(self, job: MigrationJob) -> None:
-        """The job is settled and no worker has it: its blocks are free for other moves."""
+    def _finish(self, job: MigrationJob) -> None:
+        """The job is settled and no worker is in it: its blocks are free for other moves, and then everybody is told."""
         pair = (job.plan.src_tier, job.plan.dst_tier)
         result = job.result()
         with self._lock:
@@ -246,6 +252,7 @@ class KVMigrator:
                 numbers = self._counts.setdefault((*pair, outcome.partition(":")[0]), [0, 0])
                 numbers[0] += 1
                 numbers[1] += job.blocks[BlockKey(key)].block.size_bytes if key in job.blocks else 0
+        job.announce()
         job.tell()
 
     def _watch(self) -> None:
