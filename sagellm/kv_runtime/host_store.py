@@ -18,10 +18,11 @@ __all__ = ["HostStore"]
 class _Entry:
     """A block in a slot. `pins`: readers whose copy goes on; a block that is removed meanwhile keeps its slot for them."""
 
-    __slots__ = ("block", "digest", "pins", "removed", "slot")
+    __slots__ = ("block", "content", "digest", "pins", "removed", "slot")
 
-    def __init__(self, block: CachedBlock, digest: bytes, slot: int) -> None:
+    def __init__(self, block: CachedBlock, digest: bytes, slot: int, content: BlockBytes) -> None:
         self.block = block
+        self.content = content
         self.digest = digest
         self.slot = slot
         self.pins = 0
@@ -59,8 +60,9 @@ class HostStore:
                 slot = self._pool.allocate(1).block_ids[0]
             except CapacityError as error:
                 raise StoreFullError(str(error)) from None
-            self._prepared[key] = _Entry(block, digest, slot)
-            return self._pool.view(slot)[:size]
+            content = self._pool.view(slot)[:size]
+            self._prepared[key] = _Entry(block, digest, slot, content)
+            return content
 
     def commit(self, key: BlockKey) -> None:
         with self._lock:
@@ -68,37 +70,46 @@ class HostStore:
 
     def abort(self, key: BlockKey) -> None:
         with self._lock:
-            self._pool.free([self._prepared.pop(key).slot])
+            self._pool.free((self._prepared.pop(key).slot,))
 
     def read(self, key: BlockKey, into: BlockBytes | None = None, digest: bytes = b"") -> BlockBytes:
-        with self.pinned(key, digest) as content:
+        entry = self._pin(key, digest)
+        try:
+            content = entry.content
             if into is None:
                 return content.copy()
             if into.shape != content.shape:
-                raise TierError(
-                    f"block {key} has {content.size} bytes, the memory to read it into {into.size}; give as many."
-                )
+                raise TierError(f"block {key} has {content.size} bytes, the memory to read it into {into.size}; give as many.")
             np.copyto(into, content)  # releases the interpreter's lock
             return into
+        finally:
+            self._unpin(entry)
 
     @contextmanager
     def pinned(self, key: BlockKey, digest: bytes = b"") -> Iterator[BlockBytes]:
         """uint8 [size_bytes], read-only: the block's own memory, which stays its until the end of the `with`, also when the
         block is removed meanwhile. Raises KeyError as `read`."""
+        entry = self._pin(key, digest)
+        content = entry.content.view()
+        content.flags.writeable = False
+        try:
+            yield content
+        finally:
+            self._unpin(entry)
+
+    def _pin(self, key: BlockKey, digest: bytes) -> _Entry:
         with self._lock:
             entry = self._committed[key]
             if digest and digest != entry.digest:
                 raise KeyError(key)
             entry.pins += 1
-            content = self._pool.view(entry.slot)[: entry.block.size_bytes]
-        content.flags.writeable = False
-        try:
-            yield content
-        finally:
-            with self._lock:
-                entry.pins -= 1
-                if entry.removed and not entry.pins:
-                    self._pool.free([entry.slot])
+            return entry
+
+    def _unpin(self, entry: _Entry) -> None:
+        with self._lock:
+            entry.pins -= 1
+            if entry.removed and not entry.pins:
+                self._pool.free((entry.slot,))
 
     def describe(self, key: BlockKey) -> StoredBlock:
         with self._lock:
@@ -117,7 +128,8 @@ class HostStore:
             fixed = [slot for slot in range(self._pool.capacity_blocks) if slot not in movable]
             plan = self._pool.compact(wanted=wanted, min_gain=min_gain, fixed=fixed)
             for source, target in plan.moves:
-                movable[source].slot = target
+                entry = movable[source]
+                entry.slot, entry.content = target, self._pool.view(target)[: entry.block.size_bytes]
             return plan
 
     def __contains__(self, key: BlockKey) -> bool:
@@ -139,7 +151,7 @@ class HostStore:
                 return
             self._is_closed = True
             for entry in self._prepared.values():
-                self._pool.free([entry.slot])
+                self._pool.free((entry.slot,))
             for entry in self._committed.values():
                 self._drop(entry)
             self._prepared.clear()
@@ -149,4 +161,4 @@ class HostStore:
         """With the lock held."""
         entry.removed = True
         if not entry.pins:
-            self._pool.free([entry.slot])
+            self._pool.free((entry.slot,))
