@@ -22,7 +22,7 @@ class MigrationJob:
     Attributes:
         future: pending until the result is settled, so that it can be cancelled all the time.
         deadline: on the clock of `time.monotonic`; None for none.
-        samples: (bytes, seconds) of each block moved.
+        samples: (bytes, seconds) of each few blocks that were moved together.
         is_started: a worker has it, or had it.
     """
 

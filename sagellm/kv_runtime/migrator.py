@@ -13,13 +13,14 @@ from typing import NamedTuple
 from sagellm.core.errors import TierError
 from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
 from sagellm.kv_policy.base import BlockKey
-from sagellm.kv_runtime.base import StoredBlock, StoreFullError, TierStore
+from sagellm.kv_runtime.base import BlockBytes, StoredBlock, StoreFullError, TierStore
 from sagellm.kv_runtime.migration_job import MigrationJob
 
 __all__ = ["KVMigrator", "MoveCount"]
 
 SPEED = {Tier.GPU: 0, Tier.CPU: 1, Tier.NVME: 2}  # fastest first
 NUM_SAMPLES = 256
+CHUNK_BLOCKS = 8  # go through their phases together: between two copies little else has to come into the caches
 NO_DIGESTS: Mapping[BlockKey, bytes] = {}
 
 
@@ -36,8 +37,8 @@ class MoveCount(NamedTuple):
 class KVMigrator:
     """Moves blocks between stores, one for each tier.
 
-    Each block goes by itself: room is prepared at the target, the bytes are copied there, checked where the source can lose
-    them, committed, and only then removed from the source. Whatever goes wrong before, the target has no trace of it and the
+    For each block room is prepared at the target, the bytes are copied there, checked where the source can lose them,
+    committed, and only then removed from the source. Whatever goes wrong before, the target has no trace of it and the
     source has the block. Loads, towards a faster tier, go before saves; else first come, first served.
 
     Reasons of a refusal: "missing" (the source does not have the block, or another one with this key), "full" (the target),
@@ -144,13 +145,13 @@ class KVMigrator:
             return self._queued_bytes[src_tier, dst_tier]
 
     def bandwidth(self, src_tier: Tier, dst_tier: Tier) -> float | None:
-        """Bytes a second of the last blocks moved between these tiers, the time in the stores alone; None before the first."""
+        """Bytes a second of the last moves between these tiers, the time in the stores alone; None before the first."""
         samples = self.samples(src_tier, dst_tier)
         seconds = sum(taken for _, taken in samples)
         return sum(num_bytes for num_bytes, _ in samples) / seconds if seconds else None
 
     def samples(self, src_tier: Tier, dst_tier: Tier) -> list[tuple[int, float]]:
-        """(bytes, seconds) of the last blocks moved between these tiers, at most `NUM_SAMPLES`, oldest first."""
+        """(bytes, seconds) of the last moves of a few blocks between these tiers, at most `NUM_SAMPLES`, oldest first."""
         with self._lock:
             return list(self._samples.get((src_tier, dst_tier), ()))
 
@@ -185,10 +186,9 @@ class KVMigrator:
     def _run(self) -> None:
         while (job := self._next()) is not None:
             if job.start():
-                for key, stored in job.blocks.items():
-                    if job.is_over():
-                        break
-                    self._move(job, key, stored)
+                blocks = list(job.blocks.items())
+                for first in range(0, len(blocks), CHUNK_BLOCKS):
+                    self._move(job, blocks[first : first + CHUNK_BLOCKS])
                 job.settle("")
                 self._finish(job)
 
@@ -200,35 +200,14 @@ class KVMigrator:
                 self._work.wait()
             return (self._loads or self._saves).popleft()
 
-    def _move(self, job: MigrationJob, key: BlockKey, stored: StoredBlock) -> None:
-        """Move one block; a failure of any kind is its refusal."""
+    def _move(self, job: MigrationJob, blocks: list[tuple[BlockKey, StoredBlock]]) -> None:
+        """Move a few blocks: room for all, then all copies, then all commits. A failure of any kind is its block's refusal."""
         start = time.perf_counter()
-        try:
-            room = job.target.prepare(stored.block, stored.digest)
-            try:
-                job.source.read(key, room, stored.digest)
-            except BaseException:
-                job.target.abort(key)
-                raise
-            if job.is_over():
-                job.target.abort(key)
-                return
-            job.target.commit(key)
-            seconds = time.perf_counter() - start
-            if not job.moved(key):
-                with suppress(KeyError):
-                    job.target.remove(key)  # the future has said that it is not there
-                return
-            job.samples.append((stored.block.size_bytes, seconds))
-            if not job.keep_source:
-                with suppress(KeyError, TierError):  # the move is done whether or not the source can forget it
-                    job.source.remove(key)
-        except StoreFullError:
-            job.refuse(key, "full")
-        except KeyError:
-            job.refuse(key, "missing")
-        except Exception as error:
-            job.refuse(key, f"failed: {error if isinstance(error, TierError) else repr(error)}")
+        rooms = [(key, stored, room) for key, stored in blocks if (room := _prepare(job, key, stored)) is not None]
+        copied = [(key, stored) for key, stored, room in rooms if _copy(job, key, stored, room)]
+        num_bytes = sum(stored.block.size_bytes for key, stored in copied if _commit(job, key))
+        if num_bytes:
+            job.samples.append((num_bytes, time.perf_counter() - start))
 
     def _settle(self, job: MigrationJob, reason: str) -> None:
         """End a job from outside. If a worker has it, that one finishes it when it comes out of its store."""
@@ -285,3 +264,54 @@ def _describe(job: MigrationJob, digests: Mapping[BlockKey, bytes]) -> dict[Bloc
         else:
             blocks[key] = stored
     return blocks
+
+
+def _prepare(job: MigrationJob, key: BlockKey, stored: StoredBlock) -> BlockBytes | None:
+    """Room at the target; None where it is refused, or too late."""
+    if job.is_over():
+        return None
+    try:
+        return job.target.prepare(stored.block, stored.digest)
+    except Exception as error:
+        job.refuse(key, _reason(error))
+        return None
+
+
+def _copy(job: MigrationJob, key: BlockKey, stored: StoredBlock, room: BlockBytes) -> bool:
+    """Whether the block's bytes are in the room now; where not, the room is given back."""
+    if not job.is_over():
+        try:
+            job.source.read(key, room, stored.digest)
+            return True
+        except Exception as error:
+            job.refuse(key, _reason(error))
+    job.target.abort(key)
+    return False
+
+
+def _commit(job: MigrationJob, key: BlockKey) -> bool:
+    """Whether the block is at the target now, and in time."""
+    if job.is_over():
+        job.target.abort(key)
+        return False
+    try:
+        job.target.commit(key)
+    except Exception as error:
+        job.refuse(key, _reason(error))
+        return False
+    if not job.moved(key):
+        with suppress(KeyError):
+            job.target.remove(key)  # the future has said that it is not there
+        return False
+    if not job.keep_source:
+        with suppress(KeyError, TierError):  # the move is done whether or not the source can forget it
+            job.source.remove(key)
+    return True
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, StoreFullError):
+        return "full"
+    if isinstance(error, KeyError):
+        return "missing"
+    return f"failed: {error if isinstance(error, TierError) else repr(error)}"

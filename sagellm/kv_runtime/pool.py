@@ -48,6 +48,7 @@ class KVPool:
         self._memory = _plain_memory(num_bytes) if memory is None else _checked(memory, num_bytes)
         self._lock = threading.Lock()
         self._free = np.ones(capacity_blocks, bool)
+        self._is_free = memoryview(self._free)  # the same flags; quicker one by one
         self._num_free = capacity_blocks
         # Every free slot is in it; a slot that was taken from the middle of a run stays until it comes up, and is skipped.
         self._heap = list(range(capacity_blocks))
@@ -75,7 +76,8 @@ class KVPool:
                     "free some first."
                 )
             slots = self._run(count) if contiguous else self._lowest(count)
-            self._free[slots] = False
+            for slot in slots:
+                self._is_free[slot] = False
             self._num_free -= count
         return AllocationResult(tuple(slots), self.tier)
 
@@ -88,13 +90,13 @@ class KVPool:
         with self._lock:
             seen: set[int] = set()
             for slot in block_ids:
-                if slot in seen or not 0 <= slot < self.capacity_blocks or self._free[slot]:
+                if slot in seen or not 0 <= slot < self.capacity_blocks or self._is_free[slot]:
                     raise TierError(
                         f"slot {slot} of tier {self.tier.value} is not in use; free what was allocated, once."
                     )
                 seen.add(slot)
             for slot in block_ids:
-                self._free[slot] = True
+                self._is_free[slot] = True
                 heapq.heappush(self._heap, int(slot))
             self._num_free += len(block_ids)
             if len(self._heap) > 2 * self.capacity_blocks:
@@ -102,7 +104,7 @@ class KVPool:
 
     def view(self, slot: int) -> BlockBytes:
         """uint8 [block_bytes]: the slot's memory itself. Raises TierError: not in use."""
-        if not 0 <= slot < self.capacity_blocks or self._free[slot]:
+        if not 0 <= slot < self.capacity_blocks or self._is_free[slot]:
             raise TierError(f"slot {slot} of tier {self.tier.value} is not in use; allocate it first.")
         return self._bytes_of(slot)
 
@@ -139,7 +141,7 @@ class KVPool:
         slots: list[int] = []
         while len(slots) < count:
             slot = heapq.heappop(self._heap)
-            if self._free[slot] and (not slots or slots[-1] != slot):
+            if self._is_free[slot] and (not slots or slots[-1] != slot):
                 slots.append(slot)
         return slots
 
