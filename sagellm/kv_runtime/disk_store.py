@@ -5,6 +5,7 @@ import threading
 import time
 import zlib
 from collections import Counter, OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -29,7 +30,7 @@ from sagellm.kv_runtime.disk_store_scan import FoundBlock, scan
 
 __all__ = ["DiskStore"]
 
-NUM_SPARE = 4  # buffers kept for the next blocks, whose pages then need not be cleared again
+NUM_SPARE = 8  # buffers kept for the next blocks, whose pages then need not be cleared again
 
 
 class _Entry(NamedTuple):
@@ -231,7 +232,8 @@ class DiskStore:
         file = os.open(self._folder.path / f"{entry.name}.kv", os.O_RDONLY)
         try:
             num_read = _read_all(file, [memoryview(header), memoryview(into)])
-            os.utime(file, ns=(self._now_ns(),) * 2)
+            with suppress(OSError):  # on a file system that has become read-only blocks can still be read
+                os.utime(file, ns=(self._now_ns(),) * 2)
         finally:
             os.close(file)
         if num_read < HEADER_BYTES + into.size:

@@ -79,7 +79,9 @@ class HostStore:
             if into is None:
                 return content.copy()
             if into.shape != content.shape:
-                raise TierError(f"block {key} has {content.size} bytes, the memory to read it into {into.size}; give as many.")
+                raise TierError(
+                    f"block {key} has {content.size} bytes, the memory to read it into {into.size}; give as many."
+                )
             np.copyto(into, content)  # releases the interpreter's lock
             return into
         finally:

@@ -52,10 +52,19 @@ class KVMigrator:
         stores: that blocks are moved between; they stay their owner's, who closes them after the migrator.
         num_threads: moves that can go on at a time.
         max_queued_bytes: of what was not finished; beyond it plans are refused, so that a slow device cannot pile them up.
+
+    Raises:
+        TierError: no thread, or two stores of one tier.
     """
 
     def __init__(self, stores: Iterable[TierStore], *, num_threads: int = 2, max_queued_bytes: int = 1 << 30) -> None:
+        stores = list(stores)
         self._stores = {store.tier: store for store in stores}
+        if num_threads < 1 or len(self._stores) < len(stores):
+            tiers = ", ".join(store.tier.value for store in stores)
+            raise TierError(
+                f"{num_threads} threads, stores for {tiers}; a migrator needs 1 thread and one store a tier."
+            )
         self._max_queued_bytes = max_queued_bytes
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)

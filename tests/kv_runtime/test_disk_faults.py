@@ -295,6 +295,17 @@ def test_a_block_that_the_device_cannot_read_is_dropped(written: Path, monkeypat
     store.close()
 
 
+def test_a_file_system_that_has_become_read_only_is_still_read(written: Path, monkeypatch: pytest.MonkeyPatch):
+    store = open_store(written)
+    with monkeypatch.context() as patch:
+        for call in ("utime", "unlink", "writev", "rename"):
+            patch.setattr(disk_store.os, call, failing(getattr(os, call), errno.EROFS))
+        assert np.array_equal(store.read(1), content(1))
+        store.remove(2)
+        assert store.keys() == [1] and store.counters()["failed removals"] == 1
+    store.close()
+
+
 def test_too_many_open_files_at_opening_drop_nothing(written: Path):
     """The kernel's own refusal."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -303,6 +303,12 @@ def test_tiers_without_a_store(setup: Setup):
             setup.move(tiers, 1)
 
 
+def test_a_migrator_has_threads_and_one_store_a_tier(setup: Setup):
+    for stores, num_threads in (([setup.host, setup.disk], 0), ([setup.host, setup.host], 1)):
+        with pytest.raises(TierError, match="needs 1 thread and one store a tier"):
+            KVMigrator(stores, num_threads=num_threads)
+
+
 def test_an_empty_plan_is_done(setup: Setup):
     assert setup.outcome(SAVE) == MigrationResult((), {})
 
