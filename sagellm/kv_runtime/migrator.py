@@ -42,8 +42,8 @@ class KVMigrator:
     source has the block. Loads, towards a faster tier, go before saves; else first come, first served.
 
     Reasons of a refusal: "missing" (the source does not have the block, or another one with this key), "full" (the target),
-    "in flight" (another move has the block), "queue full", "deadline", "cancelled", "closed", or "failed: "
-    with what the store said.
+    "in flight" (another move has the block), "queue full", "deadline", "cancelled", "closed", or "failed: " with what the
+    store said.
 
     A deadline also holds when a store hangs: the future ends in time, and what the hanging thread completes later is undone.
     Until then its blocks are in flight, and it cannot do other work.
@@ -101,8 +101,8 @@ class KVMigrator:
             deadline_s: seconds from now after which what is not moved is refused; None for none.
             keep_source: leave the blocks at the source too.
             digests: by key, of the blocks that are meant; one that is there under another digest is "missing".
-            on_done: called with the result on some thread, as soon as nothing touches the memory of the blocks any more. That
-                is when the future ends, or after it where a store hangs.
+            on_done: called with the result on some thread, the caller's among them, as soon as nothing touches the memory of
+                the blocks any more. That is when the future ends, or after it where a store hangs.
 
         The future ends with a result, never with an error. What is called when it ends must be quick, as must `on_done`.
         `future.cancel()` works until then; blocks that were moved before stay moved, and `on_done` tells which.
@@ -196,9 +196,12 @@ class KVMigrator:
         while (job := self._next()) is not None:
             if job.start():
                 blocks = list(job.blocks.items())
-                for first in range(0, len(blocks), CHUNK_BLOCKS):
-                    self._move(job, blocks[first : first + CHUNK_BLOCKS])
-                job.settle("")
+                try:
+                    for first in range(0, len(blocks), CHUNK_BLOCKS):
+                        _move(job, blocks[first : first + CHUNK_BLOCKS])
+                    job.settle("")
+                except Exception as error:  # a store that cannot even abort: this thread still has other work
+                    job.settle(_reason(error))
                 self._finish(job)
 
     def _next(self) -> MigrationJob | None:
@@ -208,15 +211,6 @@ class KVMigrator:
                     return None
                 self._work.wait()
             return (self._loads or self._saves).popleft()
-
-    def _move(self, job: MigrationJob, blocks: list[tuple[BlockKey, StoredBlock]]) -> None:
-        """Move a few blocks: room for all, then all copies, then all commits. A failure of any kind is its block's refusal."""
-        start = time.perf_counter()
-        rooms = [(key, stored, room) for key, stored in blocks if (room := _prepare(job, key, stored)) is not None]
-        copied = [(key, stored) for key, stored, room in rooms if _copy(job, key, stored, room)]
-        num_bytes = sum(stored.block.size_bytes for key, stored in copied if _commit(job, key))
-        if num_bytes:
-            job.samples.append((num_bytes, time.perf_counter() - start))
 
     def _settle(self, job: MigrationJob, reason: str) -> None:
         """End a job from outside. If a worker has it, that one finishes it when it comes out of its store."""
@@ -275,6 +269,16 @@ def _describe(job: MigrationJob, digests: Mapping[BlockKey, bytes]) -> dict[Bloc
     return blocks
 
 
+def _move(job: MigrationJob, blocks: list[tuple[BlockKey, StoredBlock]]) -> None:
+    """Move a few blocks: room for all, then all copies, then all commits. A failure of any kind is its block's refusal."""
+    start = time.perf_counter()
+    rooms = [(key, stored, room) for key, stored in blocks if (room := _prepare(job, key, stored)) is not None]
+    copied = [(key, stored) for key, stored, room in rooms if _copy(job, key, stored, room)]
+    num_bytes = sum(stored.block.size_bytes for key, stored in copied if _commit(job, key))
+    if num_bytes:
+        job.samples.append((num_bytes, time.perf_counter() - start))
+
+
 def _prepare(job: MigrationJob, key: BlockKey, stored: StoredBlock) -> BlockBytes | None:
     """Room at the target; None where it is refused, or too late."""
     if job.is_over():
@@ -309,7 +313,7 @@ def _commit(job: MigrationJob, key: BlockKey) -> bool:
         job.refuse(key, _reason(error))
         return False
     if not job.moved(key):
-        with suppress(KeyError):
+        with suppress(KeyError, TierError):
             job.target.remove(key)  # the future has said that it is not there
         return False
     if not job.keep_source:

@@ -140,6 +140,20 @@ def test_a_store_that_fails_refuses_its_block_only(setup: Setup, where: str, cal
     assert setup.counts() == {f"cpu>nvme {reason.partition(':')[0]}": 1, "cpu>nvme moved": 1}
 
 
+def test_a_store_that_cannot_even_abort_does_not_stop_the_others(setup: Setup):
+    for key in range(3):
+        put(setup.host, key)
+    setup.host.fail["read"] = TierError("a copy failed")
+    setup.disk.fail["abort"] = ZeroDivisionError("oops")
+    result = setup.outcome(SAVE, 0, 1)
+    assert result.refused == {0: "failed: a copy failed", 1: "failed: ZeroDivisionError('oops')"}
+    setup.host.fail.clear()
+    setup.disk.fail.clear()
+    assert setup.outcome(SAVE, 2).moved == (2,)
+    for key in (0, 1):
+        setup.disk.abort(key)
+
+
 def test_a_corrupt_block_is_refused_and_leaves_no_trace(setup: Setup):
     put(setup.disk, 1)
     put(setup.disk, 2)

@@ -161,4 +161,4 @@ class DiskMachine(StoreMachine):
 
 TestHostMachine = HostMachine.TestCase
 TestDiskMachine = DiskMachine.TestCase
-TestHostMachine.settings = TestDiskMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHostMachine.settings = TestDiskMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
