@@ -1,0 +1,406 @@
+"""One set of books over the tiers gpu, cpu and nvme: events in, decisions out, the same in an engine and in a replay."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sagellm.core.errors import PolicyError
+from sagellm.core.hooks import MigrationPlan, MigrationResult, RequestId, Tier
+from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, MigrationContext, MigrationPolicy, MigrationPurpose
+from sagellm.kv_runtime.base import FetchDecision, KVBackendProtocol, RoomDecision
+from sagellm.kv_runtime.blocks import BlockManager
+from sagellm.kv_runtime.lines import block_row, hexed, kind_of
+from sagellm.kv_runtime.quota import QuotaManager
+from sagellm.kv_runtime.room import RoomMaker, TierLimits, check_migration
+
+__all__ = ["HierarchyManager", "TierSpec"]
+
+FORMAT = 1  # of the lines that are recorded
+
+MakePolicy = Callable[..., EvictionPolicy]  # (name, capacity, **options)
+
+
+class TierSpec(NamedTuple):
+    """One tier: how many blocks it has, and who picks victims there.
+
+    `headroom`: blocks to keep free ahead of need. An engine that frees what it gives up only after the answer needs some on
+    its slower tiers, or nothing can move down; 0 where room is free at once.
+    """
+
+    tier: Tier
+    capacity: int
+    policy: str = "lru"
+    options: Mapping[str, Any] = {}  # noqa: RUF012 - never changed
+    headroom: int = 0
+
+
+class HierarchyManager:
+    """Knows where every block is, and decides who makes way for whom and what is worth bringing back.
+
+    Events say what has happened (`looked_up`, `stored`, `released`, `dropped`, `moved`, `saving`, `saved`, `loading`,
+    `loaded`, `failed`, `corrected`, `observed`), decisions what should happen (`make_room`, `fetch`); a decision changes
+    no books until events say that it was followed. Nothing here reads a clock or a random number, so the same events give
+    the same decisions, as long as the policies keep to that. One thread at a time.
+
+    Costs: an event O(blocks named), a decision O(victims + blocks passed over), plus what the policies take.
+
+    Args:
+        tiers: fastest first; gpu among them.
+        backend: whose blocks these are; only `carry_out` asks it for anything.
+        migration: what is worth a move; None for always.
+        quota: limits by tenant; None for none.
+        record: is told every event and every decision, once it is through, as `record(event, **fields)`.
+        make_policy: builds the eviction policies; default: by name, from `sagellm.kv_policy`.
+        origin: what else belongs in the first line of the record, for who builds this manager again.
+
+    Raises:
+        PolicyError: tiers in another order or twice, no gpu, no room; an unknown policy; from any decision, a policy that
+            failed or answered nonsense. From then on the manager must not be used.
+    """
+
+    def __init__(
+        self, tiers: Sequence[TierSpec], backend: KVBackendProtocol | None = None, *,
+        migration: MigrationPolicy | None = None, quota: QuotaManager | None = None,
+        record: Callable[..., None] | None = None, make_policy: MakePolicy | None = None,
+        origin: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.tiers = [TierSpec(Tier(spec[0]), *spec[1:]) for spec in tiers]
+        _check_tiers(self.tiers)
+        self.backend = backend
+        self.books = BlockManager()
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[tuple[str, str]] = Counter()  # (tier, reason without its numbers) of victims
+        self.quota = quota or QuotaManager({}, {spec.tier: spec.capacity for spec in self.tiers})
+        self._migration = migration
+        self._record = record or (lambda event, **fields: None)
+        make = make_policy or _make_policy
+        self._policies = {spec.tier: make(spec.policy, spec.capacity, **spec.options) for spec in self.tiers}
+        self._arriving: dict[BlockKey, tuple[Tier, CachedBlock]] = {}  # being saved or loaded, and to where
+        self._num_arriving = dict.fromkeys(Tier, 0)
+        lower = [spec.tier for spec in self.tiers[1:]] + [None]
+        limits = {
+            spec.tier: TierLimits(spec.capacity, spec.headroom, below)
+            for spec, below in zip(self.tiers, lower, strict=True)
+        }
+        self._room = RoomMaker(self.books, limits, self._policies, migration, self.quota, self._num_arriving)
+        self._write("open", format=FORMAT, tiers=[_tier_row(spec) for spec in self.tiers], **(origin or {}))
+
+    def num_free(self, tier: Tier) -> int:
+        """Blocks for which the tier has room, those on their way there taken off."""
+        return self._room.num_free(tier)
+
+    def is_arriving(self, key: BlockKey) -> bool:
+        """Whether the block is being saved or loaded."""
+        return key in self._arriving
+
+    # events
+
+    def looked_up(self, request_id: RequestId, keys: Sequence[BlockKey], limit: int, time_s: float) -> int:
+        """A request was looked up; it holds what was found from now on. Returns how many of its first blocks that are.
+
+        `keys`: of its full blocks; `limit`: how many of these could be found. Blocks of cpu are among those found: the
+        engine brings them back before it uses them, and `moved` says so.
+        """
+        keys = keys[: max(limit, 0)]
+        num_held = self.books.num_held(request_id)
+        num_found = self.books.num_resident(keys)
+        found = keys[num_held:num_found]
+        self.books.lock(request_id, num_held, found)
+        for key in reversed(found):
+            self._policies[self._tier(key)].on_hit(key, time_s)
+            self.books.touch(key)
+        self.counts["lookups"] += 1
+        self.counts["blocks_asked"] += len(keys)
+        self.counts["blocks_found"] += len(found)
+        self._write("lookup", request=request_id, keys=hexed(keys), limit=limit, time_s=time_s, resident=num_found)
+        return num_found
+
+    def stored(
+        self, request_id: RequestId | None, blocks: Sequence[CachedBlock], time_s: float
+    ) -> tuple[BlockKey, ...]:
+        """Blocks of gpu are in the cache now, consecutive ones of one sequence; the request, if there is one, holds them.
+
+        One that is there already stays; one that was on cpu is on gpu from now on. Returns the keys that were refused: a
+        key that names another block, and what follows it.
+        """
+        num_taken = next((place for place, block in enumerate(blocks) if self.books.collides(block)), len(blocks))
+        for block in reversed(blocks[:num_taken]):
+            tier = self.books.fast_tier(block.key)
+            if tier is None:
+                self._insert(block, Tier.GPU)
+            elif tier is not Tier.GPU:
+                self._shift(block.key, tier, Tier.GPU)
+        if request_id is not None and num_taken:
+            self.books.lock(request_id, blocks[0].depth - 1, [block.key for block in blocks[:num_taken]])
+        refused = tuple(block.key for block in blocks[num_taken:])
+        self.counts["collisions"] += len(refused) > 0
+        rows = [block_row(block) for block in blocks]
+        self._write("stored", request=request_id, blocks=rows, time_s=time_s, refused=hexed(refused))
+        return refused
+
+    def released(self, request_id: RequestId, num_kept: int, time_s: float) -> None:
+        """The request lets go of all but its first blocks. One that holds nothing may say so."""
+        num_released = len(self.books.release(request_id, num_kept))
+        self._write("released", request=request_id, num_kept=num_kept, time_s=time_s, released=num_released)
+
+    def dropped(self, tier: Tier, keys: Sequence[BlockKey], time_s: float, *, evicted: bool = True) -> None:
+        """Blocks have left the tier for good. `evicted`: to make room, not because they were invalid or came twice."""
+        num_unknown = 0
+        for key in keys:
+            if self.books.is_on(key, tier):
+                self._remove(key, tier, evicted)
+            else:
+                num_unknown += 1
+        self.counts[f"dropped_{tier.value}"] += len(keys) - num_unknown
+        self._write("dropped", tier=tier.value, keys=hexed(keys), time_s=time_s, evicted=evicted, unknown=num_unknown)
+
+    def moved(self, plan: MigrationPlan, result: MigrationResult, time_s: float) -> None:
+        """Blocks went from gpu to cpu (to make room) or back; `plan.block_ids` and those of the result are keys.
+
+        Those that moved are told to the slower tier as they come, to the faster one deepest first.
+        """
+        is_down = plan.src_tier is Tier.GPU
+        keys = [BlockKey(key) for key in result.moved if self.books.is_on(key, plan.src_tier)]
+        for key in keys if is_down else reversed(keys):
+            self._shift(key, plan.src_tier, plan.dst_tier, evicted=is_down)
+        pair = f"{plan.src_tier.value}_{plan.dst_tier.value}"
+        self.counts[f"moved_{pair}"] += len(keys)
+        self.counts[f"refused_{pair}"] += len(result.refused)
+        self._write(
+            "moved", src=plan.src_tier.value, dst=plan.dst_tier.value, keys=hexed(result.moved), time_s=time_s,
+            refused={f"{key:016x}": str(why) for key, why in result.refused.items()},
+        )  # fmt: skip
+
+    def saving(self, keys: Sequence[BlockKey], time_s: float) -> None:
+        """Copies of blocks of gpu or cpu are on their way to nvme, which keeps room for them."""
+        for key in keys:
+            if key in self.books and not self.books.is_on(key, Tier.NVME):
+                self._await(key, Tier.NVME)
+        self._write("saving", keys=hexed(keys), time_s=time_s)
+
+    def saved(self, keys: Sequence[BlockKey], time_s: float) -> None:
+        """The copies are on nvme; their blocks may have left their own tier meanwhile."""
+        self._arrive(keys, Tier.NVME)
+        self.counts["saved"] += len(keys)
+        self._write("saved", keys=hexed(keys), time_s=time_s)
+
+    def loading(self, keys: Sequence[BlockKey], time_s: float) -> None:
+        """Blocks of nvme are read, to be on cpu; that keeps room for them, and nvme keeps the files."""
+        for key in reversed(keys):
+            if self.books.is_on(key, Tier.NVME) and self.books.fast_tier(key) is None and key not in self._arriving:
+                self._policies[Tier.NVME].on_hit(key, time_s)
+                self.books.touch(key)
+                self.books.begin_read(key)
+                self._await(key, Tier.CPU)
+        self._write("loading", keys=hexed(keys), time_s=time_s)
+
+    def loaded(self, keys: Sequence[BlockKey], time_s: float) -> None:
+        """What was read can be found on cpu; its files stay."""
+        self._arrive(keys, Tier.CPU)
+        self.counts["loaded"] += len(keys)
+        self._write("loaded", keys=hexed(keys), time_s=time_s)
+
+    def failed(self, keys: Sequence[BlockKey], reason: str, time_s: float) -> None:
+        """What was being saved or loaded did not arrive."""
+        for key in keys:
+            arriving = self._arriving.get(key)
+            if arriving is not None:
+                self._end_arrival(key)
+                self.counts["failed_saves" if arriving[0] is Tier.NVME else "failed_loads"] += 1
+        self._write("failed", keys=hexed(keys), reason=reason, time_s=time_s)
+
+    def adopted(self, blocks: Sequence[CachedBlock], tier: Tier, time_s: float) -> None:
+        """Blocks are on a tier that the books did not know of: files of an earlier run, foreign blocks of an engine."""
+        for block in blocks:
+            if not self.books.is_on(block.key, tier) and not self.books.collides(block):
+                if tier is Tier.NVME or self.books.fast_tier(block.key) is None:
+                    self._insert(block, tier)
+        self._write("adopted", blocks=[block_row(block) for block in blocks], tier=tier.value, time_s=time_s)
+
+    def corrected(self, locked: Sequence[BlockKey], unlocked: Sequence[BlockKey], time_s: float) -> None:
+        """The engine's word against the books': `locked` are in use for reasons unknown, `unlocked` are not in use."""
+        for key in unlocked:
+            self.books.unlock_all(key)
+        for key in locked:
+            self.books.lock(RequestId(-1), self.books.num_held(RequestId(-1)), [key])
+        self.counts["corrected"] += len(locked) + len(unlocked)
+        self._write("corrected", locked=hexed(locked), unlocked=hexed(unlocked), time_s=time_s)
+
+    def observed(self, kind: str, predicted: float, measured: float) -> None:
+        """Seconds that the migration policy foretold, and what it was; for a policy with an `observe` of its own."""
+        observe = getattr(self._migration, "observe", None)
+        if observe is not None:
+            observe(kind, predicted, measured)
+            self._write("observed", kind=kind, predicted=predicted, measured=measured)
+
+    # decisions
+
+    def make_room(
+        self, tier: Tier, count: int, incoming: Sequence[BlockKey] = (), time_s: float = 0.0,
+        free_below: int | None = None,
+    ) -> RoomDecision:  # fmt: skip
+        """Give up `count` blocks of the tier, or all that may go, and all that a tenant has above its quota.
+
+        Each moves to the next tier if the migration policy finds that worth it and there is or can be made room, and goes
+        for good otherwise. `free_below`: blocks of the next tier that are free, where that may be fewer than the books say.
+        """
+        decision = self._room.decide(Tier(tier), count, incoming, time_s, free_below)
+        for _, reason in decision.victims:
+            self.reasons[tier.value, kind_of(reason)] += 1
+        self._write(
+            "room", tier=tier.value, count=count, incoming=hexed(incoming), time_s=time_s, free_below=free_below,
+            victims=[[f"{key:016x}", reason] for key, reason in decision.victims],
+            demote=[[plan.src_tier.value, plan.dst_tier.value, hexed(plan.block_ids)] for plan in decision.demote],
+            drop=[[on.value, f"{key:016x}", reason] for on, key, reason in decision.drop],
+        )  # fmt: skip
+        return decision
+
+    def fetch(
+        self, request_id: RequestId, keys: Sequence[BlockKey], num_resident: int, time_s: float, num_running: int = 0,
+        queued_bytes: int = 0,
+    ) -> FetchDecision:  # fmt: skip
+        """Which blocks behind the first `num_resident` of a sequence to bring back, from cpu to gpu and from nvme to cpu."""
+        chosen: list[BlockKey] = []
+        tiers: list[Tier] = []
+        benefit, reason, place = 0.0, "nothing more on a slower tier", num_resident
+        while place < len(keys) and (segment := self._segment(keys, place)):
+            source = self._slow_tier(keys[place])
+            num_loaded, segment_s, why = self._worth_loading(source, segment, time_s, num_running, queued_bytes)
+            benefit += segment_s
+            chosen += keys[place : place + num_loaded]
+            tiers += [source] * num_loaded
+            place += len(segment)
+            if num_loaded < len(segment):
+                reason = why or "the rest is not worth it"
+                self.counts["loads_avoided"] += len(segment) - num_loaded
+                break
+        self._write(
+            "fetch", request=request_id, keys=hexed(keys), num_resident=num_resident, time_s=time_s,
+            num_running=num_running, queued_bytes=queued_bytes, chosen=len(chosen),
+            tiers=[tier.value for tier in tiers], net_benefit_s=benefit, reason=reason,
+        )  # fmt: skip
+        return FetchDecision(tuple(chosen), tuple(tiers), benefit, reason)
+
+    def _segment(self, keys: Sequence[BlockKey], first: int) -> tuple[CachedBlock, ...]:
+        """The longest run of blocks from place `first` on that lie on one slower tier, none of them on its way."""
+        source = self._slow_tier(keys[first])
+        blocks: list[CachedBlock] = []
+        for key in keys[first:]:
+            if source is None or self._slow_tier(key) is not source or key in self._arriving:
+                break
+            blocks.append(self.books.block(key))
+        return tuple(blocks)
+
+    def _worth_loading(
+        self, source: Tier, blocks: tuple[CachedBlock, ...], time_s: float, num_running: int, queued_bytes: int
+    ) -> tuple[int, float, str]:
+        if self._migration is None:
+            return len(blocks), 0.0, ""
+        target = Tier.GPU if source is Tier.CPU else Tier.CPU
+        num_before = (blocks[0].depth - 1) * blocks[0].num_tokens
+        context = MigrationContext(
+            MigrationPurpose.LOAD, source, target, blocks, num_before, queued_bytes, num_running, time_s
+        )
+        decision = check_migration(self._migration, context)
+        return len(decision.plan.block_ids), decision.net_benefit, decision.reason
+
+    def _slow_tier(self, key: BlockKey) -> Tier | None:
+        tier = self.books.fast_tier(key)
+        if tier is None and self.books.is_on(key, Tier.NVME):
+            return Tier.NVME
+        return None if tier is Tier.GPU else tier
+
+    # following a decision
+
+    def carry_out(self, room: RoomDecision, time_s: float, deadline_s: float = 1.0) -> None:
+        """Follow a decision on the backend, waiting for copies, and tell the books. What does not move goes for good."""
+        from sagellm.kv_runtime.carry_out import carry_out
+
+        carry_out(self, room, time_s, deadline_s)
+
+    def report(self) -> dict[str, Any]:
+        """Counters: blocks and bytes by tier and tenant, events, and why blocks had to go."""
+        books = self.books
+        return {
+            "tiers": {
+                spec.tier.value: {
+                    "capacity": spec.capacity, "policy": spec.policy, "blocks": books.num_blocks(spec.tier),
+                    "bytes": books.num_bytes(spec.tier), "arriving": self._num_arriving[spec.tier],
+                    "tenants": books.tenants(spec.tier),
+                }
+                for spec in self.tiers
+            },
+            "counts": dict(self.counts),
+            "reasons": [[tier, reason, count] for (tier, reason), count in sorted(self.reasons.items())],
+        }  # fmt: skip
+
+    # changes of the books, each with its policy and quota
+
+    def _tier(self, key: BlockKey) -> Tier:
+        tier = self.books.fast_tier(key)
+        assert tier is not None
+        return tier
+
+    def _insert(self, block: CachedBlock, tier: Tier) -> None:
+        self.books.add(block, tier)
+        self._policies[tier].on_insert(block)
+        self.quota.charge(block.tenant_id, tier)
+
+    def _remove(self, key: BlockKey, tier: Tier, evicted: bool) -> None:
+        tenant = self.books.block(key).tenant_id
+        self.books.remove(key, tier)
+        self._policies[tier].on_remove(key, evicted)
+        self.quota.release(tenant, tier)
+
+    def _shift(self, key: BlockKey, src: Tier, dst: Tier, *, evicted: bool = False) -> None:
+        block = self.books.block(key)
+        self.books.move(key, src, dst)
+        self._policies[src].on_remove(key, evicted)
+        self._policies[dst].on_insert(block)
+        self.quota.release(block.tenant_id, src)
+        self.quota.charge(block.tenant_id, dst)
+
+    def _await(self, key: BlockKey, tier: Tier) -> None:
+        if key not in self._arriving:
+            self._arriving[key] = tier, self.books.block(key)
+            self._num_arriving[tier] += 1
+
+    def _end_arrival(self, key: BlockKey) -> CachedBlock:
+        tier, block = self._arriving.pop(key)
+        self._num_arriving[tier] -= 1
+        if tier is not Tier.NVME:
+            self.books.end_read(key)
+        return block
+
+    def _arrive(self, keys: Sequence[BlockKey], tier: Tier) -> None:
+        for key in reversed(keys):
+            if self._arriving.get(key, (None,))[0] is tier:
+                block = self._end_arrival(key)
+                is_there = self.books.is_on(key, tier) or (tier is Tier.CPU and self.books.fast_tier(key) is not None)
+                if not is_there and not self.books.collides(block):
+                    self._insert(block, tier)
+
+    def _write(self, event: str, **fields: Any) -> None:
+        self._record(f"kv_{event}", **fields)
+
+
+def _check_tiers(tiers: Sequence[TierSpec]) -> None:
+    order = [tier for tier in Tier if tier in [spec.tier for spec in tiers]]
+    if [spec.tier for spec in tiers] != order or Tier.GPU not in order:
+        names = [spec.tier.value for spec in tiers]
+        raise PolicyError(f"tiers {names}: give gpu, then cpu and nvme where there are such, each once.")
+    for spec in tiers:
+        if isinstance(spec.capacity, bool) or not isinstance(spec.capacity, int) or spec.capacity < 1:
+            raise PolicyError(f"tier {spec.tier.value} with room for {spec.capacity!r} blocks; leave it out, or give it 1 or more.")
+        if not 0 <= spec.headroom < spec.capacity:
+            raise PolicyError(f"headroom {spec.headroom} of tier {spec.tier.value}: allowed are 0 to {spec.capacity - 1}.")
+
+
+def _tier_row(spec: TierSpec) -> dict[str, Any]:
+    return {**spec._asdict(), "tier": spec.tier.value, "options": dict(spec.options)}
+
+
+def _make_policy(name: str, capacity: int, **options: Any) -> EvictionPolicy:
+    from sagellm.kv_policy.registry import make_policy
+
+    return make_policy(name, capacity, **options)

@@ -1,0 +1,250 @@
+"""Runs what an engine's plug-in recorded through the same modules again, and lists every decision that differs.
+
+The lines `kv_*` of an event log are the events and decisions of `kv_runtime.HierarchyManager`. A fresh manager, built from
+`kv_open`, gets the same events; every line that it writes must equal the recorded one, field by field.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sagellm.core.errors import PolicyError, TraceError
+from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
+from sagellm.kv_policy.base import BlockKey, MigrationPolicy
+from sagellm.kv_runtime.hierarchy import FORMAT, HierarchyManager, MakePolicy, TierSpec
+from sagellm.kv_runtime.lines import block_of, keys_of
+from sagellm.kv_runtime.quota import QuotaManager
+
+__all__ = ["Difference", "VerifyReport", "verify_log"]
+
+OPEN = "kv_open"
+DECISIONS = ("kv_room", "kv_fetch")
+MakeMigration = Callable[..., "MigrationPolicy | None"]  # (name, **options)
+
+_HEAD = ("t_ns", "n", "pid", "event")  # of every line, and not the manager's
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where the replay parts from the record. `field` is empty where one of the two has no such line."""
+
+    line: int
+    event: str
+    field: str
+    recorded: Any
+    replayed: Any
+
+    def __str__(self) -> str:
+        place = f"line {self.line}, {self.event}" + (f", {self.field}" if self.field else "")
+        return f"{place}: recorded {self.recorded!r}, replayed {self.replayed!r}"
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What a log holds and how it replays.
+
+    Attributes:
+        counts: lines by event, of those that were replayed.
+        num_decisions: of these, decisions on room and loads; `num_hits`: blocks found, of `num_asked`.
+        differences: in order of the file; at most `max_differences` of each engine process.
+        gaps: (line, number expected, number got) where lines of a process are missing.
+        truncated: the last line was cut off, as when a process was killed; it was left out.
+    """
+
+    path: str
+    counts: Counter[str] = field(default_factory=Counter)
+    num_decisions: int = 0
+    num_victims: int = 0
+    num_asked: int = 0
+    num_hits: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    gaps: list[tuple[int, int, int]] = field(default_factory=list)
+    truncated: bool = False
+
+    @property
+    def agrees(self) -> bool:
+        """True if every line was there, and each came out as it was recorded."""
+        return not self.differences and not self.gaps
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "path": self.path, "agrees": self.agrees, "counts": dict(self.counts), "decisions": self.num_decisions,
+            "victims": self.num_victims, "blocks_asked": self.num_asked, "blocks_found": self.num_hits,
+            "truncated": self.truncated, "gaps": [list(gap) for gap in self.gaps],
+            "differences": [
+                {"line": each.line, "event": each.event, "field": each.field, "recorded": each.recorded, "replayed": each.replayed}
+                for each in self.differences
+            ],
+        }  # fmt: skip
+
+
+class _Process:
+    """One process that wrote to the log: where its counter is, and its manager once there was a `kv_open`."""
+
+    def __init__(self) -> None:
+        self.next_number: int | None = None
+        self.manager: HierarchyManager | None = None
+        self.written: list[dict[str, Any]] = []
+        self.num_differences = 0
+
+
+def verify_log(
+    path: Path | str, *, make_policy: Callable[..., Any] | None = None, make_migration: MakeMigration | None = None,
+    max_differences: int = 1000,
+) -> VerifyReport:  # fmt: skip
+    """Replay the log. Events after a first difference are replayed too: one cause may show as many differences.
+
+    Args:
+        make_policy, make_migration: build policies by name; default: `sagellm.kv_policy.registry`.
+
+    Raises:
+        TraceError: an unreadable file, a malformed line (with its number), or no `kv_open` in it.
+    """
+    report = VerifyReport(str(path))
+    processes: dict[Any, _Process] = {}
+    for number, line in _lines(Path(path), report):
+        process = processes.setdefault(line.get("pid"), _Process())
+        _check_number(process, number, line, report)
+        event = line["event"]
+        if not event.startswith("kv_"):
+            continue
+        try:
+            if event == OPEN:
+                process.manager = _manager(line, process, make_policy, make_migration)
+                process.written.clear()
+            elif process.manager is None:
+                raise TraceError(f"{path}, line {number}: {event} before {OPEN}; the beginning of the log is missing.")
+            elif process.num_differences < max_differences:
+                _replay(process, number, line, report)
+            report.counts[event] += 1
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceError(f"{path}, line {number}: {event}: {_what(error)}.") from error
+    if not report.counts[OPEN]:
+        raise TraceError(f"{path} holds no {OPEN} line; record an engine that runs with a KV policy (--kv-policy).")
+    return report
+
+
+def _lines(path: Path, report: VerifyReport) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror}.") from None
+    lines = data.split(b"\n")
+    report.truncated = bool(lines.pop())
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise TraceError(f"{path}, line {number}: not JSON: {error}.") from None
+        if not isinstance(line, dict) or not isinstance(line.get("event"), str):
+            raise TraceError(f"{path}, line {number}: no event; each line is an object with `event`.")
+        yield number, line
+
+
+def _check_number(process: _Process, number: int, line: dict[str, Any], report: VerifyReport) -> None:
+    count = line.get("n")
+    if isinstance(count, int):
+        if process.next_number is not None and count != process.next_number:
+            report.gaps.append((number, process.next_number, count))
+        process.next_number = count + 1
+
+
+def _manager(
+    line: dict[str, Any], process: _Process, make_policy: MakePolicy | None, make_migration: MakeMigration | None
+) -> HierarchyManager:
+    if line["format"] != FORMAT:
+        raise ValueError(f"format {line['format']!r}; this version replays format {FORMAT}")
+    tiers = [TierSpec(**row) for row in line["tiers"]]
+    migration = line.get("migration")
+    policy = None
+    if migration is not None:
+        policy = (make_migration or _make_migration)(migration["name"], **migration["options"])
+    quota = QuotaManager(line.get("quotas") or {}, {Tier(spec.tier): spec.capacity for spec in tiers})
+    return HierarchyManager(
+        tiers, migration=policy, quota=quota, make_policy=make_policy,
+        record=lambda event, **fields: process.written.append({"event": event, **fields}),
+    )  # fmt: skip
+
+
+def _replay(process: _Process, number: int, line: dict[str, Any], report: VerifyReport) -> None:
+    event = line["event"]
+    feed = _FEEDS.get(event)
+    if feed is None:
+        raise ValueError(f"unknown event; known are {', '.join(sorted(_FEEDS))}")
+    recorded = {name: value for name, value in line.items() if name not in _HEAD}
+    found: list[Difference] = []
+    try:
+        feed(process.manager, line)
+    except PolicyError as error:
+        found.append(Difference(number, event, "", recorded, f"PolicyError: {error}"))
+    # As JSON, so that what was read and what was made now have the same types.
+    written = [json.loads(json.dumps(each)) for each in process.written]
+    process.written.clear()
+    if written:
+        replayed = {name: value for name, value in written[0].items() if name != "event"}
+        for name in dict.fromkeys([*recorded, *replayed]):
+            if recorded.get(name) != replayed.get(name):
+                found.append(Difference(number, event, name, recorded.get(name), replayed.get(name)))
+    process.num_differences += len(found)
+    report.differences += found
+    report.num_decisions += event in DECISIONS
+    report.num_victims += len(line.get("victims", ()))
+    if event == "kv_lookup":
+        report.num_asked += len(line["keys"])
+        report.num_hits += line["resident"]
+
+
+def _feed_moved(manager: HierarchyManager, line: dict[str, Any]) -> None:
+    keys = tuple(keys_of(line["keys"]))
+    refused = {BlockKey(int(key, 16)): why for key, why in line["refused"].items()}
+    plan = MigrationPlan(Tier(line["src"]), Tier(line["dst"]), (*keys, *refused))
+    manager.moved(plan, MigrationResult(keys, dict(refused)), line["time_s"])
+
+
+def _on_keys(name: str) -> Callable[[HierarchyManager, dict[str, Any]], None]:
+    return lambda manager, line: getattr(manager, name)(keys_of(line["keys"]), line["time_s"])
+
+
+_FEEDS: dict[str, Callable[[HierarchyManager, dict[str, Any]], Any]] = {
+    "kv_lookup": lambda to, line: to.looked_up(line["request"], keys_of(line["keys"]), line["limit"], line["time_s"]),
+    "kv_stored": lambda to, line: to.stored(line["request"], [block_of(row) for row in line["blocks"]], line["time_s"]),
+    "kv_released": lambda to, line: to.released(line["request"], line["num_kept"], line["time_s"]),
+    "kv_dropped": lambda to, line: to.dropped(
+        Tier(line["tier"]), keys_of(line["keys"]), line["time_s"], evicted=line["evicted"]
+    ),
+    "kv_moved": _feed_moved,
+    "kv_saving": _on_keys("saving"),
+    "kv_saved": _on_keys("saved"),
+    "kv_loading": _on_keys("loading"),
+    "kv_loaded": _on_keys("loaded"),
+    "kv_failed": lambda to, line: to.failed(keys_of(line["keys"]), line["reason"], line["time_s"]),
+    "kv_adopted": lambda to, line: to.adopted(
+        [block_of(row) for row in line["blocks"]], Tier(line["tier"]), line["time_s"]
+    ),
+    "kv_corrected": lambda to, line: to.corrected(keys_of(line["locked"]), keys_of(line["unlocked"]), line["time_s"]),
+    "kv_observed": lambda to, line: to.observed(line["kind"], line["predicted"], line["measured"]),
+    "kv_room": lambda to, line: to.make_room(
+        Tier(line["tier"]), line["count"], keys_of(line["incoming"]), line["time_s"], line["free_below"]
+    ),
+    "kv_fetch": lambda to, line: to.fetch(
+        line["request"], keys_of(line["keys"]), line["num_resident"], line["time_s"], line["num_running"], line["queued_bytes"]
+    ),
+}  # fmt: skip
+
+
+def _make_migration(name: str, **options: Any) -> "MigrationPolicy | None":
+    from sagellm.kv_policy.registry import make_migration
+
+    return make_migration(name, **options)
+
+
+def _what(error: Exception) -> str:
+    return f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
