@@ -82,6 +82,8 @@ class Engine:
         manager, backend = self.manager, self.manager.backend
         resident = manager.books.num_resident(keys)
         fetch = manager.fetch(request, keys, resident, self.time_s, len(self.running))
+        if not backend.capacity(Tier.CPU):
+            return
         wanted = [key for key, tier in zip(fetch.keys, fetch.tiers, strict=True) if tier is Tier.NVME]
         if wanted:
             manager.loading(wanted, self.time_s)
