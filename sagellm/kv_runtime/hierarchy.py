@@ -319,20 +319,19 @@ class HierarchyManager:
         carry_out(self, room, time_s, deadline_s)
 
     def report(self) -> dict[str, Any]:
-        """Counters: blocks and bytes by tier and tenant, events, and why blocks had to go."""
-        books = self.books
+        """Numbers under names, nested by label: what the tiers hold, events, and why blocks had to go."""
+        books, tiers = self.books, [spec.tier for spec in self.tiers]
+        victims: dict[str, dict[str, int]] = {}
+        for (tier, reason), count in sorted(self.reasons.items()):
+            victims.setdefault(tier, {})[reason] = count
         return {
-            "tiers": {
-                spec.tier.value: {
-                    "capacity": spec.capacity, "policy": spec.policy, "blocks": books.num_blocks(spec.tier),
-                    "bytes": books.num_bytes(spec.tier), "arriving": self._num_arriving[spec.tier],
-                    "tenants": books.tenants(spec.tier),
-                }
-                for spec in self.tiers
-            },
-            "counts": dict(self.counts),
-            "reasons": [[tier, reason, count] for (tier, reason), count in sorted(self.reasons.items())],
-        }  # fmt: skip
+            "capacity_blocks": {spec.tier.value: spec.capacity for spec in self.tiers},
+            "blocks": {tier.value: books.tenants(tier) for tier in tiers},  # by tenant
+            "bytes": {tier.value: books.num_bytes(tier) for tier in tiers},
+            "arriving_blocks": {tier.value: self._num_arriving[tier] for tier in tiers},
+            "events": dict(self.counts),
+            "victims": victims,
+        }
 
     # changes of the books, each with its policy and quota
 

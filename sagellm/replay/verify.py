@@ -241,9 +241,9 @@ _FEEDS: dict[str, Callable[[HierarchyManager, dict[str, Any]], Any]] = {
 
 
 def _make_migration(name: str, **options: Any) -> "MigrationPolicy | None":
-    from sagellm.kv_policy.registry import make_migration
+    from sagellm.kv_policy.registry import make_migration_policy
 
-    return make_migration(name, **options)
+    return make_migration_policy(name, **options)
 
 
 def _what(error: Exception) -> str:

@@ -1,0 +1,349 @@
+"""The plug-in that runs the books in an engine: its policies choose victims, which move to the host tier or go."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from sagellm.core.config import KVConfig
+from sagellm.core.errors import PluginError
+from sagellm.core.hooks import (
+    BlockId,
+    BlockState,
+    EngineHandle,
+    EvictionDecision,
+    EvictionNotice,
+    MigrationPlan,
+    MigrationResult,
+    Plugin,
+    PrefixMatch,
+    PrefixRelease,
+    PrefixUpdate,
+    Tier,
+    VictimRequest,
+)
+from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, MigrationPolicy
+from sagellm.kv_runtime.base import RoomDecision
+from sagellm.kv_runtime.hierarchy import HierarchyManager, TierSpec
+from sagellm.kv_runtime.quota import QuotaManager
+
+__all__ = ["TieredKV"]
+
+HEADROOM_SHARE = 8  # one block of so many of the host tier is kept free
+FOREIGN = 0xF0 << 56  # keys from here on stand for blocks of the engine that no notice has named
+
+
+class TieredKV(Plugin):
+    """Chooses victims with the policies of `kv_policy`, and moves them from the pool to the host tier where that is worth it.
+
+    Options are the fields of `KVConfig`. Notices keep the books; the engine has the last word: before an answer the victims
+    are compared with what the engine says of them, and how many blocks nobody holds with what it counts. Where they differ
+    (a notice was lost, another plug-in moved blocks), the books are put right from the candidates, O(all of them), and the
+    decision is made anew; a block that no notice named takes part under a key of its own.
+
+    The engine frees what is given up only after the answer, so moves to the host tier need room that is free before it:
+    of the host tier one block in `HEADROOM_SHARE` is kept free ahead.
+    """
+
+    name = "tiered KV"
+    make_policy: Callable[..., EvictionPolicy] | None = None  # by default by name, from the registry
+    make_migration: Callable[..., MigrationPolicy | None] | None = None
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            self._config = KVConfig(**options)
+        except ValidationError as error:
+            raise PluginError(f"options of a KV plug-in: {error}") from None
+        self._make_policy = type(self).make_policy or _registered_policy
+        self._make_migration = type(self).make_migration or _registered_migration
+        # Tried here, where a mistake keeps the server from starting.
+        self._migration = self._make_migration(self._config.migration)
+        for name, own in self._policies():
+            self._make_policy(name, 16, **own)
+        self._counts: Counter[str] = Counter()
+        self._key_of: dict[BlockId, BlockKey] = {}
+        self._id_of: dict[BlockKey, BlockId] = {}
+        self._returning: dict[BlockKey, None] = {}  # matched on the host; the engine brings them back to the pool
+        self._expected: set[BlockId] = set()  # given up by our own answer
+        self._gap = 0  # unlocked blocks of the pool that the engine counts and the books do not
+        self._num_lost = 0
+        self._num_foreign = 0
+
+    def _policies(self) -> list[tuple[str, dict[str, Any]]]:
+        config = self._config
+        return [(config.policy, config.policy_options), (config.cpu_policy, config.cpu_options)]
+
+    def attach(self, engine: EngineHandle) -> None:
+        self._engine = engine
+        tiers = self._tiers()
+        capacities = {spec.tier: spec.capacity for spec in tiers}
+        origin = {
+            "migration": {"name": self._config.migration, "options": {}}, "quotas": self._config.quotas,
+            "block_size": engine.block_size, "block_bytes": engine.block_bytes,
+        }  # fmt: skip
+        self._manager = HierarchyManager(
+            tiers, migration=self._migration, quota=QuotaManager(self._config.quotas, capacities), record=engine.record,
+            make_policy=self._make_policy, origin=origin,
+        )  # fmt: skip
+        self._books = self._manager.books
+
+    def _tiers(self) -> list[TierSpec]:
+        config, counts = self._config, self._engine.block_counts()
+        tiers = [TierSpec(Tier.GPU, counts.total, config.policy, config.policy_options)]
+        if counts.host_total:
+            headroom = min(-(-counts.host_total // HEADROOM_SHARE), counts.host_total - 1)
+            tiers.append(TierSpec(Tier.CPU, counts.host_total, config.cpu_policy, config.cpu_options, headroom))
+        return tiers
+
+    def report(self) -> dict[str, Any]:
+        return {**self._manager.report(), "plugin": dict(self._counts)}
+
+    # notices
+
+    def on_prefix_matched(self, match: PrefixMatch) -> None:
+        self._catch_up()
+        keys = [BlockKey(key) for key in match.block_hashes.tolist()]
+        if match.first and self._books.num_held(match.request_id):
+            self._manager.released(match.request_id, 0, match.time_s)  # an earlier request of this name
+        num_held = self._books.num_held(match.request_id)
+        num_found = num_held + len(match.block_ids)
+        matched = keys[num_held:num_found]
+        self._name_again(match, num_held, matched)
+        is_agreed = self._books.num_resident(keys[: match.limit]) == num_found
+        self._counts["lookups_disagreed"] += not is_agreed
+        self._manager.looked_up(match.request_id, keys, match.limit if is_agreed else num_found, match.time_s)
+        self._returning.update((key, None) for key in matched if self._books.fast_tier(key) is Tier.CPU)
+
+    def _name_again(self, match: PrefixMatch, first: int, keys: Sequence[BlockKey]) -> None:
+        """Blocks that the engine has found and the books do not know, or under another id."""
+        for place, (block_id, key) in enumerate(zip(match.block_ids, keys, strict=True), first):
+            if self._key_of.get(block_id) == key:
+                continue
+            parent = keys[place - first - 1] if place > first else self._held_key(match.request_id, place - 1)
+            self._forget_id(block_id)
+            if self._books.fast_tier(key) is None:
+                tier = self._engine.get_block_info([block_id])[0].tier
+                self._manager.adopted([self._block(key, parent, place + 1, match.tenant_id, match.time_s)], tier, match.time_s)
+            self._name(block_id, key)
+            self._counts["blocks_found_unknown"] += 1
+
+    def _held_key(self, request_id: int, place: int) -> BlockKey | None:
+        return self._books.held(request_id)[place] if place >= 0 else None
+
+    def on_prefix_stored(self, update: PrefixUpdate) -> None:
+        self._catch_up()
+        parent = None if update.parent_hash is None else BlockKey(int(update.parent_hash))
+        depth = update.first_token // self._engine.block_size + 1
+        blocks = []
+        for key in map(BlockKey, update.block_hashes.tolist()):
+            blocks.append(self._block(key, parent, depth, update.tenant_id, update.time_s))
+            parent, depth = key, depth + 1
+        for block_id, block in zip(update.block_ids, blocks, strict=True):
+            if self._key_of.get(block_id) != block.key:
+                self._forget_id(block_id)
+        refused = set(self._manager.stored(update.request_id, blocks, update.time_s))
+        for block_id, block in zip(update.block_ids, blocks, strict=True):
+            if block.key not in refused:
+                self._name(block_id, block.key)
+
+    def on_prefix_released(self, release: PrefixRelease) -> None:
+        self._catch_up()
+        self._manager.released(release.request_id, release.num_kept, release.time_s)
+
+    def on_evicted(self, notice: EvictionNotice) -> None:
+        self._catch_up()
+        gone = [block for block in notice.block_ids if block not in self._expected]
+        self._expected.difference_update(notice.block_ids)
+        for block_id in gone:
+            self._forget_id(block_id, evicted=True)
+
+    # the decision
+
+    def select_victims(self, request: VictimRequest) -> EvictionDecision:
+        self._catch_up()
+        self._expected.clear()
+        now_s = time.monotonic()
+        if not self._is_in_step():
+            self._put_right(request, now_s)
+        room = self._decide(request.count, now_s)
+        if self._is_stale(room):
+            self._put_right(request, now_s)
+            room = self._decide(request.count, now_s)
+            if self._is_stale(room):
+                self._counts["answers_withheld"] += 1
+                return EvictionDecision((), "the books do not agree with the engine")
+        return self._follow(room, now_s)
+
+    def _decide(self, count: int, now_s: float) -> RoomDecision:
+        counts = self._engine.block_counts()
+        free = counts.host_total - counts.host_used if counts.host_total else None
+        return self._manager.make_room(Tier.GPU, count, (), now_s, free)
+
+    def _follow(self, room: RoomDecision, now_s: float) -> EvictionDecision:
+        """Move what is to move; the blocks that are left for the engine to give up, children before parents."""
+        chosen: dict[BlockId, str] = {}
+        for tier, key, reason in room.drop:
+            if tier is not Tier.NVME:
+                self._give_up(tier, [key], reason, now_s, chosen)
+        self._drop_files([key for tier, key, _ in room.drop if tier is Tier.NVME], now_s)
+        for plan in room.demote:
+            keys = [BlockKey(key) for key in plan.block_ids]
+            if plan.dst_tier is Tier.NVME:
+                self._save(keys, now_s)
+                self._give_up(plan.src_tier, keys, "moved to nvme", now_s, chosen)
+            else:
+                self._offload(plan, keys, now_s, chosen)
+        self._expected.update(chosen)
+        return EvictionDecision(tuple(chosen), self._config.policy, tuple(chosen.values()))
+
+    def _offload(self, plan: MigrationPlan, keys: Sequence[BlockKey], now_s: float, chosen: dict[BlockId, str]) -> None:
+        ids = {self._id_of[key]: key for key in keys}
+        moves = MigrationPlan(plan.src_tier, plan.dst_tier, tuple(ids))
+        result = self._engine.migrate_blocks(moves)
+        moved = tuple(ids[BlockId(block)] for block in result.moved)
+        refused = {ids[BlockId(block)]: why for block, why in result.refused.items()}
+        self._manager.moved(plan, MigrationResult(moved, dict(refused)), now_s)
+        for key, why in refused.items():
+            # What was moved and continues a block that goes for good could not be found any more.
+            self._give_up(Tier.CPU, self._books.below(key, Tier.CPU), f"continues a block that stayed: {why}", now_s, chosen)
+            self._give_up(Tier.GPU, [key], f"could not be moved: {why}", now_s, chosen)
+
+    def _give_up(
+        self, tier: Tier, keys: Iterable[BlockKey], reason: str, now_s: float, chosen: dict[BlockId, str]
+    ) -> None:
+        keys = list(keys)
+        for key in keys:
+            block_id = self._id_of.pop(key)
+            del self._key_of[block_id]
+            chosen[block_id] = reason
+        if keys:
+            self._manager.dropped(tier, keys, now_s)
+
+    def _drop_files(self, keys: Sequence[BlockKey], now_s: float) -> None:
+        """For a plug-in with a disk tier."""
+
+    def _save(self, keys: Sequence[BlockKey], now_s: float) -> None:
+        """For a plug-in with a disk tier: begin to write the blocks, which leave the host tier now."""
+
+    # books and engine
+
+    def _catch_up(self) -> None:
+        """Tell the books what the engine has brought back since the last call."""
+        if not self._returning:
+            return
+        ids = [self._id_of[key] for key in self._returning if key in self._id_of]
+        infos = self._engine.get_block_info(ids)
+        back = [self._key_of[info.block_id] for info in infos if info.tier is Tier.GPU]
+        if back:
+            plan = MigrationPlan(Tier.CPU, Tier.GPU, tuple(back))
+            self._manager.moved(plan, MigrationResult(tuple(back), {}), time.monotonic())
+        self._returning = {
+            key: None for key in self._returning if self._books.fast_tier(key) is Tier.CPU and self._is_held(key)
+        }
+
+    def _is_held(self, key: BlockKey) -> bool:
+        return self._books.get_block_info([key])[0].ref_count > 0
+
+    def _is_in_step(self) -> bool:
+        """Whether the engine counts as many blocks of the pool that nobody holds as the books do."""
+        gap = self._engine.block_counts().cached - self._books.num_unlocked(Tier.GPU)
+        return gap == self._gap and self._engine.num_lost_notices == self._num_lost
+
+    def _is_stale(self, room: RoomDecision) -> bool:
+        """Whether a block that is to leave the pool or the host tier is not there, or in use."""
+        wanted: dict[BlockKey, Tier] = {key: Tier.GPU for key, _ in room.victims}
+        wanted.update((BlockKey(key), plan.src_tier) for plan in room.demote for key in plan.block_ids)
+        wanted.update((key, tier) for tier, key, _ in room.drop if tier is not Tier.NVME)
+        ids = [self._id_of.get(key) for key in wanted]
+        if None in ids:
+            return True
+        infos = self._engine.get_block_info(ids)
+        return any(
+            info.state is not BlockState.CACHED or info.tier is not tier
+            for info, tier in zip(infos, wanted.values(), strict=True)
+        )
+
+    def _put_right(self, request: VictimRequest, now_s: float) -> None:
+        """Make the books agree with the candidates. O(all blocks)."""
+        self._counts["resynchronised"] += 1
+        on_device = dict(zip(request.block_ids.tolist(), request.on_device.tolist(), strict=True))
+        self._check_known(on_device, now_s)
+        rows = zip(request.depth.tolist(), request.block_ids.tolist(), request.parent_ids.tolist(), strict=True)
+        for depth, block_id, parent_id in sorted(rows):
+            if block_id not in self._key_of:
+                parent = self._key_of.get(parent_id)
+                key = self._foreign_key()
+                tier = Tier.GPU if on_device[block_id] else Tier.CPU
+                self._manager.adopted(
+                    [self._block(key, parent, depth // self._engine.block_size, "", now_s)], tier, now_s
+                )
+                self._name(block_id, key)
+        self._gap = self._engine.block_counts().cached - self._books.num_unlocked(Tier.GPU)
+        self._num_lost = self._engine.num_lost_notices
+
+    def _check_known(self, on_device: dict[int, bool], now_s: float) -> None:
+        """Of the blocks that the books know: where they are, and whether somebody holds them."""
+        infos = self._engine.get_block_info(list(self._key_of))
+        locked, unlocked = [], []
+        for info in infos:
+            key = self._key_of[info.block_id]
+            if info.state is BlockState.FREE:
+                self._forget_id(info.block_id)
+                continue
+            here = self._books.fast_tier(key)
+            if here is not info.tier:
+                plan = MigrationPlan(here, info.tier, (key,))
+                self._manager.moved(plan, MigrationResult((key,), {}), now_s)
+            is_held = self._is_held(key)
+            if is_held and info.block_id in on_device:
+                unlocked.append(key)
+            elif not is_held and info.block_id not in on_device:
+                locked.append(key)
+        if locked or unlocked:
+            self._manager.corrected(locked, unlocked, now_s)
+
+    def _foreign_key(self) -> BlockKey:
+        while True:
+            self._num_foreign += 1
+            key = BlockKey(FOREIGN + self._num_foreign)
+            if key not in self._books:
+                return key
+
+    def _block(
+        self, key: BlockKey, parent: BlockKey | None, depth: int, tenant_id: str, time_s: float
+    ) -> CachedBlock:
+        engine = self._engine
+        return CachedBlock(key, parent, depth, engine.block_size, engine.block_bytes, 0.0, tenant_id, time_s)
+
+    def _name(self, block_id: int, key: BlockKey) -> None:
+        """The block of this key has this id; of both it was the only one."""
+        before = self._id_of.pop(key, None)
+        if before is not None:
+            del self._key_of[before]
+        self._id_of[key] = BlockId(block_id)
+        self._key_of[BlockId(block_id)] = key
+
+    def _forget_id(self, block_id: int, *, evicted: bool = False) -> None:
+        """The id stands for no block that the books know, or for another one."""
+        key = self._key_of.pop(BlockId(block_id), None)
+        if key is not None:
+            del self._id_of[key]
+            tier = self._books.fast_tier(key)
+            if tier is not None:
+                self._manager.dropped(tier, [key], time.monotonic(), evicted=evicted)
+
+
+def _registered_policy(name: str, capacity: int, **options: Any) -> EvictionPolicy:
+    from sagellm.kv_policy.registry import make_policy
+
+    return make_policy(name, capacity, **options)
+
+
+def _registered_migration(name: str, **options: Any) -> MigrationPolicy | None:
+    from sagellm.kv_policy.registry import make_migration_policy
+
+    return make_migration_policy(name, **options)
+
+

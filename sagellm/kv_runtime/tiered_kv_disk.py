@@ -1,0 +1,363 @@
+"""`TieredKV` with a tier of files below the host tier: blocks that leave the host are written, and read again for a request
+that waits and begins with them."""
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from sagellm.core.errors import PluginError, TierError
+from sagellm.core.hooks import (
+    BlockId,
+    EngineHandle,
+    MigrationPlan,
+    MigrationResult,
+    PrefixUpdate,
+    RequestId,
+    RequestMetadata,
+    Tier,
+)
+from sagellm.kv_policy.base import BlockKey
+from sagellm.kv_runtime.hierarchy import TierSpec
+from sagellm.kv_runtime.tiered_kv import TieredKV
+
+__all__ = ["TieredKVWithDisk", "token_digests"]
+
+PAUSE_S = 10.0  # nothing is saved for so long after a write failed
+GRACE_S = 0.25  # how long after the deadline of a load the answer that it is late may take
+ADOPTED_AT_ONCE = 1000  # blocks of an earlier run in a line of the record
+
+
+def token_digests(tokens: np.ndarray, namespace: str, block_size: int, before: bytes = b"") -> list[bytes]:
+    """For each full block 16 bytes that stand for the namespace and every token up to its end.
+
+    `before`: the digest of the block before the first of `tokens`; none at the start of a sequence. blake2b, so nobody can
+    build another sequence with the digest of this one, as they could with the 64-bit keys.
+    """
+    digest = before or _digest(b"sagellm kv\0" + namespace.encode())
+    data = np.ascontiguousarray(tokens, np.int64).tobytes()
+    size = block_size * 8
+    digests = []
+    for start in range(0, len(data) - size + 1, size):
+        digest = _digest(digest + data[start : start + size])
+        digests.append(digest)
+    return digests
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+@dataclass(slots=True)
+class _Load:
+    """Blocks on their way from files to reserved blocks of the host, for one request.
+
+    `num_before`: blocks of its sequence before them. `result`: once nothing touches the memory any more.
+    """
+
+    keys: list[BlockKey]
+    block_ids: list[int]
+    tokens: np.ndarray
+    namespace: str
+    num_before: int
+    until_s: float
+    started_s: float
+    future: "Future[MigrationResult] | None" = None
+    result: MigrationResult | None = None
+    is_given_up: bool = False
+
+
+class TieredKVWithDisk(TieredKV):
+    """Saves and loads in the background; the engine waits for neither.
+
+    Writing back: a block that leaves the host tier is copied at once and written later, if the migration policy finds that
+    worth it. What cannot be copied at that moment, or written in time, is lost, and computed again when it is wanted. After
+    a failed write nothing is saved for `PAUSE_S`.
+
+    Loading: a request that begins with blocks of files is not admitted while they are read, up to the deadline. They get free
+    room of the host tier, never more than there is; the engine's own lookup then finds them.
+
+    A block is named by 64 bits, which people could collide, so a file also has the digest of all its tokens: a load asks for
+    the blocks whose digests are those of the request's own tokens.
+    """
+
+    name = "tiered KV with disk"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self._config.disk is None:
+            raise PluginError("a KV plug-in with a disk tier needs `disk`, its folder; or use TieredKV.")
+        self._digest_of: dict[BlockKey, bytes] = {}
+        self._key_of_digest: dict[bytes, BlockKey] = {}
+        self._loads: dict[RequestId, _Load] = {}
+        self._done: SimpleQueue[tuple[Any, MigrationResult]] = SimpleQueue()
+        self._paused_until_s = 0.0
+
+    def _policies(self) -> list[tuple[str, dict[str, Any]]]:
+        return [*super()._policies(), (self._config.disk_policy, self._config.disk_options)]
+
+    def attach(self, engine: EngineHandle) -> None:
+        """Raises PluginError or TierError: no host tier, bytes of unknown meaning, a folder that cannot be used."""
+        from sagellm.kv_runtime.disk_store import DiskStore
+        from sagellm.kv_runtime.lent_store import LentStore
+        from sagellm.kv_runtime.migrator import KVMigrator
+
+        counts = engine.block_counts()
+        if not counts.host_total:
+            raise PluginError("a disk tier needs a host tier, through which its blocks go: set host_kv_blocks.")
+        if not engine.layout:
+            raise PluginError("this engine does not say what the bytes of a block mean, so files of them would be a risk.")
+        self._store = DiskStore(self._config.disk, int(self._config.disk_gib * 2**30), layout=engine.layout)
+        self._lent = LentStore(Tier.CPU, counts.host_total * engine.block_bytes)
+        self._migrator = KVMigrator([self._lent, self._store])
+        if not self._store.capacity_blocks(engine.block_bytes):
+            self.close()
+            raise TierError(f"{self._config.disk_gib} GiB hold no block of {engine.block_bytes} bytes; raise disk_gib.")
+        super().attach(engine)
+        self._adopt_files()
+
+    def _tiers(self) -> list[TierSpec]:
+        capacity = self._store.capacity_blocks(self._engine.block_bytes)
+        return [*super()._tiers(), TierSpec(Tier.NVME, capacity, self._config.disk_policy, self._config.disk_options)]
+
+    def _adopt_files(self) -> None:
+        """What an earlier run has left is known from the start."""
+        stored = [each for each in self._store.blocks() if each.digest and each.block.size_bytes == self._engine.block_bytes]
+        now_s = time.monotonic()
+        for first in range(0, len(stored), ADOPTED_AT_ONCE):
+            some = stored[first : first + ADOPTED_AT_ONCE]
+            self._manager.adopted([each.block._replace(time_s=now_s) for each in some], Tier.NVME, now_s)
+        for each in stored:
+            self._set_digest(each.block.key, each.digest)
+
+    def close(self) -> None:
+        self._migrator.close()
+        self._store.close()
+
+    def report(self) -> dict[str, Any]:
+        moves: dict[str, dict[str, int]] = {}
+        for src, dst, outcome, num_blocks, _ in self._migrator.counts():
+            moves.setdefault(f"{src.value}_{dst.value}", {})[outcome] = num_blocks
+        return {**super().report(), "moves": moves, "disk": self._store.counters()}
+
+    # saving
+
+    def on_prefix_stored(self, update: PrefixUpdate) -> None:
+        super().on_prefix_stored(update)
+        before = b"" if update.parent_hash is None else self._digest_of.get(BlockKey(int(update.parent_hash)))
+        if before is None:
+            return  # its beginning came while nobody listened; these blocks are never saved
+        size = self._engine.block_size
+        digests = token_digests(update.token_ids, update.namespace, size, before)
+        for key, digest in zip(map(BlockKey, update.block_hashes.tolist()), digests, strict=True):
+            self._set_digest(key, digest)
+
+    def _set_digest(self, key: BlockKey, digest: bytes) -> None:
+        if key in self._books and self._digest_of.setdefault(key, digest) == digest:
+            self._key_of_digest[digest] = key
+
+    def _save(self, keys: Sequence[BlockKey], now_s: float) -> None:
+        if now_s < self._paused_until_s:
+            self._counts["saves_paused"] += len(keys)
+            return
+        copies = {}
+        for key in keys:
+            digest = self._digest_of.get(key)
+            if digest is None or key in self._store:
+                self._counts["saves_without_digest"] += digest is None
+                continue
+            try:
+                copies[key] = self._engine.host_bytes([self._id_of[key]])[0]
+                self._lent.lend(self._books.block(key), copies[key], digest)
+            except (PluginError, TierError):
+                copies.pop(key, None)
+                self._counts["saves_not_copied"] += 1
+        if copies:
+            self._manager.saving(list(copies), now_s)
+            plan = MigrationPlan(Tier.CPU, Tier.NVME, tuple(copies))
+            self._migrator.migrate(
+                plan, deadline_s=self._config.deadline_s, keep_source=True,
+                on_done=lambda result: self._done.put((None, result)),
+            )  # fmt: skip
+
+    def _end_save(self, result: MigrationResult, now_s: float) -> None:
+        for key in (*result.moved, *result.refused):
+            self._lent.take_back(BlockKey(key))
+        moved = [BlockKey(key) for key in result.moved]
+        if moved:
+            self._manager.saved(moved, now_s)
+        for key in moved:
+            if not self._books.is_on(key, Tier.NVME):
+                self._remove_file(key)
+        for key, reason in result.refused.items():
+            self._manager.failed([BlockKey(key)], reason, now_s)
+            self._forget_digest(BlockKey(key))
+            if reason.startswith(("failed", "full")):
+                self._paused_until_s = now_s + PAUSE_S
+
+    def _drop_files(self, keys: Sequence[BlockKey], now_s: float) -> None:
+        for key in keys:
+            self._remove_file(key)
+        if keys:
+            self._manager.dropped(Tier.NVME, keys, now_s)
+            for key in keys:
+                self._forget_digest(key)
+
+    def _remove_file(self, key: BlockKey) -> None:
+        try:
+            self._store.remove(key)
+        except (KeyError, TierError):
+            self._counts["files_missing"] += 1
+
+    # loading
+
+    def admit(self, request: RequestMetadata) -> bool:
+        """Not while blocks of the request are being read, unless that takes too long."""
+        self._catch_up()
+        load = self._loads.get(request.request_id)
+        if load is None:
+            load = self._begin_load(request.request_id)
+            if load is None:
+                return True
+            self._loads[request.request_id] = load
+            return False
+        if load.result is None and time.monotonic() < load.until_s:
+            return False
+        del self._loads[request.request_id]
+        if load.result is None:
+            self._counts["loads_late"] += 1
+            self._give_up_load(load)
+        else:
+            self._end_load(load)
+        return True
+
+    def on_request_end(self, request_id: RequestId) -> None:
+        self._catch_up()
+        load = self._loads.pop(request_id, None)
+        if load is not None:
+            self._give_up_load(load)
+
+    def _begin_load(self, request_id: RequestId) -> _Load | None:
+        if not self._books.num_blocks(Tier.NVME):
+            return None
+        tokens, namespace = self._engine.request_tokens(request_id)
+        size = self._engine.block_size
+        # One token must be left to compute.
+        digests = token_digests(tokens[: (len(tokens) - 1) // size * size], namespace, size)
+        keys: list[BlockKey] = []
+        for digest in digests:
+            key = self._key_of_digest.get(digest)
+            if key is None:
+                break
+            keys.append(key)
+        num_before = self._books.num_resident(keys)
+        if num_before == len(keys):
+            return None
+        now_s = time.monotonic()
+        queued = self._migrator.queued_bytes(Tier.NVME, Tier.CPU)
+        running = len(self._books.requests())
+        fetch = self._manager.fetch(request_id, keys, num_before, now_s, running, queued)
+        wanted = [key for key, tier in zip(fetch.keys, fetch.tiers, strict=True) if tier is Tier.NVME]
+        wanted = wanted[: next((n for n, tier in enumerate(fetch.tiers) if tier is not Tier.NVME), len(wanted))]
+        if not wanted:
+            return None
+        ids, buffers = self._engine.reserve_host(len(wanted))
+        self._counts["loads_without_room"] += len(wanted) - len(ids)
+        wanted = wanted[: len(ids)]
+        if not wanted:
+            return None
+        end_s = now_s + self._config.deadline_s
+        load = _Load(wanted, ids, tokens, namespace, num_before, end_s + GRACE_S, now_s)
+        for key, buffer in zip(wanted, buffers, strict=True):
+            self._lent.offer(key, buffer)
+        self._manager.loading(wanted, now_s)
+        load.future = self._migrator.migrate(
+            MigrationPlan(Tier.NVME, Tier.CPU, tuple(wanted)), deadline_s=self._config.deadline_s, keep_source=True,
+            digests={key: self._digest_of[key] for key in wanted}, on_done=lambda result: self._done.put((load, result)),
+        )  # fmt: skip
+        return load
+
+    def _give_up_load(self, load: _Load) -> None:
+        """Nobody waits for it. Its blocks of the host go back once nothing writes there any more."""
+        if load.result is not None:
+            self._engine.free_host(load.block_ids)
+            self._fail_load(load, load.keys, "nobody waits for it")
+            return
+        load.is_given_up = True
+        if load.future is not None:
+            load.future.cancel()
+
+    def _end_load(self, load: _Load) -> None:
+        """What was read becomes part of the engine's prefix cache, as far as it continues what is there."""
+        moved = set(load.result.moved if load.result else ())
+        num_read = next((n for n, key in enumerate(load.keys) if key not in moved), len(load.keys))
+        ids, rest = load.block_ids[:num_read], load.block_ids[num_read:]
+        taken: tuple[int, ...] = ()
+        if ids:
+            end = (load.num_before + num_read) * self._engine.block_size
+            taken = self._engine.adopt_host(ids, load.tokens[:end], load.namespace)
+        if rest:
+            self._engine.free_host(rest)
+        key_of = dict(zip(load.block_ids, load.keys, strict=True))
+        arrived = [key_of[block] for block in taken]
+        if arrived:
+            self._manager.loaded(arrived, time.monotonic())
+        for block in taken:
+            if self._books.fast_tier(key_of[block]) is Tier.CPU:
+                self._name(block, key_of[block])
+        self._fail_load(load, [key for key in load.keys if key not in arrived], "not read, or there already")
+
+    def _fail_load(self, load: _Load, keys: Sequence[BlockKey], reason: str) -> None:
+        now_s = time.monotonic()
+        if keys:
+            self._manager.failed(keys, reason, now_s)
+            self._counts["loads_failed"] += len(keys)
+        for key in load.keys:
+            # A file that failed was dropped by the store; the books follow.
+            if self._books.is_on(key, Tier.NVME) and key not in self._store:
+                self._manager.dropped(Tier.NVME, [key], now_s, evicted=False)
+                self._forget_digest(key)
+
+    # what has ended since the last call
+
+    def _catch_up(self) -> None:
+        super()._catch_up()
+        now_s = time.monotonic()
+        while True:
+            try:
+                load, result = self._done.get_nowait()
+            except Empty:
+                return
+            if load is None:
+                self._end_save(result, now_s)
+                continue
+            load.result = result
+            for key in load.keys:
+                self._lent.take_back(key)
+            if load.is_given_up:
+                self._give_up_load(load)
+
+    def _forget_digest(self, key: BlockKey) -> None:
+        if key not in self._books and not self._manager.is_arriving(key):
+            digest = self._digest_of.pop(key, None)
+            if digest is not None and self._key_of_digest.get(digest) == key:
+                del self._key_of_digest[digest]
+
+    def _give_up(
+        self, tier: Tier, keys: Iterable[BlockKey], reason: str, now_s: float, chosen: dict[BlockId, str]
+    ) -> None:
+        keys = list(keys)
+        super()._give_up(tier, keys, reason, now_s, chosen)
+        for key in keys:
+            self._forget_digest(key)
+
+    def _forget_id(self, block_id: int, *, evicted: bool = False) -> None:
+        key = self._key_of.get(BlockId(block_id))
+        super()._forget_id(block_id, evicted=evicted)
+        if key is not None:
+            self._forget_digest(key)
