@@ -165,6 +165,15 @@ class BlockManager:
         """The blocks that a request holds, by their place in its sequence; None for one that is unknown or gone."""
         return list(self._held.get(request_id, ()))
 
+    def held_at(self, request_id: RequestId, place: int) -> BlockKey | None:
+        """The request's block number `place`, from 0; None where it holds none there that is known."""
+        held = self._held.get(request_id, ())
+        return held[place] if 0 <= place < len(held) else None
+
+    def is_child(self, key: BlockKey, parent: BlockKey | None) -> bool:
+        """Whether the block continues this one, or nothing. Raises KeyError: on no tier."""
+        return self._entries[key].block.parent == parent
+
     def requests(self) -> list[RequestId]:
         return list(self._held)
 

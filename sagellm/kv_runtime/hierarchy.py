@@ -123,7 +123,11 @@ class HierarchyManager:
         One that is there already stays; one that was on cpu is on gpu from now on. Returns the keys that were refused: a
         key that names another block, and what follows it.
         """
-        num_taken = next((place for place, block in enumerate(blocks) if self.books.collides(block)), len(blocks))
+        places = {block.key: place for place, block in reversed(list(enumerate(blocks)))}
+        num_taken = next(
+            (place for place, block in enumerate(blocks) if places[block.key] < place or self.books.collides(block)),
+            len(blocks),
+        )
         for block in reversed(blocks[:num_taken]):
             tier = self.books.fast_tier(block.key)
             if tier is None:

@@ -21,6 +21,7 @@ from sagellm.core.hooks import (
     PrefixMatch,
     PrefixRelease,
     PrefixUpdate,
+    RequestId,
     Tier,
     VictimRequest,
 )
@@ -67,9 +68,9 @@ class TieredKV(Plugin):
         self._id_of: dict[BlockKey, BlockId] = {}
         self._returning: dict[BlockKey, None] = {}  # matched on the host; the engine brings them back to the pool
         self._expected: set[BlockId] = set()  # given up by our own answer
-        self._gap = 0  # unlocked blocks of the pool that the engine counts and the books do not
         self._num_lost = 0
         self._num_foreign = 0
+        self._num_unlinked = 0  # blocks whose place among the others is not known yet
 
     def _policies(self) -> list[tuple[str, dict[str, Any]]]:
         config = self._config
@@ -109,44 +110,74 @@ class TieredKV(Plugin):
             self._manager.released(match.request_id, 0, match.time_s)  # an earlier request of this name
         num_held = self._books.num_held(match.request_id)
         num_found = num_held + len(match.block_ids)
-        matched = keys[num_held:num_found]
-        self._name_again(match, num_held, matched)
-        is_agreed = self._books.num_resident(keys[: match.limit]) == num_found
+        known = self._known(match, num_held, keys[num_held:num_found])
+        keys[num_held : num_held + len(known)] = known
+        is_agreed = len(known) == len(match.block_ids) and self._books.num_resident(keys[: match.limit]) == num_found
         self._counts["lookups_disagreed"] += not is_agreed
-        self._manager.looked_up(match.request_id, keys, match.limit if is_agreed else num_found, match.time_s)
-        self._returning.update((key, None) for key in matched if self._books.fast_tier(key) is Tier.CPU)
+        limit = match.limit if is_agreed else num_held + len(known)
+        self._manager.looked_up(match.request_id, keys, limit, match.time_s)
+        self._returning.update((key, None) for key in known if self._books.fast_tier(key) is Tier.CPU)
 
-    def _name_again(self, match: PrefixMatch, first: int, keys: Sequence[BlockKey]) -> None:
-        """Blocks that the engine has found and the books do not know, or under another id."""
+    def _known(self, match: PrefixMatch, first: int, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """The keys under which the books know the blocks that the engine has found, up to one whose key collides.
+
+        Those are the blocks' own keys, but for blocks that no notice had named when the books were put right.
+        """
+        known: list[BlockKey] = []
         for place, (block_id, key) in enumerate(zip(match.block_ids, keys, strict=True), first):
-            if self._key_of.get(block_id) == key:
-                continue
-            parent = keys[place - first - 1] if place > first else self._held_key(match.request_id, place - 1)
-            self._forget_id(block_id)
-            if self._books.fast_tier(key) is None:
-                tier = self._engine.get_block_info([block_id])[0].tier
-                self._manager.adopted([self._block(key, parent, place + 1, match.tenant_id, match.time_s)], tier, match.time_s)
-            self._name(block_id, key)
-            self._counts["blocks_found_unknown"] += 1
+            named = self._key_of.get(block_id)
+            if named is None or (named != key and named < FOREIGN):
+                parent = known[-1] if known else self._held_key(match.request_id, place - 1)
+                self._forget_id(block_id)
+                if self._is_taken(key, block_id) or (parent is None and place):
+                    break
+                self._counts["blocks_found_unknown"] += 1
+                if self._books.fast_tier(key) is None:
+                    tier = self._engine.get_block_info([block_id])[0].tier
+                    block = self._block(key, parent, place + 1, match.tenant_id, match.time_s)
+                    self._manager.adopted([block], tier, match.time_s)
+                if not self._books.is_child(key, parent):
+                    break
+                self._name(block_id, key)
+                named = key
+            known.append(named)
+        return known
 
-    def _held_key(self, request_id: int, place: int) -> BlockKey | None:
-        return self._books.held(request_id)[place] if place >= 0 else None
+    def _is_taken(self, key: BlockKey, block_id: int) -> bool:
+        """Whether the key stands for another block of the engine, which continues the same one: the keys collide."""
+        other = self._id_of.get(key)
+        if other is None or other == block_id:
+            return False
+        if self._engine.get_block_info([other])[0].state is BlockState.FREE:
+            self._forget_id(other)
+            return False
+        self._counts["collisions"] += 1
+        return True
+
+    def _held_key(self, request_id: RequestId, place: int) -> BlockKey | None:
+        return self._books.held_at(request_id, place)
 
     def on_prefix_stored(self, update: PrefixUpdate) -> None:
         self._catch_up()
-        parent = None if update.parent_hash is None else BlockKey(int(update.parent_hash))
         depth = update.first_token // self._engine.block_size + 1
+        parent = self._held_key(update.request_id, depth - 2)
+        if parent is None and depth > 1:
+            self._counts["stored_unknown"] += len(update.block_ids)
+            return  # behind a block that the books do not know; both are seen when a victim is wanted
         blocks = []
-        for key in map(BlockKey, update.block_hashes.tolist()):
-            blocks.append(self._block(key, parent, depth, update.tenant_id, update.time_s))
-            parent, depth = key, depth + 1
-        for block_id, block in zip(update.block_ids, blocks, strict=True):
-            if self._key_of.get(block_id) != block.key:
+        num_named = len(update.block_ids)
+        for place, (block_id, own) in enumerate(zip(update.block_ids, update.block_hashes.tolist(), strict=True)):
+            named = self._key_of.get(block_id)
+            key = named if named is not None and named >= FOREIGN else BlockKey(own)
+            if named != key:
                 self._forget_id(block_id)
-        refused = set(self._manager.stored(update.request_id, blocks, update.time_s))
-        for block_id, block in zip(update.block_ids, blocks, strict=True):
-            if block.key not in refused:
-                self._name(block_id, block.key)
+                if self._is_taken(key, block_id):
+                    num_named = min(num_named, place)
+            blocks.append(self._block(key, parent, depth + place, update.tenant_id, update.time_s))
+            parent = key
+        num_refused = len(self._manager.stored(update.request_id, blocks[:num_named], update.time_s))
+        for block_id, block in zip(update.block_ids, blocks[: num_named - num_refused], strict=False):
+            self._name(block_id, block.key)
 
     def on_prefix_released(self, release: PrefixRelease) -> None:
         self._catch_up()
@@ -248,8 +279,8 @@ class TieredKV(Plugin):
 
     def _is_in_step(self) -> bool:
         """Whether the engine counts as many blocks of the pool that nobody holds as the books do."""
-        gap = self._engine.block_counts().cached - self._books.num_unlocked(Tier.GPU)
-        return gap == self._gap and self._engine.num_lost_notices == self._num_lost
+        is_even = self._engine.block_counts().cached == self._books.num_unlocked(Tier.GPU)
+        return is_even and not self._num_unlinked and self._engine.num_lost_notices == self._num_lost
 
     def _is_stale(self, room: RoomDecision) -> bool:
         """Whether a block that is to leave the pool or the host tier is not there, or in use."""
@@ -271,16 +302,19 @@ class TieredKV(Plugin):
         on_device = dict(zip(request.block_ids.tolist(), request.on_device.tolist(), strict=True))
         self._check_known(on_device, now_s)
         rows = zip(request.depth.tolist(), request.block_ids.tolist(), request.parent_ids.tolist(), strict=True)
+        self._num_unlinked = 0
         for depth, block_id, parent_id in sorted(rows):
             if block_id not in self._key_of:
                 parent = self._key_of.get(parent_id)
+                if parent is None and depth > self._engine.block_size:
+                    self._num_unlinked += 1  # somebody holds the block before it, so that it is no candidate
+                    continue
                 key = self._foreign_key()
                 tier = Tier.GPU if on_device[block_id] else Tier.CPU
                 self._manager.adopted(
                     [self._block(key, parent, depth // self._engine.block_size, "", now_s)], tier, now_s
                 )
                 self._name(block_id, key)
-        self._gap = self._engine.block_counts().cached - self._books.num_unlocked(Tier.GPU)
         self._num_lost = self._engine.num_lost_notices
 
     def _check_known(self, on_device: dict[int, bool], now_s: float) -> None:
