@@ -118,7 +118,9 @@ class BlockManager:
     def tenants(self, tier: Tier) -> dict[str, int]:
         """Blocks by tenant."""
         return {
-            tenant: len(keys) for (on, tenant), keys in self._recency.items() if on is tier and tenant is not None and keys
+            tenant: len(keys)
+            for (on, tenant), keys in self._recency.items()
+            if on is tier and tenant is not None and keys
         }
 
     def recency(self, tier: Tier, tenant: str | None = None) -> Iterator[BlockKey]:
@@ -256,7 +258,9 @@ class BlockManager:
         elif tier in entry.tiers:
             return
         elif tier is not Tier.NVME and self.fast_tier(key) is not None:
-            raise PolicyError(f"block {key:016x} is on {self.fast_tier(key).value}; move it, a block is on gpu or on cpu.")
+            raise PolicyError(
+                f"block {key:016x} is on {self.fast_tier(key).value}; move it, a block is on gpu or on cpu."
+            )
         entry.tiers.append(tier)
         self._count(entry, tier, 1)
         self.touch(key)
@@ -332,7 +336,13 @@ class BlockManager:
                 state = BlockState.ACTIVE if locks else BlockState.CACHED
                 rows.append(
                     KVBlockInfo(
-                        BlockId(key), tier, state, entry.block.size_bytes, locks, entry.last_access, entry.block.tenant_id
+                        BlockId(key),
+                        tier,
+                        state,
+                        entry.block.size_bytes,
+                        locks,
+                        entry.last_access,
+                        entry.block.tenant_id,
                     )
                 )
         return rows

@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 
 from sagellm.core.errors import PolicyError
 from sagellm.core.hooks import MigrationPlan, MigrationResult, RequestId, Tier
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, MigrationContext, MigrationPolicy, MigrationPurpose
+from sagellm.kv_policy.base import (
+    BlockKey,
+    CachedBlock,
+    EvictionPolicy,
+    MigrationContext,
+    MigrationPolicy,
+    MigrationPurpose,
+)
 from sagellm.kv_runtime.base import FetchDecision, KVBackendProtocol, RoomDecision
 from sagellm.kv_runtime.blocks import BlockManager
 from sagellm.kv_runtime.lines import block_row, hexed, kind_of
@@ -394,9 +401,13 @@ def _check_tiers(tiers: Sequence[TierSpec]) -> None:
         raise PolicyError(f"tiers {names}: give gpu, then cpu and nvme where there are such, each once.")
     for spec in tiers:
         if isinstance(spec.capacity, bool) or not isinstance(spec.capacity, int) or spec.capacity < 1:
-            raise PolicyError(f"tier {spec.tier.value} with room for {spec.capacity!r} blocks; leave it out, or give it 1 or more.")
+            raise PolicyError(
+                f"tier {spec.tier.value} with room for {spec.capacity!r} blocks; leave it out, or give it 1 or more."
+            )
         if not 0 <= spec.headroom < spec.capacity:
-            raise PolicyError(f"headroom {spec.headroom} of tier {spec.tier.value}: allowed are 0 to {spec.capacity - 1}.")
+            raise PolicyError(
+                f"headroom {spec.headroom} of tier {spec.tier.value}: allowed are 0 to {spec.capacity - 1}."
+            )
 
 
 def _tier_row(spec: TierSpec) -> dict[str, Any]:

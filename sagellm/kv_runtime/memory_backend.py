@@ -62,7 +62,9 @@ class MemoryBackend(KVBackendProtocol):
         """Blocks were computed. Raises CapacityError: the tier has no room for them."""
         new = [key for key in dict.fromkeys(keys) if key not in self._on(tier)]
         if len(new) > self.num_free(tier):
-            raise CapacityError(f"{len(new)} blocks for {self.num_free(tier)} free ones of tier {tier.value}; make room first.")
+            raise CapacityError(
+                f"{len(new)} blocks for {self.num_free(tier)} free ones of tier {tier.value}; make room first."
+            )
         self._held[tier].update(dict.fromkeys(new))
 
     # the protocol
@@ -96,7 +98,9 @@ class MemoryBackend(KVBackendProtocol):
             held.pop(key, None)
 
     def save(self, keys: Sequence[BlockKey], tier: Tier, deadline_s: float) -> Future[MigrationResult]:
-        source = next((on for on in (Tier.GPU, Tier.CPU) if any(key in self._held.get(on, ()) for key in keys)), Tier.CPU)
+        source = next(
+            (on for on in (Tier.GPU, Tier.CPU) if any(key in self._held.get(on, ()) for key in keys)), Tier.CPU
+        )
         return self._copy("save", keys, source, Tier(tier), deadline_s)
 
     def load(self, keys: Sequence[BlockKey], tier: Tier, deadline_s: float) -> Future[MigrationResult]:
@@ -172,5 +176,7 @@ class MemoryBackend(KVBackendProtocol):
 
     def _on(self, tier: Tier) -> dict[BlockKey, None]:
         if tier not in self._held:
-            raise TierError(f"there is no tier {tier.value} here; there are {', '.join(on.value for on in self._held)}.")
+            raise TierError(
+                f"there is no tier {tier.value} here; there are {', '.join(on.value for on in self._held)}."
+            )
         return self._held[tier]

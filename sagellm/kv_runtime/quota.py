@@ -31,7 +31,9 @@ class QuotaManager:
                 shares[tier] += value if isinstance(value, float) else 0
         for tier, share in shares.items():
             if share > 1 + 1e-9:
-                raise ConfigError(f"quotas give away {share:g} of tier {tier.value}; the shares of a tier are at most 1 together.")
+                raise ConfigError(
+                    f"quotas give away {share:g} of tier {tier.value}; the shares of a tier are at most 1 together."
+                )
 
     def charge(self, tenant_id: str, tier: Tier, count: int = 1) -> None:
         self._usage[tenant_id, tier] += count

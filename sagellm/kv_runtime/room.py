@@ -105,7 +105,9 @@ class RoomMaker:
         except PolicyError:
             raise
         except Exception as error:  # a policy of others may raise anything
-            raise PolicyError(f"policy {_name(policy)} failed in select_victims: {type(error).__name__}: {error}") from error
+            raise PolicyError(
+                f"policy {_name(policy)} failed in select_victims: {type(error).__name__}: {error}"
+            ) from error
         chosen |= dict(zip(decision.victims, decision.reasons, strict=True))
         if len(chosen) < count:
             rest = PolicyContext(count - len(chosen), self._view(tier, leaving, chosen), tier=tier)

@@ -238,7 +238,9 @@ class TieredKV(Plugin):
         self._manager.moved(plan, MigrationResult(moved, dict(refused)), now_s)
         for key, why in refused.items():
             # What was moved and continues a block that goes for good could not be found any more.
-            self._give_up(Tier.CPU, self._books.below(key, Tier.CPU), f"continues a block that stayed: {why}", now_s, chosen)
+            self._give_up(
+                Tier.CPU, self._books.below(key, Tier.CPU), f"continues a block that stayed: {why}", now_s, chosen
+            )
             self._give_up(Tier.GPU, [key], f"could not be moved: {why}", now_s, chosen)
 
     def _give_up(
@@ -345,9 +347,7 @@ class TieredKV(Plugin):
             if key not in self._books:
                 return key
 
-    def _block(
-        self, key: BlockKey, parent: BlockKey | None, depth: int, tenant_id: str, time_s: float
-    ) -> CachedBlock:
+    def _block(self, key: BlockKey, parent: BlockKey | None, depth: int, tenant_id: str, time_s: float) -> CachedBlock:
         engine = self._engine
         return CachedBlock(key, parent, depth, engine.block_size, engine.block_bytes, 0.0, tenant_id, time_s)
 
@@ -379,5 +379,3 @@ def _registered_migration(name: str, **options: Any) -> MigrationPolicy | None:
     from sagellm.kv_policy.registry import make_migration_policy
 
     return make_migration_policy(name, **options)
-
-

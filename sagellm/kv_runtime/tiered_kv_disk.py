@@ -111,7 +111,9 @@ class TieredKVWithDisk(TieredKV):
         if not counts.host_total:
             raise PluginError("a disk tier needs a host tier, through which its blocks go: set host_kv_blocks.")
         if not engine.layout:
-            raise PluginError("this engine does not say what the bytes of a block mean, so files of them would be a risk.")
+            raise PluginError(
+                "this engine does not say what the bytes of a block mean, so files of them would be a risk."
+            )
         self._store = DiskStore(self._config.disk, int(self._config.disk_gib * 2**30), layout=engine.layout)
         self._lent = LentStore(Tier.CPU, counts.host_total * engine.block_bytes)
         self._migrator = KVMigrator([self._lent, self._store])
@@ -127,7 +129,9 @@ class TieredKVWithDisk(TieredKV):
 
     def _adopt_files(self) -> None:
         """What an earlier run has left is known from the start."""
-        stored = [each for each in self._store.blocks() if each.digest and each.block.size_bytes == self._engine.block_bytes]
+        stored = [
+            each for each in self._store.blocks() if each.digest and each.block.size_bytes == self._engine.block_bytes
+        ]
         now_s = time.monotonic()
         for first in range(0, len(stored), ADOPTED_AT_ONCE):
             some = stored[first : first + ADOPTED_AT_ONCE]

@@ -191,7 +191,9 @@ class FakeEngine:
         self.held[request] = found
         self.post(
             "on_prefix_matched",
-            PrefixMatch(request, len(tokens), len(found) * size, tuple(found), "lru", keys, limit, True, tenant, self.time_s),
+            PrefixMatch(
+                request, len(tokens), len(found) * size, tuple(found), "lru", keys, limit, True, tenant, self.time_s
+            ),
         )
         num_kept = self.bring_back(request)
         self.num_matched += num_kept
@@ -226,7 +228,17 @@ class FakeEngine:
             parent = int(keys[num_kept - 1]) if num_kept else None
             self.post(
                 "on_prefix_stored",
-                PrefixUpdate(request, namespace, num_kept * size, part, tuple(new), keys[num_kept:full], parent, tenant, self.time_s),
+                PrefixUpdate(
+                    request,
+                    namespace,
+                    num_kept * size,
+                    part,
+                    tuple(new),
+                    keys[num_kept:full],
+                    parent,
+                    tenant,
+                    self.time_s,
+                ),
             )
         for block_id in self.held[request]:
             b = self.blocks[block_id]
@@ -297,7 +309,9 @@ class FakeEngine:
         depth = [len(b.path[1]) for b in rows]
         columns = [[b.id for b in rows], parents, [b.last_access for b in rows], depth]
         return VictimRequest(
-            count, *(np.array(column, np.int64) for column in columns), np.array([b.tier is Tier.GPU for b in rows], bool)
+            count,
+            *(np.array(column, np.int64) for column in columns),
+            np.array([b.tier is Tier.GPU for b in rows], bool),
         )
 
     def give_up(self, ids, below=True):
@@ -330,7 +344,11 @@ class FakeEngine:
 
 def plugin_with(kind, make_policy, make_migration, **options):
     """A plug-in whose policies are those of the tests."""
-    own = type(kind.__name__, (kind,), {"make_policy": staticmethod(make_policy), "make_migration": staticmethod(make_migration)})
+    own = type(
+        kind.__name__,
+        (kind,),
+        {"make_policy": staticmethod(make_policy), "make_migration": staticmethod(make_migration)},
+    )
     return own(**options)
 
 

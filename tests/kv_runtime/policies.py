@@ -108,7 +108,9 @@ class Chooses(MigrationPolicy):
                 keys.append(block.key)
             elif context.purpose.value == "load":
                 break
-        return MigrationDecision(MigrationPlan(context.src_tier, context.dst_tier, tuple(keys)), float(len(keys)), "as told")
+        return MigrationDecision(
+            MigrationPlan(context.src_tier, context.dst_tier, tuple(keys)), float(len(keys)), "as told"
+        )
 
 
 class KeepsEven(Chooses):

@@ -98,7 +98,9 @@ def test_refused_moves_are_dropped_with_what_hangs_below():
     assert root in engine.blocks or "could not be moved: broken" in engine.reasons.values()
     assert middle not in engine.blocks
     assert engine.plugin.report()["events"]["refused_gpu_cpu"] >= 1
-    assert not [b for b in engine.blocks.values() if b.tier is Tier.CPU and b.parent not in engine.blocks and b.parent != -1]
+    assert not [
+        b for b in engine.blocks.values() if b.tier is Tier.CPU and b.parent not in engine.blocks and b.parent != -1
+    ]
 
 
 @pytest.mark.parametrize("hook", ["on_prefix_stored", "on_prefix_matched", "on_prefix_released"])

@@ -22,7 +22,9 @@ def manager_of(policy="lru", gpu=8, cpu=0, nvme=0, *, headroom=0, fault=None, **
     """A manager with a backend in memory; tiers of no blocks are left out."""
     sizes = {Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: nvme}
     tiers = [
-        TierSpec(tier, blocks, policy, {}, headroom if tier is Tier.CPU else 0) for tier, blocks in sizes.items() if blocks
+        TierSpec(tier, blocks, policy, {}, headroom if tier is Tier.CPU else 0)
+        for tier, blocks in sizes.items()
+        if blocks
     ]
     backend = MemoryBackend({spec.tier: spec.capacity for spec in tiers}, block_bytes=10, fault=fault)
     return HierarchyManager(tiers, backend, **{"make_policy": make_policy, **options})
