@@ -37,7 +37,7 @@ class TierSpec(NamedTuple):
     tier: Tier
     capacity: int
     policy: str = "lru"
-    options: Mapping[str, Any] = {}  # noqa: RUF012 - never changed
+    options: Mapping[str, Any] = {}
     headroom: int = 0
 
 

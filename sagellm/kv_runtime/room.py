@@ -245,10 +245,8 @@ def check_migration(policy: MigrationPolicy, context: MigrationContext) -> Migra
         raise PolicyError(f"migration policy {_name(policy)} failed: {type(error).__name__}: {error}") from error
     asked = [block.key for block in context.blocks]
     chosen = set(keys)
-    if context.purpose is MigrationPurpose.LOAD:
-        expected = asked[: len(keys)]
-    else:
-        expected = [key for key in asked if key in chosen]
+    is_load = context.purpose is MigrationPurpose.LOAD
+    expected = asked[: len(keys)] if is_load else [key for key in asked if key in chosen]
     if list(keys) != expected:
         raise PolicyError(
             f"migration policy {_name(policy)} chose {len(keys)} of {len(asked)} blocks; it must name blocks that were "

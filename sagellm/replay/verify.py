@@ -76,8 +76,7 @@ class VerifyReport:
             "victims": self.num_victims, "blocks_asked": self.num_asked, "blocks_found": self.num_hits,
             "truncated": self.truncated, "gaps": [list(gap) for gap in self.gaps],
             "differences": [
-                {"line": each.line, "event": each.event, "field": each.field, "recorded": each.recorded, "replayed": each.replayed}
-                for each in self.differences
+                {name: getattr(each, name) for name in Difference.__slots__} for each in self.differences
             ],
         }  # fmt: skip
 

@@ -26,7 +26,8 @@ def run(record, seed=0, count=40, policy="lru", *, cpu=5, nvme=6, even=False, qu
     capacities = {Tier.GPU: 7, Tier.CPU: cpu, Tier.NVME: nvme}
     manager = manager_of(
         policy, 7, cpu, nvme, headroom=headroom, record=record, migration=KeepsEven() if even else None,
-        quota=QuotaManager(quotas or {}, capacities), origin={"migration": {"name": "even" if even else "always", "options": {}}, "quotas": quotas},
+        quota=QuotaManager(quotas or {}, capacities),
+        origin={"migration": {"name": "even" if even else "always", "options": {}}, "quotas": quotas},
     )  # fmt: skip
     engine = Engine(manager, 1 + seed % 3)
     for request in requests(seed, count):
