@@ -127,6 +127,11 @@ class BlockManager:
         """Keys of the tier, or of one tenant there, least recently used first."""
         return iter(self._recency.get((tier, tenant), ()))
 
+    def has_below(self, key: BlockKey, tier: Tier) -> bool:
+        """Whether a block on this tier continues the block."""
+        below = self._below.get(key)
+        return below is not None and below.num_on[tier] > 0
+
     def below(self, key: BlockKey, tier: Tier) -> list[BlockKey]:
         """Every block on this tier that continues the block, deepest first, through blocks of this tier alone."""
         found: list[BlockKey] = []

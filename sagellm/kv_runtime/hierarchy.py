@@ -45,7 +45,7 @@ class HierarchyManager:
     """Knows where every block is, and decides who makes way for whom and what is worth bringing back.
 
     Events say what has happened (`looked_up`, `stored`, `released`, `dropped`, `moved`, `saving`, `saved`, `loading`,
-    `loaded`, `failed`, `corrected`, `observed`), decisions what should happen (`make_room`, `fetch`); a decision changes
+    `loaded`, `failed`, `adopted`, `corrected`, `calibrated`), decisions what should happen (`make_room`, `fetch`); a decision changes
     no books until events say that it was followed. Nothing here reads a clock or a random number, so the same events give
     the same decisions, as long as the policies keep to that. One thread at a time.
 
@@ -79,6 +79,7 @@ class HierarchyManager:
         self.reasons: Counter[tuple[str, str]] = Counter()  # (tier, reason without its numbers) of victims
         self.quota = quota or QuotaManager({}, {spec.tier: spec.capacity for spec in self.tiers})
         self._migration = migration
+        self._learn = getattr(migration, "observe_use", None)
         self._record = record or (lambda event, **fields: None)
         make = make_policy or _make_policy
         self._policies = {spec.tier: make(spec.policy, spec.capacity, **spec.options) for spec in self.tiers}
@@ -116,6 +117,7 @@ class HierarchyManager:
         for key in reversed(found):
             self._policies[self._tier(key)].on_hit(key, time_s)
             self.books.touch(key)
+        self._observe_use(found, time_s)
         self.counts["lookups"] += 1
         self.counts["blocks_asked"] += len(keys)
         self.counts["blocks_found"] += len(found)
@@ -143,6 +145,7 @@ class HierarchyManager:
                 self._shift(block.key, tier, Tier.GPU)
         if request_id is not None and num_taken:
             self.books.lock(request_id, blocks[0].depth - 1, [block.key for block in blocks[:num_taken]])
+        self._observe_use([block.key for block in blocks[:num_taken]], time_s)
         refused = tuple(block.key for block in blocks[num_taken:])
         self.counts["collisions"] += len(refused) > 0
         rows = [block_row(block) for block in blocks]
@@ -237,29 +240,30 @@ class HierarchyManager:
         self.counts["corrected"] += len(locked) + len(unlocked)
         self._write("corrected", locked=hexed(locked), unlocked=hexed(unlocked), time_s=time_s)
 
-    def observed(self, kind: str, predicted: float, measured: float) -> None:
-        """Seconds that the migration policy foretold, and what it was; for a policy with an `observe` of its own."""
-        observe = getattr(self._migration, "observe", None)
-        if observe is not None:
-            observe(kind, predicted, measured)
-            self._write("observed", kind=kind, predicted=predicted, measured=measured)
+    def calibrated(self, model: str) -> None:
+        """The cost model of the migration policy, as JSON, fits what was measured better than the one it had."""
+        if hasattr(self._migration, "model"):
+            self._migration.model = type(self._migration.model).from_json(model)
+            self._write("calibrated", model=model)
 
     # decisions
 
     def make_room(
         self, tier: Tier, count: int, incoming: Sequence[BlockKey] = (), time_s: float = 0.0,
-        free_below: int | None = None,
+        free_below: int | None = None, headroom: int | None = None,
     ) -> RoomDecision:  # fmt: skip
         """Give up `count` blocks of the tier, or all that may go, and all that a tenant has above its quota.
 
         Each moves to the next tier if the migration policy finds that worth it and there is or can be made room, and goes
-        for good otherwise. `free_below`: blocks of the next tier that are free, where that may be fewer than the books say.
+        for good otherwise. `free_below`: blocks of the next tier that are free, where that may be fewer than the books say;
+        `headroom`: to be kept free there, in place of what its `TierSpec` says, if that is not 0.
         """
-        decision = self._room.decide(Tier(tier), count, incoming, time_s, free_below)
+        decision = self._room.decide(Tier(tier), count, incoming, time_s, free_below, headroom)
         for _, reason in decision.victims:
             self.reasons[tier.value, kind_of(reason)] += 1
         self._write(
             "room", tier=tier.value, count=count, incoming=hexed(incoming), time_s=time_s, free_below=free_below,
+            headroom=headroom,
             victims=[[f"{key:016x}", reason] for key, reason in decision.victims],
             demote=[[plan.src_tier.value, plan.dst_tier.value, hexed(plan.block_ids)] for plan in decision.demote],
             drop=[[on.value, f"{key:016x}", reason] for on, key, reason in decision.drop],
@@ -343,6 +347,11 @@ class HierarchyManager:
             "events": dict(self.counts),
             "victims": victims,
         }
+
+    def _observe_use(self, keys: Sequence[BlockKey], time_s: float) -> None:
+        """Some migration policies learn from which blocks come back."""
+        if self._learn is not None and keys:
+            self._learn(keys, time_s)
 
     # changes of the books, each with its policy and quota
 

@@ -64,13 +64,15 @@ class RoomMaker:
         self._migration = migration
         self._quota = quota
         self._arriving = arriving
+        self._headroom: int | None = None
 
     def num_free(self, tier: Tier) -> int:
         return self._limits[tier].capacity - self._books.num_blocks(tier) - self._arriving[tier]
 
     def decide(
-        self, tier: Tier, count: int, incoming: Sequence[BlockKey], time_s: float, free_below: int | None
+        self, tier: Tier, count: int, incoming: Sequence[BlockKey], time_s: float, free_below: int | None, headroom: int | None
     ) -> RoomDecision:
+        self._headroom = headroom
         victims = self._choose(tier, count, incoming, time_s, {})
         demote: list[MigrationPlan] = []
         drop: list[tuple[Tier, BlockKey, str]] = []
@@ -155,10 +157,11 @@ class RoomMaker:
         if lower is not None and (victims or self._limits[lower].headroom):
             kept = self._worth_a_move(tier, lower, list(victims), time_s)
             way = self._make_way(tier, lower, victims, kept, orphans, time_s, free_below)
+            if lower is Tier.CPU:  # a file of an orphan is of use once what it continues was computed again
+                way = {**orphans, **way}
             self._send_down(lower, way, time_s, None, demote, drop)
-        if lower is not None and kept:
-            demote.append(MigrationPlan(tier, lower, tuple(kept)))
-        drop += [(Tier.CPU, key, reason) for key, reason in orphans.items()]
+            if kept:
+                demote.append(MigrationPlan(tier, lower, tuple(kept)))
         for key, reason in victims.items():
             if key not in kept:
                 has_copy = lower is Tier.NVME and self._books.is_on(key, lower)
@@ -197,6 +200,8 @@ class RoomMaker:
         leaving = orphans if lower is Tier.CPU else {}
         free = self.num_free(lower) if free_below is None else free_below
         headroom = self._limits[lower].headroom
+        if headroom and self._headroom is not None:
+            headroom = min(self._headroom, self._limits[lower].capacity - 1)
         while headroom and len(kept) > max(free, 0):
             orphan([self._give_up_first(kept)])
         tenants = Counter(self._books.block(key).tenant_id for key in kept)
@@ -213,8 +218,13 @@ class RoomMaker:
         return way
 
     def _give_up_first(self, kept: dict[BlockKey, None]) -> BlockKey:
-        """The first victim goes for good: children stand before their parents, so none of `kept` continues it."""
-        key = next(iter(kept))
+        """A victim goes for good that nothing else goes with: the first one which no block of `kept` or of cpu continues.
+
+        If each has something below it, the first victim: children stand before their parents, so none of `kept` continues it.
+        """
+        parents = {self._books.block(key).parent for key in kept}
+        alone = (key for key in kept if key not in parents and not self._books.has_below(key, Tier.CPU))
+        key = next(alone, next(iter(kept)))
         del kept[key]
         return key
 

@@ -32,7 +32,8 @@ from sagellm.kv_runtime.quota import QuotaManager
 
 __all__ = ["TieredKV"]
 
-HEADROOM_SHARE = 8  # one block of so many of the host tier is kept free
+HEADROOM_SHARE = 8  # at least one block of so many of the host tier is kept free
+WANTED_DECAY = 0.95  # of the most blocks asked for at once, a question
 FOREIGN = 0xF0 << 56  # keys from here on stand for blocks of the engine that no notice has named
 
 
@@ -45,7 +46,7 @@ class TieredKV(Plugin):
     decision is made anew; a block that no notice named takes part under a key of its own.
 
     The engine frees what is given up only after the answer, so moves to the host tier need room that is free before it:
-    of the host tier one block in `HEADROOM_SHARE` is kept free ahead.
+    of the host tier one block in `HEADROOM_SHARE` is kept free ahead, or as many as were wanted at once of late.
     """
 
     name = "tiered KV"
@@ -70,6 +71,9 @@ class TieredKV(Plugin):
         self._expected: set[BlockId] = set()  # given up by our own answer
         self._num_lost = 0
         self._num_foreign = 0
+        self._headroom: int | None = None
+        self._min_headroom = 0
+        self._wanted = 0.0
         self._num_unlinked = 0  # blocks whose place among the others is not known yet
 
     def _policies(self) -> list[tuple[str, dict[str, Any]]]:
@@ -96,6 +100,7 @@ class TieredKV(Plugin):
         if counts.host_total:
             headroom = min(-(-counts.host_total // HEADROOM_SHARE), counts.host_total - 1)
             tiers.append(TierSpec(Tier.CPU, counts.host_total, config.cpu_policy, config.cpu_options, headroom))
+            self._headroom = self._min_headroom = headroom
         return tiers
 
     def report(self) -> dict[str, Any]:
@@ -196,6 +201,7 @@ class TieredKV(Plugin):
         self._catch_up()
         self._expected.clear()
         now_s = time.monotonic()
+        self._foresee(request.count)
         if not self._is_in_step():
             self._put_right(request, now_s)
         room = self._decide(request.count, now_s)
@@ -207,10 +213,17 @@ class TieredKV(Plugin):
                 return EvictionDecision((), "the books do not agree with the engine")
         return self._follow(room, now_s)
 
+    def _foresee(self, count: int) -> None:
+        """As much of the host tier is kept free as questions of late have asked for, up to half of it."""
+        if self._headroom is not None:
+            most = self._engine.block_counts().host_total // 2
+            self._wanted = max(count, self._wanted * WANTED_DECAY)
+            self._headroom = max(self._min_headroom, min(int(self._wanted), most))
+
     def _decide(self, count: int, now_s: float) -> RoomDecision:
         counts = self._engine.block_counts()
         free = counts.host_total - counts.host_used if counts.host_total else None
-        return self._manager.make_room(Tier.GPU, count, (), now_s, free)
+        return self._manager.make_room(Tier.GPU, count, (), now_s, free, self._headroom)
 
     def _follow(self, room: RoomDecision, now_s: float) -> EvictionDecision:
         """Move what is to move; the blocks that are left for the engine to give up, children before parents."""

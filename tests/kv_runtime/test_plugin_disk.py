@@ -1,0 +1,238 @@
+"""`TieredKVWithDisk`: what leaves the host is written, read again for who waits for it, and never stands in the way."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from sagellm.core.errors import PluginError, TierError
+from sagellm.core.hooks import Tier
+from sagellm.kv_runtime.plugin import TieredKVWithDisk
+from sagellm.kv_runtime.tiered_kv_disk import token_digests
+from tests.kv_runtime.fake_engine import FakeEngine, plugin_with
+from tests.kv_runtime.policies import Chooses, make_policy
+from tests.kv_runtime.test_plugin import tokens_of, verify
+
+FIRST = tokens_of(0, 1, 2)
+OTHERS = [tokens_of(5, 6, 7), tokens_of(10, 11, 12), tokens_of(15, 16, 17)]
+
+
+def never_loads(name, **options):
+    class Policy(Chooses):
+        def plan(self, context):
+            self.is_worth = lambda key: context.purpose.value == "demote"
+            return super().plan(context)
+
+    return Policy(None)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts an engine on the same folder; all are closed at the end."""
+    engines = []
+
+    def start(pool=4, host=4, make_migration=lambda name, **options: None, **options):
+        options = {"disk": tmp_path / "kv", "disk_gib": 1e-3, "deadline_s": 60.0, **options}
+        plugin = plugin_with(TieredKVWithDisk, make_policy, make_migration, **options)
+        engines.append(FakeEngine(plugin, pool, host))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.plugin.close()
+
+
+def settle(engine):
+    """Until nothing is on its way between memory and files."""
+    migrator = engine.plugin._migrator
+    done = threading.Event()
+    while migrator.queued_bytes(Tier.CPU, Tier.NVME) or migrator.queued_bytes(Tier.NVME, Tier.CPU):
+        done.wait(0.001)
+    engine.flush()
+    engine.plugin._catch_up()
+
+
+def push_out(engine, first=FIRST):
+    """Serve a request, and others until its blocks are on disk."""
+    engine.serve(1, first)
+    for request, tokens in enumerate(OTHERS, 2):
+        engine.serve(request, tokens)
+        settle(engine)
+    settle(engine)
+
+
+def admit(engine, request, tokens):
+    """Like an engine that asks before each step; returns how often the answer was no."""
+    num_refused = 0
+    while not engine.admitted(request, tokens):
+        num_refused += 1
+        settle(engine)
+        engine.step()
+    return num_refused
+
+
+def test_blocks_come_back_from_disk(start, tmp_path):
+    engine = start()
+    push_out(engine)
+    books = engine.plugin._books
+    assert books.num_blocks(Tier.NVME) >= 2
+    computed = engine.num_computed
+    assert admit(engine, 9, FIRST) == 1
+    assert engine.serve(9, FIRST)
+    assert engine.num_computed - computed < 3
+    assert engine.plugin.report()["events"]["loaded"] >= 1
+    engine.check()
+    report = verify(engine, tmp_path / "log.jsonl")
+    assert report.agrees and report.counts["kv_loaded"] and report.counts["kv_saved"] and report.counts["kv_fetch"]
+
+
+def test_a_restart_knows_what_was_written(start):
+    engine = start()
+    push_out(engine)
+    kept = engine.plugin._books.num_blocks(Tier.NVME)
+    engine.plugin.close()
+    again = start()
+    assert again.plugin._books.num_blocks(Tier.NVME) == kept > 0
+    assert admit(again, 1, FIRST) == 1
+    again.serve(1, FIRST)
+    assert again.num_matched >= 1
+    again.check()
+
+
+def test_another_layout_is_another_world(start):
+    engine = start()
+    push_out(engine)
+    engine.plugin.close()
+    plugin = plugin_with(TieredKVWithDisk, make_policy, lambda name: None, disk=engine.plugin._config.disk, disk_gib=1e-3)
+    other = FakeEngine(plugin, 4, 4, layout="another model")
+    assert plugin._books.num_blocks(Tier.NVME) == 0 and other.admitted(1, FIRST)
+    plugin.close()
+
+
+def test_a_damaged_file_is_computed_again(start):
+    engine = start()
+    push_out(engine)
+    for file in engine.plugin._config.disk.glob("*.kv"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    assert admit(engine, 9, FIRST) == 1, "it waits once, and then goes on without"
+    assert engine.serve(9, FIRST)
+    events = engine.plugin.report()["events"]
+    assert events["failed_loads"] >= 1 and not events.get("loaded")
+    assert not engine.reserved
+    engine.check()
+
+
+def test_a_load_that_is_late_is_given_up(start, monkeypatch):
+    engine = start()
+    push_out(engine)
+    plugin, store = engine.plugin, engine.plugin._store
+    gate, read = threading.Event(), store.read
+
+    def stuck(*args, **kwargs):
+        gate.wait(60)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(store, "read", stuck)
+    assert not engine.admitted(9, FIRST), "it waits"
+    next(iter(plugin._loads.values())).until_s = 0.0
+    assert engine.admitted(9, FIRST), "until the deadline"
+    assert plugin._counts["loads_late"] == 1 and engine.reserved, "somebody may still write there"
+    assert engine.serve(9, FIRST)
+    gate.set()
+    settle(engine)
+    while engine.reserved:
+        engine.plugin._catch_up()
+    engine.check()
+
+
+def test_a_request_that_goes_while_its_blocks_are_read(start):
+    engine = start()
+    push_out(engine)
+    assert not engine.admitted(9, FIRST)
+    engine.call("on_request_end", 9)
+    settle(engine)
+    while engine.reserved:
+        engine.plugin._catch_up()
+    assert not engine.plugin._loads
+    engine.check()
+
+
+def test_loads_that_are_not_worth_it_are_not_begun(start):
+    engine = start(make_migration=never_loads)
+    push_out(engine)
+    assert engine.admitted(9, FIRST) and engine.plugin.report()["events"]["loads_avoided"] >= 1
+
+
+def test_a_full_disk_stops_saving_for_a_while(start, monkeypatch):
+    engine = start()
+    plugin = engine.plugin
+
+    def full(key):
+        plugin._store.abort(key)
+        raise TierError("no space left on device")
+
+    monkeypatch.setattr(plugin._store, "commit", full)
+    push_out(engine)
+    events = plugin.report()["events"]
+    assert events["failed_saves"] >= 1 and not events.get("saved")
+    assert plugin._counts["saves_paused"] >= 1, "later ones are not tried"
+    monkeypatch.undo()
+    plugin._paused_until_s = 0.0
+    for request, tokens in enumerate([FIRST, *OTHERS], 20):
+        assert admit(engine, request, tokens) <= 1
+        engine.serve(request, tokens)
+        settle(engine)
+    assert plugin.report()["events"]["saved"] >= 1
+    engine.check()
+
+
+def test_what_cannot_be_copied_now_is_lost(start):
+    engine = start()
+    engine.step = lambda: setattr(engine, "late_slots", 0)  # no pass ever makes a copy
+    push_out(engine)
+    assert engine.plugin._counts["saves_not_copied"] >= 1 and engine.plugin._books.num_blocks(Tier.NVME) == 0
+
+
+def test_the_disk_holds_no_more_than_it_may(start):
+    engine = start(disk_gib=5 * 4096 / 2**30)
+    plugin = engine.plugin
+    for request in range(12):
+        engine.serve(request, tokens_of(request, request + 20, request + 40))
+        settle(engine)
+        assert plugin._store.used_bytes() <= plugin._store.capacity_bytes
+        assert plugin._books.num_blocks(Tier.NVME) == len(plugin._store) <= 5
+    engine.check()
+
+
+def test_a_file_of_other_tokens_is_never_loaded(start):
+    engine = start()
+    push_out(engine)
+    plugin = engine.plugin
+    assert engine.admitted(9, FIRST, namespace="other adapter"), "the namespace is part of what a file is"
+    other = tokens_of(0, 1, 3)
+    admit(engine, 10, other)
+    engine.serve(10, other)  # the engine compares the bytes that it is given
+    assert plugin._counts["loads_failed"] == 0
+
+
+def test_what_is_needed_at_the_start(start, tmp_path):
+    with pytest.raises(PluginError, match="needs a host tier"):
+        start(host=0)
+    with pytest.raises(PluginError, match="needs `disk`"):
+        plugin_with(TieredKVWithDisk, make_policy, lambda name: None)
+    with pytest.raises(TierError):
+        start(disk_gib=1e-9)
+    start()
+    with pytest.raises(TierError, match="in use"):
+        start()
+
+
+def test_digests_chain_over_tokens_and_namespace():
+    tokens = np.arange(12)
+    digests = token_digests(tokens, "a", 4)
+    assert len(digests) == len(set(digests)) == 3 and all(len(digest) == 16 for digest in digests)
+    assert token_digests(tokens[4:], "a", 4, digests[0]) == digests[1:]
+    assert token_digests(tokens[:11], "a", 4) == digests[:2]
+    assert not set(digests) & set(token_digests(tokens, "b", 4))
