@@ -164,6 +164,10 @@ class BlockManager:
     def is_evictable(self, key: BlockKey, tier: Tier) -> bool:
         return self.num_pins(key, tier) == 0
 
+    def num_locks(self, key: BlockKey) -> int:
+        """Requests that hold the block. Raises KeyError: on no tier."""
+        return self._entries[key].num_locks
+
     def num_held(self, request_id: RequestId) -> int:
         """How many of its first blocks a request holds, as far as the books know."""
         return len(self._held.get(request_id, ()))

@@ -286,11 +286,10 @@ class TieredKV(Plugin):
             plan = MigrationPlan(Tier.CPU, Tier.GPU, tuple(back))
             self._manager.moved(plan, MigrationResult(tuple(back), {}), time.monotonic())
         self._returning = {
-            key: None for key in self._returning if self._books.fast_tier(key) is Tier.CPU and self._is_held(key)
+            key: None
+            for key in self._returning
+            if self._books.fast_tier(key) is Tier.CPU and self._books.num_locks(key)
         }
-
-    def _is_held(self, key: BlockKey) -> bool:
-        return self._books.get_block_info([key])[0].ref_count > 0
 
     def _is_in_step(self) -> bool:
         """Whether the engine counts as many blocks of the pool that nobody holds as the books do."""
@@ -345,7 +344,7 @@ class TieredKV(Plugin):
             if here is not info.tier:
                 plan = MigrationPlan(here, info.tier, (key,))
                 self._manager.moved(plan, MigrationResult((key,), {}), now_s)
-            is_held = self._is_held(key)
+            is_held = self._books.num_locks(key) > 0
             if is_held and info.block_id in on_device:
                 unlocked.append(key)
             elif not is_held and info.block_id not in on_device:

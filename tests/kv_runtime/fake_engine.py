@@ -337,7 +337,7 @@ class FakeEngine:
         for b in self.blocks.values():
             key = plugin._key_of.get(b.id)
             assert key is not None and books.fast_tier(key) is b.tier, f"block {b.id} is on {b.tier}"
-            assert books.get_block_info([key])[0].ref_count == len(b.holders)
+            assert books.num_locks(key) == len(b.holders)
         assert set(plugin._key_of) == set(self.blocks)
         assert books.num_blocks(Tier.GPU) + books.num_blocks(Tier.CPU) == len(self.blocks)
 
