@@ -242,8 +242,11 @@ class HierarchyManager:
 
     def calibrated(self, model: str) -> None:
         """The cost model of the migration policy, as JSON, fits what was measured better than the one it had."""
-        if hasattr(self._migration, "model"):
-            self._migration.model = type(self._migration.model).from_json(model)
+        before = getattr(self._migration, "model", None)
+        if before is not None:
+            after = type(before).from_json(model)
+            after.lifetime = before.lifetime
+            self._migration.model = after
             self._write("calibrated", model=model)
 
     # decisions

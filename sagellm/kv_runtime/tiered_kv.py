@@ -22,11 +22,13 @@ from sagellm.core.hooks import (
     PrefixRelease,
     PrefixUpdate,
     RequestId,
+    StepResult,
     Tier,
     VictimRequest,
 )
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, MigrationPolicy
 from sagellm.kv_runtime.base import RoomDecision
+from sagellm.kv_runtime.costs import Copies, Costs
 from sagellm.kv_runtime.hierarchy import HierarchyManager, TierSpec
 from sagellm.kv_runtime.quota import QuotaManager
 
@@ -71,6 +73,7 @@ class TieredKV(Plugin):
         self._expected: set[BlockId] = set()  # given up by our own answer
         self._num_lost = 0
         self._num_foreign = 0
+        self._costs = Costs()
         self._headroom: int | None = None
         self._min_headroom = 0
         self._wanted = 0.0
@@ -195,6 +198,20 @@ class TieredKV(Plugin):
         for block_id in gone:
             self._forget_id(block_id, evicted=True)
 
+    def on_step_end(self, result: StepResult) -> None:
+        self._costs.add(result)
+
+    def _calibrate(self) -> None:
+        """Fit the cost model to what was measured, now and then; to be called before it is asked."""
+        model = getattr(self._migration, "model", None)
+        if model is not None and (text := self._costs.fitted(type(model), self._copies())):
+            self._manager.calibrated(text)
+            self._counts["calibrations"] += 1
+
+    def _copies(self) -> Copies:
+        """By name of the link, (bytes, seconds) of copies that were measured elsewhere than in steps."""
+        return {}
+
     # the decision
 
     def select_victims(self, request: VictimRequest) -> EvictionDecision:
@@ -202,6 +219,7 @@ class TieredKV(Plugin):
         self._expected.clear()
         now_s = time.monotonic()
         self._foresee(request.count)
+        self._calibrate()
         if not self._is_in_step():
             self._put_right(request, now_s)
         room = self._decide(request.count, now_s)

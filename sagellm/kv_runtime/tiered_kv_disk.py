@@ -23,6 +23,7 @@ from sagellm.core.hooks import (
     Tier,
 )
 from sagellm.kv_policy.base import BlockKey
+from sagellm.kv_runtime.costs import Copies
 from sagellm.kv_runtime.hierarchy import TierSpec
 from sagellm.kv_runtime.tiered_kv import TieredKV
 
@@ -149,6 +150,10 @@ class TieredKVWithDisk(TieredKV):
             moves.setdefault(f"{src.value}_{dst.value}", {})[outcome] = num_blocks
         return {**super().report(), "moves": moves, "disk": self._store.counters()}
 
+    def _copies(self) -> Copies:
+        pairs = [(Tier.CPU, Tier.NVME), (Tier.NVME, Tier.CPU)]
+        return {f"{src.value}->{dst.value}": self._migrator.samples(src, dst) for src, dst in pairs}
+
     # saving
 
     def on_prefix_stored(self, update: PrefixUpdate) -> None:
@@ -262,6 +267,7 @@ class TieredKVWithDisk(TieredKV):
         num_before = self._books.num_resident(keys)
         if num_before == len(keys):
             return None
+        self._calibrate()
         now_s = time.monotonic()
         queued = self._migrator.queued_bytes(Tier.NVME, Tier.CPU)
         running = len(self._books.requests())
