@@ -70,7 +70,13 @@ class RoomMaker:
         return self._limits[tier].capacity - self._books.num_blocks(tier) - self._arriving[tier]
 
     def decide(
-        self, tier: Tier, count: int, incoming: Sequence[BlockKey], time_s: float, free_below: int | None, headroom: int | None
+        self,
+        tier: Tier,
+        count: int,
+        incoming: Sequence[BlockKey],
+        time_s: float,
+        free_below: int | None,
+        headroom: int | None,
     ) -> RoomDecision:
         self._headroom = headroom
         victims = self._choose(tier, count, incoming, time_s, {})

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import PluginError
 from sagellm.core.hooks import (
+    BlockCounts,
     BlockId,
     BlockState,
     EngineHandle,
@@ -70,7 +71,6 @@ class TieredKV(Plugin):
         self._key_of: dict[BlockId, BlockKey] = {}
         self._id_of: dict[BlockKey, BlockId] = {}
         self._returning: dict[BlockKey, None] = {}  # matched on the host; the engine brings them back to the pool
-        self._expected: set[BlockId] = set()  # given up by our own answer
         self._num_lost = 0
         self._num_foreign = 0
         self._costs = Costs()
@@ -193,9 +193,7 @@ class TieredKV(Plugin):
 
     def on_evicted(self, notice: EvictionNotice) -> None:
         self._catch_up()
-        gone = [block for block in notice.block_ids if block not in self._expected]
-        self._expected.difference_update(notice.block_ids)
-        for block_id in gone:
+        for block_id in notice.block_ids:  # those that were given up by our own answer have no name any more
             self._forget_id(block_id, evicted=True)
 
     def on_step_end(self, result: StepResult) -> None:
@@ -216,32 +214,30 @@ class TieredKV(Plugin):
 
     def select_victims(self, request: VictimRequest) -> EvictionDecision:
         self._catch_up()
-        self._expected.clear()
         now_s = time.monotonic()
-        self._foresee(request.count)
+        counts = self._engine.block_counts()
         self._calibrate()
-        if not self._is_in_step():
+        if not self._is_in_step(counts):
             self._put_right(request, now_s)
-        room = self._decide(request.count, now_s)
+        self._foresee(request.count, counts.host_total)
+        free = counts.host_total - counts.host_used if counts.host_total else None
+        room = self._decide(request.count, now_s, free)
         if self._is_stale(room):
             self._put_right(request, now_s)
-            room = self._decide(request.count, now_s)
+            room = self._decide(request.count, now_s, free)
             if self._is_stale(room):
                 self._counts["answers_withheld"] += 1
                 return EvictionDecision((), "the books do not agree with the engine")
         return self._follow(room, now_s)
 
-    def _foresee(self, count: int) -> None:
+    def _foresee(self, count: int, host_total: int) -> None:
         """As much of the host tier is kept free as questions of late have asked for, up to half of it."""
         if self._headroom is not None:
-            most = self._engine.block_counts().host_total // 2
             self._wanted = max(count, self._wanted * WANTED_DECAY)
-            self._headroom = max(self._min_headroom, min(int(self._wanted), most))
+            self._headroom = max(self._min_headroom, min(int(self._wanted), host_total // 2))
 
-    def _decide(self, count: int, now_s: float) -> RoomDecision:
-        counts = self._engine.block_counts()
-        free = counts.host_total - counts.host_used if counts.host_total else None
-        return self._manager.make_room(Tier.GPU, count, (), now_s, free, self._headroom)
+    def _decide(self, count: int, now_s: float, free_below: int | None) -> RoomDecision:
+        return self._manager.make_room(Tier.GPU, count, (), now_s, free_below, self._headroom)
 
     def _follow(self, room: RoomDecision, now_s: float) -> EvictionDecision:
         """Move what is to move; the blocks that are left for the engine to give up, children before parents."""
@@ -257,7 +253,6 @@ class TieredKV(Plugin):
                 self._give_up(plan.src_tier, keys, "moved to nvme", now_s, chosen)
             else:
                 self._offload(plan, keys, now_s, chosen)
-        self._expected.update(chosen)
         return EvictionDecision(tuple(chosen), self._config.policy, tuple(chosen.values()))
 
     def _offload(self, plan: MigrationPlan, keys: Sequence[BlockKey], now_s: float, chosen: dict[BlockId, str]) -> None:
@@ -309,9 +304,9 @@ class TieredKV(Plugin):
             if self._books.fast_tier(key) is Tier.CPU and self._books.num_locks(key)
         }
 
-    def _is_in_step(self) -> bool:
+    def _is_in_step(self, counts: BlockCounts) -> bool:
         """Whether the engine counts as many blocks of the pool that nobody holds as the books do."""
-        is_even = self._engine.block_counts().cached == self._books.num_unlocked(Tier.GPU)
+        is_even = counts.cached == self._books.num_unlocked(Tier.GPU)
         return is_even and not self._num_unlinked and self._engine.num_lost_notices == self._num_lost
 
     def _is_stale(self, room: RoomDecision) -> bool:

@@ -30,6 +30,7 @@ from sagellm.kv_runtime.tiered_kv import TieredKV
 __all__ = ["TieredKVWithDisk", "token_digests"]
 
 PAUSE_S = 10.0  # nothing is saved for so long after a write failed
+CLOSE_S = 5.0  # how long moves that are under way may take to end
 GRACE_S = 0.25  # how long after the deadline of a load the answer that it is late may take
 ADOPTED_AT_ONCE = 1000  # blocks of an earlier run in a line of the record
 
@@ -93,6 +94,7 @@ class TieredKVWithDisk(TieredKV):
         super().__init__(**options)
         if self._config.disk is None:
             raise PluginError("a KV plug-in with a disk tier needs `disk`, its folder; or use TieredKV.")
+        self._store: Any = None
         self._digest_of: dict[BlockKey, bytes] = {}
         self._key_of_digest: dict[bytes, BlockKey] = {}
         self._loads: dict[RequestId, _Load] = {}
@@ -118,11 +120,16 @@ class TieredKVWithDisk(TieredKV):
         self._store = DiskStore(self._config.disk, int(self._config.disk_gib * 2**30), layout=engine.layout)
         self._lent = LentStore(Tier.CPU, counts.host_total * engine.block_bytes)
         self._migrator = KVMigrator([self._lent, self._store])
-        if not self._store.capacity_blocks(engine.block_bytes):
+        try:
+            if not self._store.capacity_blocks(engine.block_bytes):
+                raise TierError(
+                    f"{self._config.disk_gib} GiB hold no block of {engine.block_bytes} bytes; raise disk_gib."
+                )
+            super().attach(engine)
+            self._adopt_files()
+        except BaseException:
             self.close()
-            raise TierError(f"{self._config.disk_gib} GiB hold no block of {engine.block_bytes} bytes; raise disk_gib.")
-        super().attach(engine)
-        self._adopt_files()
+            raise
 
     def _tiers(self) -> list[TierSpec]:
         capacity = self._store.capacity_blocks(self._engine.block_bytes)
@@ -141,8 +148,12 @@ class TieredKVWithDisk(TieredKV):
             self._set_digest(each.block.key, each.digest)
 
     def close(self) -> None:
-        self._migrator.close()
-        self._store.close()
+        """Raises TierError: a move hangs in a file; the folder is free for others all the same."""
+        if self._store is not None:
+            try:
+                self._migrator.close(CLOSE_S)
+            finally:
+                self._store.close()
 
     def report(self) -> dict[str, Any]:
         moves: dict[str, dict[str, int]] = {}

@@ -6,7 +6,7 @@ from sagellm.core.errors import PolicyError
 from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
 from sagellm.kv_runtime.hierarchy import HierarchyManager, TierSpec
 from sagellm.kv_runtime.quota import QuotaManager
-from tests.kv_runtime.policies import Chooses, KeepsEven, make_policy
+from tests.kv_runtime.policies import Chooses, KeepsEven, Lru, make_policy
 from tests.kv_runtime.workload import Engine, chain, manager_of, requests
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
@@ -69,6 +69,43 @@ def test_victims_cascade_down_the_tiers():
     manager.carry_out(room, 3.0)
     assert sorted(manager.books.recency(CPU)) == [40, 41] and sorted(manager.books.recency(NVME)) == [30, 31]
     assert 10 not in manager.books
+
+
+def test_policies_are_told_in_the_order_of_the_contract():
+    told = []
+
+    class Listener(Lru):
+        def on_insert(self, block):
+            told.append(("insert", self.capacity, block.key))
+            super().on_insert(block)
+
+        def on_hit(self, key, time_s=0.0):
+            told.append(("hit", self.capacity, key))
+            super().on_hit(key, time_s)
+
+        def on_remove(self, key, evicted=True):
+            told.append(("evicted" if evicted else "removed", self.capacity, key))
+            super().on_remove(key, evicted)
+
+    manager = manager_of(gpu=4, cpu=3, make_policy=lambda name, capacity: Listener(capacity))
+    store(manager, 1, 2)
+    assert told == [("insert", 4, 2), ("insert", 4, 1)], "deepest first"
+    told.clear()
+    manager.carry_out(manager.make_room(GPU, 2), 1.0)
+    assert told == [("evicted", 4, 2), ("insert", 3, 2), ("evicted", 4, 1), ("insert", 3, 1)], (
+        "as the victims were chosen"
+    )
+    told.clear()
+    manager.looked_up(9, [1, 2], 2, 2.0)
+    manager.moved(MigrationPlan(CPU, GPU, (1, 2)), MigrationResult((1, 2), {}), 2.0)
+    assert told == [
+        ("hit", 3, 2), ("hit", 3, 1), ("removed", 3, 2), ("insert", 4, 2), ("removed", 3, 1), ("insert", 4, 1),
+    ]  # fmt: skip
+    told.clear()
+    manager.released(9, 0, 3.0)
+    manager.dropped(GPU, [2], 3.0, evicted=False)
+    manager.dropped(GPU, [1, 1], 3.0)
+    assert told == [("removed", 4, 2), ("evicted", 4, 1)]
 
 
 def test_a_block_with_a_copy_below_is_not_written_again():

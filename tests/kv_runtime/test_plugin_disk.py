@@ -103,7 +103,9 @@ def test_another_layout_is_another_world(start):
     engine = start()
     push_out(engine)
     engine.plugin.close()
-    plugin = plugin_with(TieredKVWithDisk, make_policy, lambda name: None, disk=engine.plugin._config.disk, disk_gib=1e-3)
+    plugin = plugin_with(
+        TieredKVWithDisk, make_policy, lambda name: None, disk=engine.plugin._config.disk, disk_gib=1e-3
+    )
     other = FakeEngine(plugin, 4, 4, layout="another model")
     assert plugin._books.num_blocks(Tier.NVME) == 0 and other.admitted(1, FIRST)
     plugin.close()
