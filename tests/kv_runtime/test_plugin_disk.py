@@ -137,7 +137,7 @@ def test_a_load_that_is_late_is_given_up(start, monkeypatch):
         return read(*args, **kwargs)
 
     monkeypatch.setattr(store, "read", stuck)
-    assert not engine.admitted(9, FIRST), "it waits"
+    assert not engine.admitted(9, FIRST, tries=5), "it waits"
     next(iter(plugin._loads.values())).until_s = 0.0
     assert engine.admitted(9, FIRST), "until the deadline"
     assert plugin._counts["loads_late"] == 1 and engine.reserved, "somebody may still write there"
