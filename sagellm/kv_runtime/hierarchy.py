@@ -104,7 +104,7 @@ class HierarchyManager:
     # events
 
     def looked_up(self, request_id: RequestId, keys: Sequence[BlockKey], limit: int, time_s: float) -> int:
-        """A request was looked up; it holds what was found from now on. Returns how many of its first blocks that are.
+        """A request was looked up; it holds what was found from now on. Returns how many of its first blocks it holds.
 
         `keys`: of its full blocks; `limit`: how many of these could be found. Blocks of cpu are among those found: the
         engine brings them back before it uses them, and `moved` says so.
@@ -121,7 +121,9 @@ class HierarchyManager:
         self.counts["lookups"] += 1
         self.counts["blocks_asked"] += len(keys)
         self.counts["blocks_found"] += len(found)
-        self._write("lookup", request=request_id, keys=hexed(keys), limit=limit, time_s=time_s, resident=num_found)
+        self._write(
+            "lookup", request=request_id, keys=hexed(keys), limit=limit, time_s=time_s, resident=num_found, found=len(found)
+        )  # fmt: skip
         return num_found
 
     def stored(

@@ -1,11 +1,12 @@
 """Runs what an engine's plug-in recorded through the same modules again, and lists every decision that differs.
 
 The lines `kv_*` of an event log are the events and decisions of `kv_runtime.HierarchyManager`. A fresh manager, built from
-`kv_open`, gets the same events; every line that it writes must equal the recorded one, field by field.
+`kv_open`, gets the same events; every line that it writes must equal the recorded one, field by field. What it finds for a
+request must also be what the engine's own line `lookup` says.
 """
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +89,8 @@ class _Process:
         self.next_number: int | None = None
         self.manager: HierarchyManager | None = None
         self.written: list[dict[str, Any]] = []
+        self.block_size: int | None = None
+        self.lookups: deque[tuple[int, Any, int]] = deque()  # line, request, tokens found, by the engine's word
         self.num_differences = 0
 
 
@@ -109,12 +112,15 @@ def verify_log(
         process = processes.setdefault(line.get("pid"), _Process())
         _check_number(process, number, line, report)
         event = line["event"]
-        if not event.startswith("kv_"):
-            continue
         try:
+            if event == "lookup":
+                process.lookups.append((number, line["request"], line["matched"]))
+            if not event.startswith("kv_"):
+                continue
             if event == OPEN:
                 process.manager = _manager(line, process, make_policy, make_migration)
                 process.written.clear()
+                process.block_size = line.get("block_size")
             elif process.manager is None:
                 raise TraceError(f"{path}, line {number}: {event} before {OPEN}; the beginning of the log is missing.")
             elif process.num_differences < max_differences:
@@ -192,13 +198,25 @@ def _replay(process: _Process, number: int, line: dict[str, Any], report: Verify
         for name in dict.fromkeys([*recorded, *replayed]):
             if recorded.get(name) != replayed.get(name):
                 found.append(Difference(number, event, name, recorded.get(name), replayed.get(name)))
+    if event == "kv_lookup" and written:
+        found += _against_engine(process, line["request"], written[0]["found"])
     process.num_differences += len(found)
     report.differences += found
     report.num_decisions += event in DECISIONS
     report.num_victims += len(line.get("victims", ()))
     if event == "kv_lookup":
         report.num_asked += len(line["keys"])
-        report.num_hits += line["resident"]
+        report.num_hits += line["found"]
+
+
+def _against_engine(process: _Process, request: Any, num_found: int) -> list[Difference]:
+    """What the engine says of this lookup, if that differs. Lookups that the plug-in was not told of are passed over."""
+    while process.lookups and process.block_size:
+        number, other, num_tokens = process.lookups.popleft()
+        if other == request:
+            replayed = num_found * process.block_size
+            return [] if replayed == num_tokens else [Difference(number, "lookup", "matched", num_tokens, replayed)]
+    return []
 
 
 def _feed_moved(manager: HierarchyManager, line: dict[str, Any]) -> None:

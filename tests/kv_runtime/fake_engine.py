@@ -188,6 +188,7 @@ class FakeEngine:
         for block_id in reversed(found):
             self.blocks[block_id].holders.add(request)
             self.blocks[block_id].last_access = self.tick()
+        self.record("lookup", request=request, matched=len(found) * size)
         self.held[request] = found
         self.post(
             "on_prefix_matched",

@@ -56,7 +56,16 @@ def test_the_books_follow_the_engine(host, policy, migration, tmp_path):
     assert engine.num_matched > 30 and engine.top_ups == 0
     assert plugin._counts["resynchronised"] == plugin._counts["lookups_disagreed"] == 0
     report = verify(engine, tmp_path / "log.jsonl")
-    assert report.agrees and report.num_decisions > 5 and report.num_hits >= engine.num_matched
+    assert report.agrees and report.num_decisions > 5 and report.num_hits >= engine.num_matched > 0
+
+
+def test_what_the_engine_found_is_compared_too(tmp_path):
+    engine = FakeEngine(tiered(), 8, 4)
+    run(engine, 1)
+    place = [n for n, line in enumerate(engine.lines) if line["event"] == "lookup"][5]
+    engine.lines[place]["matched"] += 4
+    differences = verify(engine, tmp_path / "log.jsonl").differences
+    assert [(each.line, each.event, each.field) for each in differences] == [(place + 1, "lookup", "matched")]
 
 
 def test_evicted_prefixes_come_back_from_the_host():

@@ -63,7 +63,7 @@ def test_a_record_replays_without_a_difference(lines):
     assert report.agrees and not report.truncated
     assert report.counts["kv_open"] == 1 and report.counts["kv_lookup"] == 40
     assert report.num_decisions == report.counts["kv_room"] + report.counts["kv_fetch"] > 10
-    assert report.num_hits == sum(row["resident"] for row in rows if row["event"] == "kv_lookup") > 0
+    assert report.num_hits == sum(row["found"] for row in rows if row["event"] == "kv_lookup") > 0
     assert json.loads(json.dumps(report.to_dict()))["agrees"] is True
 
 
