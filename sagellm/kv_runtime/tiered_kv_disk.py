@@ -25,6 +25,7 @@ from sagellm.core.hooks import (
 from sagellm.kv_policy.base import BlockKey
 from sagellm.kv_runtime.costs import Copies
 from sagellm.kv_runtime.hierarchy import TierSpec
+from sagellm.kv_runtime.opening import Opening
 from sagellm.kv_runtime.tiered_kv import TieredKV
 
 __all__ = ["TieredKVWithDisk", "token_digests"]
@@ -32,7 +33,8 @@ __all__ = ["TieredKVWithDisk", "token_digests"]
 PAUSE_S = 10.0  # nothing is saved for so long after a write failed
 CLOSE_S = 5.0  # how long moves that are under way may take to end
 GRACE_S = 0.25  # how long after the deadline of a load the answer that it is late may take
-ADOPTED_AT_ONCE = 1000  # blocks of an earlier run in a line of the record
+ADOPTED_AT_ONCE = 1000  # blocks of an earlier run that a hook tells to the books
+OPEN_WAIT_S = 0.2  # for the folder, before the engine goes on without it for a while
 
 
 def token_digests(tokens: np.ndarray, namespace: str, block_size: int, before: bytes = b"") -> list[bytes]:
@@ -94,7 +96,9 @@ class TieredKVWithDisk(TieredKV):
         super().__init__(**options)
         if self._config.disk is None:
             raise PluginError("a KV plug-in with a disk tier needs `disk`, its folder; or use TieredKV.")
-        self._store: Any = None
+        self._opening: Opening | None = None
+        self._store: Any = None  # until it is open
+        self._found: list[Any] = []  # blocks of an earlier run that the books do not know yet
         self._digest_of: dict[BlockKey, bytes] = {}
         self._key_of_digest: dict[bytes, BlockKey] = {}
         self._loads: dict[RequestId, _Load] = {}
@@ -107,61 +111,69 @@ class TieredKVWithDisk(TieredKV):
     def attach(self, engine: EngineHandle) -> None:
         """Raises PluginError or TierError: no host tier, bytes of unknown meaning, a folder that cannot be used."""
         from sagellm.kv_runtime.disk_store import DiskStore
-        from sagellm.kv_runtime.lent_store import LentStore
-        from sagellm.kv_runtime.migrator import KVMigrator
+        from sagellm.kv_runtime.disk_store_format import record_bytes
 
-        counts = engine.block_counts()
+        config, counts = self._config, engine.block_counts()
         if not counts.host_total:
             raise PluginError("a disk tier needs a host tier, through which its blocks go: set host_kv_blocks.")
         if not engine.layout:
             raise PluginError(
                 "this engine does not say what the bytes of a block mean, so files of them would be a risk."
             )
-        self._store = DiskStore(self._config.disk, int(self._config.disk_gib * 2**30), layout=engine.layout)
-        self._lent = LentStore(Tier.CPU, counts.host_total * engine.block_bytes)
-        self._migrator = KVMigrator([self._lent, self._store])
-        try:
-            if not self._store.capacity_blocks(engine.block_bytes):
-                raise TierError(
-                    f"{self._config.disk_gib} GiB hold no block of {engine.block_bytes} bytes; raise disk_gib."
-                )
-            super().attach(engine)
-            self._adopt_files()
-        except BaseException:
-            self.close()
-            raise
+        capacity_bytes, layout = int(config.disk_gib * 2**30), engine.layout
+        self._capacity = capacity_bytes // record_bytes(engine.block_bytes)
+        if not self._capacity:
+            raise TierError(f"{config.disk_gib} GiB hold no block of {engine.block_bytes} bytes; raise disk_gib.")
+        super().attach(engine)
+        self._opening = Opening(lambda: DiskStore(config.disk, capacity_bytes, layout=layout))
+        self._come_open(OPEN_WAIT_S)
 
     def _tiers(self) -> list[TierSpec]:
-        capacity = self._store.capacity_blocks(self._engine.block_bytes)
-        return [*super()._tiers(), TierSpec(Tier.NVME, capacity, self._config.disk_policy, self._config.disk_options)]
+        config = self._config
+        return [*super()._tiers(), TierSpec(Tier.NVME, self._capacity, config.disk_policy, config.disk_options)]
 
-    def _adopt_files(self) -> None:
-        """What an earlier run has left is known from the start."""
-        stored = [
-            each for each in self._store.blocks() if each.digest and each.block.size_bytes == self._engine.block_bytes
-        ]
-        now_s = time.monotonic()
-        for first in range(0, len(stored), ADOPTED_AT_ONCE):
-            some = stored[first : first + ADOPTED_AT_ONCE]
-            self._manager.adopted([each.block._replace(time_s=now_s) for each in some], Tier.NVME, now_s)
-        for each in stored:
-            self._set_digest(each.block.key, each.digest)
+    def _come_open(self, wait_s: float = 0.0) -> None:
+        """Begin to use the store once it is open. What an earlier run has left is told to the books bit by bit."""
+        if self._store is None:
+            from sagellm.kv_runtime.lent_store import LentStore
+            from sagellm.kv_runtime.migrator import KVMigrator
+
+            store = self._opening.result(wait_s)
+            if store is None:
+                return
+            self._lent = LentStore(Tier.CPU, self._engine.block_counts().host_total * self._engine.block_bytes)
+            self._migrator = KVMigrator([self._lent, store])
+            self._store, self._found = store, store.blocks()
+        if self._found:
+            some, self._found = self._found[:ADOPTED_AT_ONCE], self._found[ADOPTED_AT_ONCE:]
+            now_s = time.monotonic()
+            self._manager.adopted([each.block._replace(time_s=now_s) for each in some if each.digest], Tier.NVME, now_s)
+            for key, digest in ((each.block.key, each.digest) for each in some):
+                if self._books.is_on(key, Tier.NVME):
+                    self._set_digest(key, digest)
+                else:
+                    self._remove_file(key)  # of tokens that nobody can name, or another block's by now
 
     def close(self) -> None:
         """Raises TierError: a move hangs in a file; the folder is free for others all the same."""
-        if self._store is not None:
-            try:
+        try:
+            if self._store is not None:
                 self._migrator.close(CLOSE_S)
-            finally:
-                self._store.close()
+        finally:
+            if self._opening is not None:
+                self._opening.abandon()
 
     def report(self) -> dict[str, Any]:
         moves: dict[str, dict[str, int]] = {}
+        if self._store is None:
+            return super().report()
         for src, dst, outcome, num_blocks, _ in self._migrator.counts():
             moves.setdefault(f"{src.value}_{dst.value}", {})[outcome] = num_blocks
         return {**super().report(), "moves": moves, "disk": self._store.counters()}
 
     def _copies(self) -> Copies:
+        if self._store is None:
+            return {}
         pairs = [(Tier.CPU, Tier.NVME), (Tier.NVME, Tier.CPU)]
         return {f"{src.value}->{dst.value}": self._migrator.samples(src, dst) for src, dst in pairs}
 
@@ -182,7 +194,7 @@ class TieredKVWithDisk(TieredKV):
             self._key_of_digest[digest] = key
 
     def _save(self, keys: Sequence[BlockKey], now_s: float) -> None:
-        if now_s < self._paused_until_s:
+        if now_s < self._paused_until_s or self._store is None:
             self._counts["saves_paused"] += len(keys)
             return
         copies = {}
@@ -348,6 +360,8 @@ class TieredKVWithDisk(TieredKV):
 
     def _catch_up(self) -> None:
         super()._catch_up()
+        if self._store is None or self._found:
+            self._come_open()
         now_s = time.monotonic()
         while True:
             try:

@@ -4,9 +4,12 @@ import threading
 
 import numpy as np
 import pytest
+from sagellm.kv_runtime.disk_store import DiskStore
 
 from sagellm.core.errors import PluginError, TierError
 from sagellm.core.hooks import Tier
+from sagellm.kv_runtime import tiered_kv_disk
+from sagellm.kv_runtime.opening import Opening
 from sagellm.kv_runtime.plugin import TieredKVWithDisk
 from sagellm.kv_runtime.tiered_kv_disk import token_digests
 from tests.kv_runtime.fake_engine import FakeEngine, plugin_with
@@ -31,10 +34,12 @@ def start(tmp_path):
     """Starts an engine on the same folder; all are closed at the end."""
     engines = []
 
-    def start(pool=4, host=4, make_migration=lambda name, **options: None, **options):
+    def start(pool=4, host=4, make_migration=lambda name, **options: None, wait=True, **options):
         options = {"disk": tmp_path / "kv", "disk_gib": 1e-3, "deadline_s": 60.0, **options}
         plugin = plugin_with(TieredKVWithDisk, make_policy, make_migration, **options)
         engines.append(FakeEngine(plugin, pool, host))
+        if wait:
+            opened(engines[-1])
         return engines[-1]
 
     yield start
@@ -50,6 +55,14 @@ def settle(engine):
         done.wait(0.001)
     engine.flush()
     engine.plugin._catch_up()
+
+
+def opened(engine):
+    """The same, once its folder is open and known."""
+    engine.plugin._opening.result(60.0)
+    while engine.plugin._store is None or engine.plugin._found:
+        engine.plugin._catch_up()
+    return engine
 
 
 def push_out(engine, first=FIRST):
@@ -106,7 +119,7 @@ def test_another_layout_is_another_world(start):
     plugin = plugin_with(
         TieredKVWithDisk, make_policy, lambda name: None, disk=engine.plugin._config.disk, disk_gib=1e-3
     )
-    other = FakeEngine(plugin, 4, 4, layout="another model")
+    other = opened(FakeEngine(plugin, 4, 4, layout="another model"))
     assert plugin._books.num_blocks(Tier.NVME) == 0 and other.admitted(1, FIRST)
     plugin.close()
 
@@ -229,6 +242,47 @@ def test_what_is_needed_at_the_start(start, tmp_path):
     start()
     with pytest.raises(TierError, match="in use"):
         start()
+    with pytest.raises(TierError, match="in use"):
+        start(wait=False).serve(1, FIRST)
+
+
+def test_a_folder_that_takes_long_to_open_stands_in_nobodys_way(start, monkeypatch):
+    engine = start()
+    push_out(engine)
+    kept = engine.plugin._books.num_blocks(Tier.NVME)
+    engine.plugin.close()
+    gate, blocks_of = threading.Event(), DiskStore._open
+
+    def slow(store, drop_other):
+        gate.wait(60)
+        blocks_of(store, drop_other)
+
+    monkeypatch.setattr(DiskStore, "_open", slow)
+    monkeypatch.setattr(tiered_kv_disk, "OPEN_WAIT_S", 0.0)
+    monkeypatch.setattr(tiered_kv_disk, "ADOPTED_AT_ONCE", 1)
+    late = start(wait=False)
+    for request, tokens in enumerate([FIRST, *OTHERS]):
+        assert late.admitted(request, tokens) and late.serve(request, tokens)
+    assert late.plugin._store is None and late.plugin._counts["saves_paused"] > 0
+    assert "disk" not in late.plugin.report()
+    gate.set()
+    opened(late)
+    assert late.plugin._books.num_blocks(Tier.NVME) == kept
+    push_out(late)
+    late.check()
+
+
+def test_a_folder_that_nobody_waits_for_is_closed_once_it_is_open():
+    gate, closed = threading.Event(), threading.Event()
+
+    class Store:
+        close = closed.set
+
+    opening = Opening(lambda: gate.wait(60) and Store)
+    assert opening.result() is None
+    opening.abandon()
+    gate.set()
+    assert closed.wait(60)
 
 
 def test_digests_chain_over_tokens_and_namespace():
