@@ -4,11 +4,11 @@ import threading
 
 import numpy as np
 import pytest
-from sagellm.kv_runtime.disk_store import DiskStore
 
 from sagellm.core.errors import PluginError, TierError
 from sagellm.core.hooks import Tier
 from sagellm.kv_runtime import tiered_kv_disk
+from sagellm.kv_runtime.disk_store import DiskStore
 from sagellm.kv_runtime.opening import Opening
 from sagellm.kv_runtime.plugin import TieredKVWithDisk
 from sagellm.kv_runtime.tiered_kv_disk import token_digests
