@@ -265,7 +265,11 @@ class TieredKV(Plugin):
         for key, why in refused.items():
             # What was moved and continues a block that goes for good could not be found any more.
             self._give_up(
-                Tier.CPU, self._books.below(key, Tier.CPU), f"continues a block that stayed: {why}", now_s, chosen
+                Tier.CPU,
+                self._books.below(key, Tier.CPU),
+                f"continues a block that could not be moved: {why}",
+                now_s,
+                chosen,
             )
             self._give_up(Tier.GPU, [key], f"could not be moved: {why}", now_s, chosen)
 

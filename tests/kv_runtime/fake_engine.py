@@ -2,7 +2,6 @@
 
 from collections import deque
 from itertools import count
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -351,6 +350,3 @@ def plugin_with(kind, make_policy, make_migration, **options):
         {"make_policy": staticmethod(make_policy), "make_migration": staticmethod(make_migration)},
     )
     return own(**options)
-
-
-__all__ = ["FakeEngine", "SimpleNamespace", "plugin_with"]

@@ -10,7 +10,7 @@ from sagellm.core.hooks import Tier, overrides
 from sagellm.kv_runtime.plugin import TieredKV
 from sagellm.replay.verify import verify_log
 from tests.kv_runtime.fake_engine import FakeEngine, plugin_with
-from tests.kv_runtime.policies import KeepsEven, make_migration, make_policy
+from tests.kv_runtime.policies import KeepsEven, make_policy
 
 
 def make(name, **options):
@@ -180,7 +180,3 @@ def test_namespaces_do_not_mix():
     engine.serve(2, tokens_of(0, 1), namespace="y")
     assert engine.num_computed == 4
     engine.check()
-
-
-def test_make_migration_of_the_tests_knows_both():
-    assert make_migration("always") is None and isinstance(make_migration("even"), KeepsEven)

@@ -127,6 +127,3 @@ def requests(seed, count, num_prefixes=4, depth=4):
             name = name * 8 + step + 1
             keys.append(name)
         yield request, keys, "ab"[path[0] % 2]
-
-
-__all__ = ["Engine", "MigrationResult", "chain", "manager_of", "requests"]
