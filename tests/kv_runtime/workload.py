@@ -2,7 +2,7 @@
 
 import random
 
-from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
+from sagellm.core.hooks import MigrationPlan, Tier
 from sagellm.kv_policy.base import CachedBlock
 from sagellm.kv_runtime.hierarchy import HierarchyManager, TierSpec
 from sagellm.kv_runtime.memory_backend import MemoryBackend
