@@ -1,0 +1,52 @@
+"""Greedy-Dual-Size-Frequency: what costs much to compute again, takes little room and is used often, stays."""
+
+from typing import Any
+
+from sagellm.kv_policy.arguments import require_absent, require_present
+from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
+from sagellm.kv_policy.queues import Ranking
+
+__all__ = ["Gdsf"]
+
+
+class Gdsf(EvictionPolicy):
+    """Priority = L + uses * cost / size, computed when a block is inserted (one use) and at each hit; the lowest goes, of equal
+    ones that computed first. L is the priority of the last victim chosen, so what is not used falls behind. Cost is `cost_s`
+    of the block, 1 where that is not known; size is `size_bytes`, at least 1. No options.
+
+    Source: Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", HPL-98-69R1, 1998.
+    """
+
+    name = "gdsf"
+
+    def __init__(self, capacity: int, **options: Any) -> None:
+        super().__init__(capacity, **options)
+        self._ranking = Ranking()  # (priority, when computed)
+        self._blocks: dict[BlockKey, tuple[float, int, int]] = {}  # cost, size, uses
+        self._inflation = 0.0
+        self._num_computed = 0
+
+    def on_insert(self, block: CachedBlock) -> None:
+        require_absent(block.key, self._blocks)
+        self._use(block.key, block.cost_s if block.cost_s > 0 else 1.0, max(1, block.size_bytes), 1)
+
+    def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:
+        require_present(key, self._blocks)
+        cost, size, num_uses = self._blocks[key]
+        self._use(key, cost, size, num_uses + 1)
+
+    def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
+        require_present(key, self._blocks)
+        del self._blocks[key], self._ranking[key]
+
+    def select_victims(self, context: PolicyContext) -> EvictionDecision:
+        self._ranking.take(context, lambda key: f"priority {self._ranking[key][0]:.6g}")
+        decision = context.decision()
+        if decision.victims:
+            self._inflation = self._ranking[BlockKey(decision.victims[-1])][0]
+        return decision
+
+    def _use(self, key: BlockKey, cost: float, size: int, num_uses: int) -> None:
+        self._blocks[key] = (cost, size, num_uses)
+        self._num_computed += 1
+        self._ranking[key] = (self._inflation + num_uses * cost / size, self._num_computed)

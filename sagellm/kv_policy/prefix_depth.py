@@ -1,0 +1,38 @@
+"""Deepest block first: what is near the root is shared by more."""
+
+from typing import Any
+
+from sagellm.kv_policy.arguments import require_absent, require_present
+from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
+from sagellm.kv_policy.queues import Ranking
+
+__all__ = ["PrefixDepth"]
+
+
+class PrefixDepth(EvictionPolicy):
+    """Evicts the block with the greatest depth, of equally deep ones the least recently inserted or hit. No options."""
+
+    name = "prefix_depth"
+
+    def __init__(self, capacity: int, **options: Any) -> None:
+        super().__init__(capacity, **options)
+        self._ranking = Ranking()  # (-depth, tick of the last use)
+        self._tick = 0
+
+    def on_insert(self, block: CachedBlock) -> None:
+        require_absent(block.key, self._ranking)
+        self._tick += 1
+        self._ranking[block.key] = (-block.depth, self._tick)
+
+    def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:
+        require_present(key, self._ranking)
+        self._tick += 1
+        self._ranking[key] = (self._ranking[key][0], self._tick)
+
+    def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
+        require_present(key, self._ranking)
+        del self._ranking[key]
+
+    def select_victims(self, context: PolicyContext) -> EvictionDecision:
+        self._ranking.take(context, lambda key: f"depth {-int(self._ranking[key][0])}")
+        return context.decision()

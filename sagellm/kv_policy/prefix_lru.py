@@ -1,0 +1,53 @@
+"""LRU over the tree of prefixes: the leaf whose branch is longest unused."""
+
+from typing import Any
+
+from sagellm.kv_policy.arguments import require_absent, require_present
+from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
+from sagellm.kv_policy.queues import Ranking
+
+__all__ = ["PrefixLru"]
+
+
+class PrefixLru(EvictionPolicy):
+    """Each insertion and hit stamps its block with the next tick; an insertion also stamps the blocks above it, up to the first
+    that is not on the tier. The lowest stamp goes, of equal ones the deepest, then the one inserted first. No options.
+
+    Differs from `Lru` in that a block is never older than a block inserted below it.
+    """
+
+    name = "prefix_lru"
+
+    def __init__(self, capacity: int, **options: Any) -> None:
+        super().__init__(capacity, **options)
+        self._ranking = Ranking()  # (stamp, -depth, number of the insertion)
+        self._parents: dict[BlockKey, BlockKey | None] = {}
+        self._tick = 0
+        self._num_inserted = 0
+
+    def on_insert(self, block: CachedBlock) -> None:
+        require_absent(block.key, self._parents)
+        self._tick += 1
+        self._num_inserted += 1
+        self._parents[block.key] = block.parent
+        self._ranking[block.key] = (self._tick, -block.depth, self._num_inserted)
+        above = block.parent
+        while above is not None and above in self._parents:
+            self._stamp(above)
+            above = self._parents[above]
+
+    def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:
+        require_present(key, self._parents)
+        self._tick += 1
+        self._stamp(key)
+
+    def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
+        require_present(key, self._parents)
+        del self._parents[key], self._ranking[key]
+
+    def select_victims(self, context: PolicyContext) -> EvictionDecision:
+        self._ranking.take(context, lambda key: "oldest leaf")
+        return context.decision()
+
+    def _stamp(self, key: BlockKey) -> None:
+        self._ranking[key] = (self._tick, *self._ranking[key][1:])

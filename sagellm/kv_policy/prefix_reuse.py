@@ -1,0 +1,62 @@
+"""Recency, frequency and depth in one number."""
+
+import math
+from typing import Any
+
+from sagellm.core.errors import PolicyError
+from sagellm.kv_policy.arguments import check_number, require_absent, require_present
+from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
+from sagellm.kv_policy.queues import Ranking
+
+__all__ = ["PrefixReuse"]
+
+
+class PrefixReuse(EvictionPolicy):
+    """Each use of a block counts 1 and fades by half every `half_life` ticks, one tick an insertion or hit of any block; the
+    lowest sum goes, with less for a deeper block, since fewer requests share it. In logarithms, so that scores of different
+    moments compare: score = last use / half_life + log2(sum at the last use) - depth_weight * log2(depth). Of equal scores
+    the one used least recently goes.
+
+    Options: `half_life` in ticks (default 4 * capacity), above 0; `depth_weight` (.25), at least 0.
+
+    Source: the sum is the CRF of LRFU, Lee et al., IEEE ToC 2001.
+    """
+
+    name = "prefix_reuse"
+
+    def __init__(
+        self, capacity: int, *, half_life: float | None = None, depth_weight: float = 0.25, **options: Any
+    ) -> None:
+        super().__init__(capacity, **options)
+        self._half_life = 4.0 * capacity if half_life is None else check_number(self.name, "half_life", half_life, 0)
+        if self._half_life == 0:
+            raise PolicyError(f"policy {self.name}: option half_life={half_life!r}; give a number above 0.")
+        self._depth_weight = check_number(self.name, "depth_weight", depth_weight, 0)
+        self._ranking = Ranking()  # (score, tick of the last use)
+        self._uses: dict[BlockKey, tuple[float, int]] = {}  # faded sum at the last use, depth
+        self._tick = 0
+
+    def on_insert(self, block: CachedBlock) -> None:
+        require_absent(block.key, self._uses)
+        self._tick += 1
+        self._use(block.key, 1.0, block.depth)
+
+    def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:
+        require_present(key, self._uses)
+        self._tick += 1
+        faded, depth = self._uses[key]
+        last_use = self._ranking[key][1]
+        self._use(key, 1.0 + faded * math.pow(2.0, -(self._tick - last_use) / self._half_life), depth)
+
+    def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
+        require_present(key, self._uses)
+        del self._uses[key], self._ranking[key]
+
+    def select_victims(self, context: PolicyContext) -> EvictionDecision:
+        self._ranking.take(context, lambda key: f"score {self._ranking[key][0]:.6g}")
+        return context.decision()
+
+    def _use(self, key: BlockKey, faded: float, depth: int) -> None:
+        self._uses[key] = (faded, depth)
+        score = self._tick / self._half_life + math.log2(faded) - self._depth_weight * math.log2(depth)
+        self._ranking[key] = (score, self._tick)

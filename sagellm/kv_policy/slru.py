@@ -1,0 +1,52 @@
+"""Segmented LRU: a block proves itself by a hit."""
+
+from typing import Any
+
+from sagellm.kv_policy.arguments import check_number, require_absent, require_present
+from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
+from sagellm.kv_policy.queues import Queue, first_evictable, move_first
+
+__all__ = ["Slru"]
+
+
+class Slru(EvictionPolicy):
+    """New blocks are on probation; a hit makes them protected. Where more are protected than `protected_ratio` (.8) of the
+    capacity, rounded down, the least recently used of those are on probation again, as its most recently used. The victim is
+    the least recently used block on probation, else of the protected ones.
+
+    Source: Karedla, Love and Wherry, "Caching strategies to improve disk system performance", Computer 1994.
+    """
+
+    name = "slru"
+
+    def __init__(self, capacity: int, *, protected_ratio: float = 0.8, **options: Any) -> None:
+        super().__init__(capacity, **options)
+        self._protected_limit = int(check_number(self.name, "protected_ratio", protected_ratio, 0, 1) * capacity)
+        self._probation: Queue = Queue()
+        self._protected: Queue = Queue()
+
+    def on_insert(self, block: CachedBlock) -> None:
+        require_absent(block.key, self._probation, self._protected)
+        self._probation[block.key] = None
+
+    def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:
+        require_present(key, self._probation, self._protected)
+        self._probation.pop(key, None)
+        self._protected[key] = None
+        self._protected.move_to_end(key)
+        while len(self._protected) > self._protected_limit:
+            move_first(self._protected, self._probation)
+
+    def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
+        require_present(key, self._probation, self._protected)
+        del (self._probation if key in self._probation else self._protected)[key]
+
+    def select_victims(self, context: PolicyContext) -> EvictionDecision:
+        while context.missing > 0:
+            if (key := first_evictable(self._probation, context)) is not None:
+                context.take(key, "probation")
+            elif (key := first_evictable(self._protected, context)) is not None:
+                context.take(key, "protected")
+            else:
+                break
+        return context.decision()
