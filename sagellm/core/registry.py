@@ -5,7 +5,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from sagellm.core.config import PluginSpec
-from sagellm.core.errors import ConfigError, PluginError
+from sagellm.core.errors import ConfigError, PluginError, SageError
 from sagellm.core.hooks import DECISIONS, Plugin, overrides
 
 GROUP = "sagellm.plugins"
@@ -13,7 +13,12 @@ GROUP = "sagellm.plugins"
 
 def known_plugins() -> list[str]:
     """Names that installed packages offer."""
-    return sorted({entry.name for entry in entry_points(group=GROUP)})
+    return offered_names(GROUP)
+
+
+def offered_names(group: str) -> list[str]:
+    """Names of the entry points of a group, sorted."""
+    return sorted({entry.name for entry in entry_points(group=group)})
 
 
 def find_plugin(name: str) -> type[Plugin]:
@@ -22,7 +27,7 @@ def find_plugin(name: str) -> type[Plugin]:
     Raises:
         PluginError: no such entry point, module or class, or not a `Plugin`.
     """
-    found = _from_module(name) if ":" in name else _from_entry_point(name)
+    found = load_object(name, "plug-in", PluginError) if ":" in name else _from_entry_point(name)
     if not (isinstance(found, type) and issubclass(found, Plugin)):
         raise PluginError(f"{name} is {found!r}; a plug-in is a subclass of sagellm.core.hooks.Plugin.")
     return found
@@ -54,28 +59,37 @@ def check_owners(plugins: Iterable[tuple[str, Plugin]]) -> None:
                 raise ConfigError(f"plug-ins {owners[hook]} and {name} both decide {hook}; keep one of them.")
 
 
-def _from_module(name: str) -> object:
+def load_object(name: str, what: str, error: type[SageError]) -> object:
+    """What `module:Class` names. `what` it is to be, for the message. Raises `error`: no such module or class."""
     module_name, _, class_name = name.partition(":")
     try:
         module = import_module(module_name)
-    except Exception as error:  # a module of others may raise anything while it is imported
-        raise PluginError(
-            f"plug-in {name}: cannot import {module_name or 'a module without a name'} ({error}); "
+    except Exception as problem:  # a module of others may raise anything while it is imported
+        raise error(
+            f"{what} {name}: cannot import {module_name or 'a module without a name'} ({problem}); "
             "is its folder on PYTHONPATH, or installed?"
-        ) from error
+        ) from problem
     try:
         return getattr(module, class_name)
     except AttributeError:
         missing = class_name or "class without a name"
-        raise PluginError(f"plug-in {name}: module {module_name} has no {missing}.") from None
+        raise error(f"{what} {name}: module {module_name} has no {missing}.") from None
 
 
-def _from_entry_point(name: str) -> object:
-    for entry in entry_points(group=GROUP):
+def load_offered(name: str, group: str, what: str, error: type[SageError]) -> object | None:
+    """What the entry point of that name stands for; None where nobody offers the name. Raises `error`: it cannot be loaded."""
+    for entry in entry_points(group=group):
         if entry.name == name:
             try:
                 return entry.load()
-            except Exception as error:
-                raise PluginError(f"plug-in {name}: cannot load {entry.value} ({error}).") from error
-    known = ", ".join(known_plugins()) or "none installed"
-    raise PluginError(f"unknown plug-in {name!r}; known are: {known}. Or name a class as module:Class.")
+            except Exception as problem:
+                raise error(f"{what} {name}: cannot load {entry.value} ({problem}).") from problem
+    return None
+
+
+def _from_entry_point(name: str) -> object:
+    found = load_offered(name, GROUP, "plug-in", PluginError)
+    if found is None:
+        known = ", ".join(known_plugins()) or "none installed"
+        raise PluginError(f"unknown plug-in {name!r}; known are: {known}. Or name a class as module:Class.")
+    return found
