@@ -34,7 +34,7 @@ def calibrate_copies(
             pairs = [(size, *_time_file(Path(folder), size)) for size in sizes for _ in range(repeats)]
         except OSError as error:
             raise TierError(
-                f"cannot measure {folder}: {error.strerror or error}; give a folder that can be written."
+                f"cannot measure {folder}: {error.strerror or error}; name one that can be written."
             ) from error
         samples[link_name(Tier.CPU, Tier.NVME)] = [(size, write_s) for size, write_s, _ in pairs]
         samples[link_name(Tier.NVME, Tier.CPU)] = [(size, read_s) for size, _, read_s in pairs]

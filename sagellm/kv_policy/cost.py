@@ -17,12 +17,13 @@ from sagellm.kv_policy.base import (
     Tier,
 )  # fmt: skip
 from sagellm.kv_policy.least_squares import FitError, fit_held_out
-from sagellm.kv_policy.lifetime import reuse_probability
+from sagellm.kv_policy.lifetime import GapPredictor, reuse_probability
 
 __all__ = ["PREFILL", "CostBenefitModel", "CostParameters", "FitError", "Link", "link_name"]
 
 PREFILL = "prefill"
 LARGEST_CORRECTION = 100.0
+FEW_GAPS = 20  # of which nothing can be learned yet
 
 
 class Link(Model):
@@ -30,6 +31,14 @@ class Link(Model):
 
     latency_s: float = Field(ge=0)
     bytes_per_s: float = Field(gt=0)
+
+
+GUESSED_LINKS = {
+    "gpu->cpu": Link(latency_s=1e-4, bytes_per_s=3e9),
+    "cpu->gpu": Link(latency_s=1e-4, bytes_per_s=3e9),
+    "cpu->nvme": Link(latency_s=2e-3, bytes_per_s=3e8),
+    "nvme->cpu": Link(latency_s=1e-3, bytes_per_s=5e8),
+}
 
 
 class CostParameters(Model):
@@ -42,16 +51,11 @@ class CostParameters(Model):
         errors: relative errors of the fits on samples they had not seen, by `link_name` and "prefill".
     """
 
-    links: dict[str, Link] = {
-        "gpu->cpu": Link(latency_s=1e-4, bytes_per_s=3e9),
-        "cpu->gpu": Link(latency_s=1e-4, bytes_per_s=3e9),
-        "cpu->nvme": Link(latency_s=2e-3, bytes_per_s=3e8),
-        "nvme->cpu": Link(latency_s=1e-3, bytes_per_s=5e8),
-    }
+    links: dict[str, Link] = Field(default_factory=lambda: dict(GUESSED_LINKS))
     prefill_step_s: float = Field(0.05, ge=0)
     prefill_token_s: float = Field(1e-3, ge=0)
     prefill_token_context_s: float = Field(1e-7, ge=0)
-    errors: dict[str, FitError] = {}
+    errors: dict[str, FitError] = Field(default_factory=dict)
 
 
 def link_name(source: Tier, target: Tier) -> str:
@@ -69,7 +73,8 @@ class CostBenefitModel:
 
     Args:
         parameters: measured; `fit` makes them.
-        lifetime: predicts whether a block is found again; without, `reuse` is the probability for each.
+        lifetime: predicts whether a block is found again; without one, or while it has seen next to nothing, `reuse` is
+            the probability for each.
         horizon_s: a block that is kept is expected to stay this long.
         reuse: see `lifetime`; 0 to 1.
         load_weight: see above; 0 to 1.
@@ -119,7 +124,7 @@ class CostBenefitModel:
             PolicyError: fewer than 5 samples of a kind, or one that is no measurement.
         """
         values = CostParameters().model_dump()
-        errors: dict[str, FitError] = {}
+        errors: dict[str, FitError] = Field(default_factory=dict)
         if prefill:
             rows = [((1.0, tokens, _context_sum(tokens, before)), seconds) for tokens, before, seconds in prefill]
             found, errors[PREFILL] = fit_held_out(PREFILL, rows)
@@ -200,8 +205,9 @@ class CostBenefitModel:
     def saved_later_s(self, context: MigrationContext, block: CachedBlock) -> float:
         """What keeping a block is expected to save when it is found again; the load's fixed time is left to other blocks."""
         probability = self.reuse
-        if self.lifetime is not None:
-            probability = reuse_probability(self.lifetime, block.key, context.time_s, self.horizon_s)
+        lifetime = self.lifetime
+        if lifetime is not None and not (isinstance(lifetime, GapPredictor) and lifetime.num_gaps < FEW_GAPS):
+            probability = reuse_probability(lifetime, block.key, context.time_s, self.horizon_s)
         back_s = self.per_byte_s(context.dst_tier, context.src_tier) * block.size_bytes
         return probability * max(0.0, self._block_s(block) - back_s)
 

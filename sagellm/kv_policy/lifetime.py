@@ -1,4 +1,4 @@
-"""What lifetime predictors share: who was seen when, how often blocks come back at all, and how well predictions are calibrated."""
+"""What lifetime predictors share: who was seen when, how often blocks come back, how well predictions are calibrated."""
 
 import math
 from abc import abstractmethod
@@ -76,6 +76,11 @@ class GapPredictor(LifetimePredictor):
         uses = min(seen.num_uses, NUM_USES_APART) if seen is not None else 1
         return (self._num_returned[uses] + 1) / (self._num_used[uses] + 2)
 
+    @property
+    def num_gaps(self) -> int:
+        """How many gaps it has learned from."""
+        return sum(self._num_returned)
+
     @abstractmethod
     def _learn(self, seen: Seen, gap_s: float) -> None:
         """A block that had been seen like this was found again after this gap."""
@@ -103,7 +108,7 @@ class Calibration(NamedTuple):
     """How often gaps ended within the predicted lifetime.
 
     Attributes:
-        shares: for each of the quantiles .1 to .9 the share of gaps that did; equal to the quantile where predictions are right.
+        shares: for each of the quantiles .1 to .9 the share of gaps that did; the quantile itself where predictions are right.
         error: mean over the quantiles of |share - quantile|.
         median_ratio: median over the gaps of max(gap / predicted, predicted / gap) for the median prediction; at least 1.
         num_gaps: what this rests on.

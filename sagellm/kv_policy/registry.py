@@ -59,9 +59,8 @@ class _Registry(Generic[Kind]):
     def find(self, name: str) -> type[Kind]:
         found = load_object(name, self._what, PolicyError) if ":" in name else self._find_named(name)
         if not (isinstance(found, type) and issubclass(found, self._base)):
-            raise PolicyError(
-                f"{name} is {found!r}; {self._what}: give a subclass of {self._base.__module__}.{self._base.__name__}."
-            )
+            base = f"{self._base.__module__}.{self._base.__name__}"
+            raise PolicyError(f"{name} is {found!r}; {self._what}: a subclass of {base} is wanted.")
         return found
 
     def make(self, kind: Callable[..., Kind], name: str, *arguments: Any, **options: Any) -> Kind:
