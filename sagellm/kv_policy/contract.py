@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from sagellm.kv_policy.base import EvictionPolicy
 from sagellm.kv_policy.contract_scenarios import SCENARIOS, Scenario
+from sagellm.kv_policy.contract_world import PolicyBroke
 
 __all__ = ["RULES", "ContractReport", "RuleResult", "check_policy"]
 
@@ -79,7 +80,8 @@ def check_policy(
             counted = _run(scenario, name, make, number, messages)
             if scenario.is_random:
                 num_events, seconds = num_events + counted, seconds + time.perf_counter() - start
-    results = tuple(RuleResult(rule, says, messages.get(rule, "")) for rule, says in RULES.items())
+    unbuilt = "not checked: the policy could not be built." if "builds" in messages and num_events == 0 else ""
+    results = tuple(RuleResult(rule, says, messages.get(rule, unbuilt)) for rule, says in RULES.items())
     return ContractReport(results, seconds / num_events * 1e6 if num_events else 0.0, num_events)
 
 
@@ -90,4 +92,16 @@ def _run(
         assert rule in RULES, rule
         messages.setdefault(rule, f"{message} [scenario {name}, seed {seed}]")
 
-    return scenario.run(make, seed, report)
+    def build(capacity: int) -> EvictionPolicy:
+        try:
+            return make(capacity)
+        except Exception as error:
+            if capacity > 0:
+                report("builds", f"capacity {capacity} raised {type(error).__name__}: {error}; build it.")
+                raise PolicyBroke from error
+            raise
+
+    try:
+        return scenario.run(build, seed, report)
+    except PolicyBroke:
+        return 0

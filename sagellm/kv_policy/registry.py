@@ -60,7 +60,8 @@ class _Registry(Generic[Kind]):
         found = load_object(name, self._what, PolicyError) if ":" in name else self._find_named(name)
         if not (isinstance(found, type) and issubclass(found, self._base)):
             base = f"{self._base.__module__}.{self._base.__name__}"
-            raise PolicyError(f"{name} is {found!r}; {self._what}: a subclass of {base} is wanted.")
+            base = f"{self._base.__module__}.{self._base.__name__}"
+            raise PolicyError(f"{name} is {found!r}, no {self._what}; give a subclass of {base}.")
         return found
 
     def make(self, kind: Callable[..., Kind], name: str, *arguments: Any, **options: Any) -> Kind:
