@@ -18,7 +18,8 @@ class S3Fifo(EvictionPolicy):
 
     The main queue gives the victim while it holds more than capacity - small size, or the small queue has nothing to give.
     Until the first question for victims, what the small queue has no room for goes to the main queue; afterwards the small
-    queue takes every new block, and may outgrow its size. Counts start at zero again on the way to the main queue.
+    queue takes every new block, and may outgrow its size. Hits are counted anew from zero in the main queue. Victims count in
+    the sizes until they are removed.
 
     Source: Yang et al., SOSP 2023, as in S3FIFO.c of libCacheSim 0.3.5, request by request, for capacities with a small queue
     of at least 2; below that libCacheSim stores nothing or stops.
@@ -71,19 +72,16 @@ class S3Fifo(EvictionPolicy):
             append_bounded(self._ghosts, key, self._ghost_limit)
 
     def select_victims(self, context: PolicyContext) -> EvictionDecision:
-        num_from_main = 0
         for place in range(context.count):
             self._was_asked = True
             if place < len(context.incoming):
                 self._notice(context.incoming[place])
-            main_first = len(self._main) - num_from_main > self._main_limit
-            if main_first and self._take_from_main(context):
-                num_from_main += 1
-            elif self._take_from_small(context):
-                continue
-            elif self._take_from_main(context):
-                num_from_main += 1
-            else:
+            main_first = len(self._main) > self._main_limit
+            if not (
+                (main_first and self._take_from_main(context))
+                or self._take_from_small(context)
+                or self._take_from_main(context)
+            ):
                 break
         return context.decision()
 

@@ -12,7 +12,7 @@ __all__ = ["TwoQ"]
 class TwoQ(EvictionPolicy):
     """New blocks go to A1in, a FIFO queue where hits change nothing; those evicted from it leave a ghost in A1out. A key that
     returns while it is in A1out goes to Am, which is LRU. A1in gives the victim while it is above its size or Am has nothing
-    to give, else Am does, without a ghost.
+    to give, else Am does, without a ghost. Victims count in the sizes until they are removed.
 
     Options: `in_ratio` (.25) and `out_ratio` (.5) of the capacity, rounded down, at least one block: sizes of A1in and A1out.
 
@@ -52,15 +52,13 @@ class TwoQ(EvictionPolicy):
             append_bounded(self._a1out, key, self._out_limit)
 
     def select_victims(self, context: PolicyContext) -> EvictionDecision:
-        num_from_in = 0
         for place in range(context.count):
             if place < len(context.incoming):
                 self._notice(context.incoming[place])
             first_in = first_evictable(self._a1in, context)
             first_am = first_evictable(self._am, context)
-            if first_in is not None and (len(self._a1in) - num_from_in > self._in_limit or first_am is None):
+            if first_in is not None and (len(self._a1in) > self._in_limit or first_am is None):
                 context.take(first_in, "A1in")
-                num_from_in += 1
             elif first_am is not None:
                 context.take(first_am, "Am")
             else:

@@ -98,9 +98,8 @@ class WTinyLfu(EvictionPolicy):
             queue.pop(key, None)
 
     def select_victims(self, context: PolicyContext) -> EvictionDecision:
-        num_from_window = 0
         while context.missing > 0:
-            is_full = len(self._window) - num_from_window >= self._window_limit
+            is_full = len(self._window) >= self._window_limit
             candidate = first_evictable(self._window, context)
             segment, rival = "probation", first_evictable(self._probation, context)
             if rival is None:
@@ -108,7 +107,6 @@ class WTinyLfu(EvictionPolicy):
             if candidate is None and rival is None:
                 break
             if rival is None or (candidate is not None and is_full and not self._is_used_more(candidate, rival)):
-                num_from_window += 1
                 segment, rival = "window", candidate
             elif candidate is not None and is_full:
                 del self._window[candidate]
