@@ -35,6 +35,9 @@ class World:
         self._report = report
         self._num_pins: dict[BlockKey, int] = {}
         self._num_holders: dict[BlockKey, int] = {}  # requests alone
+        self._num_below: dict[
+            BlockKey, int
+        ] = {}  # blocks of the tier that continue a block, which may not be there yet
 
     def num_pins(self, key: BlockKey) -> int:
         return self._num_pins[key]
@@ -77,18 +80,23 @@ class World:
     def insert(self, block: CachedBlock) -> None:
         block = block._replace(time_s=self._time_s())
         self.blocks[block.key] = block
-        self._num_pins[block.key] = sum(other.parent == block.key for other in self.blocks.values())
+        self._num_pins[block.key] = self._num_below.get(block.key, 0)
         self._num_holders[block.key] = 0
-        if block.parent in self._num_pins:
-            self._num_pins[block.parent] += 1
+        self._count_below(block.parent, 1)
         self.tell("on_insert", block)
 
     def remove(self, key: BlockKey, evicted: bool) -> None:
         parent = self.blocks.pop(key).parent
         del self._num_pins[key], self._num_holders[key]
-        if parent in self._num_pins:
-            self._num_pins[parent] -= 1
+        self._count_below(parent, -1)
         self.tell("on_remove", key, evicted)
+
+    def _count_below(self, parent: BlockKey | None, change: int) -> None:
+        if parent is None:
+            return
+        self._num_below[parent] = self._num_below.get(parent, 0) + change
+        if parent in self._num_pins:
+            self._num_pins[parent] += change
 
     def unpinned(self) -> list[BlockKey]:
         return [key for key, num_pins in self._num_pins.items() if num_pins == 0]

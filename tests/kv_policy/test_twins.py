@@ -350,8 +350,9 @@ def test_belady_says_when_the_future_does_not_come():
     ("name", "options"),
     [
         ("lru", {"size": 1}), ("s3fifo", {"small_ratio": 2}), ("s3fifo", {"move_to_main": 1.5}),
-        ("s3fifo", {"ghost_ratio": -1}), ("slru", {"protected_ratio": "high"}), ("twoq", {"in_ratio": True}), ("wtinylfu", {"window_ratio": float("nan")}),
-        ("prefix_reuse", {"half_life": 0}), ("prefix_reuse", {"depth_weight": -0.1}), ("belady", {}), ("belady", {"future": 3}),
+        ("s3fifo", {"ghost_ratio": -1}), ("slru", {"protected_ratio": "high"}), ("twoq", {"in_ratio": True}),
+        ("wtinylfu", {"window_ratio": float("nan")}), ("prefix_reuse", {"half_life": 0}),
+        ("prefix_reuse", {"depth_weight": -0.1}), ("belady", {}), ("belady", {"future": 3}),
     ],
 )  # fmt: skip
 def test_options_out_of_range_are_refused(name, options):

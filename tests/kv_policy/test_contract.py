@@ -1,0 +1,91 @@
+"""Every registered policy keeps to the contract, and each planted fault is caught by the rule that it breaks."""
+
+import pytest
+
+from sagellm.core.errors import PolicyError
+from sagellm.kv_policy import CachedBlock, PolicyContext, check_policy, find_policy, make_policy, policy_names
+from sagellm.kv_policy.contract import RULES
+from sagellm.kv_policy.contract_world import World
+from sagellm.kv_policy.lru import Lru
+from tests.kv_policy.bad_policies import BREAKS, FOLLOWS
+
+# Belady needs to know its future, which depends on its own decisions; its tests are by hand.
+CASES = [
+    pytest.param(name, reference, id=f"{name}-{'twin' if reference else 'native'}")
+    for name in policy_names()
+    for reference in (True, False)
+    if name != "belady" and (reference or find_policy(name) is not find_policy(name, reference=True))
+]
+
+
+@pytest.mark.parametrize(("name", "reference"), CASES)
+def test_every_policy_keeps_to_it(name, reference):
+    report = check_policy(lambda capacity: make_policy(name, capacity, reference=reference), rounds=2)
+    assert [result for result in report.results if not result.passed] == []
+    assert (
+        [result.rule for result in report.results] == list(RULES) and report.num_events > 1000 and report.event_us > 0
+    )
+
+
+@pytest.mark.parametrize("kind", BREAKS, ids=lambda kind: kind.__name__)
+def test_each_fault_breaks_its_rule(kind):
+    report = check_policy(kind, rounds=1)
+    broken = {result.rule: result.message for result in report.results if not result.passed}
+    rule = BREAKS[kind]
+    assert rule in broken and not report.passed
+    if rule == "builds":
+        return
+    assert set(broken) <= {rule} | FOLLOWS.get(rule, set()), broken
+    assert "[scenario " in broken[rule] and "seed " in broken[rule]
+
+
+def test_what_cannot_be_built_is_not_said_to_be_fine():
+    report = check_policy(lambda capacity: 1 / 0, rounds=1)
+    assert not any(result.passed for result in report.results)
+    assert {result.message for result in report.results[1:]} == {"not checked: the policy could not be built."}
+
+
+def test_a_seed_shows_the_same_again():
+    class Late(Lru):
+        """Wrong only at the tenth question of an instance."""
+
+        num_asked = 0
+
+        def select_victims(self, context):
+            self.num_asked += 1
+            return super().select_victims(context if self.num_asked != 10 else PolicyContext(0, context._blocks))
+
+    first, second, other = (check_policy(Late, seed=seed, rounds=1).results for seed in (3, 3, 4))
+    assert first == second and "seed 3" in dict((r.rule, r.message) for r in first)["enough"]
+    assert "seed 4" in dict((r.rule, r.message) for r in other)["enough"]
+
+
+def test_the_world_counts_pins_as_the_contract_does():
+    faults = []
+    world = World(Lru(8), 8, 0, lambda rule, message: faults.append((rule, message)))
+    path = [CachedBlock(1, None, 1), CachedBlock(2, 1, 2), CachedBlock(3, 2, 3)]
+    world.admit(path)
+    world.admit([path[0], CachedBlock(4, 1, 2)])
+    assert [world.num_pins(key) for key in (1, 2, 3, 4)] == [
+        4,
+        2,
+        1,
+        1,
+    ]  # two requests and two children, one and one, ...
+    assert world.num_obtainable() == 0 and world.ask(2) == []
+    world.release(0)
+    assert world.num_obtainable() == 2 and world.ask(5) == [3, 2] and faults == []
+    world.remove(3, evicted=True)
+    assert world.num_pins(2) == 0
+    with pytest.raises(KeyError):
+        world.num_pins(3)
+
+
+def test_a_context_refuses_what_may_not_go():
+    world = World(Lru(4), 4, 0, lambda rule, message: None)
+    world.admit([CachedBlock(1, None, 1), CachedBlock(2, 1, 2)])
+    context = PolicyContext(2, world)
+    with pytest.raises(PolicyError, match="victim 2 is held"):
+        context.take(2, "mine")
+    world.release(0)
+    assert PolicyContext(2, world).take(2, "mine") == 1
