@@ -124,7 +124,7 @@ class CostBenefitModel:
             PolicyError: fewer than 5 samples of a kind, or one that is no measurement.
         """
         values = CostParameters().model_dump()
-        errors: dict[str, FitError] = Field(default_factory=dict)
+        errors: dict[str, FitError] = {}
         if prefill:
             rows = [((1.0, tokens, _context_sum(tokens, before)), seconds) for tokens, before, seconds in prefill]
             found, errors[PREFILL] = fit_held_out(PREFILL, rows)

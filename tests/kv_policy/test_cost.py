@@ -26,10 +26,8 @@ PARAMETERS = CostParameters(
 
 
 def blocks(count, first_depth=1, **attributes):
-    return tuple(
-        CachedBlock(depth, depth - 1 or None, depth, 10, 100, **attributes)
-        for depth in range(first_depth, first_depth + count)
-    )
+    depths = range(first_depth, first_depth + count)
+    return tuple(CachedBlock(depth, depth - 1 or None, depth, 10, 100, **attributes) for depth in depths)
 
 
 def load(count=2, **attributes):
