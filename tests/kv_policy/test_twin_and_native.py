@@ -44,9 +44,9 @@ class Both(EvictionPolicy):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_they_answer_alike(name):
-    for capacity in (1, 5, 24, 120):
-        for seed in range(3):
+    for capacity in (1, 5, 24):
+        for seed in range(6):
             both = Both(name, capacity)
             faults = []
-            play(World(both, capacity, seed, lambda rule, message, faults=faults: faults.append((rule, message))), 250)
-            assert faults == [] and both.num_questions > 100
+            play(World(both, capacity, seed, lambda rule, message, faults=faults: faults.append((rule, message))), 150)
+            assert faults == [] and both.num_questions > 50
