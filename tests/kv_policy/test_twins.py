@@ -288,10 +288,9 @@ def test_s3fifo_fills_main_until_it_is_first_asked():
 
 
 def test_s3fifo_main_goes_round_once_for_each_hit_up_to_three():
-    flat = Flat(make("s3fifo", 10, small_ratio=0.0)).insert(1, 2).hit(*[1] * 9)
-    flat.evict()
-    flat.insert(3)
-    assert flat.victims() == [3]  # small, since main is not above its size
+    flat = Flat(make("s3fifo", 4, small_ratio=0.0)).insert(1, 2, 3, 4).hit(*[1] * 9, *[2] * 4, 3)
+    assert flat.evict() == [4]  # 1 and 2 have two rounds left, and not eight and three
+    assert flat.evict() == [3] and flat.evict() == [1]
 
 
 def test_slru_demotes_beyond_its_share():
