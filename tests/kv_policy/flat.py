@@ -39,9 +39,10 @@ class Flat:
             self.pins[key] -= 1
         return self
 
-    def chain(self, *keys):
-        """Inserts a sequence, root first in `keys`, as it is told: deepest first."""
-        for depth in range(len(keys), 0, -1):
+    def chain(self, *keys, root_first=False):
+        """Inserts a sequence, root first in `keys`, as it is told: deepest first, unless it came block by block."""
+        depths = range(1, len(keys) + 1)
+        for depth in depths if root_first else reversed(depths):
             key = keys[depth - 1]
             self.parents[key] = keys[depth - 2] if depth > 1 else None
             self.pins[key] = int(depth < len(keys))

@@ -127,10 +127,14 @@ def test_what_is_remembered_is_bounded(name):
     for number in range(500):
         predictor.observe(number // 2 % 60, float(number))
     assert len(predictor._seen) == 10
+    predictor = make_lifetime_predictor(name, max_keys=2)
+    for time_s, key in enumerate((1, 2, 1, 3)):
+        predictor.observe(key, float(time_s))
+    assert set(predictor._seen) == {1, 3}  # 2 was unseen for longest
 
 
 def test_the_regression_stays_finite_when_nothing_varies():
-    predictor = LearnedLifetime(forgetting=0.9)
+    predictor = LearnedLifetime(forgetting=0.5)
     for number in range(3000):
         predictor.observe(number // 2, float(number))
     assert np.isfinite(predictor._inverse).all() and 0.1 < predictor.predict_ttl(9999, 3000.0) < 10
