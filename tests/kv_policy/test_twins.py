@@ -201,6 +201,7 @@ def test_wtinylfu_lets_only_the_more_used_in():
     assert flat.evict(1, [5]) == [4]  # in the window, used once, against 1, used twice
     flat.insert(5).hit(5, 5)
     assert flat.evict(1, [6]) == [1]  # now the window's is used more; it moves on
+    assert flat.ask(1).reasons[0].startswith("probation")
     flat.insert(6)
     assert flat.ask(1).reasons[0].startswith("window")
 
