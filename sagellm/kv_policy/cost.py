@@ -243,10 +243,8 @@ class CostBenefitModel:
 
     def _marginal_s(self, num_tokens: int, num_before: int) -> float:
         parameters = self.parameters
-        linear = parameters.prefill_token_s * num_tokens
-        return (linear + parameters.prefill_token_context_s * _context_sum(num_tokens, num_before)) * self._correction(
-            PREFILL
-        )
+        context_s = parameters.prefill_token_context_s * _context_sum(num_tokens, num_before)
+        return (parameters.prefill_token_s * num_tokens + context_s) * self._correction(PREFILL)
 
 
 def _context_sum(num_tokens: int, num_before: int) -> float:
