@@ -1,0 +1,279 @@
+"""A replay with prefix semantics, in plain Python: requests with locks, retries and room for their answers, on one tier.
+
+It works with any `EvictionPolicy` and is the twin of the native replay. README.md states the rules; the numbers in comments
+are theirs.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sagellm.core.errors import CapacityError, PolicyError, TraceError
+from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext, check_decision
+from sagellm.replay.base import PrefixCounts
+
+MAX_FRUITLESS = 10_000  # preemptions in a row with no request ending or beginning: they go round in a circle
+
+
+@dataclass(slots=True)
+class _Resident:
+    """A block on the tier. `pins`: running requests that hold it, and resident blocks that continue it."""
+
+    parent: BlockKey | None
+    pins: int
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request that is admitted: `keys` it holds, its output blocks now and in the end, admissions since its own."""
+
+    index: int
+    keys: list[BlockKey]
+    final_output: int
+    output: int = 0
+    age: int = 0
+
+
+@dataclass(slots=True)
+class _Totals:
+    hit_blocks: list[int]
+    retries: int = 0
+    retry_hit_blocks: int = 0
+    retry_blocks: int = 0
+    num_evicted: int = 0
+    num_evicted_soon: int = 0
+    num_preempted: int = 0
+    num_oversized: int = 0
+    evicted_at: dict[BlockKey, int] = field(default_factory=dict)  # number of accesses by then
+
+
+class PrefixReplay:
+    """One tier, its policy and the requests that run. `num_pins` and `parent_of` make it the policy's `BlockView`.
+
+    Args:
+        policy: fresh; told every event.
+        keys: uint64 [n]; offsets: int64 [r + 1]; see `Trace`.
+        capacity: blocks of the tier, at least 1.
+        running: requests at a time, at least 1.
+        output_blocks: int32 [r], blocks that each answer needs; None for none.
+        times_s: float64 [r], passed on to the policy; None for 0.
+        soon: an eviction counts as premature if the block is inserted again before that many further accesses; None: capacity.
+        block_tokens: tokens of a block, for policies that look at them.
+        tenants: one a request, or empty.
+    """
+
+    def __init__(
+        self, policy: EvictionPolicy, keys: NDArray[np.uint64], offsets: NDArray[np.int64], *, capacity: int, running: int = 1,
+        output_blocks: NDArray[np.int32] | None = None, times_s: NDArray[np.float64] | None = None, soon: int | None = None,
+        block_tokens: int = 1, tenants: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        if capacity < 1 or running < 1:
+            raise CapacityError(f"capacity {capacity}, running {running}: at least one block and one request are needed.")
+        self._policy = policy
+        self._tell_request: Callable[[int], None] = getattr(policy, "on_request", lambda index: None)
+        self._keys, self._offsets = keys, offsets
+        self._capacity, self._max_running = capacity, running
+        self._outputs = None if output_blocks is None else output_blocks.tolist()
+        self._times = None if times_s is None else times_s.tolist()
+        self._soon = capacity if soon is None else soon
+        self._block_tokens, self._tenants = block_tokens, tenants
+        self._resident: dict[BlockKey, _Resident] = {}
+        self._running: list[_Running] = []  # in order of admission
+        self._retries: deque[int] = deque()
+        self._output_held = 0
+        self._num_evictable = 0  # resident blocks without pins
+        self._num_accesses = 0
+        self._fruitless = 0
+        self._totals = _Totals([0] * (len(offsets) - 1))
+
+    def num_pins(self, key: BlockKey) -> int:
+        return self._resident[key].pins
+
+    def parent_of(self, key: BlockKey) -> BlockKey | None:
+        return self._resident[key].parent
+
+    def num_resident(self) -> int:
+        return len(self._resident)
+
+    def num_output_held(self) -> int:
+        return self._output_held
+
+    def run(self, on_progress: Callable[[int], None] | None = None) -> PrefixCounts:
+        """All requests. `on_progress` is told how many were admitted for the first time.
+
+        Raises:
+            PolicyError: the policy named blocks that it may not have, or too few.
+            TraceError: a key is there twice in a request, or under two parents.
+            CapacityError: requests preempt each other without end.
+        """
+        for index in range(len(self._offsets) - 1):
+            self._empty_retries()
+            self.admit(index)
+            if on_progress is not None:
+                on_progress(index + 1)
+        self._empty_retries()
+        while self._running:
+            self._end(self._running[0])
+        totals = self._totals
+        return PrefixCounts(
+            np.array(totals.hit_blocks, np.int32), totals.retries, totals.retry_hit_blocks, totals.retry_blocks,
+            totals.num_evicted, totals.num_evicted_soon, totals.num_preempted, totals.num_oversized,
+        )  # fmt: skip
+
+    def admit(self, index: int, is_retry: bool = False) -> None:
+        """Rules 1 to 6 for one request."""
+        self._tell_request(index)
+        keys: list[BlockKey] = self._keys[self._offsets[index] : self._offsets[index + 1]].tolist()
+        num_asked = len(keys)
+        if num_asked > self._capacity:  # 1
+            self._totals.num_oversized += not is_retry
+            keys = keys[: self._capacity]
+        while len(self._running) >= self._max_running:  # 2
+            self._end(self._running[0])
+        num_hits = self._look_up(keys, index)  # 3
+        self._num_accesses += num_asked
+        if is_retry:
+            self._totals.retries += 1
+            self._totals.retry_hit_blocks += num_hits
+            self._totals.retry_blocks += num_asked
+        else:
+            self._totals.hit_blocks[index] = num_hits
+            self._fruitless = 0
+        new = keys[num_hits:]
+        self._make_room(len(new), new[::-1], index)  # 4
+        self._insert(keys, num_hits, index)  # 5
+        for other in self._running:
+            other.age += 1
+        self._running.append(_Running(index, keys, 0 if self._outputs is None else self._outputs[index]))
+        if self._outputs is not None:
+            self._grow_all(index)  # 6
+
+    def _empty_retries(self) -> None:
+        while self._retries:
+            self.admit(self._retries.popleft(), is_retry=True)
+
+    def _time(self, index: int) -> float:
+        return 0.0 if self._times is None else self._times[index]
+
+    def _look_up(self, keys: list[BlockKey], index: int) -> int:
+        resident, time_s = self._resident, self._time(index)
+        num_hits = next((place for place, key in enumerate(keys) if key not in resident), len(keys))
+        for key in reversed(keys[:num_hits]):
+            self._pin(key)
+            self._policy.on_hit(key, time_s)
+        return num_hits
+
+    def _make_room(self, need: int, incoming: Sequence[BlockKey], index: int) -> None:
+        while (short := need - self._num_free()) > 0:
+            self._evict(short, incoming, index)
+            if need <= self._num_free():
+                return
+            # A request has no more blocks than the tier, so there is room once it is the only one.
+            self._end(self._running[0])
+
+    def _num_free(self) -> int:
+        return self._capacity - len(self._resident) - self._output_held
+
+    def _evict(self, count: int, incoming: Sequence[BlockKey], index: int) -> None:
+        """Ask for `count` victims and remove them; fewer, if no more may go."""
+        time_s = self._time(index)
+        ask = PolicyContext(count, self, incoming=incoming, time_s=time_s)
+        decision = self._policy.select_victims(ask)
+        victims = check_decision(decision, PolicyContext(count, self, incoming=incoming, time_s=time_s)).victims
+        for key in victims:
+            parent = self._resident.pop(BlockKey(key)).parent
+            self._num_evictable -= 1
+            if parent in self._resident:
+                self._unpin(parent)
+            self._policy.on_remove(BlockKey(key), True)
+            self._totals.evicted_at[BlockKey(key)] = self._num_accesses
+        self._totals.num_evicted += len(victims)
+        if len(victims) < count and self._num_evictable:
+            raise PolicyError(
+                f"policy {self._policy.name} gave {len(victims)} of {count} victims though {self._num_evictable} more blocks may "
+                "go; it must choose as many as are wanted, or all there are."
+            )
+
+    def _pin(self, key: BlockKey) -> None:
+        block = self._resident[key]
+        self._num_evictable -= not block.pins
+        block.pins += 1
+
+    def _unpin(self, key: BlockKey) -> None:
+        block = self._resident[key]
+        block.pins -= 1
+        self._num_evictable += not block.pins
+
+    def _insert(self, keys: list[BlockKey], num_hits: int, index: int) -> None:
+        resident, totals = self._resident, self._totals
+        tenant = self._tenants[index] if self._tenants else ""
+        for place in range(len(keys) - 1, num_hits - 1, -1):
+            key, parent = keys[place], keys[place - 1] if place else None
+            if key in resident:
+                raise TraceError(f"request {index}: block {key} is there already, under another parent or twice in the request.")
+            resident[key] = _Resident(parent, 1 + (place + 1 < len(keys)))
+            block = CachedBlock(
+                key, parent, place + 1, self._block_tokens, tenant_id=tenant, time_s=self._time(index)
+            )  # fmt: skip
+            self._policy.on_insert(block)
+            evicted_at = totals.evicted_at.pop(key, None)
+            if evicted_at is not None and self._num_accesses - evicted_at < self._soon:
+                totals.num_evicted_soon += 1
+        if 0 < num_hits < len(keys):
+            self._pin(keys[num_hits - 1])
+
+    def _end(self, request: _Running) -> None:
+        self._let_go(request)
+        self._fruitless = 0
+
+    def _let_go(self, request: _Running) -> None:
+        self._running.remove(request)
+        for key in request.keys:
+            self._unpin(key)
+        self._output_held -= request.output
+
+    def _grow_all(self, index: int) -> None:
+        for request in tuple(self._running):
+            if request in self._running:
+                self._grow(request, index)
+
+    def _grow(self, request: _Running, index: int) -> None:
+        target = -(-request.final_output * request.age // self._max_running)
+        while (short := target - request.output - self._num_free()) > 0:
+            self._evict(short, (), index)
+            if target - request.output <= self._num_free():
+                break
+            others = [other for other in self._running if other is not request]
+            last = others[-1] if others else request
+            self._preempt(last)
+            if last is request:
+                return
+        self._output_held += target - request.output
+        request.output = target
+
+    def _preempt(self, request: _Running) -> None:
+        self._let_go(request)
+        self._retries.append(request.index)
+        self._totals.num_preempted += 1
+        self._fruitless += 1
+        if self._fruitless > MAX_FRUITLESS:
+            raise CapacityError(
+                f"{self._max_running} running requests whose answers do not fit in {self._capacity} blocks preempt each other "
+                "without end; raise the capacity or lower --running."
+            )
+
+
+def replay_prefix_reference(
+    policy: EvictionPolicy, keys: NDArray[np.uint64], offsets: NDArray[np.int64], *, capacity: int, running: int = 1,
+    output_blocks: NDArray[np.int32] | None = None, times_s: NDArray[np.float64] | None = None, soon: int | None = None,
+    block_tokens: int = 1, tenants: Sequence[str] = (), on_progress: Callable[[int], None] | None = None,
+) -> PrefixCounts:  # fmt: skip
+    """`PrefixReplay(...).run()`; see there."""
+    replay = PrefixReplay(
+        policy, keys, offsets, capacity=capacity, running=running, output_blocks=output_blocks, times_s=times_s, soon=soon,
+        block_tokens=block_tokens, tenants=tenants,
+    )  # fmt: skip
+    return replay.run(on_progress)
