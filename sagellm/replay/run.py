@@ -1,9 +1,9 @@
 """Runs a trace through one policy at one capacity and makes a row of it. README.md defines every column."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +11,13 @@ from pydantic import Field
 
 from sagellm import _core
 from sagellm.core.config import Model
+from sagellm.core.hooks import Tier
 from sagellm.replay.base import ObjectCounts, PrefixCounts, Semantics, Trace
 from sagellm.replay.belady import Belady
 from sagellm.replay.objects import replay_objects_reference
 from sagellm.replay.policies import Contestant
 from sagellm.replay.prefix import replay_prefix_reference
+from sagellm.replay.tiered import DEFAULT_TOKEN_BYTES, TieredReplay, build_manager
 
 Progress = Callable[[int], None]  # how many requests are done
 DEFAULT_PREFILL = 10_000.0
@@ -25,7 +27,8 @@ class ReplayOptions(Model):
     """How a trace is replayed, whatever the policy.
 
     `running`: requests at a time; `outputs`: answers take room too; `soon`: see `PrefixReplay`, None for the capacity;
-    `reference`: plain Python throughout; `prefill_tokens_per_s`: for the estimate of TTFT.
+    `reference`: plain Python throughout; `prefill_tokens_per_s`: for the estimate of TTFT. For tiers: `migration`, the policy
+    that says what is worth a move; `token_bytes`, keys and values of one token; `load_bytes_per_s`, by the tier that is read.
     """
 
     semantics: Semantics = Semantics.PREFIX
@@ -34,6 +37,9 @@ class ReplayOptions(Model):
     soon: int | None = Field(None, ge=0)
     reference: bool = False
     prefill_tokens_per_s: float = Field(DEFAULT_PREFILL, gt=0)
+    migration: str = "always"
+    token_bytes: int = Field(DEFAULT_TOKEN_BYTES, ge=1)
+    load_bytes_per_s: dict[Literal["cpu", "nvme"], float] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,9 @@ class Row:
     skipped_lines: int
     implementation: str
     options: dict[str, Any]
+    tiers: dict[str, int] | None = None
+    loaded_blocks: dict[str, int] | None = None
+    moved_bytes: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,10 +98,36 @@ def run(
     start_s = time.perf_counter()
     if options.semantics is Semantics.OBJECT:
         return _objects_outcome(trace, _objects(trace, contestant, capacity, options, on_progress), start_s)
-    counts = _prefix(trace, contestant, capacity, options, on_progress)
-    seconds = time.perf_counter() - start_s
-    hit_tokens = np.minimum(counts.hit_blocks.astype(np.int64) * trace.block_size, trace.input_tokens)
-    return Outcome(int(counts.hit_blocks.sum()), hit_tokens, int(trace.input_tokens.sum(dtype=np.int64)), counts, seconds)
+    return _prefix_outcome(trace, _prefix(trace, contestant, capacity, options, on_progress), start_s)
+
+
+def run_tiers(
+    trace: Trace, contestant: Contestant, tiers: Mapping[Tier, int], options: ReplayOptions, on_progress: Progress | None = None
+) -> Row:  # fmt: skip
+    """The row of one policy on each of several tiers; its capacity is that of gpu. There is no bound for tiers.
+
+    Raises:
+        PolicyError, TraceError, ConfigError: as `build_manager` and `TieredReplay`.
+    """
+    start_s = time.perf_counter()
+    manager, backend = build_manager(
+        trace, contestant, tiers, migration=options.migration, reference=options.reference, token_bytes=options.token_bytes
+    )  # fmt: skip
+    capacity = tiers[Tier.GPU]
+    replay = TieredReplay(trace, manager, backend, capacity=capacity, running=options.running, soon=options.soon)
+    found = replay.run(on_progress)
+    outcome = _prefix_outcome(trace, found.counts, start_s)
+    block_bytes = options.token_bytes * trace.block_size
+    load_s = sum(
+        found.loaded_blocks[tier] * block_bytes / rate for tier, rate in options.load_bytes_per_s.items()
+    )  # fmt: skip
+    return replace(
+        make_row(trace, contestant._replace(is_native=False), capacity, options, outcome, None),
+        migration_bytes=sum(found.moved_bytes.values()), moved_bytes=found.moved_bytes,
+        tiers={tier.value: blocks for tier, blocks in tiers.items()},
+        loaded_blocks={tier: int(blocks.sum()) for tier, blocks in found.loaded_blocks.items()},
+        **ttft(trace, outcome.hit_tokens, options.prefill_tokens_per_s, load_s),
+    )  # fmt: skip
 
 
 def make_row(
@@ -120,10 +155,13 @@ def make_row(
     )  # fmt: skip
 
 
-def ttft(trace: Trace, hit_tokens: NDArray[np.int64], prefill_tokens_per_s: float) -> dict[str, float]:
+def ttft(
+    trace: Trace, hit_tokens: NDArray[np.int64], prefill_tokens_per_s: float, load_s: NDArray[np.float64] | float = 0.0
+) -> dict[str, float]:  # fmt: skip
     """Seconds until the first token if a request waits for nothing but its own prefill: the tokens that were not found, at
-    least one, since the first output token comes out of a computed one. Mean and percentiles over requests."""
-    seconds = np.maximum(trace.input_tokens - hit_tokens, 1) / prefill_tokens_per_s
+    least one, since the first output token comes out of a computed one. `load_s`: what moving found blocks took before.
+    Mean and percentiles over requests."""
+    seconds = np.maximum(trace.input_tokens - hit_tokens, 1) / prefill_tokens_per_s + load_s
     p50, p90, p99 = np.percentile(seconds, (50, 90, 99)).tolist()
     return {"ttft_mean_s": float(seconds.mean()), "ttft_p50_s": p50, "ttft_p90_s": p90, "ttft_p99_s": p99}
 
@@ -167,6 +205,12 @@ def _objects(
             on_progress(int(np.searchsorted(starts, num_accesses, side="right")) - 1)
 
     return replay_objects_reference(policy, trace.keys, capacity=capacity, soon=options.soon, on_progress=report)
+
+
+def _prefix_outcome(trace: Trace, counts: PrefixCounts, start_s: float) -> Outcome:
+    seconds = time.perf_counter() - start_s
+    hit_tokens = np.minimum(counts.hit_blocks.astype(np.int64) * trace.block_size, trace.input_tokens)
+    return Outcome(int(counts.hit_blocks.sum()), hit_tokens, int(trace.input_tokens.sum(dtype=np.int64)), counts, seconds)
 
 
 def _objects_outcome(trace: Trace, counts: ObjectCounts, start_s: float) -> Outcome:

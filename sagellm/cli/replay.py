@@ -1,0 +1,220 @@
+"""`sagellm replay`: a trace through eviction policies, or a recorded log through the modules that made it."""
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sagellm.core.errors import SageError
+from sagellm.replay.base import DEFAULT_BLOCK_SIZE, Semantics
+
+MAX_SHOWN = 20
+
+
+class _Misuse(click.ClickException):
+    exit_code = 2
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"error: {self.message}", err=True)
+
+
+class _Numbers(click.ParamType):
+    """Positive integers, separated by commas."""
+
+    name = "INTEGER,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",")]
+        for part in parts:
+            if not (part.isascii() and part.isdigit() and int(part)):
+                self.fail(f"{part!r} is not a number of blocks: give integers of 1 or more, such as 1000,5000.", param, context)
+        return tuple(dict.fromkeys(map(int, parts)))
+
+
+class _Rates(click.ParamType):
+    """`tier:number` pairs, separated by commas."""
+
+    name = "TIER:GB/S,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> dict[str, float]:
+        if isinstance(value, dict):
+            return value
+        found = {}
+        for part in value.split(","):
+            tier, _, rate = part.strip().partition(":")
+            try:
+                found[tier] = float(rate) * 1e9
+            except ValueError:
+                found[tier] = 0.0
+            if tier not in ("cpu", "nvme") or not 0 < found[tier] < float("inf"):
+                self.fail(f"{part!r} is not cpu:GB/s or nvme:GB/s, such as cpu:20,nvme:2.", param, context)
+        return found
+
+
+@click.command()
+@click.option("--trace", "trace_name", metavar="FILE|GENERATOR", help="A trace, or one made up, such as zipf:requests=10000.")
+@click.option("--policy", "policies", default="lru", show_default=True, metavar="NAME,...", help="Names, or module:Class.")
+@click.option("--capacity", "capacities", type=_Numbers(), help="Blocks that there is room for; a row for each.")
+@click.option(
+    "--semantics", type=click.Choice([each.value for each in Semantics]), default=Semantics.PREFIX.value, show_default=True
+)
+@click.option("--running", type=click.IntRange(min=1), default=1, show_default=True, help="Requests at a time.")
+@click.option("--outputs", is_flag=True, help="Answers take room too, while they are generated.")
+@click.option("--soon", type=click.IntRange(min=0), help="A false eviction comes back within so many accesses [capacity].")
+@click.option("--block-size", type=click.IntRange(min=1), help=f"Tokens of a block [of the trace, else {DEFAULT_BLOCK_SIZE}].")
+@click.option("--tiers", metavar="gpu:N,cpu:N,nvme:N", help="Several tiers, in place of --capacity.")
+@click.option("--migration", default="always", show_default=True, help="Which blocks are worth a move between tiers.")
+@click.option("--kv-bytes-per-token", "token_bytes", type=click.IntRange(min=1), help="For bytes that move [Qwen2.5-0.5B's].")
+@click.option("--load-gb-per-s", "load_rates", type=_Rates(), help="Speed of slower tiers, for TTFT [loads take no time].")
+@click.option(
+    "--prefill-tokens-per-s", "prefill", type=click.FloatRange(min=0, min_open=True), help="For TTFT [10000]."
+)
+@click.option("--policy-options", metavar="JSON", help='Options of the policy, or by policy: {"arc": {...}}.')
+@click.option("--reference", is_flag=True, help="Plain Python in place of native code.")
+@click.option("--no-belady", is_flag=True, help="No bound, and so no regret.")
+@click.option("--skip-bad", is_flag=True, help="Pass over malformed lines and count them.")
+@click.option("--plot", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write plots into this folder.")
+@click.option("--verify", type=click.Path(path_type=Path), metavar="LOG", help="Check what an engine recorded instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def replay(trace_name: str | None, verify: Path | None, as_json: bool, **given: Any) -> None:
+    """Run a trace through policies, or check a recorded log.
+
+    FILE: Mooncake's JSON lines, an event log of the engine, or a CSV of lengths; plain or gzip. Generators: zipf,
+    conversation, agentic, scan, with parameters as in zipf:requests=10000,alpha=0.8,seed=1.
+
+    Exit code 0: done, or the log was followed in every decision; 1: the log differs; 2: misuse, or a trace or policy that
+    cannot be used.
+    """
+    if (trace_name is None) == (verify is None):
+        raise click.UsageError("give either --trace and --capacity, or --verify LOG.")
+    try:
+        if verify is not None:
+            sys.exit(_verify(verify, as_json))
+        _run(trace_name, as_json, **given)
+    except SageError as error:
+        raise _Misuse(str(error)) from None
+
+
+def _run(trace_name: str, as_json: bool, **given: Any) -> None:
+    from sagellm.replay import report
+
+    _check_together(given)
+    trace = _read(trace_name, given)
+    with nullcontext() if as_json else report.progress_bar() as told:
+        rows = _rows(trace, given, told)
+    files = []
+    if given["plot"] is not None:
+        from sagellm.replay.plots import write_plots
+
+        files = [str(file) for file in write_plots(rows, trace.name, given["plot"])]
+    if as_json:
+        more = {"plots": files} if files else {}
+        click.echo(json.dumps(report.document(trace, rows, **more), indent=1))
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200  # a file or a pipe wraps nothing
+    console.print(report.table(trace, rows))
+    for file in files:
+        console.print(f"wrote {file}", soft_wrap=True, highlight=False)
+
+
+def _check_together(given: dict[str, Any]) -> None:
+    if (given["capacities"] is None) == (given["tiers"] is None):
+        raise click.UsageError("give --capacity, or --tiers for several tiers.")
+    is_object = given["semantics"] == Semantics.OBJECT.value
+    for name, alone in (("running", 1), ("outputs", False), ("tiers", None)):
+        if is_object and given[name] != alone:
+            raise click.UsageError(f"--{name} goes with prefix semantics; with objects there are no requests that run.")
+    if given["tiers"] is not None and given["outputs"]:
+        raise click.UsageError("--outputs goes with one tier; leave it out with --tiers.")
+
+
+def _read(name: str, given: dict[str, Any]) -> Any:
+    from sagellm.replay.base import check_prefixes
+    from sagellm.replay.generate import generate, is_generator
+    from sagellm.replay.traces import read_trace
+
+    if is_generator(name):
+        return generate(name, **({"block_size": given["block_size"]} if given["block_size"] else {}))
+    is_prefix = given["semantics"] == Semantics.PREFIX.value
+    trace = read_trace(Path(name), block_size=given["block_size"], skip_bad=given["skip_bad"], unique_parents=is_prefix)
+    if is_prefix:
+        check_prefixes(trace)
+    return trace
+
+
+def _rows(trace: Any, given: dict[str, Any], told: Any) -> list[Any]:
+    from sagellm.replay.policies import find_contestant
+    from sagellm.replay.run import ReplayOptions, run_tiers
+    from sagellm.replay.session import replay as replay_all
+    from sagellm.replay.tiered import parse_tiers
+
+    names = [name.strip() for name in given["policies"].split(",") if name.strip()]
+    if not names:
+        raise click.UsageError("--policy names no policy.")
+    wanted = _options_by_policy(names, given["policy_options"])
+    contestants = [find_contestant(name, wanted[name], reference=given["reference"]) for name in dict.fromkeys(names)]
+    optional = {
+        "prefill_tokens_per_s": given["prefill"], "token_bytes": given["token_bytes"], "load_bytes_per_s": given["load_rates"],
+    }  # fmt: skip
+    options = ReplayOptions(
+        semantics=given["semantics"], running=given["running"], outputs=given["outputs"], soon=given["soon"],
+        reference=given["reference"], migration=given["migration"],
+        **{name: value for name, value in optional.items() if value is not None},
+    )  # fmt: skip
+    if given["tiers"] is not None:
+        tiers = parse_tiers(given["tiers"])
+        return [run_tiers(trace, contestant, tiers, options) for contestant in contestants]
+    for contestant in contestants:  # options that a policy does not take fail before anything runs
+        if contestant.build is not None:
+            contestant.build(given["capacities"][0])
+    bound = not given["no_belady"]
+    return replay_all(trace, contestants, given["capacities"], options, with_bound=bound, report=told)
+
+
+def _options_by_policy(names: list[str], text: str | None) -> dict[str, dict[str, Any]]:
+    if text is None:
+        return {name: {} for name in names}
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise click.UsageError(f"--policy-options is not JSON: {error}.") from None
+    if not isinstance(given, dict):
+        raise click.UsageError(f"--policy-options is a {type(given).__name__}; a JSON object was expected.")
+    if given and all(isinstance(value, dict) for value in given.values()):
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise click.UsageError(f"--policy-options names {', '.join(unknown)}; --policy has {', '.join(names)}.")
+        return {name: given.get(name, {}) for name in names}
+    if len(set(names)) > 1:
+        raise click.UsageError('with several policies --policy-options goes by policy: {"arc": {...}}.')
+    return {name: given for name in names}
+
+
+def _verify(log: Path, as_json: bool) -> int:
+    from dataclasses import asdict, is_dataclass
+
+    from sagellm.replay.verify import verify_log
+
+    found = verify_log(log)
+    if as_json:
+        plain = asdict(found) if is_dataclass(found) else found._asdict()
+        click.echo(json.dumps(plain, indent=1, default=str))
+    else:
+        for difference in found.differences[:MAX_SHOWN]:
+            click.echo(
+                f"line {difference.line}: {difference.event}: recorded {difference.recorded}, replayed {difference.replayed}"
+            )
+        if len(found.differences) > MAX_SHOWN:
+            click.echo(f"and {len(found.differences) - MAX_SHOWN} more; --json lists all.")
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(found.counts.items()))
+        click.echo(f"{log}: {len(found.differences)} differences ({counts}).")
+    return 1 if found.differences else 0

@@ -1,0 +1,92 @@
+"""What a replay found, as a JSON document or as tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from sagellm.replay.base import Trace
+from sagellm.replay.run import Row
+from sagellm.replay.session import Report
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+QUIET_S = 2.0
+COLUMNS = {
+    "policy": lambda row: row.policy,
+    "capacity": lambda row: f"{row.capacity:,}",
+    "hit rate, block": lambda row: f"{row.hit_rate_block:.4f}",
+    "token": lambda row: f"{row.hit_rate_token:.4f}",
+    "with retries": lambda row: f"{row.hit_rate_block_with_retries:.4f}" if row.retries else "",
+    "regret": lambda row: "" if row.regret_block is None else f"{row.regret_block:.4f}",
+    "evictions": lambda row: f"{row.evictions:,}",
+    "back soon": lambda row: "" if row.evictions_soon_share is None else f"{row.evictions_soon_share:.4f}",
+    "moved MB": lambda row: f"{row.migration_bytes / 1e6:,.0f}" if row.migration_bytes else "",
+    "TTFT mean s": lambda row: f"{row.ttft_mean_s:.4f}",
+    "p99": lambda row: f"{row.ttft_p99_s:.4f}",
+    "oversized": lambda row: f"{row.oversized:,}" if row.oversized else "",
+    "run s": lambda row: f"{row.seconds:.3f}",
+}
+
+
+def document(trace: Trace, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
+    """Plain values for JSON, rates in full."""
+    about = {
+        "name": trace.name, "sha256": trace.sha256, "requests": trace.num_requests, "accesses": trace.num_accesses,
+        "distinct_blocks": trace.num_distinct_blocks, "block_size": trace.block_size, "skipped": trace.num_skipped,
+    }  # fmt: skip
+    return {"trace": about, **more, "rows": [asdict(row) for row in rows]}
+
+
+def table(trace: Trace, rows: Sequence[Row]) -> Table:
+    """A rich table; columns that are empty in every row are left out."""
+    from rich.table import Table
+
+    skipped = f", {trace.num_skipped:,} lines skipped" if trace.num_skipped else ""
+    semantics = rows[0].semantics if rows else ""
+    found = Table(
+        title=f"{trace.name}: {trace.num_requests:,} requests, {trace.num_accesses:,} blocks of {trace.block_size} tokens, "
+        f"{trace.num_distinct_blocks:,} distinct{skipped}; {semantics} semantics",
+        title_justify="left",
+    )
+    cells = {name: [text(row) for row in rows] for name, text in COLUMNS.items()}
+    shown = [name for name, texts in cells.items() if any(texts)]
+    for name in shown:
+        found.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name == "policy")
+    for number in range(len(rows)):
+        found.add_row(*(cells[name][number] for name in shown))
+    return found
+
+
+@contextmanager
+def progress_bar() -> Iterator[Report | None]:
+    """A function to report to, which draws once two seconds have passed; None where standard error is no terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    bar = Progress(console=console, transient=True)
+    start_s = monotonic()
+    task = bar.add_task("replay", total=1.0)
+    is_shown = False
+
+    def report(what: str, part: float) -> None:
+        nonlocal is_shown
+        if not is_shown and monotonic() - start_s > QUIET_S:
+            bar.start()
+            is_shown = True
+        if is_shown:
+            bar.update(task, description=what, completed=part)
+
+    try:
+        yield report
+    finally:
+        if is_shown:
+            bar.stop()

@@ -1,0 +1,48 @@
+"""All policies at all capacities: rows in the order asked for, each with its regret."""
+
+from collections.abc import Callable, Sequence
+
+from sagellm.replay.base import Trace
+from sagellm.replay.policies import BELADY, Contestant, find_contestant
+from sagellm.replay.run import Outcome, ReplayOptions, Row, make_row, run
+
+Report = Callable[[str, float], None]  # what is running, share of the whole that is done
+
+
+def replay(
+    trace: Trace, contestants: Sequence[Contestant], capacities: Sequence[int], options: ReplayOptions, *,
+    with_bound: bool = True, report: Report | None = None,
+) -> list[Row]:  # fmt: skip
+    """A row for each policy and capacity; Belady's choice runs once a capacity, unless `with_bound` is off.
+
+    Raises:
+        PolicyError, TraceError, CapacityError: as the replays.
+    """
+    names = [contestant.name for contestant in contestants]
+    has_bound_row = BELADY in names
+    num_runs = len(capacities) * (len(contestants) + (with_bound and not has_bound_row))
+    num_done = 0
+
+    def measured(contestant: Contestant, capacity: int) -> Outcome:
+        nonlocal num_done
+
+        def progress(num_requests: int) -> None:
+            report(f"{contestant.name} at {capacity}", (num_done + num_requests / max(1, trace.num_requests)) / num_runs)
+
+        outcome = run(trace, contestant, capacity, options, progress if report else None)
+        num_done += 1
+        if report:
+            report(f"{contestant.name} at {capacity}", num_done / num_runs)
+        return outcome
+
+    bounds: dict[int, Outcome] = {}
+    if with_bound or has_bound_row:
+        best = find_contestant(BELADY, {}, reference=options.reference)
+        bounds = {capacity: measured(best, capacity) for capacity in capacities}
+    rows = []
+    for contestant in contestants:
+        for capacity in capacities:
+            is_bound = contestant.name == BELADY
+            outcome = bounds[capacity] if is_bound else measured(contestant, capacity)
+            rows.append(make_row(trace, contestant, capacity, options, outcome, bounds.get(capacity)))
+    return rows
