@@ -153,8 +153,9 @@ def _read(name: str, given: dict[str, Any]) -> Any:
 
 def _rows(trace: Any, given: dict[str, Any], told: Any) -> list[Any]:
     from sagellm.replay.policies import find_contestant
-    from sagellm.replay.run import ReplayOptions, run_tiers
+    from sagellm.replay.run import ReplayOptions
     from sagellm.replay.session import replay as replay_all
+    from sagellm.replay.session import replay_tiers
     from sagellm.replay.tiered import parse_tiers
 
     names = [name.strip() for name in given["policies"].split(",") if name.strip()]
@@ -171,8 +172,7 @@ def _rows(trace: Any, given: dict[str, Any], told: Any) -> list[Any]:
         **{name: value for name, value in optional.items() if value is not None},
     )  # fmt: skip
     if given["tiers"] is not None:
-        tiers = parse_tiers(given["tiers"])
-        return [run_tiers(trace, contestant, tiers, options) for contestant in contestants]
+        return replay_tiers(trace, contestants, parse_tiers(given["tiers"]), options, report=told)
     for contestant in contestants:  # options that a policy does not take fail before anything runs
         if contestant.build is not None:
             contestant.build(given["capacities"][0])

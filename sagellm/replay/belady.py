@@ -30,11 +30,15 @@ class Belady(EvictionPolicy):
 
     def __init__(self, capacity: int, *, keys: NDArray[np.uint64], offsets: NDArray[np.int64]) -> None:
         super().__init__(capacity)
+        requests_of = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        # What is deeper than the tier has room for never comes to it.
+        takes_part = np.arange(len(keys)) - offsets[:-1][requests_of] < capacity
+        keys, requests_of = keys[takes_part], requests_of[takes_part]
         order = np.argsort(keys, kind="stable")
         in_order = keys[order]
         starts = np.flatnonzero(np.concatenate(([True], in_order[1:] != in_order[:-1]))) if len(keys) else order
-        requests = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))[order].tolist()
-        ends = [*starts.tolist()[1:], len(keys)]
+        requests = requests_of[order].tolist()
+        ends = [*starts.tolist(), len(keys)][1:]
         # By key the requests that have it, last one first, so that those which have passed are popped off the end.
         self._uses = {
             key: requests[start:end][::-1]
@@ -47,7 +51,7 @@ class Belady(EvictionPolicy):
 
     def on_request(self, index: int) -> None:
         """The events that follow are of this request, or of one before it that comes again."""
-        self._now = index
+        self._now = max(self._now, index)
 
     def on_insert(self, block: CachedBlock) -> None:
         if block.key in self._rank:

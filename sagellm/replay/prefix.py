@@ -4,7 +4,7 @@ It works with any `EvictionPolicy` and is the twin of the native replay. README.
 are theirs.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +15,8 @@ from sagellm.core.errors import CapacityError, PolicyError, TraceError
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext, check_decision
 from sagellm.replay.base import PrefixCounts
 
-MAX_FRUITLESS = 10_000  # preemptions in a row with no request ending or beginning: they go round in a circle
+ROUNDS = 16  # of retries in which no request ends; after that they preempt each other in a circle
+SPARE_RETRIES = 64
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class PrefixReplay:
         self._output_held = 0
         self._num_evictable = 0  # resident blocks without pins
         self._num_accesses = 0
-        self._fruitless = 0
+        self._num_ended = 0
         self._totals = _Totals([0] * (len(offsets) - 1))
 
     def num_pins(self, key: BlockKey) -> int:
@@ -95,11 +96,14 @@ class PrefixReplay:
     def parent_of(self, key: BlockKey) -> BlockKey | None:
         return self._resident[key].parent
 
-    def num_resident(self) -> int:
-        return len(self._resident)
-
-    def num_output_held(self) -> int:
-        return self._output_held
+    def check(self) -> None:
+        """Assert what always holds: the tier is not overfull, every pin has its reason, a block's parent is there too."""
+        assert len(self._resident) + self._output_held <= self._capacity
+        assert self._output_held == sum(request.output for request in self._running)
+        pins = Counter(key for request in self._running for key in request.keys)
+        pins.update(block.parent for block in self._resident.values() if block.parent is not None)
+        assert pins == {key: block.pins for key, block in self._resident.items() if block.pins}
+        assert self._num_evictable == sum(not block.pins for block in self._resident.values())
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> PrefixCounts:
         """All requests. `on_progress` is told how many were admitted for the first time.
@@ -141,7 +145,6 @@ class PrefixReplay:
             self._totals.retry_blocks += num_asked
         else:
             self._totals.hit_blocks[index] = num_hits
-            self._fruitless = 0
         new = keys[num_hits:]
         self._make_room(len(new), new[::-1], index)  # 4
         self._insert(keys, num_hits, index)  # 5
@@ -152,8 +155,16 @@ class PrefixReplay:
             self._grow_all(index)  # 6
 
     def _empty_retries(self) -> None:
+        in_vain = 0
         while self._retries:
+            num_ended = self._num_ended
             self.admit(self._retries.popleft(), is_retry=True)
+            in_vain = in_vain + 1 if self._num_ended == num_ended else 0
+            if in_vain > ROUNDS * (len(self._retries) + len(self._running) + SPARE_RETRIES):
+                raise CapacityError(
+                    f"requests whose answers do not fit in {self._capacity} blocks beside each other preempt each other without "
+                    f"end, {self._max_running} running at a time; raise the capacity or lower --running."
+                )
 
     def _time(self, index: int) -> float:
         return 0.0 if self._times is None else self._times[index]
@@ -227,7 +238,7 @@ class PrefixReplay:
 
     def _end(self, request: _Running) -> None:
         self._let_go(request)
-        self._fruitless = 0
+        self._num_ended += 1
 
     def _let_go(self, request: _Running) -> None:
         self._running.remove(request)
@@ -258,12 +269,6 @@ class PrefixReplay:
         self._let_go(request)
         self._retries.append(request.index)
         self._totals.num_preempted += 1
-        self._fruitless += 1
-        if self._fruitless > MAX_FRUITLESS:
-            raise CapacityError(
-                f"{self._max_running} running requests whose answers do not fit in {self._capacity} blocks preempt each other "
-                "without end; raise the capacity or lower --running."
-            )
 
 
 def replay_prefix_reference(

@@ -25,6 +25,8 @@ COLUMNS = {
     "regret": lambda row: "" if row.regret_block is None else f"{row.regret_block:.4f}",
     "evictions": lambda row: f"{row.evictions:,}",
     "back soon": lambda row: "" if row.evictions_soon_share is None else f"{row.evictions_soon_share:.4f}",
+    "from cpu": lambda row: f"{row.loaded_blocks['cpu']:,}" if row.loaded_blocks else "",
+    "from nvme": lambda row: f"{row.loaded_blocks['nvme']:,}" if row.loaded_blocks and "nvme" in row.tiers else "",
     "moved MB": lambda row: f"{row.migration_bytes / 1e6:,.0f}" if row.migration_bytes else "",
     "TTFT mean s": lambda row: f"{row.ttft_mean_s:.4f}",
     "p99": lambda row: f"{row.ttft_p99_s:.4f}",
@@ -47,10 +49,12 @@ def table(trace: Trace, rows: Sequence[Row]) -> Table:
     from rich.table import Table
 
     skipped = f", {trace.num_skipped:,} lines skipped" if trace.num_skipped else ""
-    semantics = rows[0].semantics if rows else ""
+    semantics = f"{rows[0].semantics} semantics" if rows else ""
+    if rows and rows[0].tiers:
+        semantics += f", {', '.join(f'{tier} {blocks:,}' for tier, blocks in rows[0].tiers.items())}"
     found = Table(
         title=f"{trace.name}: {trace.num_requests:,} requests, {trace.num_accesses:,} blocks of {trace.block_size} tokens, "
-        f"{trace.num_distinct_blocks:,} distinct{skipped}; {semantics} semantics",
+        f"{trace.num_distinct_blocks:,} distinct{skipped}; {semantics}",
         title_justify="left",
     )
     cells = {name: [text(row) for row in rows] for name, text in COLUMNS.items()}

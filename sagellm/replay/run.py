@@ -151,8 +151,13 @@ def make_row(
         evictions_soon_share=None if soon is None else share(soon, counts.num_evicted), migration_bytes=0,
         **ttft(trace, outcome.hit_tokens, options.prefill_tokens_per_s), belady_hit_rate_block=best,
         regret_block=None if best is None else best - rate, skipped_lines=trace.num_skipped,
-        implementation="native" if contestant.is_native else "python", options=contestant.options,
+        implementation="native" if is_native(contestant, options) else "python", options=contestant.options,
     )  # fmt: skip
+
+
+def is_native(contestant: Contestant, options: ReplayOptions) -> bool:
+    """Whether the whole replay is native code. An object cache is told one key at a time and cannot be Belady's."""
+    return contestant.is_native and (contestant.build is not None or options.semantics is Semantics.PREFIX)
 
 
 def ttft(
@@ -174,7 +179,7 @@ def _prefix(
     trace: Trace, contestant: Contestant, capacity: int, options: ReplayOptions, on_progress: Progress | None
 ) -> PrefixCounts:  # fmt: skip
     outputs = trace.output_blocks() if options.outputs else None
-    if contestant.is_native:
+    if is_native(contestant, options):
         found = _core.replay_prefix(
             contestant.name, capacity, trace.keys, trace.offsets, running=options.running, output_blocks=outputs,
             times_s=trace.times_s, soon=options.soon, options=contestant.options,
@@ -191,7 +196,7 @@ def _prefix(
 def _objects(
     trace: Trace, contestant: Contestant, capacity: int, options: ReplayOptions, on_progress: Progress | None
 ) -> ObjectCounts:  # fmt: skip
-    if contestant.is_native:
+    if is_native(contestant, options):
         hits = np.asarray(_core.replay_objects(contestant.name, capacity, trace.keys, options=contestant.options), bool)
         # Each miss brings a key in; what came in beyond the room there is has put another one out.
         return ObjectCounts(hits, max(0, int((~hits).sum()) - capacity))

@@ -1,10 +1,11 @@
 """All policies at all capacities: rows in the order asked for, each with its regret."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from sagellm.core.hooks import Tier
 from sagellm.replay.base import Trace
 from sagellm.replay.policies import BELADY, Contestant, find_contestant
-from sagellm.replay.run import Outcome, ReplayOptions, Row, make_row, run
+from sagellm.replay.run import Outcome, ReplayOptions, Row, make_row, run, run_tiers
 
 Report = Callable[[str, float], None]  # what is running, share of the whole that is done
 
@@ -45,4 +46,19 @@ def replay(
             is_bound = contestant.name == BELADY
             outcome = bounds[capacity] if is_bound else measured(contestant, capacity)
             rows.append(make_row(trace, contestant, capacity, options, outcome, bounds.get(capacity)))
+    return rows
+
+
+def replay_tiers(
+    trace: Trace, contestants: Sequence[Contestant], tiers: Mapping[Tier, int], options: ReplayOptions, *,
+    report: Report | None = None,
+) -> list[Row]:  # fmt: skip
+    """A row for each policy, over several tiers. Raises as `run_tiers`."""
+    rows = []
+    for number, contestant in enumerate(contestants):
+
+        def progress(num_requests: int, number: int = number, name: str = contestant.name) -> None:
+            report(f"{name} on {len(tiers)} tiers", (number + num_requests / trace.num_requests) / len(contestants))
+
+        rows.append(run_tiers(trace, contestant, tiers, options, progress if report else None))
     return rows

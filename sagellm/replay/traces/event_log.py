@@ -81,8 +81,8 @@ def _take(event: dict[str, Any], line: int, lookups: list[_Lookup], running: dic
             line, whole(member(event, "t_ns"), "t_ns", MAX_KEY), whole(member(event, "tokens"), "tokens"),
             _hashes(member(event, "hashes")), str(event.get("tenant", "")),
         )  # fmt: skip
-        lookups.append(lookup)
         running[_request(event)] = lookup
+        lookups.append(lookup)
     elif kind == "end" and "generated" in event:
         ended = running.pop(_request(event), None)
         if ended is not None:

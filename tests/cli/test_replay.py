@@ -1,0 +1,175 @@
+"""`sagellm replay`: what it prints, what it refuses, and its exit codes."""
+
+import json
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+from click.testing import CliRunner
+
+import sagellm.replay
+from sagellm.cli import main
+
+RECENCY = "tests.replay.policies:Recency"
+ARRIVAL = "tests.replay.policies:Arrival"
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["replay", *map(str, arguments)])
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    ids = [[0, 1, 2], [3], [0, 1, 2], [0, 4]]
+    path.write_text(
+        "".join(
+            json.dumps({"timestamp": time, "input_length": 512 * len(row), "output_length": 9, "hash_ids": row}) + "\n"
+            for time, row in enumerate(ids)
+        )
+    )
+    return path
+
+
+def test_json(trace):
+    done = run("--trace", trace, "--policy", f"{RECENCY},{ARRIVAL}", "--capacity", "3,4", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["trace"]["requests"] == 4 and found["trace"]["block_size"] == 512 and found["trace"]["skipped"] == 0
+    assert [(row["policy"], row["capacity"]) for row in found["rows"]] == [
+        (RECENCY, 3), (RECENCY, 4), (ARRIVAL, 3), (ARRIVAL, 4)
+    ]  # fmt: skip
+    assert {"semantics", "hit_rate_block", "hit_rate_token", "accesses", "seconds"} <= set(found["rows"][0])
+    assert found["rows"][0]["hit_rate_block"] == 3 / 9 and found["rows"][1]["hit_rate_block"] == 4 / 9
+
+
+def test_table_and_plots(trace, tmp_path):
+    done = run("--trace", trace, "--policy", RECENCY, "--capacity", 3, "--plot", tmp_path / "plots", "--no-belady")
+    assert done.exit_code == 0, done.output
+    assert "0.3333" in done.output and "prefix semantics" in done.output and "regret" not in done.output
+    assert (tmp_path / "plots" / "hit_rate.png").exists() and "hit_rate.png" in done.output
+
+
+def test_every_built_in_policy_runs():
+    from sagellm.kv_policy.registry import policy_names
+
+    names = policy_names()
+    done = run("--trace", "zipf:requests=60,prefixes=20", "--policy", ",".join(names), "--capacity", 60, "--json")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.output)["rows"]
+    assert [row["policy"] for row in rows] == names and all(row["regret_block"] >= 0 for row in rows)
+
+
+def test_native_and_reference_agree():
+    words = ["--trace", "agentic:requests=150", "--policy", "lru,s3fifo,belady", "--capacity", "300,900"]
+    for more in ([], ["--running", 4, "--outputs"], ["--semantics", "object"]):
+        native, plain = (json.loads(run(*words, *more, *extra, "--json").output) for extra in ([], ["--reference"]))
+        for one, other in zip(native["rows"], plain["rows"], strict=True):
+            assert other["implementation"] == "python"
+            assert {key: one[key] for key in ("policy", "hit_blocks", "evictions", "retries", "preempted", "regret_block")} == {
+                key: other[key] for key in ("policy", "hit_blocks", "evictions", "retries", "preempted", "regret_block")
+            }
+
+
+def test_tiers(trace):
+    done = run("--trace", trace, "--policy", RECENCY, "--tiers", "gpu:3,cpu:4", "--json")
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.output)["rows"]
+    assert row["tiers"] == {"gpu": 3, "cpu": 4} and row["hit_blocks"] == 4 and row["migration_bytes"] > 0
+
+
+def test_policy_options():
+    words = ["--trace", "zipf:requests=30", "--capacity", 50, "--json"]
+    done = run(*words, "--policy", "slru", "--policy-options", '{"protected_ratio": 0.5}')
+    assert json.loads(done.output)["rows"][0]["options"] == {"protected_ratio": 0.5}
+    done = run(*words, "--policy", "lru,slru", "--policy-options", '{"slru": {"protected_ratio": 0.5}}')
+    assert [row["options"] for row in json.loads(done.output)["rows"]] == [{}, {"protected_ratio": 0.5}]
+
+
+GENERATED = ["--trace", "zipf:requests=30"]
+MISUSE = {
+    "nothing": ([], "--trace and --capacity"),
+    "trace and log": ([*GENERATED, "--verify", "x"], "give either"),
+    "no capacity": (GENERATED, "give --capacity"),
+    "capacity and tiers": ([*GENERATED, "--capacity", 5, "--tiers", "gpu:5"], "give --capacity, or --tiers"),
+    "capacity 0": ([*GENERATED, "--capacity", "100,0"], "'0' is not a number of blocks"),
+    "capacity -1": ([*GENERATED, "--capacity", "-1"], "'-1' is not a number of blocks"),
+    "capacity 1.5": ([*GENERATED, "--capacity", "1.5"], "'1.5' is not a number of blocks"),
+    "capacity empty": ([*GENERATED, "--capacity", "5,"], "'' is not a number"),
+    "semantics": ([*GENERATED, "--capacity", 5, "--semantics", "token"], "'prefix', 'object'"),
+    "policy": ([*GENERATED, "--capacity", 5, "--policy", "magic"], "unknown eviction policy 'magic'; known are: fifo, lru"),
+    "no policy": ([*GENERATED, "--capacity", 5, "--policy", ","], "names no policy"),
+    "no module": ([*GENERATED, "--capacity", 5, "--policy", "absent.module:Thing"], "absent"),
+    "option": ([*GENERATED, "--capacity", 5, "--policy", "lru", "--policy-options", '{"speed": 3}'], "speed"),
+    "options not JSON": ([*GENERATED, "--capacity", 5, "--policy-options", "{"], "is not JSON"),
+    "options a list": ([*GENERATED, "--capacity", 5, "--policy-options", "[]"], "is a list"),
+    "options of another": ([*GENERATED, "--capacity", 5, "--policy-options", '{"arc": {}}'], "names arc; --policy has lru"),
+    "options of which": ([*GENERATED, "--capacity", 5, "--policy", "lru,arc", "--policy-options", '{"a": 1}'], "by policy"),
+    "missing file": (["--trace", "absent.jsonl", "--capacity", 5], "absent.jsonl: no such file"),
+    "parameter": (["--trace", "zipf:speed=1", "--capacity", 5], "zipf has no parameter speed"),
+    "tiers": ([*GENERATED, "--tiers", "gpu:5,nvme:5"], "give gpu, then cpu, then nvme"),
+    "tiers 0": ([*GENERATED, "--tiers", "gpu:0"], "at least 1 block"),
+    "tiers twice": ([*GENERATED, "--tiers", "gpu:1,gpu:2"], "gpu is there twice"),
+    "tiers and belady": ([*GENERATED, "--tiers", "gpu:5", "--policy", "belady"], "leave it out with --tiers"),
+    "objects that run": ([*GENERATED, "--capacity", 5, "--semantics", "object", "--running", 2], "--running goes with prefix"),
+    "rates": ([*GENERATED, "--tiers", "gpu:5", "--load-gb-per-s", "gpu:5"], "is not cpu:GB/s"),
+    "broken policy": ([*GENERATED, "--capacity", 20, "--policy", "tests.replay.policies:Foreign"], "not on tier"),
+    "lazy policy": ([*GENERATED, "--capacity", 40, "--policy", "tests.replay.policies:Lazy"], "it must choose as many"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISUSE)
+def test_misuse(case):
+    words, expected = MISUSE[case]
+    done = run(*words)
+    assert done.exit_code == 2 and expected in " ".join(done.output.split()), done.output
+
+
+def test_bad_lines(trace):
+    lines = trace.read_text().splitlines()
+    trace.write_text("\n".join([lines[0], "{oops}", *lines[1:]]) + "\n")
+    words = ["--trace", trace, "--policy", RECENCY, "--capacity", 4]
+    done = run(*words)
+    assert done.exit_code == 2 and "line 2: is not JSON" in done.output and "--skip-bad" in done.output
+    done = run(*words, "--skip-bad", "--json")
+    found = json.loads(done.output)
+    assert found["trace"]["skipped"] == 1 and found["rows"][0]["skipped_lines"] == 1
+    assert "1 lines skipped" in run(*words, "--skip-bad").output
+
+
+class _Difference(NamedTuple):
+    line: int
+    event: str
+    recorded: object
+    replayed: object
+
+
+class _Report(NamedTuple):
+    differences: tuple
+    counts: dict
+
+
+@pytest.mark.parametrize("num", [0, 1, 30])
+def test_verify(monkeypatch, num):
+    """With a stand-in for the check itself, which has tests of its own."""
+    from types import SimpleNamespace
+
+    found = _Report(tuple(_Difference(line, "kv_room", [1], [2]) for line in range(num)), {"kv_room": 40})
+    module = SimpleNamespace(verify_log=lambda path: found)
+    monkeypatch.setitem(sys.modules, "sagellm.replay.verify", module)
+    monkeypatch.setattr(sagellm.replay, "verify", module, raising=False)
+    done = run("--verify", "log.jsonl")
+    assert done.exit_code == (1 if num else 0) and f"{num} differences (40 kv_room)" in done.output
+    assert done.output.count("recorded [1], replayed [2]") == min(num, 20)
+    assert run("--verify", "log.jsonl", "--json").exit_code == (1 if num else 0)
+
+
+def test_as_a_process(trace):
+    code = "from sagellm.cli import main; main()"
+    words = ["replay", "--trace", trace, "--policy", "belady", "--capacity", "3", "--semantics", "object", "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"][0]["hit_blocks"] == 3 and done.stderr == ""
+    failed = subprocess.run([sys.executable, "-c", code, "replay"], capture_output=True, text=True, timeout=60)
+    assert failed.returncode == 2 and "Traceback" not in failed.stderr

@@ -1,0 +1,113 @@
+"""From counts to rows: rates, estimates, regret, and what is drawn of them."""
+
+import builtins
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sagellm.core.errors import ConfigError, PolicyError
+from sagellm.replay.base import Semantics
+from sagellm.replay.plots import write_plots
+from sagellm.replay.policies import BELADY, Contestant, find_contestant
+from sagellm.replay.report import document, table
+from sagellm.replay.run import ReplayOptions, ttft
+from sagellm.replay.session import replay
+from tests.replay.made import trace_of
+from tests.replay.policies import Arrival, Recency
+
+ROWS = [[1, 2, 3], [4], [1, 2, 3], [1, 5]]
+INPUTS = [11, 4, 11, 7]  # blocks of 4 tokens, the last ones partly filled
+LRU = Contestant("recency", {}, Recency, False)
+FIFO = Contestant("arrival", {}, Arrival, False)
+BOUND = Contestant(BELADY, {}, None, False)
+
+
+def test_a_row_with_prefix_semantics():
+    """Capacity 4: 3 blocks of [1, 2, 3] are found, then 1."""
+    trace = replace(trace_of(ROWS, inputs=INPUTS), num_skipped=2)
+    (row,) = replay(trace, [LRU], [4], ReplayOptions(prefill_tokens_per_s=2.0, reference=True))
+    assert (row.policy, row.capacity, row.semantics, row.accesses, row.hit_blocks) == ("recency", 4, "prefix", 9, 4)
+    assert row.hit_rate_block == row.hit_rate_block_with_retries == 4 / 9
+    assert row.hit_rate_token == (11 + 4) / 33  # a found last block holds 3 tokens, not 4
+    assert (row.evictions, row.evictions_soon, row.evictions_soon_share, row.retries) == (1, 0, 0.0, 0)
+    assert row.belady_hit_rate_block == 4 / 9 and row.regret_block == 0.0 and row.skipped_lines == 2
+    # Tokens to compute: 11, 4, at least 1 of 11, 3 of 7.
+    assert row.ttft_mean_s == (11 + 4 + 1 + 3) / 4 / 2 and row.ttft_p50_s == 3.5 / 2
+
+
+def test_a_row_with_object_semantics():
+    """Room for 3: of 1 2 3 4 1 2 3 1 5 LRU finds the last 1 only. Belady's also finds 1 and 2 when they come again."""
+    trace = trace_of(ROWS, inputs=INPUTS)
+    lru, bound = replay(trace, [LRU, BOUND], [3], ReplayOptions(semantics=Semantics.OBJECT, reference=True))
+    assert lru.hit_rate_block == 1 / 9 and lru.hit_rate_token == 4 / 33 and lru.evictions == 5
+    assert bound.hit_blocks == 3 and lru.regret_block == pytest.approx(2 / 9) and bound.regret_block == 0.0
+    assert lru.ttft_mean_s == pytest.approx((33 - 4) / 4 / 10_000)
+
+
+def test_retries_count_apart():
+    trace = trace_of([[1], [2]], block_size=1, outputs=[10, 0])
+    (row,) = replay(trace, [LRU], [3], ReplayOptions(running=2, outputs=True, reference=True), with_bound=False)
+    assert (row.retries, row.preempted, row.hit_rate_block, row.hit_rate_block_with_retries) == (2, 2, 0.0, 1 / 4)
+    assert row.regret_block is None and row.belady_hit_rate_block is None
+
+
+def test_rows_come_as_asked_for():
+    rows = replay(trace_of(ROWS), [FIFO, BOUND, LRU], [9, 2], ReplayOptions(reference=True))
+    assert [(row.policy, row.capacity) for row in rows] == [
+        ("arrival", 9), ("arrival", 2), ("belady", 9), ("belady", 2), ("recency", 9), ("recency", 2)
+    ]  # fmt: skip
+    assert [row.oversized for row in rows] == [0, 2] * 3
+
+
+@pytest.mark.parametrize("semantics", Semantics)
+def test_progress_rises_to_one(semantics):
+    trace = trace_of([[number, number + 1] for number in range(0, 9000, 2)])
+    parts = []
+    options = ReplayOptions(semantics=semantics, reference=True)
+    replay(trace, [LRU, FIFO], [5], options, report=lambda what, part: parts.append(part))
+    assert parts == sorted(parts) and parts[-1] == 1.0 and len(parts) > 4 and 0 < parts[0] < 0.35
+
+
+def test_moves_add_to_the_estimate():
+    trace = trace_of([[1], [2]])
+    assert ttft(trace, np.array([0, 4]), 1.0, np.array([0.0, 2.0]))["ttft_mean_s"] == (4 + 1 + 2) / 2
+
+
+def test_document_and_table():
+    trace = trace_of(ROWS)
+    rows = replay(trace, [LRU], [3], ReplayOptions(reference=True))
+    found = document(trace, rows, plots=["a.png"])
+    assert found["trace"]["sha256"] == trace.sha256 and found["trace"]["distinct_blocks"] == 5 and found["plots"] == ["a.png"]
+    assert found["rows"][0]["hit_rate_block"] == rows[0].hit_rate_block
+    headers = [str(column.header) for column in table(trace, rows).columns]
+    assert "regret" in headers and "from cpu" not in headers
+
+
+def test_plots(tmp_path):
+    rows = replay(trace_of(ROWS), [LRU, FIFO], [2, 3, 20], ReplayOptions(reference=True))
+    files = write_plots(rows, "by hand", tmp_path / "new")
+    assert [file.name for file in files] == ["hit_rate.png", "evictions.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_plots(rows, "by hand", tmp_path / "file")
+
+
+def test_plots_without_matplotlib(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *more, **options):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *more, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        write_plots([], "none", tmp_path)
+
+
+def test_belady_takes_no_options():
+    with pytest.raises(PolicyError, match="its future is the trace"):
+        find_contestant("belady", {"future": []}, reference=True)
+    assert find_contestant("Belady", {}, reference=True).build is None
