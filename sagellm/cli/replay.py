@@ -32,7 +32,11 @@ class _Numbers(click.ParamType):
         parts = [part.strip() for part in value.split(",")]
         for part in parts:
             if not (part.isascii() and part.isdigit() and int(part)):
-                self.fail(f"{part!r} is not a number of blocks: give integers of 1 or more, such as 1000,5000.", param, context)
+                self.fail(
+                    f"{part!r} is not a number of blocks: give integers of 1 or more, such as 1000,5000.",
+                    param,
+                    context,
+                )
         return tuple(dict.fromkeys(map(int, parts)))
 
 
@@ -57,20 +61,35 @@ class _Rates(click.ParamType):
 
 
 @click.command()
-@click.option("--trace", "trace_name", metavar="FILE|GENERATOR", help="A trace, or one made up, such as zipf:requests=10000.")
-@click.option("--policy", "policies", default="lru", show_default=True, metavar="NAME,...", help="Names, or module:Class.")
+@click.option(
+    "--trace", "trace_name", metavar="FILE|GENERATOR", help="A trace, or one made up, such as zipf:requests=10000."
+)
+@click.option(
+    "--policy", "policies", default="lru", show_default=True, metavar="NAME,...", help="Names, or module:Class."
+)
 @click.option("--capacity", "capacities", type=_Numbers(), help="Blocks that there is room for; a row for each.")
 @click.option(
-    "--semantics", type=click.Choice([each.value for each in Semantics]), default=Semantics.PREFIX.value, show_default=True
+    "--semantics",
+    type=click.Choice([each.value for each in Semantics]),
+    default=Semantics.PREFIX.value,
+    show_default=True,
 )
 @click.option("--running", type=click.IntRange(min=1), default=1, show_default=True, help="Requests at a time.")
 @click.option("--outputs", is_flag=True, help="Answers take room too, while they are generated.")
-@click.option("--soon", type=click.IntRange(min=0), help="A false eviction comes back within so many accesses [capacity].")
-@click.option("--block-size", type=click.IntRange(min=1), help=f"Tokens of a block [of the trace, else {DEFAULT_BLOCK_SIZE}].")
+@click.option(
+    "--soon", type=click.IntRange(min=0), help="A false eviction comes back within so many accesses [capacity]."
+)
+@click.option(
+    "--block-size", type=click.IntRange(min=1), help=f"Tokens of a block [of the trace, else {DEFAULT_BLOCK_SIZE}]."
+)
 @click.option("--tiers", metavar="gpu:N,cpu:N,nvme:N", help="Several tiers, in place of --capacity.")
 @click.option("--migration", default="always", show_default=True, help="Which blocks are worth a move between tiers.")
-@click.option("--kv-bytes-per-token", "token_bytes", type=click.IntRange(min=1), help="For bytes that move [Qwen2.5-0.5B's].")
-@click.option("--load-gb-per-s", "load_rates", type=_Rates(), help="Speed of slower tiers, for TTFT [loads take no time].")
+@click.option(
+    "--kv-bytes-per-token", "token_bytes", type=click.IntRange(min=1), help="For bytes that move [Qwen2.5-0.5B's]."
+)
+@click.option(
+    "--load-gb-per-s", "load_rates", type=_Rates(), help="Speed of slower tiers, for TTFT [loads take no time]."
+)
 @click.option(
     "--prefill-tokens-per-s", "prefill", type=click.FloatRange(min=0, min_open=True), help="For TTFT [10000]."
 )
@@ -78,7 +97,9 @@ class _Rates(click.ParamType):
 @click.option("--reference", is_flag=True, help="Plain Python in place of native code.")
 @click.option("--no-belady", is_flag=True, help="No bound, and so no regret.")
 @click.option("--skip-bad", is_flag=True, help="Pass over malformed lines and count them.")
-@click.option("--plot", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write plots into this folder.")
+@click.option(
+    "--plot", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write plots into this folder."
+)
 @click.option("--verify", type=click.Path(path_type=Path), metavar="LOG", help="Check what an engine recorded instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def replay(trace_name: str | None, verify: Path | None, as_json: bool, **given: Any) -> None:
@@ -121,7 +142,8 @@ def _run(trace_name: str, as_json: bool, **given: Any) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = 200  # a file or a pipe wraps nothing
-    console.print(report.table(trace, rows))
+    console.print(report.caption(trace, rows), soft_wrap=True, highlight=False, markup=False)
+    console.print(report.table(rows))
     for file in files:
         console.print(f"wrote {file}", soft_wrap=True, highlight=False)
 
@@ -200,21 +222,21 @@ def _options_by_policy(names: list[str], text: str | None) -> dict[str, dict[str
 
 
 def _verify(log: Path, as_json: bool) -> int:
-    from dataclasses import asdict, is_dataclass
-
     from sagellm.replay.verify import verify_log
 
     found = verify_log(log)
     if as_json:
-        plain = asdict(found) if is_dataclass(found) else found._asdict()
-        click.echo(json.dumps(plain, indent=1, default=str))
-    else:
-        for difference in found.differences[:MAX_SHOWN]:
-            click.echo(
-                f"line {difference.line}: {difference.event}: recorded {difference.recorded}, replayed {difference.replayed}"
-            )
-        if len(found.differences) > MAX_SHOWN:
-            click.echo(f"and {len(found.differences) - MAX_SHOWN} more; --json lists all.")
-        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(found.counts.items()))
-        click.echo(f"{log}: {len(found.differences)} differences ({counts}).")
-    return 1 if found.differences else 0
+        click.echo(json.dumps(found.to_dict(), indent=1))
+        return 0 if found.agrees else 1
+    for difference in found.differences[:MAX_SHOWN]:
+        click.echo(str(difference))
+    if len(found.differences) > MAX_SHOWN:
+        click.echo(f"and {len(found.differences) - MAX_SHOWN} more; --json lists all.")
+    for line, expected, got in found.gaps[:MAX_SHOWN]:
+        click.echo(f"line {line}: lines are missing, number {expected} was expected and {got} came.")
+    cut = "; the last line was cut off and left out" if found.truncated else ""
+    click.echo(
+        f"{log}: {found.num_decisions:,} decisions on {found.num_victims:,} victims, {found.num_hits:,} of {found.num_asked:,} "
+        f"blocks found; {len(found.differences):,} differences, {len(found.gaps):,} gaps{cut}."
+    )
+    return 0 if found.agrees else 1

@@ -72,7 +72,9 @@ class PrefixReplay:
         block_tokens: int = 1, tenants: Sequence[str] = (),
     ) -> None:  # fmt: skip
         if capacity < 1 or running < 1:
-            raise CapacityError(f"capacity {capacity}, running {running}: at least one block and one request are needed.")
+            raise CapacityError(
+                f"capacity {capacity}, running {running}: at least one block and one request are needed."
+            )
         self._policy = policy
         self._tell_request: Callable[[int], None] = getattr(policy, "on_request", lambda index: None)
         self._keys, self._offsets = keys, offsets
@@ -162,8 +164,8 @@ class PrefixReplay:
             in_vain = in_vain + 1 if self._num_ended == num_ended else 0
             if in_vain > ROUNDS * (len(self._retries) + len(self._running) + SPARE_RETRIES):
                 raise CapacityError(
-                    f"requests whose answers do not fit in {self._capacity} blocks beside each other preempt each other without "
-                    f"end, {self._max_running} running at a time; raise the capacity or lower --running."
+                    f"requests preempt each other without end: with {self._max_running} running at a time their answers do not "
+                    f"fit in {self._capacity} blocks; raise the capacity or lower --running."
                 )
 
     def _time(self, index: int) -> float:
@@ -204,8 +206,8 @@ class PrefixReplay:
         self._totals.num_evicted += len(victims)
         if len(victims) < count and self._num_evictable:
             raise PolicyError(
-                f"policy {self._policy.name} gave {len(victims)} of {count} victims though {self._num_evictable} more blocks may "
-                "go; it must choose as many as are wanted, or all there are."
+                f"policy {self._policy.name} gave {len(victims)} of {count} victims though {self._num_evictable} more blocks "
+                "may go; it must choose as many as are wanted, or all there are."
             )
 
     def _pin(self, key: BlockKey) -> None:
@@ -224,7 +226,9 @@ class PrefixReplay:
         for place in range(len(keys) - 1, num_hits - 1, -1):
             key, parent = keys[place], keys[place - 1] if place else None
             if key in resident:
-                raise TraceError(f"request {index}: block {key} is there already, under another parent or twice in the request.")
+                raise TraceError(
+                    f"request {index}: block {key} is there already, under another parent or twice in the request."
+                )
             resident[key] = _Resident(parent, 1 + (place + 1 < len(keys)))
             block = CachedBlock(
                 key, parent, place + 1, self._block_tokens, tenant_id=tenant, time_s=self._time(index)

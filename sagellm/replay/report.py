@@ -44,19 +44,22 @@ def document(trace: Trace, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
     return {"trace": about, **more, "rows": [asdict(row) for row in rows]}
 
 
-def table(trace: Trace, rows: Sequence[Row]) -> Table:
+def caption(trace: Trace, rows: Sequence[Row]) -> str:
+    """One line about the trace and how it was replayed."""
+    skipped = f", {trace.num_skipped:,} lines skipped" if trace.num_skipped else ""
+    tiers = rows[0].tiers or {}
+    where = f", {', '.join(f'{tier} {blocks:,}' for tier, blocks in tiers.items())}" if tiers else ""
+    return (
+        f"{trace.name}: {trace.num_requests:,} requests, {trace.num_accesses:,} blocks of {trace.block_size} tokens, "
+        f"{trace.num_distinct_blocks:,} distinct{skipped}; {rows[0].semantics} semantics{where}"
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
     """A rich table; columns that are empty in every row are left out."""
     from rich.table import Table
 
-    skipped = f", {trace.num_skipped:,} lines skipped" if trace.num_skipped else ""
-    semantics = f"{rows[0].semantics} semantics" if rows else ""
-    if rows and rows[0].tiers:
-        semantics += f", {', '.join(f'{tier} {blocks:,}' for tier, blocks in rows[0].tiers.items())}"
-    found = Table(
-        title=f"{trace.name}: {trace.num_requests:,} requests, {trace.num_accesses:,} blocks of {trace.block_size} tokens, "
-        f"{trace.num_distinct_blocks:,} distinct{skipped}; {semantics}",
-        title_justify="left",
-    )
+    found = Table()
     cells = {name: [text(row) for row in rows] for name, text in COLUMNS.items()}
     shown = [name for name, texts in cells.items() if any(texts)]
     for name in shown:

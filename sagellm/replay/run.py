@@ -151,13 +151,8 @@ def make_row(
         evictions_soon_share=None if soon is None else share(soon, counts.num_evicted), migration_bytes=0,
         **ttft(trace, outcome.hit_tokens, options.prefill_tokens_per_s), belady_hit_rate_block=best,
         regret_block=None if best is None else best - rate, skipped_lines=trace.num_skipped,
-        implementation="native" if is_native(contestant, options) else "python", options=contestant.options,
+        implementation="native" if contestant.is_native else "python", options=contestant.options,
     )  # fmt: skip
-
-
-def is_native(contestant: Contestant, options: ReplayOptions) -> bool:
-    """Whether the whole replay is native code. An object cache is told one key at a time and cannot be Belady's."""
-    return contestant.is_native and (contestant.build is not None or options.semantics is Semantics.PREFIX)
 
 
 def ttft(
@@ -179,14 +174,20 @@ def _prefix(
     trace: Trace, contestant: Contestant, capacity: int, options: ReplayOptions, on_progress: Progress | None
 ) -> PrefixCounts:  # fmt: skip
     outputs = trace.output_blocks() if options.outputs else None
-    if is_native(contestant, options):
+    if contestant.is_native:
         found = _core.replay_prefix(
             contestant.name, capacity, trace.keys, trace.offsets, running=options.running, output_blocks=outputs,
             times_s=trace.times_s, soon=options.soon, options=contestant.options,
         )  # fmt: skip
-        totals = {name: int(np.sum(getattr(found, name))) for name in PrefixCounts.__dataclass_fields__ if name != "hit_blocks"}
+        totals = {
+            name: int(np.sum(getattr(found, name)))
+            for name in PrefixCounts.__dataclass_fields__
+            if name != "hit_blocks"
+        }
         return PrefixCounts(hit_blocks=np.asarray(found.hit_blocks, np.int32), **totals)
-    policy = contestant.build(capacity) if contestant.build else Belady(capacity, keys=trace.keys, offsets=trace.offsets)
+    policy = (
+        contestant.build(capacity) if contestant.build else Belady(capacity, keys=trace.keys, offsets=trace.offsets)
+    )
     return replay_prefix_reference(
         policy, trace.keys, trace.offsets, capacity=capacity, running=options.running, output_blocks=outputs,
         times_s=trace.times_s, soon=options.soon, block_tokens=trace.block_size, tenants=trace.tenants, on_progress=on_progress,
@@ -196,7 +197,7 @@ def _prefix(
 def _objects(
     trace: Trace, contestant: Contestant, capacity: int, options: ReplayOptions, on_progress: Progress | None
 ) -> ObjectCounts:  # fmt: skip
-    if is_native(contestant, options):
+    if contestant.is_native:
         hits = np.asarray(_core.replay_objects(contestant.name, capacity, trace.keys, options=contestant.options), bool)
         # Each miss brings a key in; what came in beyond the room there is has put another one out.
         return ObjectCounts(hits, max(0, int((~hits).sum()) - capacity))
@@ -215,7 +216,9 @@ def _objects(
 def _prefix_outcome(trace: Trace, counts: PrefixCounts, start_s: float) -> Outcome:
     seconds = time.perf_counter() - start_s
     hit_tokens = np.minimum(counts.hit_blocks.astype(np.int64) * trace.block_size, trace.input_tokens)
-    return Outcome(int(counts.hit_blocks.sum()), hit_tokens, int(trace.input_tokens.sum(dtype=np.int64)), counts, seconds)
+    return Outcome(
+        int(counts.hit_blocks.sum()), hit_tokens, int(trace.input_tokens.sum(dtype=np.int64)), counts, seconds
+    )
 
 
 def _objects_outcome(trace: Trace, counts: ObjectCounts, start_s: float) -> Outcome:

@@ -28,7 +28,9 @@ def replay(
         nonlocal num_done
 
         def progress(num_requests: int) -> None:
-            report(f"{contestant.name} at {capacity}", (num_done + num_requests / max(1, trace.num_requests)) / num_runs)
+            report(
+                f"{contestant.name} at {capacity}", (num_done + num_requests / max(1, trace.num_requests)) / num_runs
+            )
 
         outcome = run(trace, contestant, capacity, options, progress if report else None)
         num_done += 1

@@ -42,7 +42,9 @@ def parse_tiers(text: str) -> dict[Tier, int]:
     for part in text.split(","):
         name, _, number = part.strip().partition(":")
         if name not in [tier.value for tier in Tier] or not number.isascii() or not number.isdigit() or not int(number):
-            raise ConfigError(f"tiers {text!r}: {part!r} is not tier:blocks, with gpu, cpu or nvme and at least 1 block.")
+            raise ConfigError(
+                f"tiers {text!r}: {part!r} is not tier:blocks, with gpu, cpu or nvme and at least 1 block."
+            )
         if Tier(name) in found:
             raise ConfigError(f"tiers {text!r}: {name} is there twice.")
         found[Tier(name)] = int(number)

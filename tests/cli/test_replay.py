@@ -3,12 +3,10 @@
 import json
 import subprocess
 import sys
-from typing import NamedTuple
 
 import pytest
 from click.testing import CliRunner
 
-import sagellm.replay
 from sagellm.cli import main
 
 RECENCY = "tests.replay.policies:Recency"
@@ -67,7 +65,9 @@ def test_native_and_reference_agree():
         native, plain = (json.loads(run(*words, *more, *extra, "--json").output) for extra in ([], ["--reference"]))
         for one, other in zip(native["rows"], plain["rows"], strict=True):
             assert other["implementation"] == "python"
-            assert {key: one[key] for key in ("policy", "hit_blocks", "evictions", "retries", "preempted", "regret_block")} == {
+            assert {
+                key: one[key] for key in ("policy", "hit_blocks", "evictions", "retries", "preempted", "regret_block")
+            } == {
                 key: other[key] for key in ("policy", "hit_blocks", "evictions", "retries", "preempted", "regret_block")
             }
 
@@ -138,31 +138,37 @@ def test_bad_lines(trace):
     assert "1 lines skipped" in run(*words, "--skip-bad").output
 
 
-class _Difference(NamedTuple):
-    line: int
-    event: str
-    recorded: object
-    replayed: object
-
-
-class _Report(NamedTuple):
-    differences: tuple
-    counts: dict
-
-
 @pytest.mark.parametrize("num", [0, 1, 30])
 def test_verify(monkeypatch, num):
-    """With a stand-in for the check itself, which has tests of its own."""
-    from types import SimpleNamespace
+    """The report is made here; how a log is checked has tests of its own."""
+    from sagellm.replay import verify
 
-    found = _Report(tuple(_Difference(line, "kv_room", [1], [2]) for line in range(num)), {"kv_room": 40})
-    module = SimpleNamespace(verify_log=lambda path: found)
-    monkeypatch.setitem(sys.modules, "sagellm.replay.verify", module)
-    monkeypatch.setattr(sagellm.replay, "verify", module, raising=False)
+    differences = [verify.Difference(line, "kv_room", "victims", [1], [2]) for line in range(num)]
+    found = verify.VerifyReport("log.jsonl", num_decisions=40, differences=differences)
+    monkeypatch.setattr(verify, "verify_log", lambda path: found)
     done = run("--verify", "log.jsonl")
-    assert done.exit_code == (1 if num else 0) and f"{num} differences (40 kv_room)" in done.output
+    assert (
+        done.exit_code == (1 if num else 0)
+        and f"40 decisions on 0 victims, 0 of 0 blocks found; {num} differ" in done.output
+    )
     assert done.output.count("recorded [1], replayed [2]") == min(num, 20)
-    assert run("--verify", "log.jsonl", "--json").exit_code == (1 if num else 0)
+    done = run("--verify", "log.jsonl", "--json")
+    assert done.exit_code == (1 if num else 0) and len(json.loads(done.output)["differences"]) == num
+
+
+def test_verify_tells_what_is_missing(monkeypatch):
+    from sagellm.replay import verify
+
+    found = verify.VerifyReport("log.jsonl", gaps=[(7, 5, 9)], truncated=True)
+    monkeypatch.setattr(verify, "verify_log", lambda path: found)
+    done = run("--verify", "log.jsonl")
+    assert done.exit_code == 1 and "line 7: lines are missing, number 5 was expected and 9 came" in done.output
+    assert "1 gaps; the last line was cut off" in done.output
+
+
+def test_verify_a_log_that_is_not_there():
+    done = run("--verify", "absent.jsonl")
+    assert done.exit_code == 2 and "absent.jsonl" in done.output
 
 
 def test_as_a_process(trace):

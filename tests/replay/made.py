@@ -25,4 +25,6 @@ def trace_of(rows, block_size=4, inputs=None, outputs=None, **fields):
 def replayed(kind, rows, capacity, outputs=None, **options):
     keys, offsets = flat(rows)
     output_blocks = None if outputs is None else np.array(outputs, np.int32)
-    return replay_prefix_reference(kind(capacity), keys, offsets, capacity=capacity, output_blocks=output_blocks, **options)
+    return replay_prefix_reference(
+        kind(capacity), keys, offsets, capacity=capacity, output_blocks=output_blocks, **options
+    )

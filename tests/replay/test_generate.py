@@ -1,5 +1,7 @@
 """Generated traces: equal for equal seeds, and of the shape that was asked for."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -50,7 +52,7 @@ def test_agents_branch():
         following = {}
         for start, end in zip(trace.offsets, trace.offsets[1:], strict=False):
             row = trace.keys[start:end].tolist()
-            for above, key in zip(row, row[1:], strict=False):
+            for above, key in pairwise(row):
                 following.setdefault(above, set()).add(key)
         return max(map(len, following.values()))
 
@@ -68,7 +70,10 @@ def test_scans_are_seen_once():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("zipf:speed=3", "zipf has no parameter speed; known are alpha, block_size, output, prefix, prefixes, rate, requests"),
+        (
+            "zipf:speed=3",
+            "zipf has no parameter speed; known are alpha, block_size, output, prefix, prefixes, rate, requests",
+        ),
         ("zipf:requests=0", "requests=0: Input should be greater"),
         ("zipf:requests=many", "requests=many: Input should be a valid integer"),
         ("zipf:requests", "'requests' is not parameter=value"),
@@ -82,7 +87,12 @@ def test_bad_parameters(text, words):
 
 
 def test_what_is_a_generator():
-    assert is_generator("zipf") and is_generator("scan:hot=1") and not is_generator("./zipf") and not is_generator("zipf.csv")
+    assert (
+        is_generator("zipf")
+        and is_generator("scan:hot=1")
+        and not is_generator("./zipf")
+        and not is_generator("zipf.csv")
+    )
 
 
 def test_text():

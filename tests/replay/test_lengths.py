@@ -35,7 +35,9 @@ def test_blocks_of_ones_own(tmp_path):
 )
 def test_names_of_others(tmp_path, text):
     trace = read(tmp_path, text)
-    assert trace.input_tokens.tolist() == [472] and trace.output_tokens.tolist() == [18] and trace.times_s[0] in (0.0, 5.0)
+    assert (
+        trace.input_tokens.tolist() == [472] and trace.output_tokens.tolist() == [18] and trace.times_s[0] in (0.0, 5.0)
+    )
 
 
 def test_dates(tmp_path):
@@ -94,8 +96,14 @@ def test_malformed_lines(tmp_path, line, words):
         ("a,b\n1,2\n", "line 1: no column for time; found a, b. Name one of: timestamp"),
         ("timestamp,b\n1,2\n", "line 1: no column for input"),
         ("timestamp,input_length\n", "holds no requests"),
-        ("timestamp,prefix_id,prefix_length,input_length\n0,p,9,5\n", "line 2: prefix_length 9 is above the input length 5"),
-        ("timestamp,prefix_id,prefix_length,session,input_length\n0,p,3,s,5\n1,q,3,s,5\n", "line 3: session 's' has prefix 'q'"),
+        (
+            "timestamp,prefix_id,prefix_length,input_length\n0,p,9,5\n",
+            "line 2: prefix_length 9 is above the input length 5",
+        ),
+        (
+            "timestamp,prefix_id,prefix_length,session,input_length\n0,p,3,s,5\n1,q,3,s,5\n",
+            "line 3: session 's' has prefix 'q'",
+        ),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, text, words):

@@ -75,7 +75,9 @@ def test_block_size_is_what_most_lines_say(write):
             {"timestamp": 0, "input_length": 7236, "output_length": 1, "hash_ids": list(range(15))},
             {"timestamp": 0, "input_length": 7236, "output_length": 1, "hash_ids": list(range(9))}]  # fmt: skip
     path = write(text(rows))
-    with pytest.raises(TraceError, match=r"line 3: 9 hash_ids for input_length 7236; with blocks of 512 tokens it takes 15"):
+    with pytest.raises(
+        TraceError, match=r"line 3: 9 hash_ids for input_length 7236; with blocks of 512 tokens it takes 15"
+    ):
         read_trace(path)
     trace = read_trace(path, skip_bad=True)
     assert (trace.block_size, trace.num_requests, trace.num_skipped) == (512, 2, 1)

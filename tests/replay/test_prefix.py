@@ -101,14 +101,14 @@ def test_an_answer_too_long_for_the_tier_preempts_its_own_request():
 
 
 def test_a_retry_comes_before_the_next_new_request():
-    class Order(Recency):
-        requests = []
+    requests = []
 
+    class Order(Recency):
         def on_request(self, index):
-            self.requests.append(index)
+            requests.append(index)
 
     replayed(Order, [[1], [2], [3]], capacity=3, running=2, outputs=[4, 2, 0])
-    assert Order.requests == [0, 1, 1, 2]
+    assert requests == [0, 1, 1, 2]
 
 
 def test_answers_without_the_option_take_no_room():

@@ -10,7 +10,7 @@ from sagellm.core.errors import ConfigError, PolicyError
 from sagellm.replay.base import Semantics
 from sagellm.replay.plots import write_plots
 from sagellm.replay.policies import BELADY, Contestant, find_contestant
-from sagellm.replay.report import document, table
+from sagellm.replay.report import caption, document, table
 from sagellm.replay.run import ReplayOptions, ttft
 from sagellm.replay.session import replay
 from tests.replay.made import trace_of
@@ -78,9 +78,14 @@ def test_document_and_table():
     trace = trace_of(ROWS)
     rows = replay(trace, [LRU], [3], ReplayOptions(reference=True))
     found = document(trace, rows, plots=["a.png"])
-    assert found["trace"]["sha256"] == trace.sha256 and found["trace"]["distinct_blocks"] == 5 and found["plots"] == ["a.png"]
+    assert (
+        found["trace"]["sha256"] == trace.sha256
+        and found["trace"]["distinct_blocks"] == 5
+        and found["plots"] == ["a.png"]
+    )
     assert found["rows"][0]["hit_rate_block"] == rows[0].hit_rate_block
-    headers = [str(column.header) for column in table(trace, rows).columns]
+    headers = [str(column.header) for column in table(rows).columns]
+    assert caption(trace, rows) == "by hand: 4 requests, 9 blocks of 4 tokens, 5 distinct; prefix semantics"
     assert "regret" in headers and "from cpu" not in headers
 
 

@@ -24,9 +24,9 @@ def tiered(rows, text, running=1):
 
 
 def test_what_left_comes_back():
-    """gpu has room for one of two prompts; cpu for the other."""
+    """gpu has room for one of two prompts. Where cpu has room for one too, what gpu holds cannot change places with it."""
     found, _ = tiered([[1, 2], [3, 4], [1, 2], [3, 4]], "gpu:2,cpu:2")
-    assert found.counts.hit_blocks.tolist() == [0, 0, 0, 0] or found.counts.hit_blocks.tolist() == [0, 0, 2, 2]
+    assert found.counts.hit_blocks.tolist() == [0, 0, 2, 0]
     found, _ = tiered([[1, 2], [3, 4], [1, 2], [3, 4]], "gpu:2,cpu:4")
     assert found.counts.hit_blocks.tolist() == [0, 0, 2, 2]
     assert found.loaded_blocks["cpu"].tolist() == [0, 0, 2, 2] and found.loaded_blocks["nvme"].sum() == 0
@@ -36,7 +36,13 @@ def test_what_left_comes_back():
 def test_what_went_to_files_comes_back():
     rows = [[1, 2], [3, 4], [5, 6], [7, 8], [1, 2]]
     found, _ = tiered(rows, "gpu:2,cpu:2,nvme:20")
-    assert found.counts.hit_blocks.tolist() == [0, 0, 0, 0, 2] and found.loaded_blocks["nvme"].tolist() == [0, 0, 0, 0, 2]
+    assert found.counts.hit_blocks.tolist() == [0, 0, 0, 0, 2] and found.loaded_blocks["nvme"].tolist() == [
+        0,
+        0,
+        0,
+        0,
+        2,
+    ]
     assert found.moved_bytes["nvme-cpu"] == 2 * 4
 
 

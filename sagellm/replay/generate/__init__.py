@@ -50,6 +50,8 @@ def generate(text: str, **overrides: Any) -> Trace:
         item = error.errors()[0]
         wrong = item["loc"][0]
         if item["type"] == "extra_forbidden":
-            raise TraceError(f"{name} has no parameter {wrong}; known are {', '.join(sorted(kind.model_fields))}.") from None
+            raise TraceError(
+                f"{name} has no parameter {wrong}; known are {', '.join(sorted(kind.model_fields))}."
+            ) from None
         raise TraceError(f"{name}: {wrong}={item['input']}: {item['msg']}.") from None
     return build(text, options, generator)

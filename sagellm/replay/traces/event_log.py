@@ -55,7 +55,9 @@ def read_event_log(file: TextFile, bad: BadLines, *, block_size: int | None) -> 
     for lookup in lookups:
         if lookup.tokens // size != len(lookup.keys):
             expected = lookup.tokens // size
-            bad.add(lookup.line, f"{len(lookup.keys)} hashes for {lookup.tokens} tokens; blocks of {size} make {expected}.")
+            bad.add(
+                lookup.line, f"{len(lookup.keys)} hashes for {lookup.tokens} tokens; blocks of {size} make {expected}."
+            )
             continue
         time_s = (lookup.t_ns - start_ns) * NS
         rows.add(lookup.line, time_s, lookup.tokens, lookup.generated, lookup.keys, lookup.tenant)
@@ -106,7 +108,7 @@ def _hashes(values: Any) -> list[int]:
         keys = [int(value, 16) for value in values]
     except ValueError:
         raise Broken(f"hashes must be strings of {HASH_DIGITS} hexadecimal digits.") from None
-    if keys and not (0 <= min(keys) and max(keys) <= MAX_KEY):
+    if keys and not (min(keys) >= 0 and max(keys) <= MAX_KEY):
         raise Broken("hashes must have 64 bits.")
     return keys
 

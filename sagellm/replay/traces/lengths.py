@@ -20,7 +20,14 @@ COLUMNS = {
     "time": ("timestamp", "time", "times", "arrivedat", "arrivaltime", "timestamps"),
     "time_ms": ("timestampms", "timems"),
     "input": ("inputlength", "inputtokens", "contexttokens", "requesttokens", "prompttokens", "numprefilltokens"),
-    "output": ("outputlength", "outputtokens", "generatedtokens", "responsetokens", "completiontokens", "numdecodetokens"),
+    "output": (
+        "outputlength",
+        "outputtokens",
+        "generatedtokens",
+        "responsetokens",
+        "completiontokens",
+        "numdecodetokens",
+    ),
     "session": ("session", "sessionid", "conversationid"),
     "prefix": ("prefixid",),
     "prefix_length": ("prefixlength", "prefixtokens"),
@@ -128,12 +135,14 @@ def _time(row: dict[str, str]) -> float:
 
 def _date(text: str) -> float:
     """Seconds of an ISO date, of which fractions may have any number of digits."""
-    head, dot, tail = text.partition(".")
+    head, _, tail = text.partition(".")
     digits = tail[: len(tail) - len(tail.lstrip("0123456789"))]
     try:
         date = datetime.fromisoformat(head + tail[len(digits) :].replace("Z", "+00:00"))
     except ValueError:
-        raise Broken(f"the timestamp is {text[:40]!r}; seconds or a date such as 2024-05-10 00:00:00.5 were expected.") from None
+        raise Broken(
+            f"the timestamp is {text[:40]!r}; seconds or a date such as 2024-05-10 00:00:00.5 were expected."
+        ) from None
     date = date if date.tzinfo else date.replace(tzinfo=timezone.utc)
     return date.timestamp() + float(f"0.{digits or 0}")
 

@@ -25,7 +25,9 @@ class BadLines:
     def add(self, number: int, reason: str) -> None:
         """Raises TraceError, unless lines may be skipped."""
         if not self.skip:
-            raise TraceError(f"{self.file}, line {number}: {reason} Mend the line, or leave such lines out with --skip-bad.")
+            raise TraceError(
+                f"{self.file}, line {number}: {reason} Mend the line, or leave such lines out with --skip-bad."
+            )
         self.count += 1
         if len(self.reasons) < MAX_REASONS:
             self.reasons.append(f"line {number}: {reason}")
@@ -74,7 +76,9 @@ def open_text(path: Path) -> TextFile:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise TraceError(f"{path}: no such file. Give a trace file, or a generator such as zipf:requests=1000.") from None
+        raise TraceError(
+            f"{path}: no such file. Give a trace file, or a generator such as zipf:requests=1000."
+        ) from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}.") from None
     data, cut = _inflate(raw) if raw[:2] == b"\x1f\x8b" else (raw, "")
@@ -82,7 +86,9 @@ def open_text(path: Path) -> TextFile:
         raise TraceError(f"{path}: is UTF-16 text; save it as UTF-8.")
     data = data.removeprefix(BOM)
     if not data.strip():
-        raise TraceError(f"{path}: is empty{' (' + cut.rstrip('.') + ')' if cut else ''}; a trace has at least one request.")
+        raise TraceError(
+            f"{path}: is empty{' (' + cut.rstrip('.') + ')' if cut else ''}; a trace has at least one request."
+        )
     return TextFile(str(path), data.splitlines(), hashlib.sha256(raw).hexdigest(), cut, data.endswith((b"\n", b"\r")))
 
 

@@ -111,7 +111,7 @@ def block_keys(values: Any, name: str) -> list[int]:
     """The list, if all of it are 64-bit keys. Raises Broken."""
     if type(values) is not list:
         raise Broken(f"{name} is {_shown(values)}; a list of integers was expected.")
-    if not set(map(type, values)) <= {int} or (values and not (0 <= min(values) and max(values) <= MAX_KEY)):
+    if not set(map(type, values)) <= {int} or (values and not (min(values) >= 0 and max(values) <= MAX_KEY)):
         for value in values:
             whole(value, f"an entry of {name}", MAX_KEY)
     return values
