@@ -85,6 +85,13 @@ def test_block_size_is_what_most_lines_say(write):
         read_trace(path, block_size=256)
 
 
+def test_block_size_that_is_no_power_of_two(write):
+    """512 tokens in 2 blocks allow 256 to 511, 1,000 in 2 allow 500 to 999."""
+    rows = [{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0, 1]},
+            {"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [0, 2]}]  # fmt: skip
+    assert read_trace(write(text(rows))).block_size == 500
+
+
 MALFORMED = {
     "not json": (text(GOOD[:1]) + "{oops}\n" + text(GOOD[2:]), "is not JSON"),
     "not an object": (text(GOOD[:1]) + "[1]\n" + text(GOOD[2:]), "holds a list"),

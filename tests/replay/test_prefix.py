@@ -109,6 +109,10 @@ def test_a_retry_comes_before_the_next_new_request():
 
     replayed(Order, [[1], [2], [3]], capacity=3, running=2, outputs=[4, 2, 0])
     assert requests == [0, 1, 1, 2]
+    # Three may run. The tier is full when the first answer wants its second block: of the others the last one goes.
+    requests.clear()
+    replayed(Order, [[1], [2], [3]], capacity=4, running=3, outputs=[3, 0, 0])
+    assert requests == [0, 1, 2, 2]
 
 
 def test_answers_without_the_option_take_no_room():
