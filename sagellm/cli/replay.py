@@ -160,17 +160,13 @@ def _check_together(given: dict[str, Any]) -> None:
 
 
 def _read(name: str, given: dict[str, Any]) -> Any:
-    from sagellm.replay.base import check_prefixes
     from sagellm.replay.generate import generate, is_generator
     from sagellm.replay.traces import read_trace
 
     if is_generator(name):
         return generate(name, **({"block_size": given["block_size"]} if given["block_size"] else {}))
     is_prefix = given["semantics"] == Semantics.PREFIX.value
-    trace = read_trace(Path(name), block_size=given["block_size"], skip_bad=given["skip_bad"], unique_parents=is_prefix)
-    if is_prefix:
-        check_prefixes(trace)
-    return trace
+    return read_trace(Path(name), block_size=given["block_size"], skip_bad=given["skip_bad"], unique_parents=is_prefix)
 
 
 def _rows(trace: Any, given: dict[str, Any], told: Any) -> list[Any]:

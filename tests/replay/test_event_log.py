@@ -25,7 +25,7 @@ def written(tmp_path, events):
 
 
 EVENTS = [
-    {"t_ns": 10, "n": 0, "pid": 7, "event": "arrive", "request": 1, "tokens": 130},
+    {"t_ns": 10, "n": 0, "pid": 7, "event": "arrive", "request": 1, "tokens": 130, "tenant": "red"},
     lookup(1_000_000_000, 1, 130, [11, 12]),
     lookup(1_500_000_000, 2, 200, [11, 13, 2**64 - 1]),
     lookup(1_600_000_000, 1, 133, [11, 12], first=False),
@@ -45,6 +45,7 @@ def test_first_lookups_are_the_requests(tmp_path):
     assert trace.output_tokens.tolist() == [0, 9, 5]  # an end of another process, or without a count, says nothing
     assert trace.keys.tolist() == [11, 12, 11, 13, 2**64 - 1] and trace.offsets.tolist() == [0, 2, 5, 5]
     assert trace.key_tokens().tolist() == [64] * 5
+    assert trace.tenants == ("red", "", "")
 
 
 def test_the_log_may_say_its_block_size(tmp_path):
@@ -81,6 +82,13 @@ def test_malformed_lookups(tmp_path, changes, words):
         read_trace(path)
     trace = read_trace(path, skip_bad=True)
     assert trace.num_skipped == 1 and trace.lines.tolist() == [1, 2, 3, 5]
+
+
+def test_hashes_that_collide(tmp_path):
+    path = written(tmp_path, [lookup(5, 1, 130, [1, 2]), lookup(6, 2, 130, [3, 2])])
+    with pytest.raises(TraceError, match="line 2: overlapping ids: block 2"):
+        read_trace(path)
+    assert read_trace(path, unique_parents=False).num_requests == 2
 
 
 def test_a_log_of_a_killed_engine(tmp_path):

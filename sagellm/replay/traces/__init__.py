@@ -39,7 +39,7 @@ def read_trace(
             )
         return read_lengths(file, bad, block_size=block_size)
     if any(_is_event(line) for line in first):
-        return read_event_log(file, bad, block_size=block_size)
+        return read_event_log(file, bad, block_size=block_size, unique_parents=unique_parents)
     return read_mooncake(file, bad, block_size=block_size, unique_parents=unique_parents)
 
 

@@ -1,7 +1,7 @@
 """The event log of our own engine as a trace: the requests that it looked up, in that order, with their block hashes.
 
 Each request's first `lookup` line gives time, prompt length and hashes of its full blocks; an `end` line, where there is one,
-the length of the answer. Lookups after a preemption are left out: whether there are any is for the replay to say.
+the length of the answer, and an `arrive` line its tenant. Lookups after a preemption are left out: whether there are any is for the replay to say.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from sagellm.replay.traces.rows import Rows, size_of_most, whole
 
 NS = 1e-9
 HASH_DIGITS = 16
+WANTED = (b'"lookup"', b'"arrive"', b'"end"', b'"block_size"')
 Request = tuple[Any, Any]  # process, id
 
 
@@ -31,7 +32,7 @@ class _Lookup:
     generated: int = 0
 
 
-def read_event_log(file: TextFile, bad: BadLines, *, block_size: int | None) -> Trace:
+def read_event_log(file: TextFile, bad: BadLines, *, block_size: int | None, unique_parents: bool) -> Trace:
     """Args: `block_size`: None to take it from the log.
 
     Raises:
@@ -39,10 +40,11 @@ def read_event_log(file: TextFile, bad: BadLines, *, block_size: int | None) -> 
     """
     lookups: list[_Lookup] = []
     running: dict[Request, _Lookup] = {}
+    tenants: dict[Request, str] = {}
     told_size: int | None = None
     for number, event in file.parse(_parse, bad):
         try:
-            told_size = _take(event, number, lookups, running) or told_size
+            told_size = _take(event, number, lookups, running, tenants) or told_size
         except Broken as error:
             bad.add(number, str(error))
     if not lookups:
@@ -61,12 +63,14 @@ def read_event_log(file: TextFile, bad: BadLines, *, block_size: int | None) -> 
             continue
         time_s = (lookup.t_ns - start_ns) * NS
         rows.add(lookup.line, time_s, lookup.tokens, lookup.generated, lookup.keys, lookup.tenant)
+    if unique_parents:
+        rows.leave_out_overlaps()
     return rows.trace(file, size)
 
 
 def _parse(line: bytes) -> dict[str, Any]:
     # Most lines of a log are about something else, and parsing is what reading costs.
-    if b'"lookup"' not in line and b'"end"' not in line and b'"block_size"' not in line:
+    if not any(word in line for word in WANTED):
         if not line.rstrip().endswith(b"}"):
             parse_object(line)
         return {"event": ""}
@@ -75,21 +79,30 @@ def _parse(line: bytes) -> dict[str, Any]:
     return event
 
 
-def _take(event: dict[str, Any], line: int, lookups: list[_Lookup], running: dict[Request, _Lookup]) -> int | None:
+def _take(
+    event: dict[str, Any],
+    line: int,
+    lookups: list[_Lookup],
+    running: dict[Request, _Lookup],
+    tenants: dict[Request, str],
+) -> int | None:
     """Enter one event; returns the block size if it tells one. Raises Broken."""
     kind = event["event"]
     if kind == "lookup" and event.get("first", True):
+        request = _request(event)
         lookup = _Lookup(
             line, whole(member(event, "t_ns"), "t_ns", MAX_KEY), whole(member(event, "tokens"), "tokens"),
-            _hashes(member(event, "hashes")), str(event.get("tenant", "")),
+            _hashes(member(event, "hashes")), tenants.pop(request, ""),
         )  # fmt: skip
-        running[_request(event)] = lookup
+        running[request] = lookup
         lookups.append(lookup)
+    elif kind == "arrive" and event.get("tenant"):
+        tenants[_request(event)] = str(event["tenant"])
     elif kind == "end" and "generated" in event:
         ended = running.pop(_request(event), None)
         if ended is not None:
             ended.generated = whole(event["generated"], "generated")
-    elif kind != "lookup" and type(event.get("block_size")) is int and event["block_size"] > 0:
+    elif kind == "open" and type(event.get("block_size")) is int and event["block_size"] > 0:
         return event["block_size"]
     return None
 

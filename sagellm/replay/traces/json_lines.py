@@ -9,7 +9,7 @@ from sagellm.replay.traces.lines import Broken
 def parse_object(line: bytes) -> dict[str, Any]:
     """Raises Broken."""
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode())  # given bytes, json would guess their encoding first
     except UnicodeDecodeError:
         raise Broken("is not UTF-8 text.") from None
     except json.JSONDecodeError as error:
