@@ -1,7 +1,8 @@
 """The event log of our own engine as a trace: the requests that it looked up, in that order, with their block hashes.
 
 Each request's first `lookup` line gives time, prompt length and hashes of its full blocks; an `end` line, where there is one,
-the length of the answer, and an `arrive` line its tenant. Lookups after a preemption are left out: whether there are any is for the replay to say.
+the length of the answer, an `arrive` line the tenant. Lookups after a preemption are left out: whether there are any is for
+the replay to say.
 """
 
 from dataclasses import dataclass
