@@ -139,11 +139,10 @@ def _run(trace_name: str, as_json: bool, **given: Any) -> None:
         return
     from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 200  # a file or a pipe wraps nothing
+    console, table = Console(), report.table(rows)
     console.print(report.caption(trace, rows), soft_wrap=True, highlight=False, markup=False)
-    console.print(report.table(rows))
+    console.width = max(console.width, report.min_width(table, console))  # rather broken lines than numbers cut short
+    console.print(table)
     for file in files:
         console.print(f"wrote {file}", soft_wrap=True, highlight=False)
 

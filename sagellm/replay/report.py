@@ -13,13 +13,14 @@ from sagellm.replay.run import Row
 from sagellm.replay.session import Report
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 QUIET_S = 2.0
 COLUMNS = {
     "policy": lambda row: row.policy,
     "capacity": lambda row: f"{row.capacity:,}",
-    "hit rate, block": lambda row: f"{row.hit_rate_block:.4f}",
+    "hit rate block": lambda row: f"{row.hit_rate_block:.4f}",
     "token": lambda row: f"{row.hit_rate_token:.4f}",
     "with retries": lambda row: f"{row.hit_rate_block_with_retries:.4f}" if row.retries else "",
     "regret": lambda row: "" if row.regret_block is None else f"{row.regret_block:.4f}",
@@ -28,7 +29,7 @@ COLUMNS = {
     "from cpu": lambda row: f"{row.loaded_blocks['cpu']:,}" if row.loaded_blocks else "",
     "from nvme": lambda row: f"{row.loaded_blocks['nvme']:,}" if row.loaded_blocks and "nvme" in row.tiers else "",
     "moved MB": lambda row: f"{row.migration_bytes / 1e6:,.0f}" if row.migration_bytes else "",
-    "TTFT mean s": lambda row: f"{row.ttft_mean_s:.4f}",
+    "TTFT mean": lambda row: f"{row.ttft_mean_s:.4f}",
     "p99": lambda row: f"{row.ttft_p99_s:.4f}",
     "oversized": lambda row: f"{row.oversized:,}" if row.oversized else "",
     "run s": lambda row: f"{row.seconds:.3f}",
@@ -56,17 +57,26 @@ def caption(trace: Trace, rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A rich table; columns that are empty in every row are left out."""
+    """A rich table that fits 80 characters in the common case; columns that are empty in every row are left out."""
     from rich.table import Table
 
-    found = Table()
+    found = Table(box=None, padding=(0, 1, 0, 0))
     cells = {name: [text(row) for row in rows] for name, text in COLUMNS.items()}
     shown = [name for name, texts in cells.items() if any(texts)]
     for name in shown:
-        found.add_column(name, justify="left" if name == "policy" else "right", no_wrap=name == "policy")
+        # Broken here, since rich breaks values as readily as headers where width is scarce.
+        header = name.replace(" ", "\n")
+        found.add_column(header, justify="left" if name == "policy" else "right", no_wrap=True, vertical="bottom")
     for number in range(len(rows)):
         found.add_row(*(cells[name][number] for name in shown))
     return found
+
+
+def min_width(table: Table, console: Console) -> int:
+    """Characters that the table needs for whole values."""
+    from rich.measure import Measurement
+
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
 
 
 @contextmanager
