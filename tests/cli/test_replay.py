@@ -30,6 +30,11 @@ def trace(tmp_path):
     return path
 
 
+def test_help():
+    done = run("--help")
+    assert done.exit_code == 0 and all(word in done.output for word in ("--json", "--verify", "--tiers", "conversation"))
+
+
 def test_json(trace):
     done = run("--trace", trace, "--policy", f"{RECENCY},{ARRIVAL}", "--capacity", "3,4", "--json")
     assert done.exit_code == 0, done.output
