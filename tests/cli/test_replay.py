@@ -32,7 +32,9 @@ def trace(tmp_path):
 
 def test_help():
     done = run("--help")
-    assert done.exit_code == 0 and all(word in done.output for word in ("--json", "--verify", "--tiers", "conversation"))
+    assert done.exit_code == 0 and all(
+        word in done.output for word in ("--json", "--verify", "--tiers", "conversation")
+    )
 
 
 def test_json(trace):
