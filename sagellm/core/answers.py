@@ -1,34 +1,52 @@
 """What a plug-in may answer, whatever the engine: each check turns an answer into plain values or raises `Nonsense`."""
 
+from collections.abc import Iterable
 from itertools import islice
 from operator import index
 from typing import Any
 
 import numpy as np
 
-from sagellm.core.hooks import EvictionDecision, ScheduleDecision, StepView, VictimRequest
+from sagellm.core.hooks import Candidates, EvictionDecision, ScheduleDecision, StepView, VictimRequest
 from sagellm.core.host import Nonsense
 
 
 def check_victims(answer: Any, request: VictimRequest) -> EvictionDecision:
-    decision = answer if isinstance(answer, EvictionDecision) else EvictionDecision(answer)
-    if len(decision.victims) > len(request.block_ids):
-        raise Nonsense(f"{len(decision.victims)} victims; there are {len(request.block_ids)} candidates")
-    victims = [int(block) for block in decision.victims]
-    chosen = set(victims)
-    if len(chosen) != len(victims):
-        raise Nonsense(f"victims {victims} name a block twice")
-    parent_of = dict(zip(request.block_ids.tolist(), request.parent_ids.tolist(), strict=True))
-    foreign = chosen - parent_of.keys()
+    """All that the contract asks for. O(all candidates)."""
+    decision = check_choice(answer, len(request.block_ids))
+    chosen = set(decision.victims)
+    foreign = chosen - set(request.block_ids.tolist())
     if foreign:
-        raise Nonsense(f"victims {sorted(foreign)} are unknown or active; choose among the candidates")
-    for block, parent in parent_of.items():
-        if parent in chosen and block not in chosen:
-            raise Nonsense(f"victim {parent} still has the cached child {block}; choose both (see leaf_first)")
+        raise foreign_victims(foreign)
+    if orphan := orphaned(chosen, request.candidates):
+        raise Nonsense(orphan)
+    return decision
+
+
+def check_choice(answer: Any, num_candidates: int) -> EvictionDecision:
+    """Distinct numbers, no more than there are, and a reason for each or for none. O(victims)."""
+    decision = answer if isinstance(answer, EvictionDecision) else EvictionDecision(answer)
+    if len(decision.victims) > num_candidates:
+        raise Nonsense(f"{len(decision.victims)} victims; there are {num_candidates} candidates")
+    victims = [int(block) for block in decision.victims]
+    if len(set(victims)) != len(victims):
+        raise Nonsense(f"victims {victims} name a block twice")
     reasons = [str(reason) for reason in decision.reasons]
     if reasons and len(reasons) != len(victims):
         raise Nonsense(f"{len(reasons)} reasons for {len(victims)} victims; give one for each, or none")
     return EvictionDecision(victims, str(decision.reason), reasons)
+
+
+def foreign_victims(blocks: Iterable[int]) -> Nonsense:
+    return Nonsense(f"victims {sorted(blocks)} are unknown or active; choose among the candidates")
+
+
+def orphaned(chosen: set[int], candidates: Candidates) -> str:
+    """What is wrong with a set of victims that leaves a child of one of them behind; empty if it does not."""
+    for block, parent in zip(candidates.block_ids.tolist(), candidates.parent_ids.tolist(), strict=True):
+        if parent in chosen and block not in chosen:
+            return f"victim {parent} still has the cached child {block}; choose both (see leaf_first)"
+    return ""
 
 
 def check_admission(answer: Any) -> bool:

@@ -51,6 +51,7 @@ class HookConfig(Model):
 
     `hold_limit_s`: a request that a plug-in holds or does not admit for longer counts as a fault of the plug-in.
     `block_bytes`: size of one KV block of one worker, which the scheduler cannot know by itself.
+    `model` and `layout`: its name, and what the bytes of a block mean (see `EngineHandle`).
     `comm_metrics`: measure how long collectives keep their callers waiting.
     `run_dir`: where worker processes leave their counters for the engine process to collect.
     """
@@ -59,6 +60,8 @@ class HookConfig(Model):
     time_limit_s: float = Field(1.0, gt=0)
     hold_limit_s: float = Field(60.0, gt=0)
     block_bytes: int = Field(0, ge=0)
+    model: str = ""
+    layout: str = ""
     record: Path | None = None
     run_dir: Path | None = None
     comm_metrics: bool = False

@@ -1,6 +1,7 @@
 """The event log: one JSON object a line, one line a decision, with its reason.
 
-Every line has `t_ns` (time.monotonic_ns), `n` (a counter without gaps in one process), `pid` and `event`.
+Every line has `t_ns` (time.monotonic_ns), `n` (a counter without gaps in one process), `pid` and `event`. What else the
+lines of an engine have is in this package's README.
 """
 
 import atexit
@@ -21,6 +22,8 @@ from sagellm.core.errors import ConfigError
 logger = logging.getLogger("sagellm")
 
 FLUSH_INTERVAL_S = 0.2
+FORMAT = 2  # of the lines; rises when a reader must change
+HEAD = ("t_ns", "n", "pid", "event")
 
 
 class Recorder(Protocol):
@@ -68,8 +71,10 @@ class EventLog:
     def write(self, event: str, **fields: Any) -> None:
         if not self.enabled:
             return
-        head = {"t_ns": time.monotonic_ns(), "n": next(self._count), "pid": os.getpid(), "event": event}
-        self._lines.append(json.dumps(head | fields, default=_plain))
+        # First what may fail: fields of a plug-in that JSON cannot hold must not leave a gap in `n`, nor take its place.
+        body = json.dumps({name: value for name, value in fields.items() if name not in HEAD}, default=_plain)
+        head = json.dumps({"t_ns": time.monotonic_ns(), "n": next(self._count), "pid": os.getpid(), "event": event})
+        self._lines.append(head if body == "{}" else f"{head[:-1]}, {body[1:]}")
 
     def close(self) -> None:
         if not self._stopped.is_set():

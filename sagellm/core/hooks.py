@@ -12,9 +12,11 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, NewType, Protocol
+from typing import Any, NamedTuple, NewType, Protocol
 
 import numpy as np
+
+from sagellm.core.errors import PluginError
 
 COALESCE_S = 0.01
 
@@ -88,12 +90,24 @@ class MigrationResult:
     refused: dict[int, str]
 
 
-@dataclass(frozen=True, slots=True)
+class Candidates(NamedTuple):
+    """Blocks that may be given up, one row each; the columns of `VictimRequest`."""
+
+    block_ids: np.ndarray
+    parent_ids: np.ndarray
+    last_access: np.ndarray
+    depth: np.ndarray
+    on_device: np.ndarray
+
+
 class VictimRequest:
     """The engine needs `count` blocks of its pool. All arrays have one entry a candidate.
 
     Candidates form trees: a block continues the prefix of its parent. A set of victims must hold every child of each
     block in it, since a child without its parent can never be found again; `leaf_first` builds such sets.
+
+    An engine may make the arrays when one of them is first read, O(all candidates): a plug-in that keeps books of its own
+    need not read any. They can be read inside `select_victims` only; what was read stays.
 
     Attributes:
         block_ids: int64 [n].
@@ -103,12 +117,55 @@ class VictimRequest:
         on_device: bool [n], False where the bytes were offloaded, so that evicting the block frees no block of the pool.
     """
 
-    count: int
-    block_ids: np.ndarray
-    parent_ids: np.ndarray
-    last_access: np.ndarray
-    depth: np.ndarray
-    on_device: np.ndarray
+    __slots__ = ("_make", "_rows", "count")
+
+    def __init__(
+        self, count: int, block_ids: np.ndarray, parent_ids: np.ndarray, last_access: np.ndarray, depth: np.ndarray,
+        on_device: np.ndarray,
+    ) -> None:  # fmt: skip
+        self.count = count
+        self._rows: Candidates | None = Candidates(block_ids, parent_ids, last_access, depth, on_device)
+        self._make: Callable[[], Candidates] | None = None
+
+    @classmethod
+    def lazy(cls, count: int, make: Callable[[], Candidates]) -> "VictimRequest":
+        """A request whose arrays `make` returns once one of them is read."""
+        request = cls.__new__(cls)
+        request.count, request._rows, request._make = count, None, make
+        return request
+
+    def close(self) -> None:
+        """The question was answered: what was not read by now cannot be read any more."""
+        self._make = None
+
+    @property
+    def candidates(self) -> Candidates:
+        """Raises PluginError after the question was answered, unless they were read before."""
+        if self._rows is None:
+            if (make := self._make) is None:
+                raise PluginError("the candidates can be read inside select_victims only.")
+            self._rows = make()
+        return self._rows
+
+    @property
+    def block_ids(self) -> np.ndarray:
+        return self.candidates.block_ids
+
+    @property
+    def parent_ids(self) -> np.ndarray:
+        return self.candidates.parent_ids
+
+    @property
+    def last_access(self) -> np.ndarray:
+        return self.candidates.last_access
+
+    @property
+    def depth(self) -> np.ndarray:
+        return self.candidates.depth
+
+    @property
+    def on_device(self) -> np.ndarray:
+        return self.candidates.on_device
 
     def leaf_first(self, keys: np.ndarray | None = None) -> list[int]:
         """Victims in rising order of `keys` (default: last access, which is LRU), no block before its children.
@@ -189,7 +246,11 @@ class PrefixMatch:
 
     `block_hashes`: uint64, one for each full block of the request's tokens, of the prefix up to its end and the namespace.
     `limit`: how many blocks could have matched. `first`: this request was not looked up before. `time_s`: when, on the clock
-    of `time.monotonic`. A request holds what it matched until `on_prefix_released`.
+    of `time.monotonic`. A request holds what it matched, and what it held before, until `on_prefix_released`.
+
+    Told before anything else is asked: no victim may be among what was matched. Then those blocks that lie on a slower tier
+    are brought back, the first ones first; where the pool has no room for all, `on_prefix_released` tells how many were kept.
+    The others stay on the tier where they were.
     """
 
     request_id: RequestId
@@ -209,7 +270,8 @@ class PrefixUpdate:
     """Blocks were published. `token_ids`: int64 [len(block_ids) * block_size], from token `first_token` of the request.
 
     `block_hashes`: uint64 [len(block_ids)], `parent_hash` that of the block before the first one, as in `PrefixMatch`. A
-    block that was cached before is among them again. The request holds them until `on_prefix_released`.
+    block that was cached before is among them again. One that took the place of a block on a slower tier has the hash of
+    that one, which `on_evicted` has told before. The request holds them until `on_prefix_released`.
     """
 
     request_id: RequestId
@@ -224,8 +286,8 @@ class PrefixUpdate:
 
 
 class PrefixRelease(NamedTuple):
-    """A request does not hold its cached blocks any more, but for the first `num_kept`: it has ended, was preempted, or
-    could not have what it matched."""
+    """A request does not hold its cached blocks any more, but for the first `num_kept`: it has ended, lost its blocks to
+    others, or could not have all that it matched. `time_s`: when, on the clock of `time.monotonic`."""
 
     request_id: RequestId
     num_kept: int
@@ -279,13 +341,27 @@ class ScheduleDecision:
 
 
 class StepResult(NamedTuple):
-    """A step is done. `end_s`: when, on the clock of `time.perf_counter`."""
+    """A step is done: one of prompts, or one decode step of those that were sent together.
+
+    Attributes:
+        num_tokens: computed in it.
+        end_s: when, on the clock of `time.perf_counter`.
+        duration_s: of the step alone, from when it was sent or the step before it had ended; 0 where nobody measures it.
+        num_context_tokens: tokens that were computed before, summed over its requests.
+        bytes_in, bytes_out: of blocks copied from the host tier to the pool, and back, at its beginning.
+        swap_s: seconds of these copies; 0 where nobody measures them.
+    """
 
     step: int
     phase: Phase
     num_requests: int
     num_tokens: int
     end_s: float
+    duration_s: float = 0.0
+    num_context_tokens: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    swap_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,10 +382,16 @@ class CommOp:
 
 
 class EngineHandle(Protocol):
-    """What a plug-in may ask of its engine. Valid inside a hook only, on the thread that runs the hook."""
+    """What a plug-in may ask of its engine. Valid inside a hook only, on the thread that runs the hook.
+
+    `block_bytes`: of one block of one worker, all layers, keys and values. `layout` names the model with its weights, the
+    type and the order of these bytes: the bytes of a block mean the same where it is equal, and nothing elsewhere. Empty where
+    the engine does not know.
+    """
 
     block_size: int
     block_bytes: int
+    layout: str
 
     def block_counts(self) -> BlockCounts: ...
 
@@ -323,33 +405,56 @@ class EngineHandle(Protocol):
 
     def register_eviction_callback(self, callback: Callable[[EvictionNotice], None]) -> None: ...
 
+    @property
+    def num_lost_notices(self) -> int:
+        """Notices that this plug-in was too slow to hear; the oldest went first. 0 on an engine that waits for plug-ins."""
+        ...
+
     def record(self, event: str, **fields: object) -> None:
         """Write a line into the engine's event log; nothing where none is kept."""
         ...
 
     def request_tokens(self, request_id: RequestId) -> tuple[np.ndarray, str]:
-        """(int64 [n] tokens, namespace) of a request that waits."""
+        """(int64 [n] tokens, namespace) of a request that the engine knows; of its tokens those that others may share.
+
+        Raises:
+            PluginError: no such request.
+        """
         ...
 
     def host_bytes(self, block_ids: Sequence[int]) -> list[np.ndarray]:
-        """uint8 [block_bytes] each, read-only: the memory of cached blocks of the host tier, which stay where they are until
-        `unpin`. Raises PluginError: not on the host tier, a copy of it is still to be made, or the memory is not this
-        process's own (tensor parallelism)."""
+        """uint8 [block_bytes] each: copies of cached blocks of the host tier, layer after layer, keys before values.
+
+        The blocks may move or go while the copies are in use.
+
+        Raises:
+            PluginError: not a cached block, not on the host tier, a copy to or from it is still on its way, or the memory
+                is not this process's own (tensor parallelism).
+        """
         ...
 
-    def unpin(self, block_ids: Sequence[int]) -> None: ...
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """What `host_bytes` gave is not needed any more. An engine that gives copies has nothing to do."""
+        ...
 
     def reserve_host(self, count: int) -> tuple[list[int], list[np.ndarray]]:
-        """(ids, uint8 [block_bytes] each) of at most `count` free blocks of the host tier, to be filled by the caller."""
+        """(ids, uint8 [block_bytes] each, to be filled by the caller) of at most `count` free blocks of the host tier.
+
+        The bytes get there with `adopt_host`. Raises PluginError: there is no host tier, or as `host_bytes`.
+        """
         ...
 
     def adopt_host(self, block_ids: Sequence[int], token_ids: np.ndarray, namespace: str) -> tuple[int, ...]:
         """Make reserved blocks, filled, the last ones of the prefix `token_ids` in the cache. Those that are cached by now,
-        or whose beginning is not, are freed. Returns the ids that were taken."""
+        or whose beginning is not, are freed. Returns the ids that were taken.
+
+        Raises:
+            PluginError: an id that is not reserved, or tokens of another number of blocks; nothing is changed then.
+        """
         ...
 
     def free_host(self, block_ids: Sequence[int]) -> None:
-        """Give reserved blocks back."""
+        """Give reserved blocks back. Raises PluginError: one that is not reserved."""
         ...
 
 
@@ -369,6 +474,13 @@ class Plugin:
 
     def close(self) -> None:
         """Called once, when the engine ends."""
+
+    def report(self) -> dict[str, Any]:
+        """Numbers for `/metrics`: name -> number, or -> a dict of such, nested as deep as it needs labels.
+
+        Asked for between two steps; must be quick.
+        """
+        return {}
 
     def select_victims(self, request: VictimRequest) -> EvictionDecision | Sequence[int]:
         """Choose cached blocks to give up. Fewer than asked is allowed: the engine tops up, least recent first."""

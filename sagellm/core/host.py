@@ -7,6 +7,8 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
+
 from sagellm.core.config import HookConfig
 from sagellm.core.events import Recorder, open_recorder
 from sagellm.core.guard import PluginFault, PluginGuard, Switched
@@ -45,7 +47,9 @@ class PluginHost:
         owner = self._owner.get(hook)
         return owner is not None and self.guards[owner[0]].fault is None
 
-    def decide(self, hook: str, view: Any, check: Callable[[Any], Any], until_s: float = math.inf) -> tuple[str, Any] | None:
+    def decide(
+        self, hook: str, view: Any, check: Callable[[Any], Any], until_s: float = math.inf
+    ) -> tuple[str, Any] | None:
         """(plug-in name, checked answer), or None: there is no owner, it was just switched off, or is busy beyond `until_s`.
 
         `check` turns the raw answer into plain values that the engine uses and raises `Nonsense`, or anything at all, when
@@ -132,6 +136,16 @@ class PluginHost:
     def listeners(self, hook: str) -> list[tuple[str, Plugin]]:
         return self._listeners[hook]
 
+    def plugin_reports(self) -> dict[str, dict[str, Any]]:
+        """What healthy plug-ins report of themselves, by name; asked on their own threads, within their time limit."""
+        reports = {}
+        for name, plugin in self.plugins:
+            if overrides(plugin, "report") and not self._closed:
+                report = self.call_one(name, "report", lambda plugin=plugin: plain_numbers(plugin.report()))
+                if report is not None:
+                    reports[name] = report
+        return reports
+
     def report(self) -> dict[str, Any]:
         """Counts that can be pickled or written as JSON."""
         return {
@@ -149,7 +163,9 @@ class PluginHost:
         self._closed = True
         for name, plugin in self.plugins:
             with suppress(Switched):
-                self.guards[name].ask("close", lambda _, plugin=plugin: plugin.close(), (None,), time.monotonic() + within_s)
+                self.guards[name].ask(
+                    "close", lambda _, plugin=plugin: plugin.close(), (None,), time.monotonic() + within_s
+                )
             self.guards[name].stop()
         self.recorder.close()
 
@@ -160,3 +176,15 @@ class PluginHost:
         self.faults.append(fault)
         last_line = fault.detail.splitlines()[-1]
         self.recorder.write("fault", plugin=fault.plugin, hook=fault.hook, kind=fault.kind, detail=last_line)
+
+
+def plain_numbers(report: Any, depth: int = 4) -> dict[str, Any]:
+    """The numbers of nested dictionaries, with strings for keys; what is neither is left out. Raises what reading it raises."""
+    found: dict[str, Any] = {}
+    for key, value in dict(report).items():
+        if isinstance(value, dict):
+            if depth > 1:
+                found[str(key)] = plain_numbers(value, depth - 1)
+        elif isinstance(value, (int, float, np.number)):
+            found[str(key)] = float(value)
+    return found

@@ -105,7 +105,8 @@ def test_victims_hold_every_child_and_free_enough(request):
 
 def test_a_parent_that_is_no_candidate_ties_nothing():
     request = request_of([-1, -1], [2, 1], [True, True], 1)
-    object.__setattr__(request, "parent_ids", np.array([999, 999], np.int64))
+    parents = np.array([999, 999], np.int64)
+    request = VictimRequest(*[request.count, *request.candidates._replace(parent_ids=parents)])
     assert request.leaf_first() == [13]
 
 

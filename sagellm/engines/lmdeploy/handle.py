@@ -4,18 +4,29 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from sagellm.core.errors import PluginError
+from sagellm.core.events import Recorder
 from sagellm.core.guard import PluginGuard
 from sagellm.core.hooks import BlockCounts, EvictionNotice, KVBlockInfo, MigrationPlan, MigrationResult, Tier
 from sagellm.engines.lmdeploy.kv_manager import KVManager
+
+OUTSIDE = "the engine handle works inside a hook only, on the thread that runs the hook."
 
 
 class Handle:
     """Works inside a hook only. Each request runs to its end before the engine goes on, even after an overrun."""
 
-    def __init__(self, kv: KVManager, guard: PluginGuard) -> None:
+    def __init__(
+        self, kv: KVManager, guard: PluginGuard, recorder: Recorder, tokens_of: Callable[[int], tuple[np.ndarray, str]],
+        layout: str = "",
+    ) -> None:  # fmt: skip
         self._kv = kv
         self._guard = guard
+        self._recorder = recorder
+        self._tokens_of = tokens_of
+        self.layout = layout
         self.block_size = kv.block_size
 
     @property
@@ -35,6 +46,34 @@ class Handle:
     def register_eviction_callback(self, callback: Callable[[EvictionNotice], None]) -> None:
         self._ask(self._kv.add_callback, self._guard.name, callback)
 
+    @property
+    def num_lost_notices(self) -> int:
+        return self._guard.num_lost
+
+    def record(self, event: str, **fields: object) -> None:
+        if not self._guard.is_calling:
+            raise PluginError(OUTSIDE)
+        self._recorder.write(event, **fields)
+
+    def request_tokens(self, request_id: int) -> tuple[np.ndarray, str]:
+        return self._ask(self._tokens_of, int(request_id))
+
+    def host_bytes(self, block_ids: Sequence[int]) -> list[np.ndarray]:
+        return self._ask(self._kv.host_bytes, self._plain(block_ids))
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        pass  # what `host_bytes` gave are copies
+
+    def reserve_host(self, count: int) -> tuple[list[int], list[np.ndarray]]:
+        return self._ask(self._kv.host_blocks.reserve, int(count), self._guard.name)
+
+    def adopt_host(self, block_ids: Sequence[int], token_ids: np.ndarray, namespace: str) -> tuple[int, ...]:
+        tokens = np.array(token_ids, np.int64)
+        return self._ask(self._kv.adopt, self._plain(block_ids), tokens, str(namespace), self._guard.name)
+
+    def free_host(self, block_ids: Sequence[int]) -> None:
+        self._ask(self._kv.host_blocks.free, self._plain(block_ids), self._guard.name)
+
     def _plain(self, block_ids: Iterable[int]) -> list[int]:
         """Numbers of our own, made before the engine's state is taken hold of: reading an argument may run any code.
 
@@ -49,5 +88,5 @@ class Handle:
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         with self._guard.engine_access:
             if not self._guard.is_calling:
-                raise PluginError("the engine handle works inside a hook only, on the thread that runs the hook.")
+                raise PluginError(OUTSIDE)
             return function(*args)

@@ -13,19 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.core.answers import check_victims
-from sagellm.core.errors import PluginError
+from sagellm.core.answers import check_choice, foreign_victims, orphaned
+from sagellm.core.errors import PluginError, PrefixIndexError
 from sagellm.core.hooks import (
     BlockCounts,
     BlockState,
+    EvictionDecision,
     EvictionNotice,
     EvictionReason,
     KVBlockInfo,
     MigrationPlan,
     MigrationResult,
     Tier,
+    VictimRequest,
 )
 from sagellm.core.host import PluginHost
+from sagellm.engines.lmdeploy.host_blocks import HostBlocks
+from sagellm.engines.lmdeploy.host_memory import BlockBytes, open_host_cache
 from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache
 
 BUILT_IN = "lru"
@@ -44,6 +48,9 @@ class KVManager:
         self.block_size = scheduler.cache_config.block_size
         self.block_bytes = block_bytes
         self.num_blocks = self._allocator._log_mem.num_blocks()  # of the pool and the host tier together
+        config = scheduler.cache_config
+        self.host_blocks = HostBlocks(scheduler, cache, block_bytes, lambda: open_host_cache(config, block_bytes))
+        self._num_sent = 0
         self._outs: dict[int, int] = {}  # pool slot -> host slot, to be copied with the next pass
         self._ins: dict[int, int] = {}  # host slot -> pool slot
         self._callbacks: list[tuple[str, Callable[[EvictionNotice], None]]] = []
@@ -117,22 +124,58 @@ class KVManager:
         return self.num_free() - before
 
     def _evict_chosen(self, num_blocks: int) -> None:
-        request = self._cache.candidates(num_blocks)
-        if len(request.block_ids) == 0:
+        if not self._cache.has_candidates():
             return
-        decided = self._host.decide("select_victims", request, lambda answer: check_victims(answer, request))
+        request, num_unlocked = VictimRequest.lazy(num_blocks, self._cache.candidates), self._num_unlocked()
+        decided = self._host.decide("select_victims", request, self._check_choice)
+        request.close()
         if decided is None or not decided[1].victims:
             return
         name, decision = decided
-        victims = self._cache.evict(np.array(decision.victims, np.int64))
-        self.give_up(victims, name, decision.reason, requested=num_blocks, candidates=len(request.block_ids))
+        victims = np.array(decision.victims, np.int64)
+        is_pool = self._cache.on_device(victims)
+        # Those of the pool first: what hangs below them on the host goes with them.
+        for tier, some in ((Tier.GPU, victims[is_pool]), (Tier.CPU, victims[~is_pool])):
+            if not self._evict_of(tier, some, decision, name, requested=num_blocks, candidates=num_unlocked):
+                return
 
-    def give_up(self, victims: BlockIds, policy: str, reason: str, **counts: int | None) -> None:
-        """The prefix cache lets go of blocks that the index does not know any more."""
+    def _check_choice(self, answer: Any) -> EvictionDecision:
+        """All but whether a child of a victim would be left behind, which the index tells when it is to forget them."""
+        decision = check_choice(answer, self.num_blocks)
+        inside = [block if 0 <= block < self.num_blocks else -1 for block in decision.victims]
+        is_candidate = self._cache.are_candidates(np.array(inside, np.int64))
+        if foreign := [block for block, known in zip(decision.victims, is_candidate, strict=True) if not known]:
+            raise foreign_victims(foreign)
+        return decision
+
+    def _evict_of(
+        self, tier: Tier, victims: BlockIds, decision: EvictionDecision, name: str, **counts: int | None
+    ) -> bool:
+        """Evict chosen blocks of one tier; False if the plug-in is switched off for a child that it left behind."""
+        chosen = set(decision.victims)
+        try:
+            gone = self._cache.evict(victims, tier)
+        except PrefixIndexError as error:  # nothing was changed
+            self._host.blame("select_victims", orphaned(chosen, self._cache.candidates()) or str(error))
+            return False
+        reason_of = dict(zip(decision.victims, decision.reasons, strict=True)) if decision.reasons else {}
+        reasons = [reason_of.get(block, "the block above it went") for block in gone.tolist()] if reason_of else None
+        left_behind = sorted(set(gone.tolist()) - chosen)
+        self.give_up(gone, name, decision.reason, reasons=reasons, **counts)
+        if left_behind:
+            detail = f"a victim still has the cached children {left_behind} on another tier; choose all (see leaf_first)"
+            self._host.blame("select_victims", detail)
+        return not left_behind
+
+    def give_up(
+        self, victims: BlockIds, policy: str, reason: str, *, reasons: Sequence[str] | None = None, **counts: int | None
+    ) -> None:
+        """The prefix cache lets go of blocks that the index does not know any more. `reasons`: one for each, or None."""
         if len(victims) == 0:
             return
         if self._host.recorder.enabled:
-            self._host.recorder.write("evict", policy=policy, reason=reason, **counts, victims=victims.tolist())
+            each = {} if reasons is None else {"reasons": list(reasons)}
+            self._host.recorder.write("evict", policy=policy, reason=reason, **counts, victims=victims.tolist(), **each)
         self.tell_evicted(victims, EvictionReason.PREFIX)
         if self._outs or self._ins:
             self._forget_copies(victims)
@@ -220,23 +263,46 @@ class KVManager:
         room = self.num_free()
         if num_away > room:
             self.evict(int(num_away) - room)
+        num_kept, moved = len(block_ids), []
         for position, block in enumerate(block_ids.tolist()):
             if self._slot(block) >= self._pool_slots:
                 if self._restore(block):
-                    return position
-                self.migrated[Tier.GPU] += 1
-        return len(block_ids)
+                    num_kept = position
+                    break
+                moved.append(block)
+        self.migrated[Tier.GPU] += len(moved)
+        self._host.recorder.write("migrate", policy=BUILT_IN, src="cpu", dst="gpu", moved=moved, refused={})
+        return num_kept
 
-    def take_swaps(self) -> tuple[dict[int, int], dict[int, int]]:
-        """(ins, outs) for the pass that is sent now, in the form LMDeploy's cache engine takes."""
+    def take_swaps(self) -> tuple[int, dict[int, int], dict[int, int]]:
+        """(number, ins, outs) of the pass that is sent now; the maps in the form LMDeploy's cache engine takes."""
+        self._num_sent += 1
         if not (self._ins or self._outs):
-            return {}, {}
+            return self._num_sent, {}, {}
         ins, self._ins = self._ins, {}
         outs, self._outs = self._outs, {}
+        self.host_blocks.sent(self._num_sent, [*ins, *outs.values()])
         if ins:
             slots = np.fromiter(ins, np.int64, len(ins)) + self._pool_slots
             self._allocator.get_phy_allocator("cpu").free(slots)
-        return ins, outs
+        return self._num_sent, ins, outs
+
+    def host_bytes(self, block_ids: Sequence[int]) -> list[BlockBytes]:
+        """Raises PluginError, see the contract."""
+        return self.host_blocks.bytes_of(block_ids, set(self._outs.values()))
+
+    def adopt(self, block_ids: Sequence[int], tokens: np.ndarray, namespace: str, policy: str) -> tuple[int, ...]:
+        """Raises PluginError, see the contract."""
+        taken = self.host_blocks.adopt(block_ids, tokens, namespace, policy)
+        self._host.recorder.write(
+            "adopt",
+            policy=policy,
+            blocks=taken,
+            freed=len(block_ids) - len(taken),
+            tokens=len(tokens),
+            namespace=namespace,
+        )
+        return taken
 
     def _slot(self, block: int) -> int:
         return int(self._allocator.get_physical_blocks(np.array([block]))[0])

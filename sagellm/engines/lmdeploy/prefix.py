@@ -1,16 +1,17 @@
 """The prefix cache of LMDeploy's PyTorch engine: what is looked up, what is published, and who is told."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sagellm.core.hooks import PrefixMatch, PrefixQuery, PrefixUpdate
+from sagellm.core.hooks import PrefixMatch, PrefixQuery, PrefixRelease, PrefixUpdate
 from sagellm.core.host import Nonsense, PluginHost
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache, namespace_of, num_shareable
-from sagellm.prefix_reuse import prefix_hashes
+from sagellm.engines.lmdeploy.prefix_keys import PrefixKeys, hexadecimal
 
 
 @dataclass(slots=True)
@@ -30,7 +31,11 @@ class LookupCounts:
 
 
 class PrefixHooks:
-    """`seq` is LMDeploy's `SchedulerSequence`."""
+    """`seq` is LMDeploy's `SchedulerSequence`.
+
+    Who listens hears of a change before anything is asked that depends on it. `_told` is what listeners and the record know
+    of who holds what: so each request lets go of exactly what they were told, once.
+    """
 
     def __init__(self, host: PluginHost, kv: KVManager, cache: PrefixCache) -> None:
         self._host = host
@@ -41,6 +46,10 @@ class PrefixHooks:
         self.retries = LookupCounts()
         self._counted: set[int] = set()  # requests whose first lookup was counted
         self._again: set[int] = set()  # requests that lost their blocks since the last lookup that was counted
+        heard = ("on_prefix_matched", "on_prefix_stored", "on_prefix_released")
+        self._is_heard = host.recorder.enabled or any(host.listens(hook) for hook in heard)
+        self._keys = PrefixKeys(cache.block_size)
+        self._told: dict[int, tuple[int, int]] = {}  # seq id -> request id, how many of its first blocks it holds
 
     # ---- lookup
 
@@ -55,10 +64,12 @@ class PrefixHooks:
             source = BUILT_IN
             if self._host.plugins and not num_blocks and (answer := self._ask(seq)):
                 source, limit = answer[0], min(limit, answer[1])
-            num_matched, is_any_away = cache.match(seq, limit)
-            if is_any_away:
-                num_matched = self._bring_back(seq, num_blocks)
-            self._matched(seq, num_blocks, max(num_matched - num_blocks, 0), source)
+            num_found, is_any_away = cache.match(seq, limit)
+            is_worth_telling = num_found > num_blocks or seq.seq_id not in self._counted or seq.seq_id in self._again
+            if self._is_heard and is_worth_telling:
+                self._tell_matched(seq, num_blocks, num_found, limit, source)
+            num_kept = self._bring_back(seq, num_blocks) if is_any_away else num_found
+            self._count(seq, max(num_kept - num_blocks, 0))
         except Exception:
             cache.undo(seq, num_blocks, num_done)
             raise
@@ -94,32 +105,37 @@ class PrefixHooks:
         num_kept = first + self._kv.bring_back(seq.logical_blocks[first:].copy())
         if num_kept < seq.num_blocks:
             self._cache.cut(seq, num_kept)
+            self._tell_released(seq.seq_id, num_kept)
         return num_kept
 
-    def _matched(self, seq: Any, before: int, num_blocks: int, source: str) -> None:
-        """After a lookup that added `num_blocks` blocks to the request, or none; it had `before`."""
+    def _tell_matched(self, seq: Any, before: int, num_found: int, limit: int, source: str) -> None:
+        """After a lookup that made `num_found` blocks the request's first ones; it had `before`."""
+        num_added = max(num_found - before, 0)
+        num_matched, first = num_added * self._block_size, seq.seq_id not in self._counted
+        blocks, keys = seq.logical_blocks[before : before + num_added], self._keys.of_all(seq)
+        self._told[seq.seq_id] = seq.session_id, num_found
+        if self._host.recorder.enabled:
+            self._host.recorder.write(
+                "lookup", request=seq.session_id, tokens=seq.num_valid_ids, matched=num_matched, limit=limit, blocks=blocks,
+                source=source, first=first, namespace=namespace_of(seq), hashes=hexadecimal(keys),
+            )  # fmt: skip
+        if self._host.listens("on_prefix_matched"):
+            keys.flags.writeable = False
+            match = PrefixMatch(
+                seq.session_id, seq.num_valid_ids, num_matched, tuple(blocks.tolist()), source, keys, limit, first,
+                time_s=time.monotonic(),
+            )  # fmt: skip
+            self._host.post("on_prefix_matched", match)
+
+    def _count(self, seq: Any, num_blocks: int) -> None:
+        """A lookup gave the request `num_blocks` blocks that it can use, or none."""
         seq_id, num_matched = seq.seq_id, num_blocks * self._block_size
-        first = seq_id not in self._counted
-        if first:
+        if seq_id not in self._counted:
             self._counted.add(seq_id)
             self.first.add(seq.num_valid_ids, num_matched, self._block_size)
         elif seq_id in self._again:
             self.retries.add(seq.num_valid_ids, num_matched, self._block_size)
-        elif not num_blocks:
-            return
         self._again.discard(seq_id)
-        if not (self._host.plugins or self._host.recorder.enabled):
-            return
-        blocks = seq.logical_blocks[before : before + num_blocks]
-        if self._host.recorder.enabled:
-            self._host.recorder.write(
-                "lookup", request=seq.session_id, tokens=seq.num_valid_ids, matched=num_matched, blocks=blocks,
-                source=source, first=first, namespace=namespace_of(seq),
-                hashes=[f"{number:016x}" for number in prefix_hashes(seq.valid_ids, self._block_size).tolist()],
-            )  # fmt: skip
-        if self._host.listens("on_prefix_matched"):
-            match = PrefixMatch(seq.session_id, seq.num_valid_ids, num_matched, tuple(blocks.tolist()), source)
-            self._host.post("on_prefix_matched", match)
 
     # ---- store
 
@@ -141,17 +157,25 @@ class PrefixHooks:
         replaced = self._cache.publish(seq, num_blocks)
         if replaced is not None:
             self._kv.give_up(replaced, BUILT_IN, "computed again on the device")
-        if self._host.plugins or self._host.recorder.enabled:
-            self._tell_stored(seq, first * self._block_size, seq.logical_blocks[first:num_blocks])
+        if self._is_heard:
+            self._tell_stored(seq, first, seq.logical_blocks[first:num_blocks])
 
-    def _tell_stored(self, seq: Any, first_token: int, blocks: BlockIds) -> None:
+    def _tell_stored(self, seq: Any, first: int, blocks: BlockIds) -> None:
+        last, first_token = first + len(blocks), first * self._block_size
+        keys, parent = self._keys.of_blocks(seq, first, last)
+        self._told[seq.seq_id] = seq.session_id, last
         if self._host.recorder.enabled:
             self._host.recorder.write(
-                "store", request=seq.session_id, first_token=first_token, blocks=blocks, namespace=namespace_of(seq)
-            )
+                "store", request=seq.session_id, first_token=first_token, blocks=blocks, namespace=namespace_of(seq),
+                hashes=hexadecimal(keys), parent=None if parent is None else f"{parent:016x}",
+            )  # fmt: skip
         if self._host.listens("on_prefix_stored"):
-            tokens = _read_only(seq.all_ids[first_token : first_token + len(blocks) * self._block_size])
-            update = PrefixUpdate(seq.session_id, namespace_of(seq), first_token, tokens, tuple(blocks.tolist()))
+            keys.flags.writeable = False
+            tokens = _read_only(seq.all_ids[first_token : last * self._block_size])
+            update = PrefixUpdate(
+                seq.session_id, namespace_of(seq), first_token, tokens, tuple(blocks.tolist()), keys, parent,
+                time_s=time.monotonic(),
+            )  # fmt: skip
             self._host.post("on_prefix_stored", update)
 
     # ---- loss and end
@@ -159,6 +183,7 @@ class PrefixHooks:
     def lost_blocks(self, seq_id: int) -> None:
         """The next lookup of this request is a retry."""
         self._cache.release(seq_id)
+        self._tell_released(seq_id, 0)
         if seq_id in self._counted:
             self._again.add(seq_id)
 
@@ -166,6 +191,24 @@ class PrefixHooks:
         self._counted.discard(seq.seq_id)
         self._again.discard(seq.seq_id)
         self._cache.ended(seq)
+        self._tell_released(seq.seq_id, 0)
+        self._keys.forget(seq.seq_id)
+
+    def lost_cache(self) -> None:
+        """Nobody holds cached blocks any more: there is no cache."""
+        for seq_id in list(self._told):
+            self._tell_released(seq_id, 0)
+
+    def _tell_released(self, seq_id: int, num_kept: int) -> None:
+        request_id, num_held = self._told.pop(seq_id, (0, 0))
+        if num_kept:
+            self._told[seq_id] = request_id, min(num_kept, num_held)
+        if num_kept >= num_held:
+            return
+        self._host.recorder.write("release", request=request_id, kept=num_kept)
+        if self._host.listens("on_prefix_released"):
+            release = PrefixRelease(request_id, num_kept, time.monotonic())
+            self._host.post("on_prefix_released", release)
 
 
 def _read_only(tokens: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sagellm.core.hooks import Tier, VictimRequest
+from sagellm.core.hooks import Candidates, Tier
 from sagellm.prefix_reuse import IndexedPool, PrefixReuseIndex, ReferenceIndexedPool
 from sagellm.prefix_reuse.base import TIERS, LockId, PrefixIndex
 
@@ -150,14 +150,24 @@ class PrefixCache:
         """bool [blocks]: cached, and held by nobody else."""
         return self.is_cached & (self._allocator._log_mem.ref_count == 1)
 
-    def candidates(self, count: int) -> VictimRequest:
-        """Every block that nobody holds, on all tiers."""
+    def candidates(self) -> Candidates:
+        """Every block that nobody holds, on all tiers. O(cached blocks)."""
         rows = self.index.blocks(unlocked=True)
         on_device = rows.tiers == TIERS.index(Tier.GPU)
         arrays = (rows.kv_block_ids, rows.parent_ids, rows.last_access, rows.depth, on_device)
         for array in arrays:
             array.flags.writeable = False
-        return VictimRequest(count, *arrays)
+        return Candidates(*arrays)
+
+    def are_candidates(self, ids: BlockIds) -> NDArray[np.bool_]:
+        """bool [n]: which of these are cached and held by nobody. O(ids)."""
+        inside = (ids >= 0) & (ids < len(self.is_cached))
+        known = np.where(inside, ids, 0)
+        return inside & self.is_cached[known] & (self._allocator.get_ref_count(known) == 1)
+
+    def has_candidates(self) -> bool:
+        """Whether any block of the pool may be evicted."""
+        return len(self.index.select_lru(1, Tier.GPU)) > 0
 
     def evict_lru(self, num_blocks: int) -> BlockIds:
         """Forget as many blocks of the pool, and what hangs below them on the host; the caller frees what is returned."""
@@ -171,14 +181,15 @@ class PrefixCache:
         pool._free_count += num_freed
         return num_freed
 
-    def evict(self, victims: BlockIds) -> BlockIds:
-        """Forget chosen blocks, every block below one of them among them; the caller frees what is returned."""
-        on_device = self.on_device(victims)
-        gone = self.index.evict(victims[on_device]).kv_block_ids
-        # What hung below blocks of the pool has gone with them.
-        rest = victims[~on_device]
-        rest = rest[self.index.contains(rest, Tier.CPU)]
-        return np.concatenate([gone, self.index.evict(rest, Tier.CPU).kv_block_ids], dtype=np.int64)
+    def evict(self, victims: BlockIds, tier: Tier = Tier.GPU) -> BlockIds:
+        """Forget chosen blocks of one tier, every block of it below one of them among them, and what hangs below them on
+        other tiers; the caller frees what is returned. Those that the index does not hold any more are passed over.
+
+        Raises:
+            PrefixIndexError: a block below a victim is not among them; nothing is changed then.
+        """
+        victims = victims[self.index.contains(victims, tier)]
+        return self.index.evict(victims, tier).kv_block_ids.astype(np.int64)
 
     def move(self, block: int, src: Tier, dst: Tier) -> None:
         """The bytes are on their way to another tier. The id stays."""

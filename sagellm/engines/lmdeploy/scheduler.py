@@ -6,39 +6,37 @@ Every method here runs on the engine's thread.
 import json
 import logging
 import time
-from collections import deque
 from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from sagellm.core.answers import check_admission, check_schedule
 from sagellm.core.config import HookConfig
+from sagellm.core.errors import PluginError
 from sagellm.core.guard import PluginFault
 from sagellm.core.hooks import (
     COALESCE_S,
     EvictionReason,
     Phase,
     RequestMetadata,
-    StepResult,
     StepView,
 )
 from sagellm.core.host import PluginHost
 from sagellm.engines.lmdeploy.handle import Handle
+from sagellm.engines.lmdeploy.host_memory import SwapTimes, find_cache_engine
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
+from sagellm.engines.lmdeploy.lines import arrive_line, end_line, open_line
 from sagellm.engines.lmdeploy.prefix import PrefixHooks
-from sagellm.engines.lmdeploy.prefix_cache import PrefixCache
+from sagellm.engines.lmdeploy.prefix_cache import PrefixCache, namespace_of, num_shareable
+from sagellm.engines.lmdeploy.steps import Steps, step_line
 
 logger = logging.getLogger("sagellm")
 
 _seq_id = attrgetter("seq_id")
 
 PREFIX_INDEX = "prefix index"  # its name among the faults of plug-ins
-
-
-# A step on its way through the device, or a round of decode steps: its number, whether it decodes, the ids of its sequences,
-# their tokens (counted only if there are plug-ins), the number of decode steps, when it was sent. A tuple, as it is made for
-# every step: a dataclass takes five times as long.
-_SentStep = tuple[int, bool, list[int], int, int, float]
 
 
 class SchedulerHooks:
@@ -58,18 +56,34 @@ class SchedulerHooks:
         # seq id -> since when, without a break, it has not been admitted, or was held in steps of this phase
         self._refused_since: dict[int, float] = {}
         self._held_since: dict[Phase, dict[int, float]] = {phase: {} for phase in Phase}
-        self._sent: deque[_SentStep] = deque()
-        self._num_loops_ended = 0  # of the first of them
         self._held: set[int] = set()
         self._budget: int | None = None
         self._left: dict[Phase, tuple[float, list[int]]] = {}  # steps left to the engine: until when, which seq ids
         self._num_preempted = 0
-        self._step_s = 0.0  # wall-clock time with a step on its way
-        self._last_end_s = 0.0
         self.tick = self.cache.tick
         scheduler.block_manager.allocator.sage = self
         scheduler.block_trie.sage = self
-        self._host.attach(lambda guard: Handle(self.kv, guard))
+        self._is_told = bool(self._host.plugins) or self._recorder.enabled  # somebody wants to know what a step was
+        self._steps = Steps(self._config.block_bytes, self._watch_swaps())
+        if self._recorder.enabled:
+            self._recorder.write("open", **open_line(scheduler, self._config, self.cache.enabled))
+        self._host.attach(lambda guard: Handle(self.kv, guard, self._recorder, self.tokens_of, self._config.layout))
+
+    def _watch_swaps(self) -> SwapTimes | None:
+        """On a CPU copies are made at once, so that they can be timed; only a plug-in would want to know."""
+        config = self._scheduler.cache_config
+        if config.device_type != "cpu" or not config.num_cpu_blocks or not self._host.listens("on_step_end"):
+            return None
+        engine = find_cache_engine(config)
+        return None if engine is None else SwapTimes(engine)
+
+    def tokens_of(self, request_id: int) -> tuple[np.ndarray, str]:
+        """(int64 [n], namespace) of a request; of its tokens those that others may share. Raises PluginError: unknown."""
+        session = self._scheduler.sessions.get(request_id)
+        if session is None or not session.sequences:
+            raise PluginError(f"request {request_id} is unknown; it has ended, or never came.")
+        seq = next(iter(session.sequences.values()))
+        return np.array(seq.valid_ids[: num_shareable(seq)], np.int64), namespace_of(seq)
 
     # ---- blocks (0001)
 
@@ -102,11 +116,22 @@ class SchedulerHooks:
 
     def dispatch(self, running: list[Any], num_loops: int) -> tuple[dict[int, int], dict[int, int]]:
         """A step, or a round of `num_loops` decode steps, is about to be sent; returns the copies to make before it."""
-        is_decoding, num_tokens, seq_ids = self._is_decoding, 0, list(map(_seq_id, running))
-        if self._host.plugins:  # one of them may ask
+        is_decoding, num_tokens, num_before, seq_ids = self._is_decoding, 0, 0, list(map(_seq_id, running))
+        if self._is_told:
             num_tokens = len(running) if is_decoding else sum([seq.num_token_ids for seq in running])
-        self._sent.append((self._step, is_decoding, seq_ids, num_tokens, num_loops, time.perf_counter()))
-        return self.kv.take_swaps()
+            num_before = sum([seq.num_history_ids for seq in running])
+        self._free_forsaken()
+        number, ins, outs = self.kv.take_swaps()
+        sent_s = time.perf_counter()
+        step = self._step, is_decoding, seq_ids, num_tokens, num_before, num_loops, sent_s, number, len(ins), len(outs)
+        self._steps.sent(step)
+        return ins, outs
+
+    def _free_forsaken(self) -> None:
+        """Blocks that a plug-in reserved before it was switched off."""
+        for name in self.kv.host_blocks.owners():
+            if not self._host.guards[name].healthy:
+                self.kv.host_blocks.free_all_of(name)
 
     # ---- prefixes (0002)
 
@@ -130,13 +155,14 @@ class SchedulerHooks:
         fault = PluginFault(PREFIX_INDEX, call, "raised", f"{type(error).__name__}: {error}")
         self._host.faults.append(fault)
         self._recorder.write("fault", plugin=fault.plugin, hook=call, kind=fault.kind, detail=fault.detail)
+        self.prefix.lost_cache()
         self.kv.lose_cache()
 
     # ---- scheduling (0003)
 
     def arrived(self, seq: Any) -> None:
         if self._recorder.enabled:
-            self._recorder.write("arrive", request=seq.session_id, tokens=seq.num_valid_ids)
+            self._recorder.write("arrive", **arrive_line(seq))
 
     def order_waiting(self, waiting: list[Any]) -> list[Any]:
         """The waiting requests that may start in this step, most urgent first."""
@@ -176,34 +202,21 @@ class SchedulerHooks:
                 self.prefix.publish(running)
             except Exception as error:
                 self._index_failed("extend", error)
-        step = self._find_sent(list(map(_seq_id, running)), is_decoding)
-        if step is None:
+        ended = self._steps.ended(list(map(_seq_id, running)), is_decoding)
+        if ended is None:
             return
-        number, _, _, num_tokens, _, sent_s = step
-        end_s = time.perf_counter()
-        self._step_s += end_s - max(sent_s, self._last_end_s)
-        self._last_end_s = end_s
+        step, loop, end_s, duration_s = ended
+        self.kv.host_blocks.ended(step[7])
+        if not self._is_told:
+            return
+        result = self._steps.result(step, loop, len(running), end_s, duration_s)
+        if self._recorder.enabled:
+            self._recorder.write("step", **step_line(result))
         if not (self._host.plugins and self._host.listens("on_step_end")):
             return
-        phase = Phase.DECODE if is_decoding else Phase.PREFILL
-        result = StepResult(number, phase, len(running), num_tokens, end_s)
         self._host.post("on_step_end", result)
         if not self._scheduler.sessions:  # everyone has left; no step may follow for long
             self._host.flush()
-
-    def _find_sent(self, seq_ids: list[int], is_decoding: bool) -> _SentStep | None:
-        """The step that ends now. Steps end in the order in which they were sent; a round may end before its last loop."""
-        while self._sent:
-            step = self._sent[0]
-            _, was_decoding, sent_ids, _, num_loops, _ = step
-            found = was_decoding == is_decoding and sent_ids == seq_ids
-            self._num_loops_ended = self._num_loops_ended + 1 if found else num_loops
-            if self._num_loops_ended == num_loops:
-                self._sent.popleft()
-                self._num_loops_ended = 0
-            if found:
-                return step
-        return None
 
     def ended(self, session_id: int) -> None:
         session = self._scheduler.sessions[session_id]
@@ -218,7 +231,7 @@ class SchedulerHooks:
                 except Exception as error:
                     self._index_failed("unlock", error)
         if self._recorder.enabled:
-            self._recorder.write("end", request=session_id)
+            self._recorder.write("end", **end_line(session_id, list(session.sequences.values())))
         if not self._host.plugins:
             return
         self._host.notify("on_request_end", session_id)
@@ -297,7 +310,8 @@ class SchedulerHooks:
             "prefix": asdict(self.prefix.first),
             "prefix_retries": asdict(self.prefix.retries),
             "prefix_index": self.cache.metrics(),
-            "step_s": self._step_s,
+            "step_s": self._steps.seconds,
+            "plugins": self._host.plugin_reports(),
             "comm_ns": [row for worker in workers for row in worker["comm_ns"]],
             "calls": own["calls"] + [row for worker in workers for row in worker["calls"]],
             "faults": own["faults"] + [row for worker in workers for row in worker["faults"]],

@@ -189,8 +189,10 @@ def test_evicted_before_its_copy_was_made(engine, reference, round_trip):
         offload(blocks, [])(handle)
         if round_trip:
             restore(blocks, [])(handle)
-        request = engine.hooks.cache.candidates(100)
-        kv.give_up(engine.hooks.cache.evict(request.block_ids), "test", "all of them")
+        candidates = engine.hooks.cache.candidates()
+        on = candidates.on_device
+        for tier, ids in ((Tier.GPU, candidates.block_ids[on]), (Tier.CPU, candidates.block_ids[~on])):
+            kv.give_up(engine.hooks.cache.evict(ids, tier), "test", "all of them")
         assert kv._ins == {}
         assert kv._outs == {}, "a copy would go to a slot that is free for others"
 

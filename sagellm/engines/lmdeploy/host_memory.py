@@ -1,0 +1,92 @@
+"""The bytes of the host tier's slots: LMDeploy's host cache, where it lies in this process."""
+
+import gc
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from sagellm.core.errors import PluginError
+
+BlockBytes = np.ndarray  # uint8 [block_bytes]
+
+
+class SlotMemory(Protocol):
+    """`slot`: number of a host slot. Nothing else may copy from or to it meanwhile."""
+
+    def read(self, slot: int) -> BlockBytes: ...
+
+    def write(self, slot: int, block: BlockBytes) -> None: ...
+
+
+class HostCache:
+    """LMDeploy's host cache: a tensor each for keys and values (and scales), of shape [layers, slots, ...].
+
+    So a block is not contiguous: it is gathered and scattered layer by layer, keys before values.
+    """
+
+    def __init__(self, cache_engine: Any) -> None:
+        import torch
+
+        tensors = [tensor.view(torch.uint8).flatten(2).numpy() for tensor in cache_engine.full_cpu_cache]
+        self._rows: list[np.ndarray] = tensors  # uint8 [layers, slots, bytes of a slot in a layer]
+        self.block_bytes = sum(rows.shape[0] * rows.shape[2] for rows in tensors)
+
+    def read(self, slot: int) -> BlockBytes:
+        return np.concatenate([rows[:, slot].reshape(-1) for rows in self._rows])
+
+    def write(self, slot: int, block: BlockBytes) -> None:
+        start = 0
+        for rows in self._rows:
+            end = start + rows.shape[0] * rows.shape[2]
+            rows[:, slot] = block[start:end].reshape(rows.shape[0], rows.shape[2])
+            start = end
+
+
+def find_cache_engine(cache_config: Any) -> Any:
+    """LMDeploy's `CacheEngine` of this configuration object, or None: with several workers each of them has its own.
+
+    The scheduler has no way to its executor, so the living objects are searched; some 100 ms, once.
+    """
+    from lmdeploy.pytorch.engine.cache_engine import CacheEngine
+
+    for found in gc.get_objects():
+        if type(found) is CacheEngine and found.cache_config is cache_config:
+            return found
+    return None
+
+
+def open_host_cache(cache_config: Any, block_bytes: int) -> HostCache:
+    """Raises PluginError: no host tier, memory of another process, or blocks of another size than was announced."""
+    if not cache_config.num_cpu_blocks:
+        raise PluginError("there is no host tier (host_kv_blocks is 0).")
+    engine = find_cache_engine(cache_config)
+    if engine is None:
+        raise PluginError("the memory of the host tier is the workers' own (tensor_parallel above 1); use one worker.")
+    cache = HostCache(engine)
+    if cache.block_bytes != block_bytes:
+        raise PluginError(f"a block of the host tier has {cache.block_bytes} bytes, announced were {block_bytes}.")
+    return cache
+
+
+class SwapTimes:
+    """Measures how long a `CacheEngine` whose copies are synchronous takes for those of each pass."""
+
+    def __init__(self, cache_engine: Any) -> None:
+        self._spent_s: deque[float] = deque()
+        for name in ("swap_in", "swap_out"):
+            setattr(cache_engine, name, self._timed(getattr(cache_engine, name)))
+
+    def take(self, num_calls: int) -> float:
+        """Seconds of the next calls, those of one pass. Passes run in the order in which they were sent."""
+        return sum(self._spent_s.popleft() for _ in range(min(num_calls, len(self._spent_s))))
+
+    def _timed(self, swap: Callable[[dict[int, int]], None]) -> Callable[[dict[int, int]], None]:
+        def timed(src_to_dst: dict[int, int]) -> None:
+            start = time.perf_counter()
+            swap(src_to_dst)
+            self._spent_s.append(time.perf_counter() - start)
+
+        return timed

@@ -1,0 +1,48 @@
+"""Lines of the record that say what engine it was and what became of requests. `seq` is LMDeploy's `SchedulerSequence`."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from sagellm.core.config import HookConfig
+from sagellm.core.events import FORMAT
+from sagellm.engines.lmdeploy.prefix_cache import namespace_of
+
+
+def open_line(scheduler: Any, config: HookConfig, prefix_caching: bool) -> dict[str, Any]:
+    """Fields of `open`: what a replay needs to know of the engine."""
+    cache = scheduler.cache_config
+    try:
+        own_version = version("sagellm")
+    except PackageNotFoundError:  # a checkout that was not installed
+        own_version = ""
+    return dict(
+        format=FORMAT, version=own_version, engine="lmdeploy.pytorch", model=config.model, layout=config.layout,
+        block_size=cache.block_size, block_bytes=config.block_bytes, num_blocks=cache.num_gpu_blocks,
+        host_blocks=cache.num_cpu_blocks, prefix_caching=prefix_caching, max_prefill_tokens=cache.max_prefill_token_num,
+        max_batch_size=scheduler.scheduler_config.max_batches,
+        plugins=[spec.model_dump(mode="json") for spec in config.plugins],
+    )  # fmt: skip
+
+
+def arrive_line(seq: Any) -> dict[str, Any]:
+    """Fields of `arrive`."""
+    max_new = seq.sampling_param.max_new_tokens
+    return dict(
+        request=seq.session_id, tokens=seq.num_valid_ids, max_new=max_new, namespace=namespace_of(seq), tenant=""
+    )
+
+
+def end_line(request_id: int, seqs: list[Any]) -> dict[str, Any]:
+    """Fields of `end`."""
+    reason = end_reason(seqs[-1]) if seqs else "cancelled"
+    return dict(request=request_id, generated=sum(seq.num_new_tokens for seq in seqs), reason=reason)
+
+
+def end_reason(seq: Any) -> str:
+    """stop, length, aborted or cancelled, as far as the request's tokens tell."""
+    settings = seq.sampling_param
+    if seq.status.name == "ABORTED":
+        return "aborted"
+    if seq.num_new_tokens and int(seq.generated_ids[-1]) in (settings.stop_words or ()):
+        return "stop"
+    return "length" if seq.num_new_tokens >= settings.max_new_tokens else "cancelled"
