@@ -8,6 +8,7 @@ from sagellm.core.hooks import (
     Plugin,
     PrefixMatch,
     PrefixQuery,
+    PrefixRelease,
     PrefixUpdate,
     RequestId,
     RequestMetadata,
@@ -34,6 +35,9 @@ class NoOp(Plugin):
         pass
 
     def on_prefix_stored(self, update: PrefixUpdate) -> None:
+        pass
+
+    def on_prefix_released(self, release: PrefixRelease) -> None:
         pass
 
     def admit(self, request: RequestMetadata) -> bool:

@@ -159,7 +159,9 @@ def read_config(file: Path | None, overrides: dict[str, Any]) -> SageConfig:
     Raises:
         ConfigError: an unreadable file, an unknown key, or a value out of range; one line for each.
     """
-    values = {**_read_yaml(file), **overrides}
+    values = {**(of_file := _read_yaml(file)), **overrides}
+    if isinstance(of_file.get("kv"), dict) and isinstance(overrides.get("kv"), dict):
+        values["kv"] = {**of_file["kv"], **overrides["kv"]}
     try:
         return SageConfig(**values)
     except ValidationError as error:
@@ -192,7 +194,8 @@ def _explain(error: ValidationError, file: Path | None) -> str:
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"{name}: unknown key; known are {', '.join(sorted(SageConfig.model_fields))}.")
+            known = KVConfig.model_fields if item["loc"][0] == "kv" and len(item["loc"]) > 1 else SageConfig.model_fields
+            lines.append(f"{name}: unknown key; known are {', '.join(sorted(known))}.")
         elif not name:  # a combination of values
             lines.append(f"{item['msg'].removeprefix('Value error, ')}.")
         else:

@@ -287,7 +287,9 @@ class PrefixUpdate:
 
 class PrefixRelease(NamedTuple):
     """A request does not hold its cached blocks any more, but for the first `num_kept`: it has ended, lost its blocks to
-    others, or could not have all that it matched. `time_s`: when, on the clock of `time.monotonic`."""
+    others, or could not have all that it matched. `time_s`: when, on the clock of `time.monotonic`.
+
+    Each request that `on_prefix_matched` or `on_prefix_stored` told of lets go of everything in the end, also of nothing."""
 
     request_id: RequestId
     num_kept: int

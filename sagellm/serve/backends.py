@@ -9,6 +9,7 @@ from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import find_plugin
 from sagellm.engines.lmdeploy.engine import build_engine_config, hook_config, require_patched, set_threads
+from sagellm.engines.lmdeploy.kv_tiers import check_tiers
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device
 from sagellm.serve.metrics import TurboMindCollector, register
 
@@ -55,11 +56,12 @@ class PytorchBackend:
 
     def require(self) -> str:
         require_patched()
+        check_tiers(self._config)
         return resolve_device(self._config.device)
 
     def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path) -> Any:
         set_threads(self._config, device)
-        return build_engine_config(self._config, sizes, device, hook_config(self._config, run_dir))
+        return build_engine_config(self._config, sizes, device, hook_config(self._config, run_dir), model)
 
     def extend(self, engine: Any) -> None:
         register(engine)

@@ -9,6 +9,7 @@ import click
 from sagellm.core.config import DEVICES, DTYPES, ENGINES, read_config
 from sagellm.core.errors import SageError
 from sagellm.serve.early import stop_at_once
+from sagellm.serve.tiers import with_tiers
 
 
 @click.command()
@@ -24,6 +25,14 @@ from sagellm.serve.early import stop_at_once
 @click.option("--kv-blocks", type=int, help="Size of the KV pool in blocks.")
 @click.option("--kv-memory-share", type=float, help="Size of the KV pool as a part of free memory, between 0 and 1.")
 @click.option("--host-kv-blocks", type=int, help="Host tier that plug-ins may migrate blocks to. Default: 0.")
+@click.option("--kv-policy", help="Who picks victims in the KV pool: a name of `sagellm policy list`, or module:Class.")
+@click.option("--kv-policy-options", help="Its options, as JSON.")
+@click.option("--kv-cpu-policy", help="The same of the host tier. Default: lru.")
+@click.option("--kv-disk", type=click.Path(path_type=Path), help="Folder of a disk tier below the host tier.")
+@click.option("--kv-disk-gib", type=float, help="Its size. Default: 4.")
+@click.option("--kv-migration", help="Which blocks are worth a move: always, never, cost, or module:Class. Default: cost.")
+@click.option("--kv-deadline", type=float, help="Seconds after which a save or load is given up. Default: 1.")
+@click.option("--kv-quotas", help="Tenant -> tier -> blocks or share, as JSON or a YAML file.")
 @click.option("--block-size", type=int, help="Tokens of a KV block, a power of two. Default: 64.")
 @click.option("--prefix-caching/--no-prefix-caching", default=None, help="Default: on.")
 @click.option("--context-length", type=int, help="Longest prompt plus answer, in tokens.")
@@ -46,7 +55,7 @@ def serve(config: Path | None, as_json: bool, **flags: Any) -> None:
     stop_at_once()
     given = {name: value for name, value in flags.items() if value is not None and value != ()}
     try:
-        settings = read_config(config, given)
+        settings = read_config(config, with_tiers(given))
         from sagellm.serve.server import run
 
         code = run(settings, as_json=as_json)

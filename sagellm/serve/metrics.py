@@ -74,6 +74,7 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
     yield _gauge(
         "sagellm_plugin_enabled", "1 while the plug-in is called, 0 once switched off.", "plugin", report["enabled"]
     )
+    yield _reported(report.get("plugins", {}))
     calls = CounterMetricFamily("sagellm_plugin_calls", "Hook calls answered.", labels=["plugin", "hook"])
     for (plugin, hook), number in _summed(report["calls"], 2).items():
         calls.add_metric([plugin, hook], number)
@@ -84,6 +85,23 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
     for (plugin, hook, kind), number in _summed(report["faults"], 3).items():
         faults.add_metric([plugin, hook, kind], number)
     yield faults
+
+
+def _reported(plugins: dict[str, dict[str, Any]]) -> Metric:
+    """What plug-ins report of themselves: `name` is the outermost key, `key` the others, joined."""
+    family = GaugeMetricFamily("sagellm_plugin_value", "What plug-ins report.", labels=["plugin", "name", "key"])
+    for plugin, values in plugins.items():
+        for path, value in _leaves(values):
+            family.add_metric([plugin, path[0], "/".join(path[1:])], value)
+    return family
+
+
+def _leaves(values: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
 
 
 def _lookups(report: dict[str, Any]) -> Iterator[Metric]:

@@ -17,6 +17,7 @@ import uvicorn
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError, PluginError
 from sagellm.core.registry import check_owners, find_plugin
+from sagellm.engines.lmdeploy.kv_tiers import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
 from sagellm.serve.backends import Backend, backend_of
 from sagellm.serve.following import following
@@ -78,7 +79,7 @@ def _check_plugins(config: SageConfig) -> None:
     Raises:
         PluginError, ConfigError: an unknown plug-in or option, two owners of a decision, a record that cannot be written.
     """
-    kinds = [(spec, find_plugin(spec.name)) for spec in config.plugins]
+    kinds = [(spec, find_plugin(spec.name)) for spec in all_plugins(config)]
     check_owners((spec.name, object.__new__(kind)) for spec, kind in kinds)  # not built: it lives in the engine process
     for spec, kind in kinds:
         try:
@@ -239,7 +240,7 @@ class _Banner:
             self._say(f"\nReady: {self._name} on {self._device} at {url}")
             self._say(
                 f"KV pool: {self._sizes.num_blocks or 'chosen by LMDeploy'} blocks of {self._config.block_size} tokens, "
-                f"{self._sizes.dtype}; plug-ins: {', '.join(spec.name for spec in self._config.plugins) or 'none'}"
+                f"{self._sizes.dtype}; plug-ins: {', '.join(spec.name for spec in all_plugins(self._config)) or 'none'}"
             )
             self._say(f"Try:\n  curl -N {url}/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n")
 

@@ -17,6 +17,7 @@ from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES
 from sagellm.core.registry import find_plugin
 from sagellm.engines.base import BaseEngine, CapabilityDescriptor, EngineInfo, Generation, SamplingParams
 from sagellm.engines.lmdeploy import patch_state
+from sagellm.engines.lmdeploy.kv_tiers import all_plugins, check_tiers, layout_of
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
 
 # One decode step of a CPU takes long enough that scheduling between steps costs nothing, and a new request must not wait
@@ -38,18 +39,23 @@ def require_patched() -> None:
 
 def hook_config(config: SageConfig, run_dir: Path | None = None) -> HookConfig:
     return HookConfig(
-        plugins=config.plugins, time_limit_s=config.plugin_time_limit_s, record=config.record, run_dir=run_dir,
+        plugins=all_plugins(config), time_limit_s=config.plugin_time_limit_s, record=config.record, run_dir=run_dir,
         comm_metrics=config.comm_metrics,
     )
 
 
-def build_engine_config(config: SageConfig, sizes: Sizes, device: str, hooks: HookConfig) -> Any:
-    """LMDeploy's `PytorchEngineConfig`."""
+def build_engine_config(
+    config: SageConfig, sizes: Sizes, device: str, hooks: HookConfig, model: Path | None = None
+) -> Any:
+    """LMDeploy's `PytorchEngineConfig`. `model`: what blocks are computed with, for those who keep their bytes."""
     from lmdeploy.messages import PytorchEngineConfig
 
     for spec in hooks.plugins:  # a wrong name must fail here, not in the engine process
         find_plugin(spec.name)
-    hooks = hooks.model_copy(update={"block_bytes": sizes.schema.block_bytes})
+    known = {"block_bytes": sizes.schema.block_bytes}
+    if model is not None:
+        known |= {"model": config.model_name or model.resolve().name, "layout": layout_of(model, config, sizes)}
+    hooks = hooks.model_copy(update=known)
     default_round = CPU_DECODE_ROUND if device == "cpu" else DECODE_ROUND
     options: dict[str, Any] = {"prefill_interval": config.decode_round or default_round}
     if config.kv_memory_share is not None and device != "cpu":
@@ -90,11 +96,13 @@ class LMDeployEngine(BaseEngine):
     """One engine on a thread with an event loop of its own.
 
     Raises:
-        PatchError, ConfigError, CapacityError, PluginError: at construction, before anything is loaded.
+        PatchError, ConfigError, CapacityError, PluginError, PolicyError, TierError: at construction, before anything is
+            loaded.
     """
 
     def __init__(self, config: SageConfig, model: Path | None = None) -> None:
         require_patched()
+        check_tiers(config)
         model = model or config.model
         if model is None:
             raise ConfigError("no model: pass a folder, or set `model`; `sagellm demo-model` builds one.")
@@ -102,7 +110,7 @@ class LMDeployEngine(BaseEngine):
         device = resolve_device(config.device)
         sizes = size_engine(config, model, device)
         set_threads(config, device)
-        engine_config = build_engine_config(config, sizes, device, hook_config(config))
+        engine_config = build_engine_config(config, sizes, device, hook_config(config), model)
         logging.getLogger("lmdeploy").setLevel(config.log_level)
         self._model = model
         self._sessions = itertools.count()

@@ -34,7 +34,7 @@ class PrefixHooks:
     """`seq` is LMDeploy's `SchedulerSequence`.
 
     Who listens hears of a change before anything is asked that depends on it. `_told` is what listeners and the record know
-    of who holds what: so each request lets go of exactly what they were told, once.
+    of who holds what: so each request that they were told of lets go of exactly that, once, also where it is nothing.
     """
 
     def __init__(self, host: PluginHost, kv: KVManager, cache: PrefixCache) -> None:
@@ -200,11 +200,13 @@ class PrefixHooks:
             self._tell_released(seq_id, 0)
 
     def _tell_released(self, seq_id: int, num_kept: int) -> None:
-        request_id, num_held = self._told.pop(seq_id, (0, 0))
+        if seq_id not in self._told:
+            return
+        request_id, num_held = self._told.pop(seq_id)
         if num_kept:
             self._told[seq_id] = request_id, min(num_kept, num_held)
-        if num_kept >= num_held:
-            return
+            if num_kept >= num_held:
+                return
         self._host.recorder.write("release", request=request_id, kept=num_kept)
         if self._host.listens("on_prefix_released"):
             release = PrefixRelease(request_id, num_kept, time.monotonic())

@@ -20,6 +20,7 @@ from sagellm._core import HookTable, PluginPort
 from sagellm.core.answers import check_victims
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import ConfigError, PluginError
+from sagellm.core.events import Recorder
 from sagellm.core.guard import PluginFault
 from sagellm.core.hooks import (
     CommOp,
@@ -58,6 +59,7 @@ COMM_OPS = {
 
 IMPOSSIBLE = {
     "lookup_prefix": "TurboMind's lookups are answered by the native index, on the engine's threads",
+    "on_prefix_released": "TurboMind does not tell when a request lets go of its cached blocks",
     "on_request_end": "TurboMind does not tell when a request has ended",
     "comm_begin": "TurboMind's collectives are told after they were enqueued; use comm_end, whose op has a duration_s",
 }
@@ -93,7 +95,7 @@ class TurboMindHooks:
         self._steps = StepDecisions(self._host, config)
         self._callbacks: list[tuple[str, Callable[[EvictionNotice], None]]] = []
         self.question: Any = None  # the one that a plug-in answers now
-        self._chosen: dict[Where, tuple[str, str, dict[str, int], set[int]]] = {}
+        self._chosen: dict[Where, tuple[str, str, dict[str, int], dict[int, str]]] = {}
         self._looked_up: dict[int, None] = {}
         self._num_faults = 0
         self._is_told: bool | None = None  # whether evictions are; None until it is settled
@@ -109,6 +111,10 @@ class TurboMindHooks:
         self._thread = threading.Thread(target=self._serve, name="sagellm-port", daemon=True)
         if topics:
             self._thread.start()
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._host.recorder
 
     def add_callback(self, name: str, callback: Callable[[EvictionNotice], None]) -> None:
         """Raises PluginError when it is too late: the engine tells what was asked for before it was made."""
@@ -200,7 +206,9 @@ class TurboMindHooks:
         name, decision = decided
         victims = list(decision.victims)[: question.count]
         counts = {"requested": question.count, "candidates": len(ids)}
-        self._chosen[question.engine, question.group] = name, decision.reason, counts, set(victims)
+        reasons = decision.reasons or [""] * len(decision.victims)
+        reason_of = dict(zip(victims, reasons, strict=False))
+        self._chosen[question.engine, question.group] = name, decision.reason, counts, reason_of
         return victims
 
     # ---- notices
@@ -218,11 +226,12 @@ class TurboMindHooks:
             self._host.guards[name].post("eviction_callback", callback, told)
 
     def _record_victims(self, where: Where, ids: list[int]) -> None:
-        name, reason, counts, chosen = self._chosen.pop(where, ("", "", {}, set()))
+        name, reason, counts, chosen = self._chosen.pop(where, ("", "", {}, {}))
         of_plugin = [block for block in ids if block in chosen]
         others = [block for block in ids if block not in chosen]
         if of_plugin:
-            self._host.recorder.write("evict", policy=name, reason=reason, **counts, victims=of_plugin)
+            each = {"reasons": [chosen[block] for block in of_plugin]} if any(chosen.values()) else {}
+            self._host.recorder.write("evict", policy=name, reason=reason, **counts, victims=of_plugin, **each)
         if others:
             self._host.recorder.write("evict", policy=INDEX, reason=INDEX_ORDER, victims=others)
 
@@ -239,14 +248,19 @@ class TurboMindHooks:
         self._host.recorder.write(
             "lookup", request=request, tokens=notice.num_tokens, matched=num_matched, blocks=ids, source=INDEX, first=is_first
         )
-        match = PrefixMatch(request, notice.num_tokens, num_matched, tuple(ids), INDEX)
+        match = PrefixMatch(
+            request, notice.num_tokens, num_matched, tuple(ids), INDEX, first=is_first, time_s=notice.time_ns / 1e9
+        )
         self._host.post("on_prefix_matched", match)
 
     def _on_stored(self, notice: Any) -> None:
         ids = notice.ids.tolist()
         self._host.recorder.write("store", request=notice.seq_id, first_token=notice.first_token, blocks=ids)
         tokens = _read_only(notice.tokens, np.int64)
-        self._host.post("on_prefix_stored", PrefixUpdate(notice.seq_id, "", notice.first_token, tokens, tuple(ids)))
+        update = PrefixUpdate(
+            notice.seq_id, "", notice.first_token, tokens, tuple(ids), time_s=notice.time_ns / 1e9
+        )
+        self._host.post("on_prefix_stored", update)
 
     def _on_step_end(self, notice: Any) -> None:
         # A step that decodes computes one token a sequence; one with prompts in it nearly always more.
@@ -284,6 +298,7 @@ class TurboMindHooks:
         return {
             "evicted": {reason.value: number for reason, number in evicted.items()},
             "prefix": lookups,
+            "plugins": self._host.plugin_reports(),
             "table": stats,
             "port": port,
             "comm_ns": [[rank, name, spent] for (rank, name), spent in self._comm_ns.copy().items()],

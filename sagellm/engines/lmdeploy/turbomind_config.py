@@ -17,6 +17,7 @@ def check_settings(config: SageConfig) -> None:
             ("device", config.device, "TurboMind runs on cuda"),
             ("dtype", config.dtype, "TurboMind computes in float16 or bfloat16"),
             ("host_kv_blocks", config.host_kv_blocks, "TurboMind's host tier is for native hooks (SageKvApi.migrate)"),
+            ("kv", config.kv and config.kv.policy, "TurboMind does not tell when a request lets go of its cached blocks"),
             ("threads", config.threads, "these are compute threads of a CPU worker"),
             ("decode_round", config.decode_round, "TurboMind looks at its queue in every step"),
             ("block_size", config.block_size, f"TurboMind's blocks have {MIN_SHARED_BLOCK} tokens or more"),

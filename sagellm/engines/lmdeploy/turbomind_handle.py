@@ -6,6 +6,8 @@ Python cannot reach the engine's block manager, which belongs to the engine's th
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from sagellm.core.errors import PluginError
 from sagellm.core.guard import PluginGuard
 from sagellm.core.hooks import (
@@ -18,6 +20,8 @@ from sagellm.core.hooks import (
     Tier,
 )
 
+NO_HOST_TIER = "TurboMind's host tier is for native hooks alone (SageKvApi.migrate in sage_hooks.h); use --engine pytorch."
+
 
 class Handle:
     """Works inside a hook only. `hooks` is the `TurboMindHooks` of the process."""
@@ -26,6 +30,7 @@ class Handle:
         self._hooks = hooks
         self._guard = guard
         self.block_bytes = block_bytes
+        self.layout = ""
 
     @property
     def block_size(self) -> int:
@@ -58,6 +63,33 @@ class Handle:
         if not self._guard.is_calling:
             raise PluginError("the engine handle works inside a hook only, on the thread that runs the hook.")
         self._hooks.add_callback(self._guard.name, callback)
+
+    @property
+    def num_lost_notices(self) -> int:
+        return self._guard.num_lost
+
+    def record(self, event: str, **fields: object) -> None:
+        if not self._guard.is_calling:
+            raise PluginError("the engine handle works inside a hook only, on the thread that runs the hook.")
+        self._hooks.recorder.write(event, **fields)
+
+    def request_tokens(self, request_id: int) -> tuple[np.ndarray, str]:
+        raise PluginError("TurboMind tells no tokens of requests that wait.")
+
+    def host_bytes(self, block_ids: Sequence[int]) -> list[np.ndarray]:
+        raise PluginError(NO_HOST_TIER)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        raise PluginError(NO_HOST_TIER)
+
+    def reserve_host(self, count: int) -> tuple[list[int], list[np.ndarray]]:
+        raise PluginError(NO_HOST_TIER)
+
+    def adopt_host(self, block_ids: Sequence[int], token_ids: np.ndarray, namespace: str) -> tuple[int, ...]:
+        raise PluginError(NO_HOST_TIER)
+
+    def free_host(self, block_ids: Sequence[int]) -> None:
+        raise PluginError(NO_HOST_TIER)
 
     def _ask(self, what: str, *topics: str) -> Any:
         question = self._hooks.question

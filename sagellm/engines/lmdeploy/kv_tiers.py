@@ -1,0 +1,94 @@
+"""From `SageConfig.kv` to the plug-in that runs the tiers, and what must be refused before a model is loaded for it."""
+
+from hashlib import blake2b
+from pathlib import Path
+
+from sagellm.core.config import KVConfig, PluginSpec, SageConfig
+from sagellm.core.errors import ConfigError
+from sagellm.core.hooks import Tier
+from sagellm.engines.lmdeploy.sizing import Sizes
+
+TIERED = "sagellm.kv_runtime.plugin:TieredKV"
+TIERED_WITH_DISK = "sagellm.kv_runtime.plugin:TieredKVWithDisk"
+
+SAMPLE_BYTES = 1 << 16  # of the beginning, the middle and the end of each file of weights
+
+
+def all_plugins(config: SageConfig) -> tuple[PluginSpec, ...]:
+    """Those that were named, and the one that the tiers need."""
+    if config.kv is None:
+        return config.plugins
+    name = TIERED if config.kv.disk is None else TIERED_WITH_DISK
+    return (*config.plugins, PluginSpec(name=name, options=config.kv.model_dump(mode="json")))
+
+
+def check_tiers(config: SageConfig) -> None:
+    """Refuse what would end the engine process after the model is loaded, or serve without a word of it.
+
+    Raises:
+        ConfigError: tiers that this engine cannot have with these settings, or quotas of tiers that are not there.
+        PolicyError: an unknown policy, or options that it does not take.
+        TierError: a disk folder that cannot be used, or that another server uses.
+    """
+    kv = config.kv
+    if kv is None:
+        return
+    if not config.prefix_caching:
+        raise ConfigError("kv: the tiers hold cached prefixes, and prefix_caching is off; switch it on, or leave kv out.")
+    if kv.disk is not None:
+        _check_disk(config, kv.disk)
+    _check_policies(config, kv)
+
+
+def _check_disk(config: SageConfig, folder: Path) -> None:
+    if not config.host_kv_blocks:
+        raise ConfigError(
+            f"kv.disk {folder}: blocks come to the disk and back through the host tier, and host_kv_blocks is 0; "
+            "give --host-kv-blocks, a few hundred or more."
+        )
+    if config.tensor_parallel > 1:
+        raise ConfigError(
+            f"kv.disk {folder}: with tensor_parallel {config.tensor_parallel} each worker process has a part of every block, "
+            "which the engine cannot read; use --tensor-parallel 1, or leave the disk tier out."
+        )
+    from sagellm.kv_runtime.disk_store_folder import LockedFolder
+
+    LockedFolder(folder).close()  # the engine process opens it again
+
+
+def _check_policies(config: SageConfig, kv: KVConfig) -> None:
+    from sagellm.kv_policy.registry import make_migration_policy, make_policy
+
+    pool = config.kv_blocks or 1024  # what the machine has room for is not known yet
+    tiers = {Tier.GPU: (pool, kv.policy, kv.policy_options)}
+    if config.host_kv_blocks:
+        tiers[Tier.CPU] = config.host_kv_blocks, kv.cpu_policy, kv.cpu_options
+    if kv.disk is not None:
+        tiers[Tier.NVME] = pool, kv.disk_policy, kv.disk_options
+    for capacity, name, options in tiers.values():
+        make_policy(name, capacity, **options)
+    make_migration_policy(kv.migration)
+    if kv.quotas:
+        from sagellm.kv_runtime.quota import QuotaManager
+
+        QuotaManager(kv.quotas, {tier: capacity for tier, (capacity, _, _) in tiers.items()})
+
+
+def layout_of(model: Path, config: SageConfig, sizes: Sizes) -> str:
+    """Everything that the bytes of a KV block depend on, beside its tokens.
+
+    Of the weights it has names, sizes and samples: two models of one shape that were trained differently differ all over.
+    """
+    schema = sizes.schema
+    shape = f"{schema.num_layers}x{schema.num_kv_heads}x{schema.head_dim} {schema.dtype} {schema.block_size} tokens"
+    digest = blake2b(digest_size=16)
+    for file in sorted([*model.glob("*.json"), *model.glob("*.safetensors"), *model.glob("pytorch_model*.bin")]):
+        if file.name.startswith("tokenizer"):
+            continue
+        with file.open("rb") as content:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            for start in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+                content.seek(start)
+                digest.update(content.read(SAMPLE_BYTES))
+    return f"{digest.hexdigest()} {shape} {config.tensor_parallel} workers, all keys before all values"

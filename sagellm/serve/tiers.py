@@ -1,0 +1,47 @@
+"""The flags of the KV tiers, `--kv-*`, as the configuration has them: one value with parts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sagellm.core.errors import ConfigError
+
+PART_OF = {  # flag -> field of `KVConfig`
+    "kv_policy": "policy", "kv_policy_options": "policy_options", "kv_cpu_policy": "cpu_policy", "kv_disk": "disk",
+    "kv_disk_gib": "disk_gib", "kv_migration": "migration", "kv_deadline": "deadline_s", "kv_quotas": "quotas",
+}  # fmt: skip
+
+
+def with_tiers(given: dict[str, Any]) -> dict[str, Any]:
+    """The flags that were given, those of the tiers as `kv`.
+
+    Raises:
+        ConfigError: a value that is no JSON, or a file that cannot be read.
+    """
+    kv = {part: given[flag] for flag, part in PART_OF.items() if flag in given}
+    if "policy_options" in kv:
+        kv["policy_options"] = _json("--kv-policy-options", kv["policy_options"])
+    if "quotas" in kv:
+        kv["quotas"] = _quotas(kv["quotas"])
+    rest = {flag: value for flag, value in given.items() if flag not in PART_OF}
+    return rest | {"kv": kv} if kv else rest
+
+
+def _json(flag: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r} is not JSON: {error}.") from None
+
+
+def _quotas(text: str) -> Any:
+    if text.lstrip().startswith("{"):
+        return _json("--kv-quotas", text)
+    import yaml
+
+    try:
+        return yaml.safe_load(Path(text).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read --kv-quotas {text}: {error.strerror}. Give a file, or an object as JSON.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--kv-quotas {text} is neither JSON nor YAML: {error}") from None
