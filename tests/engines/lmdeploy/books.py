@@ -98,6 +98,9 @@ class DictTier(Books):
         self.load(request.request_id)
         return True
 
+    def on_step_end(self, result):
+        self.save()
+
     def save(self):
         for block, key in list(self.key_of.items()):
             if key not in self.bytes_of:
