@@ -111,3 +111,14 @@ def test_configurations_are_frozen_and_travel_as_json(tmp_path):
         plugins=(PluginSpec(name="a:B", options={"n": [1, float("inf")]}),), record=tmp_path / "r", run_dir=tmp_path
     )
     assert HookConfig.model_validate_json(hooks.model_dump_json()) == hooks
+
+
+def test_parts_of_the_tiers_go_before_those_of_the_file(tmp_path):
+    file = write(tmp_path, "kv: {policy: arc, cpu_policy: lfu, quotas: {a: {gpu: 0.5, cpu: 10}}}\n")
+    kv = read_config(file, {"kv": {"policy": "sieve", "disk": "/d"}}).kv
+    assert (kv.policy, kv.cpu_policy, str(kv.disk), kv.quotas) == ("sieve", "lfu", "/d", {"a": {"gpu": 0.5, "cpu": 10}})
+    assert read_config(file, {}).kv.policy == "arc" and read_config(None, {}).kv is None
+    with pytest.raises(ConfigError, match="kv.polcy: unknown key; known are .*policy_options"):
+        read_config(None, {"kv": {"polcy": "lru"}})
+    with pytest.raises(ConfigError, match="kv.disk_gib: .*greater than 0"):
+        read_config(None, {"kv": {"disk_gib": 0}})

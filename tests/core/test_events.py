@@ -98,3 +98,18 @@ def test_no_path_records_nothing():
     assert isinstance(recorder, NullRecorder) and not recorder.enabled
     recorder.write("anything", at="all")
     recorder.close()
+
+
+def test_fields_cannot_be_the_head_nor_leave_a_gap(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("first", n=77, pid="mine", t_ns=0, value=1)
+    with pytest.raises(ValueError):
+        circle = []
+        circle.append(circle)
+        log.write("circle", value=circle)
+    log.write("second")
+    log.close()
+    first, second = read(tmp_path / "events.jsonl")
+    assert (first["n"], first["event"], first["value"], second["n"]) == (0, "first", 1, 1)
+    assert first["t_ns"] > 0 and first["pid"] == second["pid"] != "mine"
+    assert list(second) == ["t_ns", "n", "pid", "event"]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sagellm.core.errors import PluginError
 from sagellm.core.hooks import (
     DECISIONS,
     NOTICES,
@@ -108,6 +109,24 @@ def test_a_parent_that_is_no_candidate_ties_nothing():
     parents = np.array([999, 999], np.int64)
     request = VictimRequest(*[request.count, *request.candidates._replace(parent_ids=parents)])
     assert request.leaf_first() == [13]
+
+
+def test_candidates_are_made_when_they_are_read_and_not_after_the_question():
+    rows, made = request_of([-1, 0], [2, 1], [True, True], 1).candidates, []
+
+    def make():
+        made.append(1)
+        return rows
+
+    request = VictimRequest.lazy(2, make)
+    assert request.count == 2 and not made
+    assert request.leaf_first() == [13, 10] and request.depth.tolist() == [16, 32] and made == [1]
+    request.close()
+    assert request.block_ids is rows.block_ids
+    unread = VictimRequest.lazy(2, make)
+    unread.close()
+    with pytest.raises(PluginError, match="inside select_victims only"):
+        unread.leaf_first()
 
 
 def test_values_are_frozen():

@@ -3,6 +3,7 @@
 import json
 import threading
 
+import numpy as np
 import pytest
 
 from sagellm.core.config import HookConfig, PluginSpec
@@ -163,3 +164,28 @@ def test_hosts_do_not_share_state():
     assert threading.active_count() >= 3
     one.close()
     two.close()
+
+
+class Reports(Plugin):
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def report(self):
+        if self.fails:
+            raise RuntimeError("no report")
+        return {"moves": {"gpu-cpu": {"moved": 3, 4: np.int64(5)}}, "share": np.float32(0.5), "name": "x", "list": [1]}
+
+
+class ReportsToo(Reports):
+    pass
+
+
+def test_what_plugins_report_of_themselves():
+    specs = [PluginSpec(name=name_of(Reports)), PluginSpec(name=name_of(ReportsToo), options={"fails": True})]
+    host = PluginHost(HookConfig(plugins=(*specs, PluginSpec(name=name_of(Quiet)))))
+    for _ in range(2):
+        reports = host.plugin_reports()
+        assert reports == {name_of(Reports): {"moves": {"gpu-cpu": {"moved": 3.0, "4": 5.0}}, "share": 0.5}}
+    assert [(fault.plugin, fault.hook, fault.kind) for fault in host.faults] == [(name_of(ReportsToo), "report", "raised")]
+    host.close()
+    assert host.plugin_reports() == {}

@@ -57,6 +57,9 @@ def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
         (["--context-length", 4096], ["4096", "2048"]),
         (["--block-size", 17], ["17 is not a power of two"]),
         (["--device", "abacus"], ["abacus"]),
+        (["--kv-policy", "lru", "--no-prefix-caching"], ["prefix_caching is off"]),
+        (["--kv-disk", "/no/such/disk"], ["/no/such/disk", "give --host-kv-blocks"]),
+        (["--kv-policy-options", "{"], ["--kv-policy-options", "is not JSON"]),
         (["--kv-blocks", 10**9], ["1000000000 KV blocks", "MiB", "Ask for at most"]),
     ],
 )

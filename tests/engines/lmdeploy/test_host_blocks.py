@@ -84,7 +84,7 @@ def test_no_host_tier(start_engine):
 
 
 def test_a_prefix_that_was_lost_comes_back_from_its_bytes(engine, reference):
-    path, before = offloaded(engine)
+    path, _ = offloaded(engine)
     copies = at_admission(engine, read(path))
 
     def forget(handle):

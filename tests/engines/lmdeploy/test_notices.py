@@ -64,7 +64,7 @@ def test_books_kept_from_notices_are_right_whenever_asked(plugin, host, decode_r
         if host:
             totals.update(back=report["migrated"]["gpu"], shrunk=books.shrunk)
     assert all(totals[name] for name in ("asked", "recomputed", "preempted")), totals
-    assert not host or totals["back"] and (totals["shrunk"] or host > 3), totals
+    assert not host or (totals["back"] and (totals["shrunk"] or host > 3)), totals
 
 
 @pytest.mark.parametrize("decode_round", [1, 3])

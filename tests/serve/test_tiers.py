@@ -1,0 +1,63 @@
+"""The flags of the KV tiers: into the configuration, and refused where they cannot be."""
+
+import json
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from sagellm.core.config import read_config
+from sagellm.core.errors import ConfigError
+from sagellm.serve.metrics import families
+from sagellm.serve.tiers import with_tiers
+
+
+def test_flags_become_one_value(tmp_path):
+    quotas = tmp_path / "quotas.yaml"
+    quotas.write_text("team-a: {gpu: 0.5}\n")
+    given = with_tiers(
+        {
+            "port": 1, "host_kv_blocks": 8, "kv_policy": "s3fifo", "kv_policy_options": '{"small_ratio": 0.2}',
+            "kv_cpu_policy": "arc", "kv_disk": tmp_path, "kv_disk_gib": 0.5, "kv_migration": "always", "kv_deadline": 0.2,
+            "kv_quotas": str(quotas),
+        }
+    )  # fmt: skip
+    assert set(given) == {"port", "host_kv_blocks", "kv"}
+    kv = read_config(None, given).kv
+    assert (kv.policy, kv.policy_options, kv.cpu_policy) == ("s3fifo", {"small_ratio": 0.2}, "arc")
+    assert (kv.disk, kv.disk_gib, kv.migration, kv.deadline_s) == (tmp_path, 0.5, "always", 0.2)
+    assert kv.quotas == {"team-a": {"gpu": 0.5}}
+    assert with_tiers({"kv_quotas": json.dumps({"b": {"cpu": 3}})})["kv"]["quotas"] == {"b": {"cpu": 3}}
+    assert with_tiers({"port": 1}) == {"port": 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kv_policy_options": "small"}, "--kv-policy-options 'small' is not JSON"),
+        ({"kv_quotas": "{oops"}, "--kv-quotas '{oops' is not JSON"),
+        ({"kv_quotas": "/no/such/file"}, "cannot read --kv-quotas /no/such/file: No such file"),
+    ],
+)
+def test_flags_that_cannot_be_read(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        with_tiers(flags)
+
+
+def test_what_plugins_report_is_among_the_metrics():
+    blocks = dict(free=1, cached=2, active=3, total=6, host_total=4, host_used=1)
+    lookups = dict.fromkeys(("query_tokens", "hit_tokens", "query_blocks", "hit_blocks"), 0)
+    report = {
+        "blocks": blocks, "evicted": {}, "prefix": lookups, "comm_ns": [], "enabled": {}, "calls": [], "faults": [],
+        "plugins": {"tiers": {"blocks": {"gpu": 5.0}, "moves": {"gpu-cpu": {"moved": 3.0}}, "share": 0.5}},
+    }  # fmt: skip
+
+    class Collector:
+        def collect(self):
+            return families(report)
+
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    text = generate_latest(registry).decode()
+    assert 'sagellm_plugin_value{key="gpu",name="blocks",plugin="tiers"} 5.0' in text
+    assert 'sagellm_plugin_value{key="gpu-cpu/moved",name="moves",plugin="tiers"} 3.0' in text
+    assert 'sagellm_plugin_value{key="",name="share",plugin="tiers"} 0.5' in text
