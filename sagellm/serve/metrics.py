@@ -88,8 +88,8 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _reported(plugins: dict[str, dict[str, Any]]) -> Metric:
-    """What plug-ins report of themselves: `name` is the outermost key, `key` the others, joined."""
-    family = GaugeMetricFamily("sagellm_plugin_value", "What plug-ins report.", labels=["plugin", "name", "key"])
+    """What plug-ins report of themselves: `kind` is the outermost key, `key` the others, joined."""
+    family = GaugeMetricFamily("sagellm_plugin_value", "What plug-ins report.", labels=["plugin", "kind", "key"])
     for plugin, values in plugins.items():
         for path, value in _leaves(values):
             family.add_metric([plugin, path[0], "/".join(path[1:])], value)

@@ -55,6 +55,8 @@ def test_a_machine_without_it_is_told_before_anything_else(monkeypatch):
     [
         (dict(device="cpu"), "device cpu: TurboMind runs on cuda"),
         (dict(plugins=[f"{PLUGINS}:LooksUp"]), "LooksUp has lookup_prefix"),
+        (dict(plugins=[f"{PLUGINS}:HearsReleases"]), "HearsReleases has on_prefix_released: TurboMind does not tell"),
+        (dict(kv={}), "kv lru: TurboMind does not tell when a request lets go"),
     ],
 )
 def test_settings_are_refused(able, values, words):

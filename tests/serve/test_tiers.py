@@ -58,6 +58,35 @@ def test_what_plugins_report_is_among_the_metrics():
     registry = CollectorRegistry()
     registry.register(Collector())
     text = generate_latest(registry).decode()
-    assert 'sagellm_plugin_value{key="gpu",name="blocks",plugin="tiers"} 5.0' in text
-    assert 'sagellm_plugin_value{key="gpu-cpu/moved",name="moves",plugin="tiers"} 3.0' in text
-    assert 'sagellm_plugin_value{key="",name="share",plugin="tiers"} 0.5' in text
+    assert 'sagellm_plugin_value{key="gpu",kind="blocks",plugin="tiers"} 5.0' in text
+    assert 'sagellm_plugin_value{key="gpu-cpu/moved",kind="moves",plugin="tiers"} 3.0' in text
+    assert 'sagellm_plugin_value{key="",kind="share",plugin="tiers"} 0.5' in text
+
+
+def generate(server, first, length=50):
+    ids = [first + i % 100 for i in range(length)]
+    answer = server.post("/generate", {"input_ids": ids, "max_tokens": 4, "ignore_eos": True, "temperature": 0})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["output_ids"]
+
+
+def test_tiers_of_a_server_that_is_started_again(launch, tmp_path):
+    """More prompts than the pool holds go down to files; the next server finds them there, and a second one may not."""
+    pytest.importorskip("sagellm.kv_runtime.plugin", reason="the tiers' plug-in is not built")
+    options = ["--kv-policy", "s3fifo", "--kv-blocks", 16, "--host-kv-blocks", 8, "--context-length", 200]
+    options += ["--kv-disk", tmp_path / "tier", "--kv-migration", "always", "--kv-deadline", 5]
+    answers, loaded = [], []
+    for _ in range(2):
+        server = launch(*options).ready()
+        answers.append([generate(server, first) for first in range(5, 105, 10)])
+        server.wait_idle()
+        assert server.metric("sagellm_plugin_value", kind="victims") > 0
+        assert server.metric("sagellm_plugin_faults_total") == 0
+        loaded.append(server.metric("sagellm_plugin_value", kind="moves", key="nvme_cpu/moved"))
+        if len(loaded) == 1:
+            refused = launch(*options)
+            refused.end(None, code=2)
+            assert "in use by process" in refused.stderr and "Traceback" not in refused.stderr
+        server.end()
+    assert answers[0] == answers[1]
+    assert loaded[1] > 0, "nothing of the first server was found by the second"

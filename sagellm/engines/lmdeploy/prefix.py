@@ -117,7 +117,8 @@ class PrefixHooks:
         if self._host.recorder.enabled:
             self._host.recorder.write(
                 "lookup", request=seq.session_id, tokens=seq.num_valid_ids, matched=num_matched, limit=limit, blocks=blocks,
-                source=source, first=first, namespace=namespace_of(seq), hashes=hexadecimal(keys),
+                source=source, first=first, retry=seq.seq_id in self._again, namespace=namespace_of(seq),
+                hashes=hexadecimal(keys),
             )  # fmt: skip
         if self._host.listens("on_prefix_matched"):
             keys.flags.writeable = False

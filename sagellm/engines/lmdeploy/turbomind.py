@@ -20,7 +20,7 @@ from sagellm._core import HookTable, PluginPort
 from sagellm.core.answers import check_victims
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import ConfigError, PluginError
-from sagellm.core.events import Recorder
+from sagellm.core.events import FORMAT, Recorder
 from sagellm.core.guard import PluginFault
 from sagellm.core.hooks import (
     CommOp,
@@ -100,6 +100,10 @@ class TurboMindHooks:
         self._num_faults = 0
         self._is_told: bool | None = None  # whether evictions are; None until it is settled
         self._comm_ns: Counter[tuple[int, str]] = Counter()
+        self._host.recorder.write(
+            "open", format=FORMAT, engine="lmdeploy.turbomind", block_size=block_size, block_bytes=config.block_bytes,
+            prefix_caching=prefix_caching, plugins=[spec.model_dump(mode="json") for spec in config.plugins],
+        )  # fmt: skip
         self._host.attach(lambda guard: Handle(self, guard, config.block_bytes))
         topics = self._topics()
         self._is_told = "evicted" in topics

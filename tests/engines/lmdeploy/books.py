@@ -85,6 +85,18 @@ class Books(Plugin):
         return EvictionDecision(victims, "deepest", [f"depth {self.depth(self.key_of[block])}" for block in victims])
 
 
+class LeavesAChild(Plugin):
+    """Offloads the last block of a prefix, and names the one above it without it."""
+
+    def attach(self, engine):
+        self.engine = engine
+
+    def select_victims(self, request):
+        last = request.depth.argmax()
+        self.engine.migrate_blocks(MigrationPlan(Tier.GPU, Tier.CPU, (int(request.block_ids[last]),)))
+        return [int(request.parent_ids[last])]
+
+
 class DictTier(Books):
     """A third tier: a dictionary from a prefix to the bytes of its last block, filled from the host tier."""
 

@@ -171,3 +171,17 @@ def test_a_cache_that_fails_lets_everybody_go():
     engine.until_idle()
     engine.end(0)
     engine.hooks.close()
+
+
+def test_a_victim_whose_child_lies_on_the_host_is_nonsense_without_it():
+    name = "tests.engines.lmdeploy.books:LeavesAChild"
+    engine = simulated(name, host=4)
+    for start in (10, 40):
+        engine.run(range(start, start + 18), num_new=20)
+        check_blocks(engine.scheduler)
+    (fault,) = engine.hooks._host.faults
+    assert (fault.plugin, fault.hook, fault.kind) == (name, "select_victims", "nonsense")
+    assert "still has the cached child" in fault.detail
+    counts = engine.hooks.kv.counts()
+    assert counts.host_used == 0, "what lost its beginning went with it"
+    engine.hooks.close()

@@ -159,6 +159,11 @@ class LooksUp(Plugin):
         return None
 
 
+class HearsReleases(Plugin):
+    def on_prefix_released(self, release):
+        pass
+
+
 class WaitsForTheEnd(Plugin):
     def on_request_end(self, request_id):
         pass
