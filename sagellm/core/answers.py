@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.core.hooks import Candidates, EvictionDecision, ScheduleDecision, StepView, VictimRequest
+from sagellm.core.hooks import EvictionDecision, ScheduleDecision, StepView, VictimRequest
 from sagellm.core.host import Nonsense
+from sagellm.core.victims import Candidates
 
 
 def check_victims(answer: Any, request: VictimRequest) -> EvictionDecision:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sagellm.core.hooks import Candidates, Tier
+from sagellm.core.hooks import Tier
+from sagellm.core.victims import Candidates
 from sagellm.prefix_reuse import IndexedPool, PrefixReuseIndex, ReferenceIndexedPool
 from sagellm.prefix_reuse.base import TIERS, LockId, PrefixIndex
 

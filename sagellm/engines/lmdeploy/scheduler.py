@@ -120,7 +120,7 @@ class SchedulerHooks:
         if self._is_told:
             num_tokens = len(running) if is_decoding else sum([seq.num_token_ids for seq in running])
             num_before = sum([seq.num_history_ids for seq in running])
-        self._free_forsaken()
+            self._free_forsaken()
         number, ins, outs = self.kv.take_swaps()
         sent_s = time.perf_counter()
         step = self._step, is_decoding, seq_ids, num_tokens, num_before, num_loops, sent_s, number, len(ins), len(outs)
