@@ -35,9 +35,20 @@ def check_tiers(config: SageConfig) -> None:
         return
     if not config.prefix_caching:
         raise ConfigError("kv: the tiers hold cached prefixes, and prefix_caching is off; switch it on, or leave kv out.")
-    if kv.disk is not None:
+    if not config.host_kv_blocks:
+        _refuse_unused(kv, "cpu_", "there is no host tier; give --host-kv-blocks")
+    if kv.disk is None:
+        _refuse_unused(kv, "disk_", "there is no disk tier; give --kv-disk")
+    else:
         _check_disk(config, kv.disk)
     _check_policies(config, kv)
+
+
+def _refuse_unused(kv: KVConfig, prefix: str, why: str) -> None:
+    fields = {name: field for name, field in KVConfig.model_fields.items() if name.startswith(prefix)}
+    for name, field in fields.items():
+        if getattr(kv, name) != field.get_default(call_default_factory=True):
+            raise ConfigError(f"kv.{name} {getattr(kv, name)}: {why}, or leave it out.")
 
 
 def _check_disk(config: SageConfig, folder: Path) -> None:

@@ -96,6 +96,8 @@ def test_the_tiers_become_a_plugin(tmp_path):
         ({"kv": {"cpu_policy": "lruu"}, "host_kv_blocks": 4}, PolicyError, "lruu"),
         ({"kv": {"migration": "sometimes"}}, PolicyError, "sometimes"),
         ({"kv": {}, "prefix_caching": False}, ConfigError, "prefix_caching is off; switch it on"),
+        ({"kv": {"cpu_policy": "fifo"}}, ConfigError, "kv.cpu_policy fifo: there is no host tier; give --host-kv-blocks"),
+        ({"kv": {"disk_gib": 2}, "host_kv_blocks": 4}, ConfigError, "kv.disk_gib 2.0: there is no disk tier; give --kv-disk"),
         ({"kv": {"disk": "d"}}, ConfigError, "host_kv_blocks is 0; give --host-kv-blocks"),
         ({"kv": {"disk": "d"}, "host_kv_blocks": 4, "tensor_parallel": 2}, ConfigError, "use --tensor-parallel 1"),
         ({"kv": {"disk": "busy"}, "host_kv_blocks": 4}, TierError, "in use by process 7"),
