@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "sagellm/policy.h"
 #include "sagellm/prefix_index.h"
 
 namespace sage::python {
@@ -84,6 +85,7 @@ inline py::array tier_array(const std::vector<Tier>& tiers, std::size_t size) {
 
 // Sets the Python error that belongs to a library error.
 void set_error(const Error& error);
+void set_error(const PolicyError& error);
 
 // Runs a function written against the C API; what it throws becomes a Python error.
 template <typename Work>
@@ -91,6 +93,8 @@ PyObject* guarded(Work&& work) {
   try {
     return work();
   } catch (const Error& error) {
+    set_error(error);
+  } catch (const PolicyError& error) {
     set_error(error);
   } catch (py::error_already_set& error) {
     error.restore();
@@ -106,5 +110,6 @@ void bind_prefix_results(py::module_& module);
 void bind_prefix_index(py::module_& module);
 void bind_indexed_pool(py::module_& module);
 void bind_turbomind(py::module_& module);
+void bind_policies(py::module_& module);
 
 }  // namespace sage::python

@@ -8,17 +8,20 @@ namespace sage::python {
 namespace {
 
 // The classes of sagellm/core/errors.py; they live as long as the process.
-PyObject *argument_error, *lock_error, *reuse_error;
+PyObject *argument_error, *lock_error, *reuse_error, *policy_error;
 
 void register_errors() {
   const auto errors = py::module_::import("sagellm.core.errors");
   argument_error = py::object(errors.attr("PrefixIndexError")).release().ptr();
   lock_error = py::object(errors.attr("LockError")).release().ptr();
   reuse_error = py::object(errors.attr("BlockReuseError")).release().ptr();
+  policy_error = py::object(errors.attr("PolicyError")).release().ptr();
   py::register_local_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
     } catch (const Error& error) {
+      set_error(error);
+    } catch (const PolicyError& error) {
       set_error(error);
     }
   });
@@ -33,6 +36,8 @@ void set_error(const Error& error) {
   PyErr_SetString(kind, error.what());
 }
 
+void set_error(const PolicyError& error) { PyErr_SetString(policy_error, error.what()); }
+
 }  // namespace sage::python
 
 PYBIND11_MODULE(_core, module) {
@@ -43,4 +48,5 @@ PYBIND11_MODULE(_core, module) {
   sage::python::bind_prefix_index(module);
   sage::python::bind_indexed_pool(module);
   sage::python::bind_turbomind(module);
+  sage::python::bind_policies(module);
 }
