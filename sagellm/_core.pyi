@@ -1,15 +1,17 @@
 """The native half of sagellm. Use it through the packages: the prefix index is `sagellm.prefix_reuse.PrefixReuseIndex`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sagellm.core.hooks import Tier
+from sagellm.core.hooks import EvictionDecision, Tier
+from sagellm.kv_policy.base import CachedBlock, PolicyContext
 from sagellm.prefix_reuse.base import EntryId, Int32Array, LockId, Namespace, RemovalReason
 
 _Tokens = Sequence[int] | NDArray[np.integer[Any]]
+_Keys = Sequence[int] | NDArray[np.int64] | NDArray[np.uint64]
 
 class PrefixHit:
     """What a lookup found: the longest cached prefix of the tokens it was given.
@@ -146,9 +148,7 @@ class PrefixIndex:
         self, kv_block_ids: _Tokens, tier: Tier | str = "gpu", reason: RemovalReason | str = "policy"
     ) -> PrefixRemoval: ...
     def select_lru(self, num_blocks: int, tier: Tier | str = "gpu") -> Int32Array: ...
-    def move(
-        self, kv_block_ids: _Tokens, new_ids: _Tokens, src_tier: Tier | str, dst_tier: Tier | str
-    ) -> None: ...
+    def move(self, kv_block_ids: _Tokens, new_ids: _Tokens, src_tier: Tier | str, dst_tier: Tier | str) -> None: ...
     def contains(self, kv_block_ids: _Tokens, tier: Tier | str = "gpu") -> NDArray[np.bool_]: ...
     def entry(self, entry_id: EntryId) -> PrefixEntry: ...
     def tokens(self, entry_id: EntryId) -> Int32Array: ...
@@ -340,3 +340,110 @@ class HookTable:
         """A PyCapsule named `HOOKS_CAPSULE` with the address of a `SageHooks`, for `_turbomind.sage_install`."""
 
     def stats(self) -> dict[str, int]: ...
+
+def policy_names() -> list[str]:
+    """The names that `NativePolicy`, `ObjectCache` and the replays know."""
+
+class NativePolicy:
+    """An eviction policy as `sagellm.kv_policy.base.EvictionPolicy` has it; use it through `sagellm.kv_policy.native`.
+
+    Args:
+        name: one of `policy_names()`.
+        capacity: blocks, 1 to 2**30.
+        options: the policy's own, numbers by name; `future` of belady is an array of keys.
+
+    Raises:
+        PolicyError: an unknown name or option, a value out of its range; in events, a key that is on the tier already, is not,
+            or (belady) was not foreseen.
+    """
+
+    def __init__(self, name: str, capacity: int, options: Mapping[str, Any] | None = None) -> None: ...
+    def on_insert(self, block: CachedBlock) -> None: ...
+    def on_hit(self, key: int, time_s: float = 0.0) -> None: ...
+    def on_remove(self, key: int, evicted: bool = True) -> None: ...
+    def select_victims(self, context: PolicyContext) -> EvictionDecision: ...
+
+class ObjectCache:
+    """A flat cache of equal objects under a policy: what is not there is put there, if need be in the place of a victim.
+
+    Keys are integers of 64 bits; negative ones count modulo 2**64. One thread at a time (RuntimeError). Arguments and
+    `PolicyError` as of `NativePolicy`.
+    """
+
+    def __init__(self, name: str, capacity: int, options: Mapping[str, Any] | None = None) -> None: ...
+    def access(self, key: int) -> bool:
+        """Whether the object was there. It is now."""
+
+    def access_many(self, keys: _Keys) -> NDArray[np.bool_]:
+        """`access` of int64 or uint64 [n] in order, as bool [n]. Other threads run meanwhile."""
+
+    def keys(self) -> NDArray[np.uint64]:
+        """[len] of the objects that are there, in no order."""
+
+    def __len__(self) -> int: ...
+    def __contains__(self, key: int) -> bool: ...
+    @property
+    def num_evicted(self) -> int: ...
+
+def replay_objects(
+    name: str, capacity: int, keys: _Keys, options: Mapping[str, Any] | None = None
+) -> NDArray[np.bool_]:
+    """Hits of a new `ObjectCache`, bool [n]. The policy belady has `keys` for its future unless it is given one."""
+
+class PrefixReplayResult:
+    """What requests found. Arrays have a value for each request, [r].
+
+    Attributes:
+        hit_blocks: int32, leading blocks that were there at its first admission.
+        retries: int64, how often it was admitted again because another one's output took its place.
+        retry_hit_blocks, retry_blocks: int64, blocks found and blocks looked up at those.
+        num_evicted: blocks given up to make room.
+        num_evicted_soon: of these, those that came back before `soon` further block accesses had passed.
+        num_preempted: requests that had to give way.
+        num_oversized: requests of more blocks than there is room for; the blocks beyond took no part.
+    """
+
+    @property
+    def hit_blocks(self) -> NDArray[np.int32]: ...
+    @property
+    def retries(self) -> NDArray[np.int64]: ...
+    @property
+    def retry_hit_blocks(self) -> NDArray[np.int64]: ...
+    @property
+    def retry_blocks(self) -> NDArray[np.int64]: ...
+    @property
+    def num_evicted(self) -> int: ...
+    @property
+    def num_evicted_soon(self) -> int: ...
+    @property
+    def num_preempted(self) -> int: ...
+    @property
+    def num_oversized(self) -> int: ...
+
+def replay_prefix(
+    name: str,
+    capacity: int,
+    keys: _Keys,
+    offsets: _Keys,
+    *,
+    running: int = 1,
+    output_blocks: _Tokens | None = None,
+    times_s: Sequence[float] | NDArray[np.float64] | None = None,
+    soon: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> PrefixReplayResult:
+    """Replay requests on one tier as an engine with a prefix cache would: locked while they run, leaves go first.
+
+    Args:
+        name, capacity, options: of the policy. belady knows the rows that were not admitted yet, and no retries.
+        keys: uint64 [n], of all requests, each request's first block first. A key names its whole prefix.
+        offsets: int64 [r + 1], where each request's keys begin.
+        running: requests at once; the one admitted first ends before the next.
+        output_blocks: int32 [r], blocks without a key that a request grows by while it runs.
+        times_s: float64 [r]; no policy here goes by them.
+        soon: block accesses; the default is the capacity.
+
+    Raises:
+        PolicyError: as `NativePolicy`; offsets that do not fit, a key after two different ones, requests whose outputs
+            preempt each other for good.
+    """

@@ -1,0 +1,136 @@
+"""The replay of prefixes in C++: each rule on a case made by hand, and all of them at once against plain books."""
+
+import numpy as np
+import pytest
+
+from sagellm import _core
+from sagellm.core.errors import PolicyError
+from sagellm.kv_policy.native import NATIVE
+from tests.kv_policy.native_books import PlainReplay
+
+ONLINE = [name for name in NATIVE if name != "belady"]
+TOTALS = ("num_evicted", "num_evicted_soon", "num_preempted", "num_oversized")
+ARRAYS = ("hit_blocks", "retries", "retry_hit_blocks", "retry_blocks")
+
+
+def replay(name: str, capacity: int, rows: list[list[int]], **how):
+    offsets = np.cumsum([0] + [len(row) for row in rows])
+    keys = np.array([key for row in rows for key in row], np.uint64)
+    return _core.replay_prefix(name, capacity, keys, offsets, **how)
+
+
+def tree_rows(seed: int, num_requests: int, longest: int = 9) -> list[list[int]]:
+    """Paths of a random tree in which a few branches are walked often."""
+    random = np.random.default_rng(seed)
+    numbers: dict[tuple[int, ...], int] = {}
+    rows = []
+    for _ in range(num_requests):
+        turns = np.minimum(random.geometric(0.45, random.integers(1, longest + 1)), 4).tolist()
+        path = [tuple(turns[: end + 1]) for end in range(len(turns))]
+        rows.append([numbers.setdefault(one, len(numbers) + 1) for one in path])
+    return rows
+
+
+def test_the_longest_leading_part_counts():
+    done = replay("lru", 10, [[1, 2, 3], [1, 2, 3, 4], [1, 5], [1, 2, 3, 4], []])
+    assert done.hit_blocks.tolist() == [0, 3, 1, 4, 0]
+    assert done.hit_blocks.dtype == np.int32 and done.retries.dtype == np.int64
+    assert (done.num_evicted, done.num_oversized, done.num_preempted) == (0, 0, 0)
+
+
+def test_leaves_go_first_and_a_parent_only_after_them():
+    # They came as 3, 2, 1, 4. Two must go: 3 and then 2, which it continued. 1 stays, for 4 continues it.
+    rows = [[1, 2, 3], [1, 4], [5, 6, 7], [1, 4]]
+    done = replay("fifo", 5, rows)
+    assert (done.hit_blocks.tolist(), done.num_evicted) == ([0, 1, 0, 2], 2)
+    # With a fourth block to make room for, 4 goes before 1, which came before it but is only free then.
+    done = replay("fifo", 5, [*rows[:2], [5, 6, 7, 8], [1, 4]])
+    assert (done.hit_blocks.tolist(), done.num_evicted) == ([0, 1, 0, 1], 4)
+
+
+def test_what_a_running_request_holds_stays():
+    rows = [[1, 2], [3, 4], [1, 2], [5, 6]]
+    # Alone, [1, 2] gives way to [3, 4] in a tier of three: 2 goes, and comes back.
+    assert replay("lru", 3, rows).hit_blocks.tolist() == [0, 0, 1, 0]
+    # Two at once do not fit, so the first one ends early. In a tier of four they do, and 2 stays for the third.
+    assert replay("lru", 3, rows, running=2).hit_blocks.tolist() == [0, 0, 1, 0]
+    assert replay("lru", 4, rows, running=2).hit_blocks.tolist() == [0, 0, 2, 0]
+
+
+def test_of_an_oversized_request_the_first_blocks_take_part():
+    done = replay("lru", 3, [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [1, 2]])
+    assert done.hit_blocks.tolist() == [0, 3, 2]
+    assert (done.num_oversized, done.num_evicted) == (2, 0)
+
+
+@pytest.mark.parametrize(("soon", "expected"), [(None, 1), (2, 0), (3, 1), (0, 0), (100, 1)])
+def test_what_comes_back_soon_was_evicted_too_early(soon: int | None, expected: int):
+    # 1 goes when 3 comes, and comes back two block accesses after that.
+    done = replay("fifo", 2 if soon is not None else 3, [[1], [2], [3], [2], [1]], soon=soon)
+    if soon is None:
+        assert done.num_evicted == done.num_evicted_soon == 0
+        done = replay("fifo", 2, [[1], [2], [3], [1]])
+    assert done.num_evicted_soon == expected
+
+
+def test_outputs_take_room_and_the_last_one_admitted_gives_way():
+    # Admitted together in a tier of 6: [1, 2] with 4 output blocks, half of which it has when [3, 4] comes.
+    done = replay("lru", 6, [[1, 2], [3, 4], [5]], running=2, output_blocks=[4, 0, 0])
+    assert (done.num_preempted, done.num_evicted) == (0, 0)
+    done = replay("lru", 5, [[1, 2], [3, 4], [5]], running=2, output_blocks=[4, 0, 0])
+    # 2 + 2 + 2 do not fit: [3, 4] gives way, of which 4 is then evicted; its retry finds 3, and makes [1, 2] end.
+    assert done.num_preempted == 1
+    assert done.retries.tolist() == [0, 1, 0]
+    assert done.retry_blocks.tolist() == [0, 2, 0]
+    assert done.retry_hit_blocks.tolist() == [0, 1, 0]
+    assert done.hit_blocks.tolist() == [0, 0, 0]
+    assert done.num_evicted == 1
+
+
+def test_requests_that_preempt_each_other_for_good_are_refused():
+    with pytest.raises(PolicyError, match="preempt each other for good with capacity 3; give more"):
+        replay("lru", 3, [[1, 2, 3], [1, 2, 3]], running=2, output_blocks=[1, 1])
+
+
+@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize(("capacity", "running", "most"), [(6, 1, 0), (12, 1, 0), (20, 3, 0), (14, 4, 3), (30, 4, 6)])
+def test_it_is_the_replay_on_plain_books(name: str, capacity: int, running: int, most: int):
+    """The same policy knows the pins in one and asks for them in the other."""
+    rows = tree_rows(capacity, 150)
+    outputs = np.random.default_rng(capacity).integers(0, most + 1, len(rows)).astype(np.int32)
+    plain = PlainReplay(NATIVE[name](capacity), rows, running, outputs.tolist() if most else [])
+    done = replay(name, capacity, rows, running=running, output_blocks=outputs if most else None)
+    for array in ARRAYS:
+        assert getattr(done, array).tolist() == getattr(plain, array), array
+    assert {total: getattr(done, total) for total in TOTALS} == {total: getattr(plain, total) for total in TOTALS}
+    assert done.num_evicted > 50 and (most == 0 or capacity > 14 or done.num_preempted > 0)
+
+
+def test_nobody_hits_more_than_belady():
+    rows = tree_rows(3, 400)
+    best = replay("belady", 12, rows).hit_blocks.sum()
+    assert all(replay(name, 12, rows).hit_blocks.sum() <= best for name in ONLINE)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"offsets": [0, 3]}, "offsets must rise from 0 to the number of keys, 2"),
+        ({"offsets": [0, 2, 1, 2]}, "offsets must rise"),
+        ({"offsets": []}, "offsets are empty"),
+        ({"keys": [1, 1]}, "key 1 of request 0 has another block before it"),
+        ({"keys": [1.5, 2.0]}, "keys are of type float64"),
+        ({"running": 0}, "running 0; at least 1"),
+        ({"capacity": 0}, "capacity 0: a policy needs room"),
+        ({"soon": -1}, "soon -1; allowed are 0 and more"),
+        ({"output_blocks": [1, 2]}, "output_blocks has 2 values for 1 requests"),
+        ({"output_blocks": [-1]}, "output_blocks of request 0 are negative"),
+        ({"times_s": [0.0, 1.0]}, "times_s has 2 values for 1 requests"),
+        ({"name": "best"}, "'best' is unknown; known are fifo, lru, "),
+        ({"options": {"colour": 1}}, "policy lru has no options colour"),
+    ],
+)
+def test_bad_input_is_told(how: dict, words: str):
+    given = {"name": "lru", "capacity": 2, "keys": [1, 2], "offsets": [0, 2]} | how
+    with pytest.raises(PolicyError, match=words):
+        _core.replay_prefix(**given)
