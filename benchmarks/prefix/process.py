@@ -21,18 +21,25 @@ class ContestantProcess:
         python: the interpreter.
         contestant, workload: arguments of `worker.Worker`.
         answered: called after every answer.
+        worker: the module that the process runs.
 
     Raises:
         BenchmarkError: the worker failed, here or at a request, with its own last words.
     """
 
     def __init__(
-        self, name: str, python: str, contestant: str, workload: dict[str, int], answered: Callable[[], None]
+        self,
+        name: str,
+        python: str,
+        contestant: str,
+        workload: dict[str, Any],
+        answered: Callable[[], None],
+        worker: str = "benchmarks.prefix.worker",
     ) -> None:
         self.name = name
         self._answered = answered
         self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 a pipe that nobody empties would stop a talkative peer
-        command = [python, "-m", "benchmarks.prefix.worker", json.dumps({"contestant": contestant, **workload})]
+        command = [python, "-m", worker, json.dumps({"contestant": contestant, **workload})]
         try:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True

@@ -1,0 +1,1 @@
+"""Eviction policies beside those of others, on the same requests."""
