@@ -2,7 +2,7 @@
 
 import importlib.metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ class LibCacheSimContestant:
         "`process_trace` of a file in its format oracleGeneral, which is mapped into memory; one by one `get` of one request "
         "whose id is set each time"
     )
-    NAMES = dict(fifo="FIFO", lru="LRU", lfu="LFU", arc="ARC", sieve="Sieve", s3fifo="S3FIFO")
+    NAMES: ClassVar = dict(fifo="FIFO", lru="LRU", lfu="LFU", arc="ARC", sieve="Sieve", s3fifo="S3FIFO")
     LEAST_S3FIFO = 20  # its small queue has less than 2 places below, and it admits nothing or ends the process
 
     def __init__(self) -> None:

@@ -40,7 +40,9 @@ def _agreement(rows: list[dict[str, Any]]) -> list[str]:
         ]
         for capacity in dict.fromkeys(row["capacity"] for row in own):
             cells = {row["policy"]: row for row in own if row["capacity"] == capacity}
-            words = [f"{cells[p]['num_different']} ({cells[p]['hit_rate']:.4f})" if p in cells else "-" for p in policies]
+            words = [
+                f"{cells[p]['num_different']} ({cells[p]['hit_rate']:.4f})" if p in cells else "-" for p in policies
+            ]
             lines.append(f"| {capacity:,} | {' | '.join(words)} |")
         lines.append("")
     return lines
@@ -72,17 +74,21 @@ def _prefix(found: dict[str, Any]) -> list[str]:
 
 
 def _growing(found: dict[str, Any]) -> list[str]:
-    if not found:
-        return []
-    capacities = list(next(iter(found.values())))
-    lines = [
-        "## ns an access as the capacity grows",
-        "",
-        f"| policy | {' | '.join(f'{int(capacity):,}' for capacity in capacities)} |",
-        "|---" * (len(capacities) + 1) + "|",
-    ]
-    lines += [f"| {policy} | {' | '.join(f'{value:.0f}' for value in row.values())} |" for policy, row in found.items()]
-    return [*lines, ""]
+    lines = []
+    for what, title in (("access", "an access of a flat cache"), ("block", "a block of replayed prefixes")):
+        if not found[what]:
+            continue
+        capacities = list(next(iter(found[what].values())))
+        lines += [
+            f"## As the capacity grows: ns {title}",
+            "",
+            f"| policy | {' | '.join(f'{int(capacity):,}' for capacity in capacities)} |",
+            "|---" * (len(capacities) + 1) + "|",
+        ]
+        for policy, row in found[what].items():
+            lines.append(f"| {policy} | {' | '.join(f'{value:.0f}' for value in row.values())} |")
+        lines.append("")
+    return lines
 
 
 def _spread(spread: dict[str, float]) -> str:

@@ -31,9 +31,7 @@ DEFINITIONS = {
 }  # fmt: skip
 
 
-def run(
-    seed: int, policy: str, capacity: int, num_objects: int, num_requests: int, num_rows: int
-) -> dict[str, float]:
+def run(seed: int, policy: str, capacity: int, num_objects: int, num_requests: int, num_rows: int) -> dict[str, float]:
     from sagellm import _core
 
     keys = zipf(seed, num_requests, num_objects, 1.0)

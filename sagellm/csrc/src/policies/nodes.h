@@ -61,6 +61,12 @@ class FlatHost {
 
   Slot find(std::uint64_t key) const { return map_.find(key); }
   void prefetch(std::uint64_t key) const { map_.prefetch(key); }
+  void prefetch_node(std::uint64_t key) const {
+    const Slot slot = map_.find(key);
+    if (slot != kNoSlot) sage::prefetch(&nodes_[slot]);
+  }
+  // Beyond the processor's nearer caches.
+  bool is_large() const { return nodes_.size() > kLarge; }
   Slot add(std::uint64_t key) {
     Slot slot = free_;
     if (slot != kNoSlot) {
@@ -82,6 +88,8 @@ class FlatHost {
   }
 
  private:
+  static constexpr std::size_t kLarge = 8192;
+
   KeyMap map_;
   std::vector<Node> nodes_;
   Slot free_ = kNoSlot;
