@@ -66,12 +66,15 @@ class Foreseen final : public NextUse {
 }  // namespace
 
 const std::vector<std::string>& policy_names() {
-  static const std::vector<std::string> names = {"fifo", "lru",      "lfu",  "arc",        "s3fifo",       "sieve",        "twoq",
-                                                 "slru", "wtinylfu", "gdsf", "prefix_lru", "prefix_depth", "prefix_reuse", "belady"};
+  static const std::vector<std::string> names = {
+      "fifo", "lru",      "lfu",  "arc",        "s3fifo",       "sieve",        "twoq",
+      "slru", "wtinylfu", "gdsf", "prefix_lru", "prefix_depth", "prefix_reuse", "belady",
+  };
   return names;
 }
 
-std::unique_ptr<Policy> make_policy(const std::string& name, std::int64_t capacity, const PolicyOptions& options, Books& books) {
+std::unique_ptr<Policy> make_policy(const std::string& name, std::int64_t capacity, const PolicyOptions& options,
+                                    Books& books) {
   return with_policy<PinnedHost>(name, capacity, options, [&](auto* policy, Settings& settings) -> std::unique_ptr<Policy> {
     return std::make_unique<PinnedPolicy<std::remove_pointer_t<decltype(policy)>>>(books, settings);
   });
