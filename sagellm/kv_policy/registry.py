@@ -18,6 +18,7 @@ from sagellm.kv_policy.history import HistoryLifetime
 from sagellm.kv_policy.learned import LearnedLifetime
 from sagellm.kv_policy.lfu import Lfu
 from sagellm.kv_policy.lru import Lru
+from sagellm.kv_policy.native import NATIVE
 from sagellm.kv_policy.never import Never
 from sagellm.kv_policy.prefix_depth import PrefixDepth
 from sagellm.kv_policy.prefix_lru import PrefixLru
@@ -27,11 +28,6 @@ from sagellm.kv_policy.sieve import Sieve
 from sagellm.kv_policy.slru import Slru
 from sagellm.kv_policy.twoq import TwoQ
 from sagellm.kv_policy.wtinylfu import WTinyLfu
-
-try:  # a tree whose native module was built without the policies
-    from sagellm.kv_policy.native import NATIVE
-except ImportError:
-    NATIVE: dict[str, type[EvictionPolicy]] = {}  # type: ignore[no-redef]
 
 __all__ = [
     "find_lifetime_predictor", "find_migration_policy", "find_policy", "lifetime_predictor_names", "make_lifetime_predictor",

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sagellm import _core
 from sagellm.core.errors import PolicyError
+from sagellm.kv_policy import find_policy, make_policy
 from sagellm.kv_policy.base import EvictionPolicy
+from sagellm.kv_policy.native import NATIVE
 from sagellm.replay.belady import Belady
 
 BELADY = Belady.name
@@ -31,28 +32,12 @@ def find_contestant(name: str, options: dict[str, Any], *, reference: bool) -> C
     if name.lower() == BELADY:
         if options:
             raise PolicyError(f"policy {BELADY} takes no options here; its future is the trace. Got {sorted(options)}.")
-        return Contestant(BELADY, {}, None, not reference and has_native())
-    from sagellm.kv_policy.registry import find_policy, make_policy
-
+        return Contestant(BELADY, {}, None, not reference)
     kind = find_policy(name, reference=reference)
-    native = _native_kinds()
-    is_native = not reference and has_native() and native.get(kind.name) is kind
+    is_native = NATIVE.get(kind.name) is kind
     shown = name if ":" in name else kind.name
 
     def build(capacity: int) -> EvictionPolicy:
         return make_policy(name, capacity, reference=reference, **options)
 
     return Contestant(shown, options, build, is_native)
-
-
-def has_native() -> bool:
-    """Whether the native module has the replay loops."""
-    return hasattr(_core, "replay_prefix") and hasattr(_core, "replay_objects")
-
-
-def _native_kinds() -> dict[str, type[EvictionPolicy]]:
-    try:
-        from sagellm.kv_policy.native import NATIVE
-    except ImportError:
-        return {}
-    return NATIVE

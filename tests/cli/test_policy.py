@@ -63,7 +63,7 @@ def test_a_bad_policy_in_this_folder(here):
         (["lru", "--options", "[1]"], "JSON list"),
         (["lru", "--options", '{"size": 1}'], "no options"),
         (["policy_of_a_test:Sized", "--options", '{"colour": 1}'], "cannot be built with options"),
-        (["belady"], "option future is missing"),
+        (["belady"], "option future"),
         (["lru", "--rounds", "0"], "0 is not in the range"),
         ([], "Missing argument"),
     ],

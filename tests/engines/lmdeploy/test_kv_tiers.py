@@ -1,153 +1,91 @@
-"""From `SageConfig.kv` to a plug-in in the engine, and what is refused before a model is loaded."""
-
-import json
-import sys
-from types import ModuleType
+"""Tiers below the engine's pool: what was evicted comes back with the bytes it had, whatever fails on the way."""
 
 import pytest
 
-from sagellm.core.config import KVConfig, PluginSpec, SageConfig
-from sagellm.core.errors import ConfigError, PolicyError, TierError
-from sagellm.core.hooks import Plugin
+from sagellm.core.config import KVConfig
+from sagellm.core.errors import SageError
 from sagellm.engines.base import SamplingParams
-from sagellm.engines.lmdeploy import kv_tiers
-from sagellm.engines.lmdeploy.kv_tiers import all_plugins, check_tiers, layout_of
-from sagellm.engines.lmdeploy.sizing import size_engine
-from sagellm.engines.lmdeploy.turbomind_config import check_settings
-from tests.plugins import plugin_of
+from tests.engines.lmdeploy.test_exactness import CROWD, NUM_NEW, answers
+from tests.engines.lmdeploy.test_kv_policy import shared_prompts
+from tests.pool import check_pool
 from tests.reference import make_prompts
 
-POLICIES = ("lru", "fifo")
+SHORT = SamplingParams(max_new_tokens=8, ignore_eos=True)
+CHATS = make_prompts([160] * 6, seed=9)  # 60 blocks of 16 tokens
 
 
-class StandIn(Plugin):
-    """Takes what `TieredKV` takes, and counts."""
-
-    def __init__(self, **options):
-        self.config = KVConfig(**options)
-        self.stored = 0
-
-    def attach(self, engine):
-        self.engine = engine
-
-    def on_prefix_stored(self, update):
-        self.stored += len(update.block_ids)
-        self.engine.record("kv_stored", request=update.request_id, blocks=update.block_ids, n=7)
-
-    def report(self):
-        return {"blocks": {"gpu": self.stored, "cpu": 0}, "evictions": {"lru": {"oldest leaf": 2}}, "text": "left out"}
+def hit_tokens(engine) -> int:
+    return engine.hooks.report()["prefix"]["hit_tokens"]
 
 
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    """Policies by name, in place of the real registry: what is asked of it is what counts here."""
-
-    def make(name, *capacity, **options):
-        if name not in (*POLICIES, "cost", "always"):
-            raise PolicyError(f"unknown policy {name!r}; known are: {', '.join(POLICIES)}.")
-        if options:
-            raise PolicyError(f"policy {name} has no options {sorted(options)}.")
-
-    module = ModuleType("sagellm.kv_policy.registry")
-    module.make_policy = module.make_migration_policy = make
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "prefix_reuse"])
+def test_under_pressure_with_a_host_tier(start_engine, reference, policy):
+    engine = start_engine(kv_blocks=30, host_kv_blocks=24, kv=KVConfig(policy=policy, migration="always"))
+    for _ in range(3):
+        assert answers(engine, CROWD) == reference(CROWD, NUM_NEW)
+        check_pool(engine)
+    report = engine.hooks.report()
+    assert report["faults"] == []
+    assert report["preempted"] > 0 and report["migrated"]["cpu"] > 0 and report["migrated"]["gpu"] > 0
 
 
-@pytest.fixture
-def folders(monkeypatch):
-    """Folders that were locked to try them."""
-    tried = []
-
-    class LockedFolder:
-        def __init__(self, path):
-            if path.name == "busy":
-                raise TierError(f"disk tier {path} is in use by process 7")
-            tried.append(path)
-
-        def close(self):
-            pass
-
-    module = ModuleType("sagellm.kv_runtime.disk_store_folder")
-    module.LockedFolder = LockedFolder
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return tried
+def test_what_the_pool_gives_up_comes_back_from_the_host(start_engine, reference):
+    with_tier = start_engine(kv_blocks=24, host_kv_blocks=80, kv=KVConfig(migration="always"))
+    without = start_engine(kv_blocks=24)
+    for engine in (with_tier, without):
+        for _ in range(2):
+            for chat in CHATS:
+                assert answers(engine, [chat], SHORT) == reference([chat], 8)
+    assert hit_tokens(with_tier) == 144 * len(CHATS), "all full blocks but the one with the last token"
+    assert hit_tokens(without) < hit_tokens(with_tier) / 2
+    assert with_tier.hooks.report()["faults"] == []
 
 
-def config(**values):
-    return SageConfig(**values)
+def disk_engine(start_engine, folder, **values):
+    kv = KVConfig(migration="always", disk=folder, deadline_s=10.0)
+    return start_engine(**(dict(kv_blocks=24, host_kv_blocks=16, kv=kv) | values))
 
 
-def test_the_tiers_become_a_plugin(tmp_path):
-    mine = PluginSpec(name="mine:Policy")
-    assert all_plugins(config(plugins=[mine])) == (mine,)
-    first, second = all_plugins(config(plugins=[mine], kv={"policy": "fifo"}))
-    assert (first, second.name) == (mine, "sagellm.kv_runtime.plugin:TieredKV")
-    assert KVConfig(**second.options) == KVConfig(policy="fifo")
-    (with_disk,) = all_plugins(config(kv={"disk": tmp_path, "quotas": {"a": {"gpu": 0.5}}}))
-    assert with_disk.name.endswith(":TieredKVWithDisk")
-    assert json.loads(json.dumps(with_disk.options))["disk"] == str(tmp_path)
+def test_what_the_host_gives_up_comes_back_from_files(start_engine, reference, tmp_path):
+    engine = disk_engine(start_engine, tmp_path / "tier")
+    for _ in range(3):
+        for chat in CHATS:
+            assert answers(engine, [chat], SHORT) == reference([chat], 8)
+            check_pool(engine)
+    assert hit_tokens(engine) > 144 * len(CHATS)
+    assert engine.hooks.report()["faults"] == []
 
 
-@pytest.mark.parametrize(
-    ("values", "error", "message"),
-    [
-        ({"kv": {"policy": "lruu"}}, PolicyError, "unknown policy 'lruu'; known are: lru, fifo"),
-        ({"kv": {"policy_options": {"x": 1}}}, PolicyError, "has no options"),
-        ({"kv": {"cpu_policy": "lruu"}, "host_kv_blocks": 4}, PolicyError, "lruu"),
-        ({"kv": {"migration": "sometimes"}}, PolicyError, "sometimes"),
-        ({"kv": {}, "prefix_caching": False}, ConfigError, "prefix_caching is off; switch it on"),
-        ({"kv": {"cpu_policy": "fifo"}}, ConfigError, "kv.cpu_policy fifo: there is no host tier; give --host-kv-blocks"),
-        ({"kv": {"disk_gib": 2}, "host_kv_blocks": 4}, ConfigError, "kv.disk_gib 2.0: there is no disk tier; give --kv-disk"),
-        ({"kv": {"disk": "d"}}, ConfigError, "host_kv_blocks is 0; give --host-kv-blocks"),
-        ({"kv": {"disk": "d"}, "host_kv_blocks": 4, "tensor_parallel": 2}, ConfigError, "use --tensor-parallel 1"),
-        ({"kv": {"disk": "busy"}, "host_kv_blocks": 4}, TierError, "in use by process 7"),
-        ({"kv": {"disk": "d", "disk_policy": "lruu"}, "host_kv_blocks": 4}, PolicyError, "lruu"),
-    ],
-)
-def test_what_cannot_be_is_refused(folders, values, error, message):
-    with pytest.raises(error, match=message):
-        check_tiers(config(**values))
-
-
-def test_a_disk_folder_is_tried_and_given_back(folders, tmp_path):
-    check_tiers(config(kv={"disk": tmp_path}, host_kv_blocks=4))
-    assert folders == [tmp_path]
-
-
-def test_turbomind_has_no_tiers():
-    with pytest.raises(ConfigError, match="kv lru: TurboMind does not tell when a request lets go"):
-        check_settings(config(engine="turbomind", kv={}))
-
-
-def test_a_layout_is_of_one_model(model_folder, tmp_path):
-    def layout(name, **values):
-        settings = SageConfig(block_size=16, kv_blocks=16, **values)
-        return layout_of(model_folder(name), settings, size_engine(settings, model_folder(name), "cpu"))
-
-    assert layout("llama") == layout("llama")
-    assert len({layout("llama"), layout("qwen2"), layout("llama-bf16")}) == 3
-    assert layout("llama") != layout("llama", dtype="bfloat16")
-
-
-def test_in_the_engine(start_engine, monkeypatch, tmp_path):
-    monkeypatch.setattr(kv_tiers, "TIERED", "tests.engines.lmdeploy.test_kv_tiers:StandIn")
-    record = tmp_path / "events.jsonl"
-    engine = start_engine(kv={"policy": "fifo"}, record=record)
-    engine.generate(make_prompts((40,)), SamplingParams(max_new_tokens=4, ignore_eos=True))
-    plugin = plugin_of(engine)
-    assert plugin.config.policy == "fifo" and plugin.engine.layout and plugin.engine.num_lost_notices == 0
-    engine.hooks._host.flush()
-    reports = engine.hooks.report()["plugins"]
-    assert list(reports.values()) == [{"blocks": {"gpu": 2.0, "cpu": 0.0}, "evictions": {"lru": {"oldest leaf": 2.0}}}]
+def test_files_outlive_the_engine(start_engine, reference, tmp_path):
+    engine = disk_engine(start_engine, tmp_path / "tier")
+    for chat in CHATS * 2:
+        answers(engine, [chat], SHORT)
     engine.close()
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [line["n"] for line in lines] == list(range(len(lines))), "a plug-in cannot number lines"
-    header = lines[0]
-    assert header["event"] == "open" and header["format"] == 2 and header["layout"] == plugin.engine.layout
-    assert (header["block_size"], header["block_bytes"]) == (16, plugin.engine.block_bytes)
-    assert header["plugins"][0]["options"]["policy"] == "fifo" and header["model"] == "llama"
-    assert "kv_stored" in [line["event"] for line in lines]
-    (end,) = [line for line in lines if line["event"] == "end"]
-    assert (end["generated"], end["reason"]) == (4, "length")
-    (arrived,) = [line for line in lines if line["event"] == "arrive"]
-    assert (arrived["tokens"], arrived["max_new"]) == (40, 4)
+    engine = disk_engine(start_engine, tmp_path / "tier")
+    assert answers(engine, CHATS[:1], SHORT) == reference(CHATS[:1], 8)
+    assert hit_tokens(engine) > 0
+
+
+def test_a_crowd_on_three_tiers(start_engine, reference, tmp_path):
+    prompts = shared_prompts(5, 60)
+    engine = disk_engine(start_engine, tmp_path / "tier", kv_blocks=30)
+    for _ in range(2):
+        assert answers(engine, prompts, SHORT) == reference(prompts, 8)
+        check_pool(engine)
+    assert engine.hooks.report()["faults"] == []
+
+
+def test_another_model_s_files_are_not_served(start_engine, reference, tmp_path):
+    engine = disk_engine(start_engine, tmp_path / "tier")
+    for chat in CHATS * 2:
+        answers(engine, [chat], SHORT)
+    engine.close()
+    other = disk_engine(start_engine, tmp_path / "tier", model="qwen2")
+    for chat in CHATS:
+        assert answers(other, [chat], SHORT) == reference([chat], 8, "qwen2")
+
+
+def test_a_second_engine_on_the_same_folder_is_refused(start_engine, tmp_path):
+    disk_engine(start_engine, tmp_path / "tier")
+    with pytest.raises(SageError, match="tier"):
+        disk_engine(start_engine, tmp_path / "tier")

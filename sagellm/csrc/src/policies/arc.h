@@ -15,6 +15,7 @@ class Arc : public PolicyBase<Host> {
   void insert(Slot slot, const BlockFacts&) {
     notice(slot);
     const bool comes_back = this->noticed(slot) != 0;
+    this->host_[slot].has_no_ghost = false;  // of the block that had the slot before
     this->set_where(slot, comes_back ? kFrequent : kRecent);
     (comes_back ? frequent_ : recent_).push(slot);
   }

@@ -1,0 +1,126 @@
+"""Conversations that do not fit the engine's blocks: first tokens with and without tiers below the pool.
+
+    python -m benchmarks.kv_tiers [--rounds 3] [--out FILE]
+
+Random weights of Qwen2.5-0.5B's shape in bfloat16 on the CPU engine. Conversations take turns, one request at a time, so that
+by the time one goes on the others have taken its blocks. Each turn repeats the conversation and adds to it. Contestants get
+the same prompts in the same order, turn by turn, and have the same pool:
+
+- *no tiers*: what was evicted is computed again;
+- *cpu tier*: it goes to memory of the host, which holds all conversations;
+- *disk tier*: the host tier holds a part of them, the rest goes to files in a fresh folder.
+
+The figure is the time to the first token of every turn but a conversation's first. A slower tier that is never worse than
+computing again has a ratio to *no tiers* of at most 1.
+"""
+
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from benchmarks.contestants import Contestant, paired_ratio, summary
+from benchmarks.cpu_engine import write_half_billion
+from benchmarks.machine import describe
+
+NONE, CPU, DISK = "no tiers", "cpu tier", "disk tier"
+BLOCK_SIZE, KV_BLOCKS = 64, 48
+HOST_BLOCKS, FEW_HOST_BLOCKS = 320, 48
+CONVERSATIONS, TURNS = 12, 4
+FIRST_TOKENS, TURN_TOKENS, NEW_TOKENS = 512, 128, 4
+
+
+@click.command()
+@click.option("--rounds", default=3, show_default=True, help="Sets of conversations, new ones each.")
+@click.option("--threads", default=2, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
+def main(rounds: int, threads: int, out: Path | None) -> None:
+    """Measure, print a table, and write the result."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_half_billion(Path(scratch))
+        contestants = [
+            Contestant(NONE, build, str(model), threads, 0, None),
+            Contestant(CPU, build, str(model), threads, HOST_BLOCKS, None),
+            Contestant(DISK, build, str(model), threads, FEW_HOST_BLOCKS, str(Path(scratch) / "tier")),
+        ]
+        answers: dict[str, list[dict[str, Any]]] = {contestant.name: [] for contestant in contestants}
+        try:
+            for number, turn in itertools.product(range(rounds), range(TURNS)):
+                for contestant in contestants:
+                    answers[contestant.name].append(contestant.ask({"round": number, "turn": turn}))
+                contestants = contestants[1:] + contestants[:1]  # each is the first one now and then
+        finally:
+            for contestant in contestants:
+                contestant.close()
+    result = report(answers)
+    click.echo(table(result))
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1))
+
+
+def report(answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    later = {name: [row for row in rows if row["turn"] > 0] for name, rows in answers.items()}
+    first_s = {name: [value for row in rows for value in row["first_s"]] for name, rows in later.items()}
+    means = {name: [float(np.mean(row["first_s"])) for row in rows] for name, rows in later.items()}
+    return {
+        "conversations": CONVERSATIONS, "turns": TURNS, "kv_blocks": KV_BLOCKS, "block_size": BLOCK_SIZE,
+        "host_blocks": {CPU: HOST_BLOCKS, DISK: FEW_HOST_BLOCKS}, "machine": describe(),
+        "first_s": {name: {"mean": float(np.mean(values)), **summary(values)} for name, values in first_s.items()},
+        "times_faster": {name: paired_ratio(means[NONE], means[name]) for name in (CPU, DISK)},
+        "hit_tokens": {name: rows[-1]["hit_tokens"] for name, rows in answers.items()},
+        "query_tokens": {name: rows[-1]["query_tokens"] for name, rows in answers.items()},
+        "faults": {name: rows[-1]["faults"] for name, rows in answers.items()},
+    }  # fmt: skip
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{'':<10} {'mean ms':>9} {'median':>9} {'hit':>6}  faster than without, each turn's mean"]
+    for name, figures in result["first_s"].items():
+        share = result["hit_tokens"][name] / result["query_tokens"][name]
+        ratio = result["times_faster"].get(name)
+        text = "" if ratio is None else f"x {ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        lines.append(f"{name:<10} {1e3 * figures['mean']:9.0f} {1e3 * figures['median']:9.0f} {share:6.2f}  {text}")
+    return "\n".join(lines)
+
+
+# ---- contestants, each in its own process
+
+
+def build(model: str, threads: int, host_blocks: int, disk: str | None) -> Any:
+    from sagellm.core.config import KVConfig, SageConfig
+    from sagellm.engines.base import SamplingParams
+    from sagellm.engines.lmdeploy.engine import LMDeployEngine
+
+    kv = KVConfig(policy="lru", disk=disk) if host_blocks else None
+    config = SageConfig(
+        device="cpu", threads=threads, context_length=2048, max_batch_size=1, block_size=BLOCK_SIZE, kv_blocks=KV_BLOCKS,
+        host_kv_blocks=host_blocks, kv=kv,
+    )  # fmt: skip
+    engine = LMDeployEngine(config, Path(model))
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+
+    def answer(request: dict[str, int]) -> dict[str, Any]:
+        first_s = [
+            engine.generate([_prompt(request["round"], number, request["turn"])], params)[0].token_s[0]
+            for number in range(CONVERSATIONS)
+        ]
+        found = engine.hooks.report()
+        return {
+            "turn": request["turn"], "first_s": first_s, "faults": len(found["faults"]),
+            "hit_tokens": found["prefix"]["hit_tokens"], "query_tokens": found["prefix"]["query_tokens"],
+        }  # fmt: skip
+
+    return answer
+
+
+def _prompt(round_number: int, conversation: int, turn: int) -> list[int]:
+    random = np.random.default_rng([round_number, conversation])
+    return random.integers(10, 150_000, FIRST_TOKENS + turn * TURN_TOKENS).tolist()
+
+
+if __name__ == "__main__":
+    main()

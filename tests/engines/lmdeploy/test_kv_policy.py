@@ -1,0 +1,54 @@
+"""Policy objects in the engine: the output stays exact, and a replay of the record makes every decision again."""
+
+import random
+
+import pytest
+
+from sagellm.core.config import KVConfig
+from sagellm.engines.base import SamplingParams
+from sagellm.kv_policy import policy_names
+from sagellm.replay.verify import verify_log
+from tests.engines.lmdeploy.test_exactness import CROWD, NUM_NEW, answers
+from tests.reference import make_prompts
+
+NUM_REQUESTS = 170  # benchmarks/kv_replay.py asks for more
+SYSTEMS = make_prompts((48, 48, 33), seed=3)
+DOCUMENTS = make_prompts((20, 47, 16, 80, 64, 31), seed=4)
+ONLINE = [name for name in policy_names() if name != "belady"]  # belady wants to know the future
+
+
+def shared_prompts(seed: int, count: int) -> list[list[int]]:
+    """Systems with documents behind them, cut anywhere: some prompts repeat, most share a beginning."""
+    draw = random.Random(seed)
+    prompts = []
+    for _ in range(count):
+        text = draw.choice(SYSTEMS) + draw.choice(DOCUMENTS) + draw.choice(DOCUMENTS)
+        prompts.append(text[: draw.randrange(20, len(text))])
+    return prompts
+
+
+@pytest.mark.parametrize("policy", ONLINE)
+def test_output_is_exact_whatever_goes_first(start_engine, reference, policy):
+    engine = start_engine(kv_blocks=30, kv=KVConfig(policy=policy))
+    for _ in range(2):
+        assert answers(engine, CROWD) == reference(CROWD, NUM_NEW)
+    report = engine.hooks.report()
+    assert report["faults"] == []
+    assert report["preempted"] > 0 and report["evicted"]["prefix"] > 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+def test_a_replay_decides_the_same(start_engine, tmp_path, policy):
+    log = tmp_path / "events.jsonl"
+    engine = start_engine(kv_blocks=30, record=log, kv=KVConfig(policy=policy))
+    lengths = random.Random(7)
+    params = [SamplingParams(lengths.randrange(1, 24), ignore_eos=True) for _ in range(NUM_REQUESTS)]
+    engine.generate(shared_prompts(1, NUM_REQUESTS), params)
+    report = engine.hooks.report()
+    engine.close()
+    assert report["faults"] == [] and report["preempted"] > 0
+    found = verify_log(log)
+    assert found.agrees and found.num_decisions > NUM_REQUESTS / 10
+    assert found.num_hits >= report["prefix"]["hit_blocks"] + report["prefix_retries"]["hit_blocks"] > 0
+    # The engine's own prefix index is the judge of what the books found.
+    assert [plugin["plugin"]["lookups_disagreed"] for plugin in report["plugins"].values()] == [0]
