@@ -1,4 +1,4 @@
-"""Every native policy makes the decisions of its plain twin: in a flat cache, with pins and prefixes, and asked one by one."""
+"""Every native policy makes the decisions of its plain twin, in a flat cache and in a replay with prefixes."""
 
 import numpy as np
 import pytest
@@ -50,46 +50,9 @@ def test_prefixes(name, running, outputs):
         answers = np.random.default_rng(seed).integers(0, 4, 400).astype(np.int32) if outputs else None
         found = _core.replay_prefix(name, capacity, keys, offsets, running=running, output_blocks=answers)
         twin = replay_prefix_reference(
-            make_policy(name, capacity, reference=True), keys, offsets, capacity=capacity, running=running, output_blocks=answers
+            make_policy(name, capacity, reference=True), keys, offsets, capacity=capacity, running=running,
+            output_blocks=answers,
         )  # fmt: skip
         assert found.hit_blocks.tolist() == twin.hit_blocks.tolist()
         for total in TOTALS:
             assert int(np.sum(getattr(found, total))) == int(np.sum(getattr(twin, total))), total
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_one_by_one(name):
-    """The native class behind the contract and its twin are told the same and must choose the same, for the same reasons."""
-
-    class Both:
-        capacity = 25
-
-        def __init__(self):
-            self.sides = [make_policy(name, 25), make_policy(name, 25, reference=True)]
-            assert type(self.sides[0]) is not type(self.sides[1])
-
-        def on_insert(self, block):
-            for side in self.sides:
-                side.on_insert(block)
-
-        def on_hit(self, key, time_s=0.0):
-            for side in self.sides:
-                side.on_hit(key, time_s)
-
-        def on_remove(self, key, evicted=True):
-            for side in self.sides:
-                side.on_remove(key, evicted)
-
-        def select_victims(self, context):
-            from copy import copy, deepcopy
-
-            mine = copy(context)
-            mine._taken, mine._unpinned = deepcopy(context._taken), deepcopy(context._unpinned)
-            native, twin = self.sides[0].select_victims(context), self.sides[1].select_victims(mine)
-            assert tuple(native.victims) == tuple(twin.victims)
-            assert tuple(native.reasons) == tuple(twin.reasons)
-            return native
-
-    keys, offsets = forest(5, 500, 3, 8)
-    counts = replay_prefix_reference(Both(), keys, offsets, capacity=25, running=3)
-    assert counts.num_evicted > 100
