@@ -347,7 +347,7 @@ def policy_names() -> list[str]:
     """The names that `NativePolicy`, `ObjectCache` and the replays know."""
 
 class NativePolicy:
-    """An eviction policy as `sagellm.kv_policy.base.EvictionPolicy` has it; use it through `sagellm.kv_policy.native`.
+    """An eviction policy as `sagellm.kv_policy.base.EvictionPolicy` has it; use it through `sagellm.kv_policy.eviction.native`.
 
     Args:
         name: one of `policy_names()`.

@@ -11,7 +11,7 @@ import click
 
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy.base import EvictionPolicy
-from sagellm.kv_policy.contract import ContractReport, check_policy
+from sagellm.kv_policy.contract.rules import ContractReport, check_policy
 from sagellm.kv_policy.registry import find_policy, make_policy, policy_names
 
 

@@ -16,10 +16,10 @@ from sagellm.kv_policy.base import (
     Tier,
     check_decision,
 )  # fmt: skip
-from sagellm.kv_policy.calibrate import calibrate_copies
-from sagellm.kv_policy.contract import ContractReport, check_policy
-from sagellm.kv_policy.cost import CostBenefitModel, CostParameters, Link
-from sagellm.kv_policy.lifetime import Calibration, calibrate, calibration_error
+from sagellm.kv_policy.contract.rules import ContractReport, check_policy
+from sagellm.kv_policy.lifetime.base import Calibration, calibrate, calibration_error
+from sagellm.kv_policy.migration.calibrate import calibrate_copies
+from sagellm.kv_policy.migration.cost_model import CostBenefitModel, CostParameters, Link
 from sagellm.kv_policy.object_cache import ReferenceObjectCache
 from sagellm.kv_policy.registry import (
     find_lifetime_predictor,

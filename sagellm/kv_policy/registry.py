@@ -6,28 +6,28 @@ from typing import Any, Generic, TypeVar
 
 from sagellm.core.errors import PolicyError, SageError
 from sagellm.core.registry import load_object, load_offered, offered_names
-from sagellm.kv_policy.always import Always
-from sagellm.kv_policy.arc import Arc
 from sagellm.kv_policy.base import EvictionPolicy, LifetimePredictor, MigrationPolicy
-from sagellm.kv_policy.belady import Belady
-from sagellm.kv_policy.cost_benefit import CostBenefit
-from sagellm.kv_policy.exponential import ExponentialLifetime
-from sagellm.kv_policy.fifo import Fifo
-from sagellm.kv_policy.gdsf import Gdsf
-from sagellm.kv_policy.history import HistoryLifetime
-from sagellm.kv_policy.learned import LearnedLifetime
-from sagellm.kv_policy.lfu import Lfu
-from sagellm.kv_policy.lru import Lru
-from sagellm.kv_policy.native import NATIVE
-from sagellm.kv_policy.never import Never
-from sagellm.kv_policy.prefix_depth import PrefixDepth
-from sagellm.kv_policy.prefix_lru import PrefixLru
-from sagellm.kv_policy.prefix_reuse import PrefixReuse
-from sagellm.kv_policy.s3fifo import S3Fifo
-from sagellm.kv_policy.sieve import Sieve
-from sagellm.kv_policy.slru import Slru
-from sagellm.kv_policy.twoq import TwoQ
-from sagellm.kv_policy.wtinylfu import WTinyLfu
+from sagellm.kv_policy.eviction.arc import Arc
+from sagellm.kv_policy.eviction.belady import Belady
+from sagellm.kv_policy.eviction.fifo import Fifo
+from sagellm.kv_policy.eviction.gdsf import Gdsf
+from sagellm.kv_policy.eviction.lfu import Lfu
+from sagellm.kv_policy.eviction.lru import Lru
+from sagellm.kv_policy.eviction.native import NATIVE
+from sagellm.kv_policy.eviction.prefix_depth import PrefixDepth
+from sagellm.kv_policy.eviction.prefix_lru import PrefixLru
+from sagellm.kv_policy.eviction.prefix_reuse import PrefixReuse
+from sagellm.kv_policy.eviction.s3fifo import S3Fifo
+from sagellm.kv_policy.eviction.sieve import Sieve
+from sagellm.kv_policy.eviction.slru import Slru
+from sagellm.kv_policy.eviction.twoq import TwoQ
+from sagellm.kv_policy.eviction.wtinylfu import WTinyLfu
+from sagellm.kv_policy.lifetime.exponential import ExponentialLifetime
+from sagellm.kv_policy.lifetime.history import HistoryLifetime
+from sagellm.kv_policy.lifetime.learned import LearnedLifetime
+from sagellm.kv_policy.migration.always import Always
+from sagellm.kv_policy.migration.cost_benefit import CostBenefit
+from sagellm.kv_policy.migration.never import Never
 
 __all__ = [
     "find_lifetime_predictor", "find_migration_policy", "find_policy", "lifetime_predictor_names", "make_lifetime_predictor",

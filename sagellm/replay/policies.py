@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy import find_policy, make_policy
 from sagellm.kv_policy.base import EvictionPolicy
-from sagellm.kv_policy.native import NATIVE
+from sagellm.kv_policy.eviction.native import NATIVE
 from sagellm.replay.belady import Belady
 
 BELADY = Belady.name

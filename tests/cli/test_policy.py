@@ -9,7 +9,7 @@ from sagellm.cli import main
 from sagellm.kv_policy import policy_names
 
 BAD = """
-from sagellm.kv_policy.lru import Lru
+from sagellm.kv_policy.eviction.lru import Lru
 class Bad(Lru):
     def select_victims(self, context):
         decision = super().select_victims(context)

@@ -1,11 +1,11 @@
-"""Policies that break the contract, each in one way; `BREAKS` says which rule of `sagellm.kv_policy.contract` must say so."""
+"""Policies that break the contract, each in one way; `BREAKS` says which of the contract's rules must say so."""
 
 import array
 import ctypes
 import random
 
 from sagellm.kv_policy.base import EvictionDecision, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.lru import Lru
+from sagellm.kv_policy.eviction.lru import Lru
 
 LIBC = ctypes.CDLL(None)
 

@@ -4,9 +4,9 @@ import pytest
 
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy import CachedBlock, PolicyContext, check_policy, find_policy, make_policy, policy_names
-from sagellm.kv_policy.contract import RULES
-from sagellm.kv_policy.contract_world import World
-from sagellm.kv_policy.lru import Lru
+from sagellm.kv_policy.contract.rules import RULES
+from sagellm.kv_policy.contract.world import World
+from sagellm.kv_policy.eviction.lru import Lru
 from tests.kv_policy.bad_policies import BREAKS, FOLLOWS
 
 # Belady needs to know its future, which depends on its own decisions; its tests are by hand.

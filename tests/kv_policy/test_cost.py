@@ -14,7 +14,7 @@ from sagellm.kv_policy import (
     Tier,
     calibrate_copies,
 )
-from sagellm.kv_policy.exponential import ExponentialLifetime
+from sagellm.kv_policy.lifetime.exponential import ExponentialLifetime
 
 PARAMETERS = CostParameters(
     links={

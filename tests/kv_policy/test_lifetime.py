@@ -14,11 +14,11 @@ from sagellm.kv_policy import (
     lifetime_predictor_names,
     make_lifetime_predictor,
 )
-from sagellm.kv_policy.exponential import ExponentialLifetime
-from sagellm.kv_policy.history import HistoryLifetime
-from sagellm.kv_policy.learned import LearnedLifetime
-from sagellm.kv_policy.lifetime import reuse_probability
-from sagellm.kv_policy.ratios import LogRatios
+from sagellm.kv_policy.lifetime.base import reuse_probability
+from sagellm.kv_policy.lifetime.exponential import ExponentialLifetime
+from sagellm.kv_policy.lifetime.history import HistoryLifetime
+from sagellm.kv_policy.lifetime.learned import LearnedLifetime
+from sagellm.kv_policy.lifetime.ratios import LogRatios
 
 NAMES = lifetime_predictor_names()[:3]
 

@@ -13,7 +13,7 @@ from sagellm.kv_policy import (
     Tier,
     make_migration_policy,
 )  # fmt: skip
-from sagellm.kv_policy.exponential import ExponentialLifetime
+from sagellm.kv_policy.lifetime.exponential import ExponentialLifetime
 
 
 def model(latency_s=0.0, bytes_per_s=1000.0, **options):

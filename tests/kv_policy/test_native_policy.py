@@ -6,7 +6,7 @@ import pytest
 
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.native import NATIVE
+from sagellm.kv_policy.eviction.native import NATIVE
 from tests.kv_policy.native_books import Books
 
 

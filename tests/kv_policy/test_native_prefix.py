@@ -5,7 +5,7 @@ import pytest
 
 from sagellm import _core
 from sagellm.core.errors import PolicyError
-from sagellm.kv_policy.native import NATIVE
+from sagellm.kv_policy.eviction.native import NATIVE
 from tests.kv_policy.native_books import PlainReplay
 
 ONLINE = [name for name in NATIVE if name != "belady"]

@@ -19,11 +19,11 @@ from sagellm.kv_policy import (
     policy_names,
     registry,
 )  # fmt: skip
-from sagellm.kv_policy.always import Always
-from sagellm.kv_policy.lru import Lru
-from sagellm.kv_policy.s3fifo import S3Fifo
-from sagellm.kv_policy.twoq import TwoQ
-from sagellm.kv_policy.wtinylfu import WTinyLfu
+from sagellm.kv_policy.eviction.lru import Lru
+from sagellm.kv_policy.eviction.s3fifo import S3Fifo
+from sagellm.kv_policy.eviction.twoq import TwoQ
+from sagellm.kv_policy.eviction.wtinylfu import WTinyLfu
+from sagellm.kv_policy.migration.always import Always
 
 HERE = __name__
 NAMES = "fifo lru lfu arc s3fifo sieve twoq slru wtinylfu gdsf prefix_lru prefix_depth prefix_reuse belady".split()
@@ -85,7 +85,7 @@ def test_policies_of_others(offered):
         ("sagellm_nowhere:Thing", "eviction policy sagellm_nowhere:Thing: cannot import sagellm_nowhere"),
         (f"{HERE}:Missing", f"module {HERE} has no Missing"),
         (f"{HERE}:NAMES", "no eviction policy; give a subclass of sagellm.kv_policy.base.EvictionPolicy."),
-        ("sagellm.kv_policy.always:Always", "no eviction policy"),
+        ("sagellm.kv_policy.migration.always:Always", "no eviction policy"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_found(offered, name, message):
@@ -98,7 +98,7 @@ def test_other_kinds_list_their_own():
         find_migration_policy("maybe")
     with pytest.raises(PolicyError, match="unknown lifetime predictor 'x'; known are: exponential, history, learned"):
         find_lifetime_predictor("x")
-    assert find_migration_policy("sagellm.kv_policy.always:Always") is Always
+    assert find_migration_policy("sagellm.kv_policy.migration.always:Always") is Always
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_a_migration_policy_with_unknown_options_is_refused():
 def test_the_native_class_goes_first_unless_the_reference_is_wanted(monkeypatch):
     monkeypatch.setitem(registry.NATIVE, "lru", Mine)
     assert find_policy("LRU") is Mine and find_policy("lru", reference=True) is Lru
-    assert find_policy("sagellm.kv_policy.lru:Lru") is Lru
+    assert find_policy("sagellm.kv_policy.eviction.lru:Lru") is Lru

@@ -3,8 +3,8 @@
 import pytest
 
 from sagellm.kv_policy import EvictionPolicy, PolicyContext, find_policy, make_policy, policy_names
-from sagellm.kv_policy.contract_scenarios import play
-from sagellm.kv_policy.contract_world import World
+from sagellm.kv_policy.contract.scenarios import play
+from sagellm.kv_policy.contract.world import World
 
 NAMES = [
     name for name in policy_names()

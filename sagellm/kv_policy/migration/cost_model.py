@@ -16,8 +16,8 @@ from sagellm.kv_policy.base import (
     MigrationPurpose,
     Tier,
 )  # fmt: skip
-from sagellm.kv_policy.least_squares import FitError, fit_held_out
-from sagellm.kv_policy.lifetime import GapPredictor, reuse_probability
+from sagellm.kv_policy.lifetime.base import GapPredictor, reuse_probability
+from sagellm.kv_policy.migration.least_squares import FitError, fit_held_out
 
 __all__ = ["PREFILL", "CostBenefitModel", "CostParameters", "FitError", "Link", "link_name"]
 

@@ -14,8 +14,8 @@ from sagellm.kv_policy.base import (
     MigrationPolicy,
     MigrationPurpose,
 )  # fmt: skip
-from sagellm.kv_policy.cost import CostBenefitModel
-from sagellm.kv_policy.history import HistoryLifetime
+from sagellm.kv_policy.lifetime.history import HistoryLifetime
+from sagellm.kv_policy.migration.cost_model import CostBenefitModel
 
 __all__ = ["CostBenefit"]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from sagellm.kv_policy.arguments import check_number, require_absent, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.queues import Queue, first_evictable, move_first
+from sagellm.kv_policy.eviction.queues import Queue, first_evictable, move_first
 
 __all__ = ["CountMinSketch", "WTinyLfu"]
 

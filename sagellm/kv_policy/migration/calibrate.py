@@ -9,7 +9,7 @@ import numpy as np
 
 from sagellm.core.errors import TierError
 from sagellm.kv_policy.base import Tier
-from sagellm.kv_policy.cost import link_name
+from sagellm.kv_policy.migration.cost_model import link_name
 
 __all__ = ["calibrate_copies"]
 

@@ -2,7 +2,7 @@
 
 import math
 
-from sagellm.kv_policy.lifetime import GapPredictor, Seen
+from sagellm.kv_policy.lifetime.base import GapPredictor, Seen
 
 __all__ = ["ExponentialLifetime"]
 

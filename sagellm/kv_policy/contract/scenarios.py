@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.contract_world import MASK, PolicyBroke, World
+from sagellm.kv_policy.contract.world import MASK, PolicyBroke, World
 
 __all__ = ["SCENARIOS", "Scenario"]
 

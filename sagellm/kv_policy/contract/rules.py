@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sagellm.kv_policy.base import EvictionPolicy
-from sagellm.kv_policy.contract_scenarios import SCENARIOS, Scenario
-from sagellm.kv_policy.contract_world import PolicyBroke
+from sagellm.kv_policy.contract.scenarios import SCENARIOS, Scenario
+from sagellm.kv_policy.contract.world import PolicyBroke
 
 __all__ = ["RULES", "ContractReport", "RuleResult", "check_policy"]
 

@@ -1,18 +1,18 @@
-"""First in, first out."""
+"""Least recently used."""
 
 from typing import Any
 
 from sagellm.kv_policy.arguments import require_absent, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.queues import Queue
+from sagellm.kv_policy.eviction.queues import Queue
 
-__all__ = ["Fifo"]
+__all__ = ["Lru"]
 
 
-class Fifo(EvictionPolicy):
-    """Evicts the block that was inserted first. Hits change nothing. No options."""
+class Lru(EvictionPolicy):
+    """Evicts the block whose insertion or last hit is longest ago. No options."""
 
-    name = "fifo"
+    name = "lru"
 
     def __init__(self, capacity: int, **options: Any) -> None:
         super().__init__(capacity, **options)
@@ -24,11 +24,12 @@ class Fifo(EvictionPolicy):
 
     def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:
         require_present(key, self._queue)
+        self._queue.move_to_end(key)
 
     def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
         require_present(key, self._queue)
         del self._queue[key]
 
     def select_victims(self, context: PolicyContext) -> EvictionDecision:
-        context.take_in_order(self._queue, lambda key: "inserted first")
+        context.take_in_order(self._queue, lambda key: "least recently used")
         return context.decision()

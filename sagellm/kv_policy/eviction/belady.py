@@ -7,7 +7,7 @@ from typing import Any
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy.arguments import require_absent, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.queues import Ranking
+from sagellm.kv_policy.eviction.queues import Ranking
 
 __all__ = ["Belady"]
 

@@ -3,9 +3,9 @@
 import math
 
 from sagellm.core.errors import PolicyError
-from sagellm.kv_policy.exponential import ExponentialLifetime
-from sagellm.kv_policy.lifetime import Seen
-from sagellm.kv_policy.ratios import LogRatios
+from sagellm.kv_policy.lifetime.base import Seen
+from sagellm.kv_policy.lifetime.exponential import ExponentialLifetime
+from sagellm.kv_policy.lifetime.ratios import LogRatios
 
 __all__ = ["HistoryLifetime"]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from sagellm.kv_policy.arguments import require_absent, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.queues import Queue, append_bounded, first_evictable
+from sagellm.kv_policy.eviction.queues import Queue, append_bounded, first_evictable
 
 __all__ = ["Arc"]
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from sagellm.core.errors import PolicyError
-from sagellm.kv_policy.lifetime import NUM_USES_APART, GapPredictor, Seen
-from sagellm.kv_policy.ratios import LogRatios
+from sagellm.kv_policy.lifetime.base import NUM_USES_APART, GapPredictor, Seen
+from sagellm.kv_policy.lifetime.ratios import LogRatios
 
 __all__ = ["LearnedLifetime"]
 

@@ -1,0 +1,1 @@
+"""For how long a block will be of use."""

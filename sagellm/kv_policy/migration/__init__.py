@@ -1,0 +1,1 @@
+"""Which blocks are worth a move between tiers, and what a move costs."""
