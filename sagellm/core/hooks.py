@@ -4,7 +4,8 @@ A plug-in is a subclass of `Plugin` that overrides the hooks it wants. Hooks who
 the others are decisions, and a decision has one owner: two plug-ins that decide the same thing are refused at start.
 Every array given to a plug-in is read-only.
 
-`on_evicted` and `on_request_end` are told at once. The other notices arrive in order with the plug-in's next call, at the
+`on_evicted` and `on_request_end` are told at once, but for what another plug-in drops (`EngineHandle.drop_blocks`). Those and
+the other notices arrive in order with the plug-in's next call, at the
 latest with the first step that the engine chooses after `COALESCE_S`.
 """
 
@@ -106,7 +107,7 @@ class EvictionDecision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
-    """Told before the ids can be given to anyone else."""
+    """Told before anything else is told or asked that names the ids again."""
 
     block_ids: tuple[int, ...]
     reason: EvictionReason
@@ -292,7 +293,24 @@ class EngineHandle(Protocol):
         """Move cached blocks; the bytes are copied before the next forward pass reads or writes them."""
         ...
 
+    def drop_blocks(self, block_ids: Sequence[int], reasons: Sequence[str] = ()) -> tuple[int, ...]:
+        """Give up cached blocks now, in any hook; their room is free when this returns. `reasons`: one for each, or none.
+
+        Passed over is what is not cached, what a request holds, and what a cached block of its own tier continues that is not
+        among them. What continues them on another tier goes too. Returns everything that went. The plug-in that asks is not
+        told by `on_evicted`; the others are, with their next call.
+
+        Raises:
+            PluginError: another number of reasons, or an engine that cannot do it.
+        """
+        ...
+
     def register_eviction_callback(self, callback: Callable[[EvictionNotice], None]) -> None: ...
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether an event log is kept, so that lines for it are worth making."""
+        ...
 
     @property
     def num_lost_notices(self) -> int:

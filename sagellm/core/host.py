@@ -103,10 +103,11 @@ class PluginHost:
         for name, plugin in self._listeners[hook]:
             self.call_one(name, hook, getattr(plugin, hook), notice)
 
-    def post(self, hook: str, notice: Any) -> None:
-        """Tell every plug-in that listens, each with the next call it gets or at the next `flush`."""
+    def post(self, hook: str, notice: Any, but: str | None = None) -> None:
+        """Tell every plug-in that listens, `but` one, each with the next call it gets or at the next `flush`."""
         for name, plugin in self._listeners[hook]:
-            self.guards[name].post(hook, getattr(plugin, hook), notice)
+            if name != but:
+                self.guards[name].post(hook, getattr(plugin, hook), notice)
 
     def flush(self, after_s: float = 0.0) -> None:
         """Hand over what was posted, to each plug-in where the first of it has waited for `after_s`."""

@@ -207,6 +207,7 @@ class MigrationContext(NamedTuple):
         queued_bytes: on their way between these tiers, ahead of these blocks.
         num_running: requests among which the engine shares its time now.
         time_s: now, on the clock of the events.
+        num_free: blocks for which `dst_tier` has room (load); each one more makes another leave. None: for all of them.
     """
 
     purpose: MigrationPurpose
@@ -217,6 +218,7 @@ class MigrationContext(NamedTuple):
     queued_bytes: int = 0
     num_running: int = 0
     time_s: float = 0.0
+    num_free: int | None = None
 
 
 class MigrationEstimate(NamedTuple):

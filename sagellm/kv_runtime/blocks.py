@@ -26,13 +26,15 @@ class _Entry:
 
 
 class _Below:
-    """The blocks that continue one block, whether or not that is known itself, and how many of them are on each tier."""
+    """The blocks that continue one block, whether or not that is known itself, how many of them are on each tier, and how many
+    reads of their files are under way."""
 
-    __slots__ = ("children", "num_on")
+    __slots__ = ("children", "num_on", "num_reads")
 
     def __init__(self) -> None:
         self.children: dict[BlockKey, None] = {}
         self.num_on = dict.fromkeys(Tier, 0)
+        self.num_reads = 0
 
 
 class _View(BlockView):
@@ -56,8 +58,8 @@ class BlockManager:
     - the counts of blocks, bytes, unlocked blocks and children by tier are those of the blocks.
 
     Pins. On gpu: locks and children on gpu. On cpu: locks and children on gpu or cpu, since an engine never finds a child
-    whose parent is gone. On nvme: children on nvme and reads under way; a file is found by its key, so a child without its
-    parent is of no use until that is back, and of use again then.
+    whose parent is gone. On both: reads of children's files, which would be of no use. On nvme: children on nvme and reads
+    under way; a file is found by its key, so a child without its parent is of no use until that is back, and of use again then.
 
     What comes twice is defined: a block that is on the tier already stays as it was; a request that is unknown, or lets go
     twice, holds nothing; a block that goes while requests hold it is taken from what they hold.
@@ -159,7 +161,8 @@ class BlockManager:
             return entry.num_reads + (below.num_on[tier] if below else 0)
         if below is None:
             return entry.num_locks
-        return entry.num_locks + below.num_on[Tier.GPU] + (below.num_on[Tier.CPU] if tier is Tier.CPU else 0)
+        num_pins = entry.num_locks + below.num_reads + below.num_on[Tier.GPU]
+        return num_pins + below.num_on[Tier.CPU] if tier is Tier.CPU else num_pins
 
     def is_evictable(self, key: BlockKey, tier: Tier) -> bool:
         return self.num_pins(key, tier) == 0
@@ -224,13 +227,18 @@ class BlockManager:
                     self._add_locks(key, -1)
 
     def begin_read(self, key: BlockKey) -> None:
-        """The file of the block must stay until `end_read`."""
-        self._entries[key].num_reads += 1
+        """The file of the block must stay until `end_read`, and what the block continues should."""
+        self._add_reads(self._entries[key], 1)
 
     def end_read(self, key: BlockKey) -> None:
         entry = self._entries.get(key)
         if entry is not None and entry.num_reads:
-            entry.num_reads -= 1
+            self._add_reads(entry, -1)
+
+    def _add_reads(self, entry: _Entry, count: int) -> None:
+        entry.num_reads += count
+        if entry.block.parent is not None:
+            self._below[entry.block.parent].num_reads += count
 
     def _add_locks(self, key: BlockKey, count: int) -> None:
         entry = self._entries[key]
@@ -288,7 +296,7 @@ class BlockManager:
         self._count(entry, tier, -1)
         entry.tiers.remove(tier)
         if tier is Tier.NVME:
-            entry.num_reads = 0
+            self._add_reads(entry, -entry.num_reads)
         if not entry.tiers:
             del self._entries[key]
             self._forget_child(entry.block.parent, key)
@@ -378,5 +386,6 @@ class BlockManager:
             assert entry.block.parent is None or key in self._below[entry.block.parent].children
         for key, below in self._below.items():
             assert below.children, f"{key:016x} has no children left"
+            assert below.num_reads == sum(self._entries[child].num_reads for child in below.children)
             for tier in Tier:
                 assert below.num_on[tier] == sum(self.is_on(child, tier) for child in below.children)

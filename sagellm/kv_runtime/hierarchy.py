@@ -16,38 +16,33 @@ from sagellm.kv_policy.base import (
 )
 from sagellm.kv_runtime.base import FetchDecision, KVBackendProtocol, RoomDecision
 from sagellm.kv_runtime.blocks import BlockManager
-from sagellm.kv_runtime.lines import block_row, hexed, kind_of
+from sagellm.kv_runtime.lines import kind_of, line_fields
 from sagellm.kv_runtime.quota import QuotaManager
 from sagellm.kv_runtime.room import RoomMaker, TierLimits, check_migration
 
 __all__ = ["HierarchyManager", "TierSpec"]
 
-FORMAT = 1  # of the lines that are recorded
+FORMAT = 2  # of the lines that are recorded
 
 MakePolicy = Callable[..., EvictionPolicy]  # (name, capacity, **options)
 
 
 class TierSpec(NamedTuple):
-    """One tier: how many blocks it has, and who picks victims there.
-
-    `headroom`: blocks to keep free ahead of need. An engine that frees what it gives up only after the answer needs some on
-    its slower tiers, or nothing can move down; 0 where room is free at once.
-    """
+    """One tier: how many blocks it has, and who picks victims there."""
 
     tier: Tier
     capacity: int
     policy: str = "lru"
     options: Mapping[str, Any] = {}
-    headroom: int = 0
 
 
 class HierarchyManager:
     """Knows where every block is, and decides who makes way for whom and what is worth bringing back.
 
     Events say what has happened (`looked_up`, `stored`, `released`, `dropped`, `moved`, `saving`, `saved`, `loading`,
-    `loaded`, `failed`, `adopted`, `corrected`, `calibrated`), decisions what should happen (`make_room`, `fetch`); a
-    decision changes no books until events say that it was followed. Nothing here reads a clock or a random number, so
-    the same events give the same decisions, as long as the policies keep to that. One thread at a time.
+    `loaded`, `failed`, `occupied`, `adopted`, `corrected`, `calibrated`), decisions what should happen (`make_room`,
+    `fetch`); a decision changes no books until events say that it was followed. Nothing here reads a clock or a random
+    number, so the same events give the same decisions, as long as the policies keep to that. One thread at a time.
 
     Costs: an event O(blocks named), a decision O(victims + blocks passed over), plus what the policies take.
 
@@ -56,7 +51,8 @@ class HierarchyManager:
         backend: whose blocks these are; only `carry_out` asks it for anything.
         migration: what is worth a move; None for always.
         quota: limits by tenant; None for none.
-        record: is told every event and every decision, once it is through, as `record(event, **fields)`.
+        record: is told every event and every decision, once it is through, as `record(event, **fields)`. None: nobody is,
+            which saves some microseconds each.
         make_policy: builds the eviction policies; default: by name, from `sagellm.kv_policy`.
         origin: what else belongs in the first line of the record, for who builds this manager again.
 
@@ -80,22 +76,27 @@ class HierarchyManager:
         self.quota = quota or QuotaManager({}, {spec.tier: spec.capacity for spec in self.tiers})
         self._migration = migration
         self._learn = getattr(migration, "observe_use", None)
-        self._record = record or (lambda event, **fields: None)
+        self._record = record
         make = make_policy or _make_policy
         self._policies = {spec.tier: make(spec.policy, spec.capacity, **spec.options) for spec in self.tiers}
         self._arriving: dict[BlockKey, tuple[Tier, CachedBlock]] = {}  # being saved or loaded, and to where
         self._num_arriving = dict.fromkeys(Tier, 0)
+        self._num_occupied = dict.fromkeys(Tier, 0)
         lower = [spec.tier for spec in self.tiers[1:]] + [None]
-        limits = {
-            spec.tier: TierLimits(spec.capacity, spec.headroom, below)
-            for spec, below in zip(self.tiers, lower, strict=True)
-        }
-        self._room = RoomMaker(self.books, limits, self._policies, migration, self.quota, self._num_arriving)
-        self._write("open", format=FORMAT, tiers=[_tier_row(spec) for spec in self.tiers], **(origin or {}))
+        limits = {spec.tier: TierLimits(spec.capacity, below) for spec, below in zip(self.tiers, lower, strict=True)}
+        self._room = RoomMaker(
+            self.books, limits, self._policies, migration, self.quota, self._num_arriving, self._num_occupied
+        )
+        if record is not None:
+            record("kv_open", format=FORMAT, tiers=[_tier_row(spec) for spec in self.tiers], **(origin or {}))
 
     def num_free(self, tier: Tier) -> int:
-        """Blocks for which the tier has room, those on their way there taken off."""
+        """Blocks for which the tier has room, those on their way there taken off; negative where it has none for these."""
         return self._room.num_free(tier)
+
+    def num_occupied(self, tier: Tier) -> int:
+        """As `occupied` has said."""
+        return self._num_occupied[tier]
 
     def is_arriving(self, key: BlockKey) -> bool:
         """Whether the block is being saved or loaded."""
@@ -122,8 +123,8 @@ class HierarchyManager:
         self.counts["blocks_asked"] += len(keys)
         self.counts["blocks_found"] += len(found)
         self._write(
-            "lookup", request=request_id, keys=hexed(keys), limit=limit, time_s=time_s, resident=num_found, found=len(found)
-        )  # fmt: skip
+            "lookup", request=request_id, keys=keys, limit=limit, time_s=time_s, resident=num_found, found=len(found)
+        )
         return num_found
 
     def stored(
@@ -150,8 +151,7 @@ class HierarchyManager:
         self._observe_use([block.key for block in blocks[:num_taken]], time_s)
         refused = tuple(block.key for block in blocks[num_taken:])
         self.counts["collisions"] += len(refused) > 0
-        rows = [block_row(block) for block in blocks]
-        self._write("stored", request=request_id, blocks=rows, time_s=time_s, refused=hexed(refused))
+        self._write("stored", request=request_id, blocks=blocks, time_s=time_s, refused=refused)
         return refused
 
     def released(self, request_id: RequestId, num_kept: int, time_s: float) -> None:
@@ -168,7 +168,7 @@ class HierarchyManager:
             else:
                 num_unknown += 1
         self.counts[f"dropped_{tier.value}"] += len(keys) - num_unknown
-        self._write("dropped", tier=tier.value, keys=hexed(keys), time_s=time_s, evicted=evicted, unknown=num_unknown)
+        self._write("dropped", tier=tier, keys=keys, time_s=time_s, evicted=evicted, unknown=num_unknown)
 
     def moved(self, plan: MigrationPlan, result: MigrationResult, time_s: float) -> None:
         """Blocks went from gpu to cpu (to make room) or back; `plan.block_ids` and those of the result are keys.
@@ -183,22 +183,21 @@ class HierarchyManager:
         self.counts[f"moved_{pair}"] += len(keys)
         self.counts[f"refused_{pair}"] += len(result.refused)
         self._write(
-            "moved", src=plan.src_tier.value, dst=plan.dst_tier.value, keys=hexed(result.moved), time_s=time_s,
-            refused={f"{key:016x}": str(why) for key, why in result.refused.items()},
-        )  # fmt: skip
+            "moved", src=plan.src_tier, dst=plan.dst_tier, keys=result.moved, time_s=time_s, refused=result.refused
+        )
 
     def saving(self, keys: Sequence[BlockKey], time_s: float) -> None:
         """Copies of blocks of gpu or cpu are on their way to nvme, which keeps room for them."""
         for key in keys:
             if key in self.books and not self.books.is_on(key, Tier.NVME):
                 self._await(key, Tier.NVME)
-        self._write("saving", keys=hexed(keys), time_s=time_s)
+        self._write("saving", keys=keys, time_s=time_s)
 
     def saved(self, keys: Sequence[BlockKey], time_s: float) -> None:
         """The copies are on nvme; their blocks may have left their own tier meanwhile."""
         self._arrive(keys, Tier.NVME)
         self.counts["saved"] += len(keys)
-        self._write("saved", keys=hexed(keys), time_s=time_s)
+        self._write("saved", keys=keys, time_s=time_s)
 
     def loading(self, keys: Sequence[BlockKey], time_s: float) -> None:
         """Blocks of nvme are read, to be on cpu; that keeps room for them, and nvme keeps the files."""
@@ -208,13 +207,13 @@ class HierarchyManager:
                 self.books.touch(key)
                 self.books.begin_read(key)
                 self._await(key, Tier.CPU)
-        self._write("loading", keys=hexed(keys), time_s=time_s)
+        self._write("loading", keys=keys, time_s=time_s)
 
     def loaded(self, keys: Sequence[BlockKey], time_s: float) -> None:
         """What was read can be found on cpu; its files stay."""
         self._arrive(keys, Tier.CPU)
         self.counts["loaded"] += len(keys)
-        self._write("loaded", keys=hexed(keys), time_s=time_s)
+        self._write("loaded", keys=keys, time_s=time_s)
 
     def failed(self, keys: Sequence[BlockKey], reason: str, time_s: float) -> None:
         """What was being saved or loaded did not arrive."""
@@ -223,7 +222,14 @@ class HierarchyManager:
             if arriving is not None:
                 self._end_arrival(key)
                 self.counts["failed_saves" if arriving[0] is Tier.NVME else "failed_loads"] += 1
-        self._write("failed", keys=hexed(keys), reason=reason, time_s=time_s)
+        self._write("failed", keys=keys, reason=reason, time_s=time_s)
+
+    def occupied(self, tier: Tier, count: int, time_s: float) -> None:
+        """So many places of the tier can be had by nobody now, though no block of the books has them, since bytes are on their
+        way out of them. In place of what was said before."""
+        if count != self._num_occupied[tier]:
+            self._num_occupied[tier] = count
+            self._write("occupied", tier=tier, count=count, time_s=time_s)
 
     def adopted(self, blocks: Sequence[CachedBlock], tier: Tier, time_s: float) -> None:
         """Blocks are on a tier that the books did not know of: files of an earlier run, foreign blocks of an engine."""
@@ -231,7 +237,7 @@ class HierarchyManager:
             if not self.books.is_on(block.key, tier) and not self.books.collides(block):
                 if tier is Tier.NVME or self.books.fast_tier(block.key) is None:
                     self._insert(block, tier)
-        self._write("adopted", blocks=[block_row(block) for block in blocks], tier=tier.value, time_s=time_s)
+        self._write("adopted", blocks=blocks, tier=tier, time_s=time_s)
 
     def corrected(self, locked: Sequence[BlockKey], unlocked: Sequence[BlockKey], time_s: float) -> None:
         """The engine's word against the books': `locked` are in use for reasons unknown, `unlocked` are not in use."""
@@ -240,7 +246,7 @@ class HierarchyManager:
         for key in locked:
             self.books.lock(RequestId(-1), self.books.num_held(RequestId(-1)), [key])
         self.counts["corrected"] += len(locked) + len(unlocked)
-        self._write("corrected", locked=hexed(locked), unlocked=hexed(unlocked), time_s=time_s)
+        self._write("corrected", locked=locked, unlocked=unlocked, time_s=time_s)
 
     def calibrated(self, model: str) -> None:
         """The cost model of the migration policy, as JSON, fits what was measured better than the one it had."""
@@ -254,24 +260,19 @@ class HierarchyManager:
     # decisions
 
     def make_room(
-        self, tier: Tier, count: int, incoming: Sequence[BlockKey] = (), time_s: float = 0.0,
-        free_below: int | None = None, headroom: int | None = None,
+        self, tier: Tier, count: int, incoming: Sequence[BlockKey] = (), time_s: float = 0.0
     ) -> RoomDecision:  # fmt: skip
         """Give up `count` blocks of the tier, or all that may go, and all that a tenant has above its quota.
 
         Each moves to the next tier if the migration policy finds that worth it and there is or can be made room, and goes
-        for good otherwise. `free_below`: blocks of the next tier that are free, where that may be fewer than the books say;
-        `headroom`: to be kept free there, in place of what its `TierSpec` says, if that is not 0.
+        for good otherwise.
         """
-        decision = self._room.decide(Tier(tier), count, incoming, time_s, free_below, headroom)
+        decision = self._room.decide(Tier(tier), count, incoming, time_s)
         for _, reason in decision.victims:
             self.reasons[tier.value, kind_of(reason)] += 1
         self._write(
-            "room", tier=tier.value, count=count, incoming=hexed(incoming), time_s=time_s, free_below=free_below,
-            headroom=headroom,
-            victims=[[f"{key:016x}", reason] for key, reason in decision.victims],
-            demote=[[plan.src_tier.value, plan.dst_tier.value, hexed(plan.block_ids)] for plan in decision.demote],
-            drop=[[on.value, f"{key:016x}", reason] for on, key, reason in decision.drop],
+            "room", tier=tier, count=count, incoming=incoming, time_s=time_s, victims=decision.victims,
+            demote=decision.demote, drop=decision.drop,
         )  # fmt: skip
         return decision
 
@@ -295,9 +296,8 @@ class HierarchyManager:
                 self.counts["loads_avoided"] += len(segment) - num_loaded
                 break
         self._write(
-            "fetch", request=request_id, keys=hexed(keys), num_resident=num_resident, time_s=time_s,
-            num_running=num_running, queued_bytes=queued_bytes, chosen=len(chosen),
-            tiers=[tier.value for tier in tiers], net_benefit_s=benefit, reason=reason,
+            "fetch", request=request_id, keys=keys, num_resident=num_resident, time_s=time_s, num_running=num_running,
+            queued_bytes=queued_bytes, chosen=len(chosen), tiers=tiers, net_benefit_s=benefit, reason=reason,
         )  # fmt: skip
         return FetchDecision(tuple(chosen), tuple(tiers), benefit, reason)
 
@@ -319,8 +319,9 @@ class HierarchyManager:
         target = Tier.GPU if source is Tier.CPU else Tier.CPU
         num_before = (blocks[0].depth - 1) * blocks[0].num_tokens
         context = MigrationContext(
-            MigrationPurpose.LOAD, source, target, blocks, num_before, queued_bytes, num_running, time_s
-        )
+            MigrationPurpose.LOAD, source, target, blocks, num_before, queued_bytes, num_running, time_s,
+            num_free=max(self.num_free(target), 0) if target in self._policies else None,
+        )  # fmt: skip
         decision = check_migration(self._migration, context)
         return len(decision.plan.block_ids), decision.net_benefit, decision.reason
 
@@ -405,7 +406,8 @@ class HierarchyManager:
                     self._insert(block, tier)
 
     def _write(self, event: str, **fields: Any) -> None:
-        self._record(f"kv_{event}", **fields)
+        if self._record is not None:
+            self._record(f"kv_{event}", **line_fields(fields))
 
 
 def _check_tiers(tiers: Sequence[TierSpec]) -> None:
@@ -417,10 +419,6 @@ def _check_tiers(tiers: Sequence[TierSpec]) -> None:
         if isinstance(spec.capacity, bool) or not isinstance(spec.capacity, int) or spec.capacity < 1:
             raise PolicyError(
                 f"tier {spec.tier.value} with room for {spec.capacity!r} blocks; leave it out, or give it 1 or more."
-            )
-        if not 0 <= spec.headroom < spec.capacity:
-            raise PolicyError(
-                f"headroom {spec.headroom} of tier {spec.tier.value}: allowed are 0 to {spec.capacity - 1}."
             )
 
 

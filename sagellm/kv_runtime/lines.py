@@ -1,7 +1,7 @@
 """How blocks stand in the lines of a record, and back."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sagellm.kv_policy.base import BlockKey, CachedBlock
@@ -23,6 +23,29 @@ def block_row(block: CachedBlock) -> list[Any]:
     """The fields of a block in their order."""
     parent = None if block.parent is None else f"{block.parent:016x}"
     return [f"{block.key:016x}", parent, *block[2:]]
+
+
+def line_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON can hold of an event or a decision: keys and blocks as above, tiers by name."""
+    return {name: _FORMATS[name](value) if name in _FORMATS else value for name, value in fields.items()}
+
+
+def _refusals(refused: Mapping[int, str] | Sequence[int]) -> dict[str, str] | list[str]:
+    if isinstance(refused, Mapping):
+        return {f"{key:016x}": str(why) for key, why in refused.items()}
+    return hexed(refused)
+
+
+_FORMATS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("keys", "incoming", "locked", "unlocked"), hexed),
+    **dict.fromkeys(("tier", "src", "dst"), lambda tier: tier.value),
+    "tiers": lambda tiers: [tier.value for tier in tiers],
+    "blocks": lambda blocks: [block_row(block) for block in blocks],
+    "refused": _refusals,
+    "victims": lambda victims: [[f"{key:016x}", reason] for key, reason in victims],
+    "demote": lambda plans: [[plan.src_tier.value, plan.dst_tier.value, hexed(plan.block_ids)] for plan in plans],
+    "drop": lambda drops: [[tier.value, f"{key:016x}", reason] for tier, key, reason in drops],
+}
 
 
 def block_of(row: Sequence[Any]) -> CachedBlock:

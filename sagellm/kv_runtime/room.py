@@ -27,10 +27,9 @@ HAS_COPY = "a copy lies on the next tier"
 
 
 class TierLimits(NamedTuple):
-    """`headroom`: blocks to keep free ahead of need, where room that is made cannot be used at once. 0: it can."""
+    """How many blocks a tier has room for, and what is below it."""
 
     capacity: int
-    headroom: int
     lower: Tier | None
 
 
@@ -56,7 +55,7 @@ class RoomMaker:
 
     def __init__(
         self, books: BlockManager, limits: Mapping[Tier, TierLimits], policies: Mapping[Tier, EvictionPolicy],
-        migration: MigrationPolicy | None, quota: QuotaManager, arriving: Mapping[Tier, int],
+        migration: MigrationPolicy | None, quota: QuotaManager, arriving: Mapping[Tier, int], occupied: Mapping[Tier, int],
     ) -> None:  # fmt: skip
         self._books = books
         self._limits = limits
@@ -64,25 +63,18 @@ class RoomMaker:
         self._migration = migration
         self._quota = quota
         self._arriving = arriving
-        self._headroom: int | None = None
+        self._occupied = occupied
 
     def num_free(self, tier: Tier) -> int:
-        return self._limits[tier].capacity - self._books.num_blocks(tier) - self._arriving[tier]
+        """Negative where more is on its way than there is room for."""
+        num_taken = self._books.num_blocks(tier) + self._arriving[tier] + self._occupied[tier]
+        return self._limits[tier].capacity - num_taken
 
-    def decide(
-        self,
-        tier: Tier,
-        count: int,
-        incoming: Sequence[BlockKey],
-        time_s: float,
-        free_below: int | None,
-        headroom: int | None,
-    ) -> RoomDecision:
-        self._headroom = headroom
+    def decide(self, tier: Tier, count: int, incoming: Sequence[BlockKey], time_s: float) -> RoomDecision:
         victims = self._choose(tier, count, incoming, time_s, {})
         demote: list[MigrationPlan] = []
         drop: list[tuple[Tier, BlockKey, str]] = []
-        self._send_down(tier, victims, time_s, free_below, demote, drop)
+        self._send_down(tier, victims, time_s, demote, drop)
         return RoomDecision(tuple(demote), tuple(drop), tuple(victims.items()))
 
     # who goes
@@ -153,19 +145,19 @@ class RoomMaker:
     # where to
 
     def _send_down(
-        self, tier: Tier, victims: dict[BlockKey, str], time_s: float, free_below: int | None,
-        demote: list[MigrationPlan], drop: list[tuple[Tier, BlockKey, str]],
+        self, tier: Tier, victims: dict[BlockKey, str], time_s: float, demote: list[MigrationPlan],
+        drop: list[tuple[Tier, BlockKey, str]],
     ) -> None:  # fmt: skip
         """Append to `demote` and `drop` what becomes of these victims, and of the blocks below that make way for them."""
         lower = self._limits[tier].lower
         orphans: dict[BlockKey, str] = {}
         kept: dict[BlockKey, None] = {}
-        if lower is not None and (victims or self._limits[lower].headroom):
+        if lower is not None and victims:
             kept = self._worth_a_move(tier, lower, list(victims), time_s)
-            way = self._make_way(tier, lower, victims, kept, orphans, time_s, free_below)
+            way = self._make_way(tier, lower, victims, kept, orphans, time_s)
             if lower is Tier.CPU:  # a file of an orphan is of use once what it continues was computed again
                 way = {**orphans, **way}
-            self._send_down(lower, way, time_s, None, demote, drop)
+            self._send_down(lower, way, time_s, demote, drop)
             if kept:
                 demote.append(MigrationPlan(tier, lower, tuple(kept)))
         for key, reason in victims.items():
@@ -190,7 +182,7 @@ class RoomMaker:
 
     def _make_way(
         self, tier: Tier, lower: Tier, victims: dict[BlockKey, str], kept: dict[BlockKey, None],
-        orphans: dict[BlockKey, str], time_s: float, free_below: int | None,
+        orphans: dict[BlockKey, str], time_s: float,
     ) -> dict[BlockKey, str]:  # fmt: skip
         """Victims of the lower tier that make way for `kept`; for what finds no room there, `kept` gets shorter.
 
@@ -204,20 +196,15 @@ class RoomMaker:
 
         orphan([key for key in victims if key not in kept])
         leaving = orphans if lower is Tier.CPU else {}
-        free = self.num_free(lower) if free_below is None else free_below
-        headroom = self._limits[lower].headroom
-        if headroom and self._headroom is not None:
-            headroom = min(self._headroom, self._limits[lower].capacity - 1)
-        while headroom and len(kept) > max(free, 0):
-            orphan([self._give_up_first(kept)])
+        free = self.num_free(lower)
         tenants = Counter(self._books.block(key).tenant_id for key in kept)
-        short = len(kept) + headroom - free - (0 if headroom else len(leaving))
-        way = self._choose(lower, short, () if headroom else tuple(kept), time_s, leaving, tenants)
+        short = len(kept) - free - len(leaving)
+        way = self._choose(lower, short, tuple(kept), time_s, leaving, tenants)
         for tenant, excess in self._excesses(lower, {**leaving, **way}, tenants):
             own = [key for key in kept if self._books.block(key).tenant_id == tenant][:excess]
             self._give_up_with_below(own, kept, lower)
         orphan([key for key in victims if key not in kept])
-        while not headroom and len(kept) > free + len({**leaving, **way}):
+        while kept and len(kept) > free + len({**leaving, **way}):
             orphan([self._give_up_first(kept)])
         for key in orphans.keys() & way.keys():
             del orphans[key]

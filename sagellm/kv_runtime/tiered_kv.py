@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,8 +35,6 @@ from sagellm.kv_runtime.quota import QuotaManager
 
 __all__ = ["TieredKV"]
 
-HEADROOM_SHARE = 8  # at least one block of so many of the host tier is kept free
-WANTED_DECAY = 0.95  # of the most blocks asked for at once, a question
 FOREIGN = 0xF0 << 56  # keys from here on stand for blocks of the engine that no notice has named
 
 
@@ -48,8 +46,7 @@ class TieredKV(Plugin):
     (a notice was lost, another plug-in moved blocks), the books are put right from the candidates, O(all of them), and the
     decision is made anew; a block that no notice named takes part under a key of its own.
 
-    The engine frees what is given up only after the answer, so moves to the host tier need room that is free before it:
-    of the host tier one block in `HEADROOM_SHARE` is kept free ahead, or as many as were wanted at once of late.
+    What leaves the host tier is dropped at once, so that victims of the pool find its room in the same answer.
     """
 
     name = "tiered KV"
@@ -74,9 +71,6 @@ class TieredKV(Plugin):
         self._num_lost = 0
         self._num_foreign = 0
         self._costs = Costs()
-        self._headroom: int | None = None
-        self._min_headroom = 0
-        self._wanted = 0.0
         self._num_unlinked = 0  # blocks whose place among the others is not known yet
 
     def _policies(self) -> list[tuple[str, dict[str, Any]]]:
@@ -92,8 +86,8 @@ class TieredKV(Plugin):
             "block_size": engine.block_size, "block_bytes": engine.block_bytes,
         }  # fmt: skip
         self._manager = HierarchyManager(
-            tiers, migration=self._migration, quota=QuotaManager(self._config.quotas, capacities), record=engine.record,
-            make_policy=self._make_policy, origin=origin,
+            tiers, migration=self._migration, quota=QuotaManager(self._config.quotas, capacities),
+            record=engine.record if engine.is_recording else None, make_policy=self._make_policy, origin=origin,
         )  # fmt: skip
         self._books = self._manager.books
 
@@ -101,9 +95,7 @@ class TieredKV(Plugin):
         config, counts = self._config, self._engine.block_counts()
         tiers = [TierSpec(Tier.GPU, counts.total, config.policy, config.policy_options)]
         if counts.host_total:
-            headroom = min(-(-counts.host_total // HEADROOM_SHARE), counts.host_total - 1)
-            tiers.append(TierSpec(Tier.CPU, counts.host_total, config.cpu_policy, config.cpu_options, headroom))
-            self._headroom = self._min_headroom = headroom
+            tiers.append(TierSpec(Tier.CPU, counts.host_total, config.cpu_policy, config.cpu_options))
         return tiers
 
     def report(self) -> dict[str, Any]:
@@ -219,41 +211,40 @@ class TieredKV(Plugin):
         self._calibrate()
         if not self._is_in_step(counts):
             self._put_right(request, now_s)
-        self._foresee(request.count, counts.host_total)
-        free = counts.host_total - counts.host_used if counts.host_total else None
-        room = self._decide(request.count, now_s, free)
-        if self._is_stale(room):
+        self._look_at_host(counts, now_s)
+        room = self._manager.make_room(Tier.GPU, request.count, (), now_s)
+        if self._is_stale(room, Tier.GPU):
             self._put_right(request, now_s)
-            room = self._decide(request.count, now_s, free)
-            if self._is_stale(room):
+            self._look_at_host(counts, now_s)
+            room = self._manager.make_room(Tier.GPU, request.count, (), now_s)
+            if self._is_stale(room, Tier.GPU):
                 self._counts["answers_withheld"] += 1
                 return EvictionDecision((), "the books do not agree with the engine")
-        return self._follow(room, now_s)
+        chosen = self._follow(room, now_s)
+        return EvictionDecision(tuple(chosen), self._config.policy, tuple(chosen.values()))
 
-    def _foresee(self, count: int, host_total: int) -> None:
-        """As much of the host tier is kept free as questions of late have asked for, up to half of it."""
-        if self._headroom is not None:
-            self._wanted = max(count, self._wanted * WANTED_DECAY)
-            self._headroom = max(self._min_headroom, min(int(self._wanted), host_total // 2))
+    def _look_at_host(self, counts: BlockCounts, now_s: float) -> None:
+        """Tell the books of places on the host that the engine cannot give to anyone before its next pass."""
+        if counts.host_total:
+            num_free = self._manager.num_free(Tier.CPU) + self._manager.num_occupied(Tier.CPU)
+            self._manager.occupied(Tier.CPU, max(num_free - (counts.host_total - counts.host_used), 0), now_s)
 
-    def _decide(self, count: int, now_s: float, free_below: int | None) -> RoomDecision:
-        return self._manager.make_room(Tier.GPU, count, (), now_s, free_below, self._headroom)
-
-    def _follow(self, room: RoomDecision, now_s: float) -> EvictionDecision:
-        """Move what is to move; the blocks that are left for the engine to give up, children before parents."""
+    def _follow(self, room: RoomDecision, now_s: float) -> dict[BlockId, str]:
+        """Make room below, then move what is to move. Returns which blocks of the pool are left for the engine to give up, and
+        why, children before parents."""
         chosen: dict[BlockId, str] = {}
-        for tier, key, reason in room.drop:
-            if tier is not Tier.NVME:
-                self._give_up(tier, [key], reason, now_s, chosen)
+        on_host = [(key, reason) for tier, key, reason in room.drop if tier is Tier.CPU]
+        self._drop_from_host([key for key, _ in on_host], [reason for _, reason in on_host], now_s)
+        self._give_up([(key, reason) for tier, key, reason in room.drop if tier is Tier.GPU], now_s, chosen)
         self._drop_files([key for tier, key, _ in room.drop if tier is Tier.NVME], now_s)
         for plan in room.demote:
             keys = [BlockKey(key) for key in plan.block_ids]
             if plan.dst_tier is Tier.NVME:
                 self._save(keys, now_s)
-                self._give_up(plan.src_tier, keys, "moved to nvme", now_s, chosen)
+                self._drop_from_host(keys, ["moved to nvme"] * len(keys), now_s)
             else:
                 self._offload(plan, keys, now_s, chosen)
-        return EvictionDecision(tuple(chosen), self._config.policy, tuple(chosen.values()))
+        return chosen
 
     def _offload(self, plan: MigrationPlan, keys: Sequence[BlockKey], now_s: float, chosen: dict[BlockId, str]) -> None:
         ids = {self._id_of[key]: key for key in keys}
@@ -264,23 +255,35 @@ class TieredKV(Plugin):
         self._manager.moved(plan, MigrationResult(moved, dict(refused)), now_s)
         for key, why in refused.items():
             # What was moved and continues a block that goes for good could not be found any more.
-            self._give_up(
-                Tier.CPU,
-                self._books.below(key, Tier.CPU),
-                f"continues a block that could not be moved: {why}",
-                now_s,
-                chosen,
-            )
-            self._give_up(Tier.GPU, [key], f"could not be moved: {why}", now_s, chosen)
+            below = self._books.below(key, Tier.CPU)
+            reason = f"continues a block that could not be moved: {why}"
+            self._drop_from_host(below, [reason] * len(below), now_s)
+            self._give_up([(key, f"could not be moved: {why}")], now_s, chosen)
 
-    def _give_up(
-        self, tier: Tier, keys: Iterable[BlockKey], reason: str, now_s: float, chosen: dict[BlockId, str]
-    ) -> None:
-        keys = list(keys)
+    def _give_up(self, rows: Sequence[tuple[BlockKey, str]], now_s: float, chosen: dict[BlockId, str]) -> None:
+        """Blocks of the pool, with reasons, are part of the answer."""
+        for key, reason in rows:
+            chosen[self._id_of[key]] = reason
+        self._gone(Tier.GPU, [key for key, _ in rows], now_s)
+
+    def _drop_from_host(self, keys: Sequence[BlockKey], reasons: Sequence[str], now_s: float) -> None:
+        """Blocks of the host leave the engine now; one that it does not let go of stays in the books."""
+        if not keys:
+            return
+        dropped = self._engine.drop_blocks([self._id_of[key] for key in keys], reasons)
+        by_tier: dict[Tier, list[BlockKey]] = {Tier.CPU: [], Tier.GPU: []}
+        for key in (self._key_of[BlockId(block)] for block in dropped if BlockId(block) in self._key_of):
+            tier = self._books.fast_tier(key)
+            if tier is not None:
+                by_tier[tier].append(key)
+        self._counts["drops_refused"] += len(set(keys).difference(by_tier[Tier.CPU]))
+        for tier, gone in by_tier.items():
+            self._gone(tier, gone, now_s)
+
+    def _gone(self, tier: Tier, keys: Sequence[BlockKey], now_s: float) -> None:
+        """These blocks have no id in the engine any more, or will have none after this answer."""
         for key in keys:
-            block_id = self._id_of.pop(key)
-            del self._key_of[block_id]
-            chosen[block_id] = reason
+            del self._key_of[self._id_of.pop(key)]
         if keys:
             self._manager.dropped(tier, keys, now_s)
 
@@ -288,7 +291,7 @@ class TieredKV(Plugin):
         """For a plug-in with a disk tier."""
 
     def _save(self, keys: Sequence[BlockKey], now_s: float) -> None:
-        """For a plug-in with a disk tier: begin to write the blocks, which leave the host tier now."""
+        """For a plug-in with a disk tier: begin to write the blocks, which are about to leave the host tier."""
 
     # books and engine
 
@@ -313,9 +316,9 @@ class TieredKV(Plugin):
         is_even = counts.cached == self._books.num_unlocked(Tier.GPU)
         return is_even and not self._num_unlinked and self._engine.num_lost_notices == self._num_lost
 
-    def _is_stale(self, room: RoomDecision) -> bool:
-        """Whether a block that is to leave the pool or the host tier is not there, or in use."""
-        wanted: dict[BlockKey, Tier] = {key: Tier.GPU for key, _ in room.victims}
+    def _is_stale(self, room: RoomDecision, asked: Tier) -> bool:
+        """Whether a block that is to leave the pool or the host tier is not there, or in use. `asked`: the victims' tier."""
+        wanted: dict[BlockKey, Tier] = {key: asked for key, _ in room.victims}
         wanted.update((BlockKey(key), plan.src_tier) for plan in room.demote for key in plan.block_ids)
         wanted.update((key, tier) for tier, key, _ in room.drop if tier is not Tier.NVME)
         ids = [self._id_of.get(key) for key in wanted]

@@ -3,9 +3,7 @@ that waits and begins with them."""
 
 import hashlib
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -25,6 +23,7 @@ from sagellm.core.hooks import (
 from sagellm.kv_policy.base import BlockKey
 from sagellm.kv_runtime.costs import Copies
 from sagellm.kv_runtime.hierarchy import TierSpec
+from sagellm.kv_runtime.loads import Load, Waits
 from sagellm.kv_runtime.opening import Opening
 from sagellm.kv_runtime.tiered_kv import TieredKV
 
@@ -57,25 +56,6 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-@dataclass(slots=True)
-class _Load:
-    """Blocks on their way from files to reserved blocks of the host, for one request.
-
-    `num_before`: blocks of its sequence before them. `result`: once nothing touches the memory any more.
-    """
-
-    keys: list[BlockKey]
-    block_ids: list[int]
-    tokens: np.ndarray
-    namespace: str
-    num_before: int
-    until_s: float
-    started_s: float
-    future: "Future[MigrationResult] | None" = None
-    result: MigrationResult | None = None
-    is_given_up: bool = False
-
-
 class TieredKVWithDisk(TieredKV):
     """Saves and loads in the background; the engine waits for neither.
 
@@ -83,8 +63,9 @@ class TieredKVWithDisk(TieredKV):
     worth it. What cannot be copied at that moment, or written in time, is lost, and computed again when it is wanted. After
     a failed write nothing is saved for `PAUSE_S`.
 
-    Loading: a request that begins with blocks of files is not admitted while they are read, up to the deadline. They get free
-    room of the host tier, never more than there is; the engine's own lookup then finds them.
+    Loading: a request that begins with blocks of files is not admitted while they are read, up to the deadline. Others leave
+    the host tier for them; the engine's own lookup then finds them. Requests that begin with the same blocks wait for the
+    same load.
 
     A block is named by 64 bits, which people could collide, so a file also has the digest of all its tokens: a load asks for
     the blocks whose digests are those of the request's own tokens.
@@ -101,7 +82,8 @@ class TieredKVWithDisk(TieredKV):
         self._found: list[Any] = []  # blocks of an earlier run that the books do not know yet
         self._digest_of: dict[BlockKey, bytes] = {}
         self._key_of_digest: dict[bytes, BlockKey] = {}
-        self._loads: dict[RequestId, _Load] = {}
+        self._waits = Waits(self._config.deadline_s + GRACE_S)
+        self._read: list[Load] = []  # that were read, and somebody waits for
         self._done: SimpleQueue[tuple[Any, MigrationResult]] = SimpleQueue()
         self._paused_until_s = 0.0
 
@@ -249,83 +231,124 @@ class TieredKVWithDisk(TieredKV):
     # loading
 
     def admit(self, request: RequestMetadata) -> bool:
-        """Not while blocks of the request are being read, unless that takes too long."""
+        """Not while blocks that the request begins with are being read, unless that takes too long."""
         self._catch_up()
-        load = self._loads.get(request.request_id)
-        if load is None:
-            load = self._begin_load(request.request_id)
-            if load is None:
-                return True
-            self._loads[request.request_id] = load
-            return False
-        if load.result is None and time.monotonic() < load.until_s:
-            return False
-        del self._loads[request.request_id]
-        if load.result is None:
+        self._end_loads()
+        request_id, now_s = request.request_id, time.monotonic()
+        is_late = self._waits.is_late(request_id, now_s)
+        if self._waits.is_waiting(request_id):
+            if not is_late:
+                return False
             self._counts["loads_late"] += 1
-            self._give_up_load(load)
-        else:
-            self._end_load(load)
+        elif not is_late and self._wait_for_load(request_id, now_s):
+            return False
+        self._leave(request_id)
         return True
 
     def on_request_end(self, request_id: RequestId) -> None:
         self._catch_up()
-        load = self._loads.pop(request_id, None)
-        if load is not None:
-            self._give_up_load(load)
+        self._leave(request_id)
 
-    def _begin_load(self, request_id: RequestId) -> _Load | None:
+    def _wait_for_load(self, request_id: RequestId, now_s: float) -> bool:
+        """Whether blocks are on their way now that the request had better wait for; others may have asked for them."""
         if not self._books.num_blocks(Tier.NVME):
-            return None
+            return False
         tokens, namespace = self._engine.request_tokens(request_id)
+        keys = self._known_keys(tokens, namespace)
+        num_before = self._books.num_resident(keys)
+        if num_before == len(keys):
+            return False
+        load = self._waits.load_of(keys[num_before])
+        if load is not None:
+            self._waits.join(load, request_id, now_s)
+            self._counts["loads_shared"] += 1
+            return True
+        if not self._waits.may_begin(request_id):
+            return False
+        wanted = self._worth_loading(request_id, keys, num_before, now_s)
+        load = self._begin_load(wanted, tokens, namespace, num_before, now_s) if wanted else None
+        if load is not None:
+            self._waits.begin(load, request_id, now_s)
+        return load is not None
+
+    def _known_keys(self, tokens: np.ndarray, namespace: str) -> list[BlockKey]:
+        """Of the first blocks of these tokens, as far as they are known. One token must be left to compute."""
         size = self._engine.block_size
-        # One token must be left to compute.
-        digests = token_digests(tokens[: (len(tokens) - 1) // size * size], namespace, size)
         keys: list[BlockKey] = []
-        for digest in digests:
+        for digest in token_digests(tokens[: (len(tokens) - 1) // size * size], namespace, size):
             key = self._key_of_digest.get(digest)
             if key is None:
                 break
             keys.append(key)
-        num_before = self._books.num_resident(keys)
-        if num_before == len(keys):
-            return None
+        return keys
+
+    def _worth_loading(
+        self, request_id: RequestId, keys: list[BlockKey], num_before: int, now_s: float
+    ) -> list[BlockKey]:
+        """Blocks of files that follow the first `num_before`, which are nearer."""
         self._calibrate()
-        now_s = time.monotonic()
+        self._look_at_host(self._engine.block_counts(), now_s)
         queued = self._migrator.queued_bytes(Tier.NVME, Tier.CPU)
         running = len(self._books.requests())
         fetch = self._manager.fetch(request_id, keys, num_before, now_s, running, queued)
-        wanted = [key for key, tier in zip(fetch.keys, fetch.tiers, strict=True) if tier is Tier.NVME]
-        wanted = wanted[: next((n for n, tier in enumerate(fetch.tiers) if tier is not Tier.NVME), len(wanted))]
-        if not wanted:
-            return None
+        num_files = next((n for n, tier in enumerate(fetch.tiers) if tier is not Tier.NVME), len(fetch.tiers))
+        return list(fetch.keys[:num_files])
+
+    def _begin_load(
+        self, wanted: list[BlockKey], tokens: np.ndarray, namespace: str, num_before: int, now_s: float
+    ) -> Load | None:
+        """None: there is no room on the host tier, nor can there be any."""
+        self._manager.loading(wanted, now_s)  # so that what they continue is nobody's victim
+        self._make_host_room(wanted, now_s)
         ids, buffers = self._engine.reserve_host(len(wanted))
-        self._counts["loads_without_room"] += len(wanted) - len(ids)
-        wanted = wanted[: len(ids)]
-        if not wanted:
+        if len(ids) < len(wanted):
+            self._counts["loads_without_room"] += len(wanted) - len(ids)
+            self._manager.failed(wanted[len(ids) :], "no room on the host tier", now_s)
+        keys = wanted[: len(ids)]
+        if not keys:
             return None
-        end_s = now_s + self._config.deadline_s
-        load = _Load(wanted, ids, tokens, namespace, num_before, end_s + GRACE_S, now_s)
-        for key, buffer in zip(wanted, buffers, strict=True):
+        load = Load(keys, ids, tokens, namespace, num_before)
+        for key, buffer in zip(keys, buffers, strict=True):
             self._lent.offer(key, buffer)
-        self._manager.loading(wanted, now_s)
         load.future = self._migrator.migrate(
-            MigrationPlan(Tier.NVME, Tier.CPU, tuple(wanted)), deadline_s=self._config.deadline_s, keep_source=True,
-            digests={key: self._digest_of[key] for key in wanted}, on_done=lambda result: self._done.put((load, result)),
+            MigrationPlan(Tier.NVME, Tier.CPU, tuple(keys)), deadline_s=self._config.deadline_s, keep_source=True,
+            digests={key: self._digest_of[key] for key in keys}, on_done=lambda result: self._done.put((load, result)),
         )  # fmt: skip
         return load
 
-    def _give_up_load(self, load: _Load) -> None:
+    def _make_host_room(self, arriving: Sequence[BlockKey], now_s: float) -> None:
+        """Others leave the host tier for blocks that the books count as on their way there."""
+        short = -self._manager.num_free(Tier.CPU)
+        if short <= 0:
+            return
+        room = self._manager.make_room(Tier.CPU, min(short, len(arriving)), arriving[::-1], now_s)
+        if self._is_stale(room, Tier.CPU):
+            self._counts["answers_withheld"] += 1
+            return
+        self._follow(room, now_s)
+
+    def _leave(self, request_id: RequestId) -> None:
+        load = self._waits.leave(request_id)
+        if load is not None:
+            self._give_up_load(load)
+
+    def _give_up_load(self, load: Load) -> None:
         """Nobody waits for it. Its blocks of the host go back once nothing writes there any more."""
+        self._waits.end(load)
         if load.result is not None:
             self._engine.free_host(load.block_ids)
             self._fail_load(load, load.keys, "nobody waits for it")
-            return
-        load.is_given_up = True
-        if load.future is not None:
+        elif load.future is not None:
             load.future.cancel()
 
-    def _end_load(self, load: _Load) -> None:
+    def _end_loads(self) -> None:
+        loads, self._read = self._read, []
+        for load in loads:
+            if load.waiting:
+                self._end_load(load)
+                self._waits.end(load)
+
+    def _end_load(self, load: Load) -> None:
         """What was read becomes part of the engine's prefix cache, as far as it continues what is there."""
         moved = set(load.result.moved if load.result else ())
         num_read = next((n for n, key in enumerate(load.keys) if key not in moved), len(load.keys))
@@ -345,7 +368,7 @@ class TieredKVWithDisk(TieredKV):
                 self._name(block, key_of[block])
         self._fail_load(load, [key for key in load.keys if key not in arrived], "not read, or there already")
 
-    def _fail_load(self, load: _Load, keys: Sequence[BlockKey], reason: str) -> None:
+    def _fail_load(self, load: Load, keys: Sequence[BlockKey], reason: str) -> None:
         now_s = time.monotonic()
         if keys:
             self._manager.failed(keys, reason, now_s)
@@ -374,7 +397,9 @@ class TieredKVWithDisk(TieredKV):
             load.result = result
             for key in load.keys:
                 self._lent.take_back(key)
-            if load.is_given_up:
+            if load.waiting:
+                self._read.append(load)
+            else:
                 self._give_up_load(load)
 
     def _forget_digest(self, key: BlockKey) -> None:
@@ -383,11 +408,8 @@ class TieredKVWithDisk(TieredKV):
             if digest is not None and self._key_of_digest.get(digest) == key:
                 del self._key_of_digest[digest]
 
-    def _give_up(
-        self, tier: Tier, keys: Iterable[BlockKey], reason: str, now_s: float, chosen: dict[BlockId, str]
-    ) -> None:
-        keys = list(keys)
-        super()._give_up(tier, keys, reason, now_s, chosen)
+    def _gone(self, tier: Tier, keys: Sequence[BlockKey], now_s: float) -> None:
+        super()._gone(tier, keys, now_s)
         for key in keys:
             self._forget_digest(key)
 

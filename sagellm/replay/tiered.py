@@ -146,13 +146,10 @@ class TieredReplay:
         num_fast = manager.books.num_resident(keys)
         wanted = manager.fetch(request, keys, num_fast, self._time_s, num_running=len(self._running))
         files = [key for key, tier in zip(wanted.keys, wanted.tiers, strict=True) if tier is Tier.NVME]
-        # Held while room is made, or the blocks that they continue could be what makes way.
-        manager.looked_up(request, keys[:num_fast], num_fast, self._time_s)
-        self._ask_for_room(Tier.CPU, len(files) - manager.num_free(Tier.CPU), files[::-1])
-        files = [key for key in files if manager.books.is_on(key, Tier.NVME)][: max(manager.num_free(Tier.CPU), 0)]
         if not files:
             return frozenset()
         manager.loading(files, self._time_s)
+        self._ask_for_room(Tier.CPU, min(-manager.num_free(Tier.CPU), len(files)), files[::-1])
         result = backend.load(files, Tier.CPU, np.inf).result()
         backend.commit_loads()
         manager.loaded([BlockKey(key) for key in result.moved], self._time_s)

@@ -247,10 +247,10 @@ _FEEDS: dict[str, Callable[[HierarchyManager, dict[str, Any]], Any]] = {
         [block_of(row) for row in line["blocks"]], Tier(line["tier"]), line["time_s"]
     ),
     "kv_corrected": lambda to, line: to.corrected(keys_of(line["locked"]), keys_of(line["unlocked"]), line["time_s"]),
+    "kv_occupied": lambda to, line: to.occupied(Tier(line["tier"]), line["count"], line["time_s"]),
     "kv_calibrated": lambda to, line: to.calibrated(line["model"]),
     "kv_room": lambda to, line: to.make_room(
-        Tier(line["tier"]), line["count"], keys_of(line["incoming"]), line["time_s"], line["free_below"],
-        line["headroom"],
+        Tier(line["tier"]), line["count"], keys_of(line["incoming"]), line["time_s"]
     ),
     "kv_fetch": lambda to, line: to.fetch(
         line["request"], keys_of(line["keys"]), line["num_resident"], line["time_s"], line["num_running"], line["queued_bytes"]

@@ -55,6 +55,8 @@ class FakeEngine:
         self.num_computed = self.num_matched = 0
         self.top_ups = 0
         self.lose = lambda hook: False
+        self.is_recording = True
+        self.dropped = []
         plugin.attach(self)
 
     # the handle
@@ -92,6 +94,14 @@ class FakeEngine:
                 b.tier, b.is_settled = plan.dst_tier, False
                 moved.append(block_id)
         return MigrationResult(tuple(moved), refused)
+
+    def drop_blocks(self, block_ids, reasons=()):
+        assert len(reasons) in (0, len(block_ids))
+        gone = [block_id for block_id in block_ids if block_id in self.blocks and not self.blocks[block_id].holders]
+        assert not any(b.parent in gone for b in self.blocks.values() if b.id not in gone), "a child would be left behind"
+        self.forget(gone)
+        self.dropped += gone
+        return tuple(gone)
 
     def request_tokens(self, request_id):
         return self.waiting[request_id]
@@ -293,7 +303,8 @@ class FakeEngine:
         before = self.block_counts().free
         request = self.candidates(count)
         if len(request.block_ids):
-            decision = check_victims(self.call("select_victims", request), request)
+            answer = self.call("select_victims", request)
+            decision = check_victims(answer, self.candidates(count))  # blocks may have been dropped meanwhile
             self.reasons = dict(zip(decision.victims, decision.reasons, strict=True))
             self.give_up(decision.victims)
         missing = count - (self.block_counts().free - before)
@@ -318,13 +329,16 @@ class FakeEngine:
         if not len(ids):
             return
         self.call("on_evicted", EvictionNotice(tuple(ids), EvictionReason.PREFIX))
+        self.forget(ids)
+        if below:
+            assert not any(b.parent in ids for b in self.blocks.values()), "a child was left behind"
+
+    def forget(self, ids):
         for block_id in ids:
             b = self.blocks.pop(block_id)
             assert not b.holders, "a victim was in use"
             del self.cache[b.path]
             self.free_ids.append(block_id)
-        if below:
-            assert not any(b.parent in ids for b in self.blocks.values()), "a child was left behind"
 
     # agreement
 

@@ -155,16 +155,35 @@ def test_held_blocks_of_cpu_make_no_room():
     assert room.demote == () and [key for _, key, _ in room.drop] == [6, 5]
 
 
-def test_headroom_is_made_ahead_and_only_free_blocks_are_used():
-    manager = manager_of(gpu=6, cpu=4, headroom=2)
+def test_places_that_nobody_can_have_are_no_room():
+    manager = manager_of(gpu=6, cpu=4)
     store(manager, 1, 2, 3, 4)
-    room = manager.make_room(GPU, 4, free_below=3)
+    manager.occupied(CPU, 1, 1.0)
+    room = manager.make_room(GPU, 4)
     assert room.demote == (MigrationPlan(GPU, CPU, (3, 2, 1)),)
     manager.carry_out(room, 1.0)
     store(manager, 11, 12)
-    room = manager.make_room(GPU, 1)
-    assert room.demote == (MigrationPlan(GPU, CPU, (12,)),)
-    assert [(tier, key) for tier, key, _ in room.drop] == [(CPU, 3), (CPU, 2)], "for next time"
+    assert [(tier, key) for tier, key, _ in manager.make_room(GPU, 1).drop] == [(CPU, 3)]
+    manager.occupied(CPU, 0, 2.0)
+    assert manager.make_room(GPU, 1).drop == ()
+
+
+def test_room_for_a_load_is_not_made_of_what_it_continues():
+    manager = manager_of(gpu=6, cpu=3, nvme=6)
+    store(manager, 1, 2, 3, 4)
+    manager.carry_out(manager.make_room(GPU, 4), 1.0)
+    manager.adopted(chain(5, 6, parent=4, depth=5), NVME, 1.0)
+    store(manager, 21)
+    manager.carry_out(manager.make_room(GPU, 1), 1.0)
+    on_cpu = [key for key in (1, 2, 3, 4, 21) if manager.books.is_on(key, CPU)]
+    assert on_cpu == [1, 2, 21]
+    manager.adopted(chain(3, parent=2, depth=3), NVME, 1.0)
+    manager.loading([3], 2.0)
+    assert manager.num_free(CPU) == -1
+    assert victims(manager.make_room(CPU, 2)) == [21], "2 is the older one, and 3 continues it"
+    manager.failed([3], "planted", 3.0)
+    assert 2 in victims(manager.make_room(CPU, 2))
+    manager.books.check()
 
 
 def test_too_few_victims_are_topped_up():
@@ -324,7 +343,6 @@ def test_a_refused_move_is_carried_out_as_a_drop():
         ([TierSpec(CPU, 3), TierSpec(GPU, 3)], "give gpu, then cpu"),
         ([TierSpec(GPU, 3), TierSpec(GPU, 3)], "each once"),
         ([TierSpec(GPU, 0)], "0 blocks"),
-        ([TierSpec(GPU, 3), TierSpec(CPU, 3, headroom=3)], "headroom 3"),
     ],
 )
 def test_bad_tiers_are_refused(tiers, why):

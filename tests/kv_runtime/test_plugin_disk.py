@@ -151,7 +151,7 @@ def test_a_load_that_is_late_is_given_up(start, monkeypatch):
 
     monkeypatch.setattr(store, "read", stuck)
     assert not engine.admitted(9, FIRST, tries=5), "it waits"
-    next(iter(plugin._loads.values())).until_s = 0.0
+    plugin._waits._waits[9].until_s = 0.0
     assert engine.admitted(9, FIRST), "until the deadline"
     assert plugin._counts["loads_late"] == 1 and engine.reserved, "somebody may still write there"
     assert engine.serve(9, FIRST)
@@ -170,7 +170,7 @@ def test_a_request_that_goes_while_its_blocks_are_read(start):
     settle(engine)
     while engine.reserved:
         engine.plugin._catch_up()
-    assert not engine.plugin._loads
+    assert not engine.plugin._waits._waits and not engine.plugin._waits._load_of
     engine.check()
 
 

@@ -18,14 +18,10 @@ def chain(*keys, parent=None, depth=1, tenant="", size=10, tokens=4):
     return blocks
 
 
-def manager_of(policy="lru", gpu=8, cpu=0, nvme=0, *, headroom=0, fault=None, **options):
+def manager_of(policy="lru", gpu=8, cpu=0, nvme=0, *, fault=None, **options):
     """A manager with a backend in memory; tiers of no blocks are left out."""
     sizes = {Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: nvme}
-    tiers = [
-        TierSpec(tier, blocks, policy, {}, headroom if tier is Tier.CPU else 0)
-        for tier, blocks in sizes.items()
-        if blocks
-    ]
+    tiers = [TierSpec(tier, blocks, policy) for tier, blocks in sizes.items() if blocks]
     backend = MemoryBackend({spec.tier: spec.capacity for spec in tiers}, block_bytes=10, fault=fault)
     return HierarchyManager(tiers, backend, **{"make_policy": make_policy, **options})
 

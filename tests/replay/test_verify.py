@@ -22,10 +22,10 @@ def check(path):
     return verify_log(path, make_policy=make_policy, make_migration=make_migration)
 
 
-def run(record, seed=0, count=40, policy="lru", *, cpu=5, nvme=6, even=False, quotas=None, headroom=0):
+def run(record, seed=0, count=40, policy="lru", *, cpu=5, nvme=6, even=False, quotas=None):
     capacities = {Tier.GPU: 7, Tier.CPU: cpu, Tier.NVME: nvme}
     manager = manager_of(
-        policy, 7, cpu, nvme, headroom=headroom, record=record, migration=KeepsEven() if even else None,
+        policy, 7, cpu, nvme, record=record, migration=KeepsEven() if even else None,
         quota=QuotaManager(quotas or {}, capacities),
         origin={"migration": {"name": "even" if even else "always", "options": {}}, "quotas": quotas},
     )  # fmt: skip
@@ -70,7 +70,7 @@ def test_a_record_replays_without_a_difference(lines):
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**6), policy=st.sampled_from(["lru", "fifo", "newest", "lazy"]), even=st.booleans(),
-    tiers=st.sampled_from([(0, 0, 0), (5, 0, 0), (5, 6, 0), (0, 6, 0), (6, 4, 2)]), quotas=st.booleans(),
+    tiers=st.sampled_from([(0, 0), (5, 0), (5, 6), (0, 6), (6, 4)]), quotas=st.booleans(),
 )  # fmt: skip
 def test_any_workload_replays_without_a_difference(tmp_path_factory, seed, policy, even, tiers, quotas):
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
@@ -78,7 +78,7 @@ def test_any_workload_replays_without_a_difference(tmp_path_factory, seed, polic
     limits = {"a": {"gpu": 3} | ({"cpu": 0.5} if tiers[0] else {})} if quotas else None
     run(
         lambda event, **fields: rows.append({"event": event, **fields}), seed, 20, policy,
-        cpu=tiers[0], nvme=tiers[1], headroom=tiers[2], even=even, quotas=limits,
+        cpu=tiers[0], nvme=tiers[1], even=even, quotas=limits,
     )  # fmt: skip
     path.write_text("".join(json.dumps({"n": n, "pid": 1, **row}) + "\n" for n, row in enumerate(rows)))
     assert check(path).differences == []

@@ -43,8 +43,18 @@ class Handle:
         plan = MigrationPlan(Tier(plan.src_tier), Tier(plan.dst_tier), tuple(self._plain(plan.block_ids)))
         return self._ask(self._kv.migrate, plan, self._guard.name)
 
+    def drop_blocks(self, block_ids: Sequence[int], reasons: Sequence[str] = ()) -> tuple[int, ...]:
+        ids, why = self._plain(block_ids), [str(reason) for reason in reasons]
+        if why and len(why) != len(ids):
+            raise PluginError(f"{len(why)} reasons for {len(ids)} blocks; give one for each, or none.")
+        return self._ask(self._kv.drop, ids, why, self._guard.name)
+
     def register_eviction_callback(self, callback: Callable[[EvictionNotice], None]) -> None:
         self._ask(self._kv.add_callback, self._guard.name, callback)
+
+    @property
+    def is_recording(self) -> bool:
+        return self._recorder.enabled
 
     @property
     def num_lost_notices(self) -> int:

@@ -33,6 +33,7 @@ from sagellm.engines.lmdeploy.host_memory import BlockBytes, open_host_cache
 from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache
 
 BUILT_IN = "lru"
+ABOVE_WENT = "the block above it went"
 
 
 class KVManager:
@@ -159,7 +160,7 @@ class KVManager:
             self._host.blame("select_victims", orphaned(chosen, self._cache.candidates()) or str(error))
             return False
         reason_of = dict(zip(decision.victims, decision.reasons, strict=True)) if decision.reasons else {}
-        reasons = [reason_of.get(block, "the block above it went") for block in gone.tolist()] if reason_of else None
+        reasons = [reason_of.get(block, ABOVE_WENT) for block in gone.tolist()] if reason_of else None
         left_behind = sorted(set(gone.tolist()) - chosen)
         self.give_up(gone, name, decision.reason, reasons=reasons, **counts)
         if left_behind:
@@ -168,18 +169,49 @@ class KVManager:
         return not left_behind
 
     def give_up(
-        self, victims: BlockIds, policy: str, reason: str, *, reasons: Sequence[str] | None = None, **counts: int | None
-    ) -> None:
-        """The prefix cache lets go of blocks that the index does not know any more. `reasons`: one for each, or None."""
+        self, victims: BlockIds, policy: str, reason: str, *, reasons: Sequence[str] | None = None, asked_by: str | None = None,
+        **counts: int | None,
+    ) -> None:  # fmt: skip
+        """The prefix cache lets go of blocks that the index does not know any more. `reasons`: one for each, or None.
+        `asked_by`: the plug-in in the middle of whose hook this happens."""
         if len(victims) == 0:
             return
         if self._host.recorder.enabled:
             each = {} if reasons is None else {"reasons": list(reasons)}
             self._host.recorder.write("evict", policy=policy, reason=reason, **counts, victims=victims.tolist(), **each)
-        self.tell_evicted(victims, EvictionReason.PREFIX)
+        self.tell_evicted(victims, EvictionReason.PREFIX, asked_by=asked_by)
         if self._outs or self._ins:
             self._forget_copies(victims)
         self._cache.freed(victims)
+
+    def drop(self, block_ids: Sequence[int], reasons: Sequence[str], policy: str) -> tuple[int, ...]:
+        """What a plug-in gives up of its own accord, see the contract. O(blocks named), if none of them must be passed over."""
+        if not self._cache.enabled:
+            return ()
+        reason_of = dict(zip(block_ids, reasons, strict=True)) if reasons else {}
+        ids = np.array(list(dict.fromkeys(block_ids)), np.int64)
+        ids = ids[self._cache.are_candidates(ids)]
+        is_pool, dropped = self._cache.on_device(ids), []
+        # Those of the pool first, as in an eviction.
+        for tier, some in ((Tier.GPU, ids[is_pool]), (Tier.CPU, ids[~is_pool])):
+            try:
+                gone = self._cache.evict(some, tier)
+            except PrefixIndexError:  # nothing was changed
+                gone = self._cache.evict(self._without_continued(some, tier), tier)
+            each = [reason_of.get(block, ABOVE_WENT) for block in gone.tolist()] if reason_of else None
+            self.give_up(gone, policy, "dropped by the plug-in", reasons=each, asked_by=policy)
+            dropped += gone.tolist()
+        return tuple(dropped)
+
+    def _without_continued(self, ids: BlockIds, tier: Tier) -> BlockIds:
+        """Those of the blocks of a tier below which no block of that tier is left behind."""
+        rows, chosen = self._cache.candidates(), set(ids.tolist())
+        is_here = rows.on_device == (tier is Tier.GPU)
+        parent_of = dict(zip(rows.block_ids[is_here].tolist(), rows.parent_ids[is_here].tolist(), strict=True))
+        for block in parent_of.keys() - chosen:
+            while (block := parent_of.get(block, -1)) in chosen:
+                chosen.discard(block)
+        return np.array([block for block in ids.tolist() if block in chosen], np.int64)
 
     def _num_unlocked(self) -> int | None:
         """For the record, which nobody may be keeping."""
@@ -191,11 +223,19 @@ class KVManager:
         self.give_up(np.flatnonzero(self._cache.is_cached), BUILT_IN, "the prefix index failed")
 
     def tell_evicted(
-        self, block_ids: Sequence[int] | BlockIds, reason: EvictionReason, request_id: int | None = None
-    ) -> None:
+        self, block_ids: Sequence[int] | BlockIds, reason: EvictionReason, request_id: int | None = None, *,
+        asked_by: str | None = None,
+    ) -> None:  # fmt: skip
+        """`asked_by`: a plug-in that waits, knows already, and could be waited for by those who are told: they hear later."""
         self.evicted[reason] += len(block_ids)
         if self._callbacks or self._host.listens("on_evicted"):
             notice = EvictionNotice(tuple(int(block) for block in block_ids), reason, request_id)
+            if asked_by is not None:
+                self._host.post("on_evicted", notice, but=asked_by)
+                for name, callback in self._callbacks:
+                    if name != asked_by:
+                        self._host.guards[name].post("eviction_callback", callback, notice)
+                return
             self._host.notify("on_evicted", notice)
             for name, callback in self._callbacks:
                 self._host.call_one(name, "eviction_callback", callback, notice)

@@ -59,10 +59,18 @@ class Handle:
         """Always raises: each rank must move its share of a block on its own thread, where no Python is."""
         raise PluginError("TurboMind's blocks are moved by native hooks alone (SageKvApi.migrate in sage_hooks.h).")
 
+    def drop_blocks(self, block_ids: Sequence[int], reasons: Sequence[str] = ()) -> tuple[int, ...]:
+        """Always raises: the blocks are in the hands of the engine's threads, which ask for victims when they need room."""
+        raise PluginError("TurboMind gives up blocks only when it asks for victims; name them in select_victims.")
+
     def register_eviction_callback(self, callback: Callable[[EvictionNotice], None]) -> None:
         if not self._guard.is_calling:
             raise PluginError("the engine handle works inside a hook only, on the thread that runs the hook.")
         self._hooks.add_callback(self._guard.name, callback)
+
+    @property
+    def is_recording(self) -> bool:
+        return bool(self._hooks.recorder.enabled)
 
     @property
     def num_lost_notices(self) -> int:

@@ -180,14 +180,20 @@ class CostBenefitModel:
         return self.evaluate_demotion(context, context.blocks)
 
     def evaluate_loads(self, context: MigrationContext) -> list[MigrationEstimate]:
-        """For each length of the first part of the blocks, 1 to all of them: what loading that part saves. O(blocks)."""
+        """For each length of the first part of the blocks, 1 to all of them: what loading that part saves. O(blocks).
+
+        Where others leave for them, those are wanted again with probability `reuse`, and are loaded then in their turn.
+        """
         estimates = []
-        num_before, num_bytes, recompute_s = context.num_tokens_before, 0, 0.0
+        num_before, num_bytes, recompute_s, leaving_s = context.num_tokens_before, 0, 0.0, 0.0
+        byte_s = self.per_byte_s(context.src_tier, context.dst_tier)
         for block in context.blocks:
             recompute_s += self._marginal_s(block.num_tokens, num_before) * self._load(context)
             num_before += block.num_tokens
             num_bytes += block.size_bytes
-            transfer_s = self.transfer_s(context.src_tier, context.dst_tier, num_bytes, context.queued_bytes)
+            if context.num_free is not None and len(estimates) >= context.num_free:
+                leaving_s += self.reuse * byte_s * block.size_bytes
+            transfer_s = self.transfer_s(context.src_tier, context.dst_tier, num_bytes, context.queued_bytes) + leaving_s
             estimates.append(MigrationEstimate(transfer_s, recompute_s, recompute_s - transfer_s))
         return estimates
 
