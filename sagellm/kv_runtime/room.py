@@ -211,13 +211,17 @@ class RoomMaker:
         return way
 
     def _give_up_first(self, kept: dict[BlockKey, None]) -> BlockKey:
-        """A victim goes for good that nothing else goes with: the first one which no block of `kept` or of cpu continues.
+        """A victim goes for good: the first one with which least is lost.
 
-        If each has something below it, the first victim: children stand before their parents, so none of `kept` continues it.
+        That is one of which there is a file; else one that no file continues, which would be of no use without it. Of both
+        only those which no block of `kept` or of cpu continues. If each has something there, the first victim: children stand
+        before their parents, so none of `kept` continues it.
         """
-        parents = {self._books.block(key).parent for key in kept}
-        alone = (key for key in kept if key not in parents and not self._books.has_below(key, Tier.CPU))
-        key = next(alone, next(iter(kept)))
+        books, parents = self._books, {self._books.block(key).parent for key in kept}
+        alone = [key for key in kept if key not in parents and not books.has_below(key, Tier.CPU)]
+        in_files = (key for key in alone if books.is_on(key, Tier.NVME))
+        at_ends = (key for key in alone if not books.has_below(key, Tier.NVME))
+        key = next(in_files, None) or next(at_ends, None) or next(iter(alone or kept))
         del kept[key]
         return key
 

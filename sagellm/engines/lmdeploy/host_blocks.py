@@ -2,6 +2,10 @@
 
 Copies between the pool and the host tier ride with a forward pass, which makes them on a thread or a stream of its own. So
 from the moment a pass is sent until it has ended nothing else may touch the slots that it copies from or to; they are *busy*.
+
+A block whose copy to the host was ordered and not sent yet still has its bytes in the pool: its slot there may be another's by
+now, but passes run in order, so nobody writes to it before the pass that makes the copy. Passes that run already write to slots
+of blocks that are not full, which no cached block has, and to those that they bring back, which are busy.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,28 +35,39 @@ class HostBlocks:
         self._open_memory = open_memory
         self._memory: SlotMemory | None = None
         self._busy: dict[int, int] = {}  # host slot -> the last pass that copies from or to it
+        self._filled: dict[int, int] = {}  # slot of the pool -> the last pass that brings a block back there
         self._reserved: dict[int, tuple[str, BlockBytes]] = {}  # id -> who, the bytes to be
 
     # ---- passes
 
-    def sent(self, number: int, slots: Sequence[int]) -> None:
-        """A forward pass was sent that copies from or to these slots. Numbers rise."""
-        self._busy.update(dict.fromkeys(slots, number))
+    def sent(self, number: int, ins: dict[int, int], outs: dict[int, int]) -> None:
+        """A forward pass was sent that makes these copies, from slot to slot. Numbers rise."""
+        self._busy.update(dict.fromkeys([*ins, *outs.values()], number))
+        self._filled.update(dict.fromkeys(ins.values(), number))
 
     def ended(self, number: int) -> None:
         """This pass, and so every one before it, has made its copies."""
         if self._busy:
             self._busy = {slot: last for slot, last in self._busy.items() if last > number}
+            self._filled = {slot: last for slot, last in self._filled.items() if last > number}
 
     # ---- out
 
-    def bytes_of(self, block_ids: Sequence[int], awaited: Sequence[int]) -> list[BlockBytes]:
-        """`awaited`: slots to which copies were ordered that are not on their way yet. Raises PluginError, see the contract."""
-        memory, slots = self._opened(), [self._slot(block) for block in block_ids]
-        for block, slot in zip(block_ids, slots, strict=True):
-            if slot in self._busy or slot in awaited:
-                raise PluginError(f"block {block}: a copy of it is still on its way; ask again in a later step.")
-        return [memory.read(slot) for slot in slots]
+    def bytes_of(self, block_ids: Sequence[int], awaited: dict[int, int]) -> list[BlockBytes]:
+        """`awaited`: host slots to which copies were ordered that are not on their way yet, and from which slots of the pool.
+        Raises PluginError, see the contract."""
+        slots = [self._slot(block) for block in block_ids]
+        return [self._read(block, slot, awaited.get(slot)) for block, slot in zip(block_ids, slots, strict=True)]
+
+    def _read(self, block: int, slot: int, source: int | None) -> BlockBytes:
+        found = None
+        if source is None and slot not in self._busy:
+            found = self._opened().read(slot)
+        elif source is not None and source not in self._filled:
+            found = self._opened().read_pool(source)
+        if found is None:
+            raise PluginError(f"block {block}: a copy of it is still on its way; ask again in a later step.")
+        return found
 
     def _slot(self, block: int) -> int:
         if not self._cache.holds(block):

@@ -18,6 +18,10 @@ class SlotMemory(Protocol):
 
     def read(self, slot: int) -> BlockBytes: ...
 
+    def read_pool(self, slot: int) -> BlockBytes | None:
+        """Of a slot of the pool; None where that is not memory of this process."""
+        ...
+
     def write(self, slot: int, block: BlockBytes) -> None: ...
 
 
@@ -30,12 +34,19 @@ class HostCache:
     def __init__(self, cache_engine: Any) -> None:
         import torch
 
-        tensors = [tensor.view(torch.uint8).flatten(2).numpy() for tensor in cache_engine.full_cpu_cache]
-        self._rows: list[np.ndarray] = tensors  # uint8 [layers, slots, bytes of a slot in a layer]
-        self.block_bytes = sum(rows.shape[0] * rows.shape[2] for rows in tensors)
+        def rows_of(tensors: Any) -> list[np.ndarray]:
+            return [tensor.view(torch.uint8).flatten(2).numpy() for tensor in tensors]
+
+        self._rows = rows_of(cache_engine.full_cpu_cache)  # uint8 [layers, slots, bytes of a slot in a layer]
+        pool = cache_engine.full_gpu_cache
+        self._pool_rows = rows_of(pool) if all(tensor.device.type == "cpu" for tensor in pool) else None
+        self.block_bytes = sum(rows.shape[0] * rows.shape[2] for rows in self._rows)
 
     def read(self, slot: int) -> BlockBytes:
-        return np.concatenate([rows[:, slot].reshape(-1) for rows in self._rows])
+        return _gather(self._rows, slot)
+
+    def read_pool(self, slot: int) -> BlockBytes | None:
+        return None if self._pool_rows is None else _gather(self._pool_rows, slot)
 
     def write(self, slot: int, block: BlockBytes) -> None:
         start = 0
@@ -43,6 +54,10 @@ class HostCache:
             end = start + rows.shape[0] * rows.shape[2]
             rows[:, slot] = block[start:end].reshape(rows.shape[0], rows.shape[2])
             start = end
+
+
+def _gather(tensors: list[np.ndarray], slot: int) -> BlockBytes:
+    return np.concatenate([rows[:, slot].reshape(-1) for rows in tensors])
 
 
 def find_cache_engine(cache_config: Any) -> Any:

@@ -321,7 +321,7 @@ class KVManager:
             return self._num_sent, {}, {}
         ins, self._ins = self._ins, {}
         outs, self._outs = self._outs, {}
-        self.host_blocks.sent(self._num_sent, [*ins, *outs.values()])
+        self.host_blocks.sent(self._num_sent, ins, outs)
         if ins:
             slots = np.fromiter(ins, np.int64, len(ins)) + self._pool_slots
             self._allocator.get_phy_allocator("cpu").free(slots)
@@ -329,7 +329,7 @@ class KVManager:
 
     def host_bytes(self, block_ids: Sequence[int]) -> list[BlockBytes]:
         """Raises PluginError, see the contract."""
-        return self.host_blocks.bytes_of(block_ids, set(self._outs.values()))
+        return self.host_blocks.bytes_of(block_ids, {host: pool for pool, host in self._outs.items()})
 
     def adopt(self, block_ids: Sequence[int], tokens: np.ndarray, namespace: str, policy: str) -> tuple[int, ...]:
         """Raises PluginError, see the contract."""

@@ -64,8 +64,6 @@ def test_what_cannot_be_read(engine):
             with pytest.raises(PluginError, match=message):
                 handle.host_bytes(blocks)
         handle.migrate_blocks(MigrationPlan(Tier.GPU, Tier.CPU, tuple(path)))
-        with pytest.raises(PluginError, match="still on its way"):
-            handle.host_bytes(path[:1])
         with pytest.raises(PluginError, match="name blocks that reserve_host gave you"):
             handle.free_host(path[:1])
         with pytest.raises(PluginError, match="request 77 is unknown"):
