@@ -58,6 +58,14 @@ def test_load_on_the_machine_counts():
     assert heedless.evaluate_migration(load(num_running=4)).recompute_s == pytest.approx(alone.recompute_s)
 
 
+def test_others_that_leave_for_a_load_count():
+    model = CostBenefitModel(PARAMETERS, reuse=0.5)
+    enough, one, none = (model.evaluate_loads(load(3, num_free=free)) for free in (3, 1, 0))
+    assert enough == model.evaluate_loads(load(3))
+    assert [full.transfer_s - free.transfer_s for full, free in zip(one, enough, strict=True)] == pytest.approx([0, 0.05, 0.1])
+    assert none[2].net_benefit_s == pytest.approx(enough[2].net_benefit_s - 3 * 0.5 * 100 / 1000)
+
+
 def test_a_demotion_weighs_what_is_saved_later():
     model = CostBenefitModel(PARAMETERS, reuse=0.5)
     context = MigrationContext(MigrationPurpose.DEMOTE, Tier.GPU, Tier.CPU, blocks(1, first_depth=3))

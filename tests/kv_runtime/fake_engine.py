@@ -40,6 +40,8 @@ class FakeEngine:
     A path is (namespace, tokens up to the block's end). Host slots that a restore frees are free after `step`.
     """
 
+    is_recording = True
+
     def __init__(self, plugin, pool=8, host=0, size=4, *, key_bits=64, layout="model, float32", lines=None):
         self.plugin, self.pool, self.host, self.block_size = plugin, pool, host, size
         self.block_bytes, self.layout = 64, layout
@@ -55,7 +57,6 @@ class FakeEngine:
         self.num_computed = self.num_matched = 0
         self.top_ups = 0
         self.lose = lambda hook: False
-        self.is_recording = True
         self.dropped = []
         plugin.attach(self)
 

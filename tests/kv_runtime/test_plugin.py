@@ -174,6 +174,18 @@ def test_only_the_hooks_it_needs():
     assert not overrides(tiered(), "admit") and not overrides(tiered(), "lookup_prefix")
 
 
+def test_no_lines_are_made_where_no_log_is_kept():
+    class Unrecorded(FakeEngine):
+        is_recording = False
+
+    plugin = tiered()
+    engine = Unrecorded(plugin, 4, 4)
+    engine.serve(1, tokens_of(0, 1, 2))
+    engine.serve(2, tokens_of(5, 6, 7))
+    assert plugin.report()["events"]["moved_gpu_cpu"] == 2
+    assert not [line for line in engine.lines if line["event"].startswith("kv_")]
+
+
 def test_namespaces_do_not_mix():
     engine = FakeEngine(tiered(), 8, 4)
     engine.serve(1, tokens_of(0, 1), namespace="x")

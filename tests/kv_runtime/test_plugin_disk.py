@@ -292,3 +292,57 @@ def test_digests_chain_over_tokens_and_namespace():
     assert token_digests(tokens[4:], "a", 4, digests[0]) == digests[1:]
     assert token_digests(tokens[:11], "a", 4) == digests[:2]
     assert not set(digests) & set(token_digests(tokens, "b", 4))
+
+
+def test_a_load_makes_room_on_a_full_host(start):
+    engine = start()
+    push_out(engine)
+    counts = engine.block_counts()
+    assert counts.host_used == counts.host_total
+    assert admit(engine, 9, FIRST) == 1
+    assert len(engine.dropped) > 0 and engine.plugin._counts["loads_without_room"] == 0
+    matched = engine.num_matched
+    engine.serve(9, FIRST)
+    assert engine.num_matched - matched == 3
+    engine.check()
+
+
+def test_a_load_takes_no_room_of_what_it_continues(start):
+    engine = start(pool=4, host=3)
+    long = tokens_of(0, 1, 2, 3)
+    push_out(engine, long)
+    assert admit(engine, 9, tokens_of(0, 1)) == 1  # the first two are on the host, all of it but one
+    assert engine.plugin._books.num_resident(engine.keys(long, "").tolist()) == 2
+    assert admit(engine, 10, long) == 1
+    assert engine.plugin._books.num_resident(engine.keys(long, "").tolist()) == 3
+    engine.serve(10, long)
+    engine.check()
+
+
+def test_requests_that_begin_alike_share_a_load(start):
+    engine = start()
+    push_out(engine)
+    plugin, longer = engine.plugin, tokens_of(0, 1, 2, 30)
+    assert not engine.admitted(9, FIRST) and not engine.admitted(10, longer) and not engine.admitted(11, FIRST)
+    assert plugin._counts["loads_shared"] == 2 and len(engine.reserved) == 3
+    engine.call("on_request_end", 9)  # who asked first does not want it any more
+    settle(engine)
+    assert engine.admitted(10, longer) and engine.admitted(11, FIRST)
+    assert not engine.reserved and not plugin._waits._waits
+    computed = engine.num_computed
+    assert engine.serve(10, longer) and engine.num_computed == computed + 1
+    engine.check()
+
+
+def test_who_shares_a_load_waits_no_longer_than_for_its_own(start, monkeypatch):
+    engine = start()
+    push_out(engine)
+    gate, read = threading.Event(), engine.plugin._store.read
+    monkeypatch.setattr(engine.plugin._store, "read", lambda *args, **kwargs: gate.wait(60) and read(*args, **kwargs))
+    assert not engine.admitted(9, FIRST) and not engine.admitted(10, FIRST)
+    engine.plugin._waits._waits[10].until_s = 0.0
+    assert engine.admitted(10, FIRST) and not engine.admitted(9, FIRST), "the load goes on for the other one"
+    gate.set()
+    settle(engine)
+    assert engine.admitted(9, FIRST) and engine.plugin.report()["events"]["loaded"] == 3
+    engine.check()

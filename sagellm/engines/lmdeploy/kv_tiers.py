@@ -3,7 +3,7 @@
 from hashlib import blake2b
 from pathlib import Path
 
-from sagellm.core.config import KVConfig, PluginSpec, SageConfig
+from sagellm.core.config import HookConfig, KVConfig, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.hooks import Tier
 from sagellm.engines.lmdeploy.sizing import Sizes
@@ -40,7 +40,7 @@ def check_tiers(config: SageConfig) -> None:
     if kv.disk is None:
         _refuse_unused(kv, "disk_", "there is no disk tier; give --kv-disk")
     else:
-        _check_disk(config, kv.disk)
+        _check_disk(config, kv, kv.disk)
     _check_policies(config, kv)
 
 
@@ -51,7 +51,7 @@ def _refuse_unused(kv: KVConfig, prefix: str, why: str) -> None:
             raise ConfigError(f"kv.{name} {getattr(kv, name)}: {why}, or leave it out.")
 
 
-def _check_disk(config: SageConfig, folder: Path) -> None:
+def _check_disk(config: SageConfig, kv: KVConfig, folder: Path) -> None:
     if not config.host_kv_blocks:
         raise ConfigError(
             f"kv.disk {folder}: blocks come to the disk and back through the host tier, and host_kv_blocks is 0; "
@@ -61,6 +61,12 @@ def _check_disk(config: SageConfig, folder: Path) -> None:
         raise ConfigError(
             f"kv.disk {folder}: with tensor_parallel {config.tensor_parallel} each worker process has a part of every block, "
             "which the engine cannot read; use --tensor-parallel 1, or leave the disk tier out."
+        )
+    longest_s = HookConfig.model_fields["hold_limit_s"].default - 1  # the answer that it is late takes a moment
+    if kv.deadline_s > longest_s:
+        raise ConfigError(
+            f"kv.deadline_s {kv.deadline_s:g}: a request that waits for its blocks for so long would be taken for a fault of "
+            f"the tiers, and they be switched off; give at most {longest_s:g} (--kv-deadline)."
         )
     from sagellm.kv_runtime.disk_store_folder import LockedFolder
 

@@ -63,13 +63,50 @@ def test_what_cannot_be_read(engine):
         for blocks, message in (([path[0]], "not on the host tier"), ([1000], "is not cached"), ([-1], "is not cached")):
             with pytest.raises(PluginError, match=message):
                 handle.host_bytes(blocks)
-        handle.migrate_blocks(MigrationPlan(Tier.GPU, Tier.CPU, tuple(path)))
         with pytest.raises(PluginError, match="name blocks that reserve_host gave you"):
             handle.free_host(path[:1])
         with pytest.raises(PluginError, match="request 77 is unknown"):
             handle.request_tokens(77)
 
     at_admission(engine, job)
+
+
+def test_a_copy_that_was_not_sent_yet_is_read_from_the_pool(engine):
+    answers(engine, [LONG], SHORT)
+    path = engine.hooks.cache.path(np.array(LONG), "").tolist()
+    before = block_bytes(engine, path)
+
+    def job(handle):
+        handle.migrate_blocks(MigrationPlan(Tier.GPU, Tier.CPU, tuple(path)))
+        return handle.host_bytes(path)
+
+    for block, copy in zip(path, at_admission(engine, job), strict=True):
+        assert np.array_equal(copy, flat(before[block])) and copy.any()
+
+
+def test_no_bytes_of_a_copy_that_is_under_way(engine):
+    """From when a pass is sent until it has ended, neither side of its copies is read."""
+    answers(engine, [LONG], SHORT)
+    kv, path = engine.hooks.kv, engine.hooks.cache.path(np.array(LONG), "").tolist()
+
+    def job(handle):
+        handle.migrate_blocks(MigrationPlan(Tier.GPU, Tier.CPU, tuple(path)))
+        number, ins, outs = kv.take_swaps()
+        with pytest.raises(PluginError, match="still on its way"):
+            handle.host_bytes(path[:1])
+        kv.host_blocks.ended(number)
+        assert len(handle.host_bytes(path[:1])) == 1 and not ins
+        handle.migrate_blocks(MigrationPlan(Tier.CPU, Tier.GPU, tuple(path)))
+        number, ins, outs = kv.take_swaps()
+        handle.migrate_blocks(MigrationPlan(Tier.GPU, Tier.CPU, tuple(path)))
+        with pytest.raises(PluginError, match="still on its way"):
+            handle.host_bytes(path[:1])
+        kv.host_blocks.ended(number)
+        assert len(handle.host_bytes(path[:1])) == 1 and len(ins) == len(path) and not outs
+        handle.drop_blocks(path)  # whose copies nobody has made
+
+    at_admission(engine, job)
+    check_pool(engine)
 
 
 def test_no_host_tier(start_engine):

@@ -1,12 +1,17 @@
 """Tiers below the engine's pool: what was evicted comes back with the bytes it had, whatever fails on the way."""
 
+import time
+
 import pytest
 
 from sagellm.core.config import KVConfig
-from sagellm.core.errors import SageError
+from sagellm.core.errors import ConfigError, SageError
+from sagellm.core.hooks import Tier
 from sagellm.engines.base import SamplingParams
+from sagellm.replay.verify import verify_log
 from tests.engines.lmdeploy.test_exactness import CROWD, NUM_NEW, answers
 from tests.engines.lmdeploy.test_kv_policy import shared_prompts
+from tests.plugins import plugin_of
 from tests.pool import check_pool
 from tests.reference import make_prompts
 
@@ -41,19 +46,57 @@ def test_what_the_pool_gives_up_comes_back_from_the_host(start_engine, reference
     assert with_tier.hooks.report()["faults"] == []
 
 
+def served_in_turn(engine, reference):
+    """Tokens that hit of each chat, one after the other; nothing is on its way to files when the next one comes."""
+    found = []
+    for chat in CHATS:
+        before = hit_tokens(engine)
+        assert answers(engine, [chat], SHORT) == reference([chat], 8)
+        check_pool(engine)
+        found.append(hit_tokens(engine) - before)
+        migrator = plugin_of(engine)._migrator
+        while migrator.queued_bytes(Tier.CPU, Tier.NVME):
+            time.sleep(0.001)
+    return found
+
+
 def disk_engine(start_engine, folder, **values):
     kv = KVConfig(migration="always", disk=folder, deadline_s=10.0)
     return start_engine(**(dict(kv_blocks=24, host_kv_blocks=16, kv=kv) | values))
 
 
 def test_what_the_host_gives_up_comes_back_from_files(start_engine, reference, tmp_path):
+    """Six chats of 10 blocks take turns in 24 + 16, so by its next turn most of a chat lies in files. All nine blocks before
+    the one with the last token come back: a load is never larger than the host tier, and what leaves that one for it, or for
+    the pool's victims, goes to a file unless it has one. What finds no room there is the end of a chat, which nobody asks for.
+    """
+    log = tmp_path / "log.jsonl"
+    engine = disk_engine(start_engine, tmp_path / "tier", record=log)
+    assert served_in_turn(engine, reference) == [0] * len(CHATS)
+    for _ in range(2):
+        assert served_in_turn(engine, reference) == [144] * len(CHATS)
+    plugin, report = plugin_of(engine), engine.hooks.report()
+    assert report["faults"] == [] and plugin.report()["events"]["loaded"] >= 80
+    assert not plugin._counts["saves_not_copied"] and not plugin._counts["loads_without_room"]
+    engine.close()
+    assert verify_log(log).agrees
+
+
+def test_two_who_begin_with_the_same_files_share_a_load(start_engine, reference, tmp_path):
     engine = disk_engine(start_engine, tmp_path / "tier")
-    for _ in range(3):
-        for chat in CHATS:
-            assert answers(engine, [chat], SHORT) == reference([chat], 8)
-            check_pool(engine)
-    assert hit_tokens(engine) > 144 * len(CHATS)
-    assert engine.hooks.report()["faults"] == []
+    served_in_turn(engine, reference)
+    tails = make_prompts([20, 30], seed=11)
+    pair = [CHATS[0][:144] + tail for tail in tails]
+    before = hit_tokens(engine)
+    assert answers(engine, pair, SHORT) == reference(pair, 8)
+    events = plugin_of(engine).report()["events"]
+    assert hit_tokens(engine) - before == 2 * 144 and events["loaded"] == 9
+    assert plugin_of(engine)._counts["loads_shared"] == 1
+
+
+def test_a_deadline_longer_than_the_engine_s_patience_is_refused(start_engine, tmp_path):
+    with pytest.raises(ConfigError, match=r"kv.deadline_s 60.*give at most 59"):
+        disk_engine(start_engine, tmp_path / "tier", kv=KVConfig(disk=tmp_path / "tier", deadline_s=60))
 
 
 def test_files_outlive_the_engine(start_engine, reference, tmp_path):
