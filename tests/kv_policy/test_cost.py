@@ -120,6 +120,14 @@ def test_fits_find_what_the_samples_were_made_of():
     assert found.errors["nvme->cpu"].p90 < 1e-6
 
 
+def test_samples_of_one_size_make_no_fixed_time_of_it():
+    """With all of it in the fixed part nothing would be worth a move, and with what is not moved there is nothing to learn."""
+    found = CostBenefitModel.fit([(512, 0, 1.0), (500, 0, 1.1)] * 4, {"nvme->cpu": [(1000, 2.0)] * 8}).parameters
+    assert (found.prefill_step_s, found.prefill_token_context_s) == (0, 0)
+    assert found.prefill_token_s == pytest.approx(1 / 512, rel=0.1)
+    assert found.links["nvme->cpu"].latency_s == 0 and found.links["nvme->cpu"].bytes_per_s == pytest.approx(500)
+
+
 def test_no_coefficient_is_negative():
     # Seconds that fall with size: the best that is possible is a constant.
     found = CostBenefitModel.fit(

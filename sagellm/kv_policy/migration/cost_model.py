@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import Field, ValidationError
 
@@ -24,6 +24,7 @@ __all__ = ["PREFILL", "CostBenefitModel", "CostParameters", "FitError", "Link", 
 PREFILL = "prefill"
 LARGEST_CORRECTION = 100.0
 FEW_GAPS = 20  # of which nothing can be learned yet
+SPREAD = 2.0  # between the largest and the smallest sample, for a fit to tell a fixed time from one that grows
 
 
 class Link(Model):
@@ -115,6 +116,9 @@ class CostBenefitModel:
         """A model of measured times, by least squares of the relative error with no negative coefficient. Every fifth sample
         is held out, and the error there is reported in `parameters.errors`. What has no samples keeps its default.
 
+        Samples of about one size cannot tell what a step or a move costs by itself from what each token or byte costs, nor a
+        token from those before it: all is then the token's, or the byte's.
+
         Args:
             prefill: (tokens, tokens before them, seconds) of prefill steps.
             copies: by `link_name`, (bytes, seconds) of moves.
@@ -126,11 +130,12 @@ class CostBenefitModel:
         values = CostParameters().model_dump()
         errors: dict[str, FitError] = {}
         if prefill:
-            rows = [((1.0, tokens, _context_sum(tokens, before)), seconds) for tokens, before, seconds in prefill]
-            found, errors[PREFILL] = fit_held_out(PREFILL, rows)
+            found, errors[PREFILL] = _fit_prefill(prefill)
             values |= dict(zip(("prefill_step_s", "prefill_token_s", "prefill_token_context_s"), found, strict=True))
         for name, samples in (copies or {}).items():
-            found, errors[name] = fit_held_out(name, [((1.0, num_bytes), seconds) for num_bytes, seconds in samples])
+            has_latency = _spread(num_bytes for num_bytes, _ in samples)
+            rows = [((has_latency, num_bytes), seconds) for num_bytes, seconds in samples]
+            found, errors[name] = fit_held_out(name, rows)
             values["links"][name] = {"latency_s": found[0], "bytes_per_s": 1 / max(found[1], 1e-15)}
         return cls(CostParameters(**values | {"errors": errors}), **options)  # type: ignore[arg-type]
 
@@ -251,6 +256,21 @@ class CostBenefitModel:
         parameters = self.parameters
         context_s = parameters.prefill_token_context_s * _context_sum(num_tokens, num_before)
         return (parameters.prefill_token_s * num_tokens + context_s) * self._correction(PREFILL)
+
+
+def _fit_prefill(samples: Sequence[tuple[int, int, float]]) -> tuple[list[float], FitError]:
+    has_step = _spread(tokens for tokens, _, _ in samples)
+    has_context = _spread(before + tokens / 2 for tokens, before, _ in samples)
+    rows = [
+        ((has_step, tokens, has_context * _context_sum(tokens, before)), seconds) for tokens, before, seconds in samples
+    ]
+    return fit_held_out(PREFILL, rows)
+
+
+def _spread(sizes: Iterable[float]) -> float:
+    """1.0 if the largest is far from the smallest, else 0.0, a term of which least squares make nothing."""
+    known = sorted(sizes)
+    return float(bool(known) and known[-1] >= SPREAD * known[0] and known[-1] > 0)
 
 
 def _context_sum(num_tokens: int, num_before: int) -> float:
