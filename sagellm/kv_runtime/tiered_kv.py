@@ -233,17 +233,19 @@ class TieredKV(Plugin):
         """Make room below, then move what is to move. Returns which blocks of the pool are left for the engine to give up, and
         why, children before parents."""
         chosen: dict[BlockId, str] = {}
-        on_host = [(key, reason) for tier, key, reason in room.drop if tier is Tier.CPU]
-        self._drop_from_host([key for key, _ in on_host], [reason for _, reason in on_host], now_s)
-        self._give_up([(key, reason) for tier, key, reason in room.drop if tier is Tier.GPU], now_s, chosen)
         self._drop_files([key for tier, key, _ in room.drop if tier is Tier.NVME], now_s)
+        # All at once: of those with a file already and those that get one some continue others.
+        from_host = {key: reason for tier, key, reason in room.drop if tier is Tier.CPU}
         for plan in room.demote:
-            keys = [BlockKey(key) for key in plan.block_ids]
             if plan.dst_tier is Tier.NVME:
-                self._save(keys, now_s)
-                self._drop_from_host(keys, ["moved to nvme"] * len(keys), now_s)
-            else:
-                self._offload(plan, keys, now_s, chosen)
+                saved = [BlockKey(key) for key in plan.block_ids]
+                self._save(saved, now_s)
+                from_host.update(dict.fromkeys(saved, "moved to nvme"))
+        self._drop_from_host(list(from_host), list(from_host.values()), now_s)
+        self._give_up([(key, reason) for tier, key, reason in room.drop if tier is Tier.GPU], now_s, chosen)
+        for plan in room.demote:
+            if plan.dst_tier is Tier.CPU:
+                self._offload(plan, [BlockKey(key) for key in plan.block_ids], now_s, chosen)
         return chosen
 
     def _offload(self, plan: MigrationPlan, keys: Sequence[BlockKey], now_s: float, chosen: dict[BlockId, str]) -> None:

@@ -346,3 +346,21 @@ def test_who_shares_a_load_waits_no_longer_than_for_its_own(start, monkeypatch):
     settle(engine)
     assert engine.admitted(9, FIRST) and engine.plugin.report()["events"]["loaded"] == 3
     engine.check()
+
+
+def test_with_a_file_and_without_one_they_leave_the_host_together(start):
+    """Of a chain on the host the beginning has files, as it was read before, and the end has none yet."""
+    engine = start(pool=6, host=6)
+    push_out(engine)
+    push_out(engine)
+    longer = tokens_of(0, 1, 2, 30, 31)
+    admit(engine, 9, longer)
+    engine.serve(9, longer)
+    for request, tokens in enumerate([*OTHERS, *OTHERS], 20):
+        admit(engine, request, tokens)
+        engine.serve(request, tokens)
+        settle(engine)
+    plugin = engine.plugin
+    assert plugin._counts["drops_refused"] == 0 and not plugin.report()["events"].get("refused_gpu_cpu")
+    assert all(plugin._books.is_on(key, Tier.NVME) for key in engine.keys(longer, "").tolist()[:4])
+    engine.check()
