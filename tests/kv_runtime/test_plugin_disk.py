@@ -349,18 +349,16 @@ def test_who_shares_a_load_waits_no_longer_than_for_its_own(start, monkeypatch):
 
 
 def test_with_a_file_and_without_one_they_leave_the_host_together(start):
-    """Of a chain on the host the beginning has files, as it was read before, and the end has none yet."""
+    """Of a chain on the host the beginning has files, and the end has none yet; no block leaves without its children."""
     engine = start(pool=6, host=6)
-    push_out(engine)
-    push_out(engine)
-    longer = tokens_of(0, 1, 2, 30, 31)
-    admit(engine, 9, longer)
-    engine.serve(9, longer)
-    for request, tokens in enumerate([*OTHERS, *OTHERS], 20):
-        admit(engine, request, tokens)
-        engine.serve(request, tokens)
-        settle(engine)
-    plugin = engine.plugin
-    assert plugin._counts["drops_refused"] == 0 and not plugin.report()["events"].get("refused_gpu_cpu")
-    assert all(plugin._books.is_on(key, Tier.NVME) for key in engine.keys(longer, "").tolist()[:4])
+    chain = tokens_of(0, 1, 2, 30, 31)
+    engine.serve(1, chain)
+    engine.serve(2, tokens_of(5, 6, 7, 8, 9, 10))
+    plugin, keys = engine.plugin, engine.keys(chain, "").tolist()
+    assert plugin._books.num_blocks(Tier.CPU) == 5
+    plugin._manager.adopted([plugin._books.block(key) for key in keys[:3]], Tier.NVME, 0.0)
+    engine.serve(3, tokens_of(15, 16, 17, 18, 19, 20))
+    settle(engine)
+    assert set(engine.dropped) and not plugin._counts["drops_refused"]
+    assert all(plugin._books.is_on(key, Tier.NVME) for key in keys)
     engine.check()
