@@ -1,6 +1,5 @@
 """The bytes of the host tier's slots: LMDeploy's host cache, where it lies in this process."""
 
-import gc
 import time
 from collections import deque
 from collections.abc import Callable
@@ -60,27 +59,18 @@ def _gather(tensors: list[np.ndarray], slot: int) -> BlockBytes:
     return np.concatenate([rows[:, slot].reshape(-1) for rows in tensors])
 
 
-def find_cache_engine(cache_config: Any) -> Any:
-    """LMDeploy's `CacheEngine` of this configuration object, or None: with several workers each of them has its own.
-
-    The scheduler has no way to its executor, so the living objects are searched; some 100 ms, once.
-    """
-    from lmdeploy.pytorch.engine.cache_engine import CacheEngine
-
-    for found in gc.get_objects():
-        if type(found) is CacheEngine and found.cache_config is cache_config:
-            return found
-    return None
+def cache_engine_of(executor: Any) -> Any:
+    """LMDeploy's `CacheEngine`; None where it lives in other processes, as with several workers, or there is no executor."""
+    return getattr(getattr(executor, "model_agent", None), "cache_engine", None)
 
 
-def open_host_cache(cache_config: Any, block_bytes: int) -> HostCache:
+def open_host_cache(cache_engine: Any, num_host_blocks: int, block_bytes: int) -> HostCache:
     """Raises PluginError: no host tier, memory of another process, or blocks of another size than was announced."""
-    if not cache_config.num_cpu_blocks:
+    if not num_host_blocks:
         raise PluginError("there is no host tier (host_kv_blocks is 0).")
-    engine = find_cache_engine(cache_config)
-    if engine is None:
+    if cache_engine is None:
         raise PluginError("the memory of the host tier is the workers' own (tensor_parallel above 1); use one worker.")
-    cache = HostCache(engine)
+    cache = HostCache(cache_engine)
     if cache.block_bytes != block_bytes:
         raise PluginError(f"a block of the host tier has {cache.block_bytes} bytes, announced were {block_bytes}.")
     return cache

@@ -29,7 +29,7 @@ from sagellm.core.hooks import (
 )
 from sagellm.core.host import PluginHost
 from sagellm.engines.lmdeploy.host_blocks import HostBlocks
-from sagellm.engines.lmdeploy.host_memory import BlockBytes, open_host_cache
+from sagellm.engines.lmdeploy.host_memory import BlockBytes, HostCache, open_host_cache
 from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache
 
 BUILT_IN = "lru"
@@ -49,14 +49,17 @@ class KVManager:
         self.block_size = scheduler.cache_config.block_size
         self.block_bytes = block_bytes
         self.num_blocks = self._allocator._log_mem.num_blocks()  # of the pool and the host tier together
-        config = scheduler.cache_config
-        self.host_blocks = HostBlocks(scheduler, cache, block_bytes, lambda: open_host_cache(config, block_bytes))
+        self.cache_engine: Any = None  # LMDeploy's, where it is in this process; set once the engine is built
+        self.host_blocks = HostBlocks(scheduler, cache, block_bytes, self._open_host_memory)
         self._num_sent = 0
         self._outs: dict[int, int] = {}  # pool slot -> host slot, to be copied with the next pass
         self._ins: dict[int, int] = {}  # host slot -> pool slot
         self._callbacks: list[tuple[str, Callable[[EvictionNotice], None]]] = []
         self.evicted = {reason: 0 for reason in EvictionReason}
         self.migrated = {Tier.CPU: 0, Tier.GPU: 0}
+
+    def _open_host_memory(self) -> HostCache:
+        return open_host_cache(self.cache_engine, self._host_slots, self.block_bytes)
 
     # ---- information
 

@@ -3,6 +3,7 @@
 Every method here runs on the engine's thread.
 """
 
+import asyncio
 import json
 import logging
 import time
@@ -25,7 +26,7 @@ from sagellm.core.hooks import (
 )
 from sagellm.core.host import PluginHost
 from sagellm.engines.lmdeploy.handle import Handle
-from sagellm.engines.lmdeploy.host_memory import SwapTimes, find_cache_engine
+from sagellm.engines.lmdeploy.host_memory import SwapTimes, cache_engine_of
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 from sagellm.engines.lmdeploy.lines import arrive_line, end_line, open_line
 from sagellm.engines.lmdeploy.prefix import PrefixHooks
@@ -35,6 +36,9 @@ from sagellm.engines.lmdeploy.steps import Steps, step_line
 logger = logging.getLogger("sagellm")
 
 _seq_id = attrgetter("seq_id")
+
+# How long until requests that plug-ins hold back are looked at again: this share of the time it has been so, within bounds.
+HELD_SHARE, SHORTEST_HELD_S, LONGEST_HELD_S = 10, 0.001, 0.02
 
 PREFIX_INDEX = "prefix index"  # its name among the faults of plug-ins
 
@@ -64,18 +68,18 @@ class SchedulerHooks:
         scheduler.block_manager.allocator.sage = self
         scheduler.block_trie.sage = self
         self._is_told = bool(self._host.plugins) or self._recorder.enabled  # somebody wants to know what a step was
-        self._steps = Steps(self._config.block_bytes, self._watch_swaps())
+        self._steps = Steps(self._config.block_bytes)
         if self._recorder.enabled:
             self._recorder.write("open", **open_line(scheduler, self._config, self.cache.enabled))
         self._host.attach(lambda guard: Handle(self.kv, guard, self._recorder, self.tokens_of, self._config.layout))
 
-    def _watch_swaps(self) -> SwapTimes | None:
-        """On a CPU copies are made at once, so that they can be timed; only a plug-in would want to know."""
+    def bind(self, executor: Any) -> None:
+        """The engine is built."""
+        self.kv.cache_engine = engine = cache_engine_of(executor)
         config = self._scheduler.cache_config
-        if config.device_type != "cpu" or not config.num_cpu_blocks or not self._host.listens("on_step_end"):
-            return None
-        engine = find_cache_engine(config)
-        return None if engine is None else SwapTimes(engine)
+        # On a CPU copies are made at once, so that they can be timed; only a plug-in would want to know.
+        if config.device_type == "cpu" and config.num_cpu_blocks and self._host.listens("on_step_end") and engine is not None:
+            self._steps.swap_times = SwapTimes(engine)
 
     def tokens_of(self, request_id: int) -> tuple[np.ndarray, str]:
         """(int64 [n], namespace) of a request; of its tokens those that others may share. Raises PluginError: unknown."""
@@ -192,6 +196,27 @@ class SchedulerHooks:
     def over_budget(self, num_tokens: int, seq: Any, running: list[Any]) -> bool:
         """Whether `seq` must wait for the next step; the first request of a step always goes."""
         return self._budget is not None and bool(running) and num_tokens + seq.num_token_ids > self._budget
+
+    def holds_all(self) -> bool:
+        """Whether nothing runs because plug-ins keep every request waiting."""
+        return not self._scheduler.has_running() and self._is_holding()
+
+    async def wait_for_plugins(self, may_run: asyncio.Event) -> bool:
+        """Nothing may run now. Where plug-ins hold requests back, look again soon: LMDeploy would in a tenth of a second.
+
+        Returns whether that was so, after a pause that grows with the time they have been holding.
+        """
+        if not self._is_holding():
+            return False
+        since = [*self._refused_since.values(), *(each for held in self._held_since.values() for each in held.values())]
+        waited_s = time.monotonic() - max(since)
+        may_run.set()
+        await asyncio.sleep(min(max(waited_s / HELD_SHARE, SHORTEST_HELD_S), LONGEST_HELD_S))
+        may_run.clear()
+        return True
+
+    def _is_holding(self) -> bool:
+        return bool(self._refused_since) or any(self._held_since.values())
 
     def released(self, running: list[Any]) -> list[Any]:
         return [seq for seq in running if seq.seq_id not in self._held] if self._held else running

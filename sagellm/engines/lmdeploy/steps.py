@@ -16,10 +16,10 @@ SentStep = tuple[int, bool, list[int], int, int, int, float, int, int, int]
 class Steps:
     """`seconds`: wall-clock time with a step on its way. `swap_times`: None where copies are not timed."""
 
-    def __init__(self, block_bytes: int, swap_times: SwapTimes | None) -> None:
+    def __init__(self, block_bytes: int) -> None:
         self.seconds = 0.0
         self._block_bytes = block_bytes
-        self._swap_times = swap_times
+        self.swap_times: SwapTimes | None = None
         self._sent: deque[SentStep] = deque()
         self._num_loops_ended = 0  # of the first of them
         self._last_end_s = 0.0
@@ -58,8 +58,8 @@ class Steps:
         if loop:  # the copies were made before the first one
             num_in = num_out = 0
         swap_s = 0.0
-        if self._swap_times is not None and num_in + num_out:
-            swap_s = self._swap_times.take(bool(num_in) + bool(num_out))
+        if self.swap_times is not None and num_in + num_out:
+            swap_s = self.swap_times.take(bool(num_in) + bool(num_out))
         phase = Phase.DECODE if is_decoding else Phase.PREFILL
         return StepResult(
             number, phase, num_requests, num_tokens, end_s, duration_s, num_before + loop * num_requests,

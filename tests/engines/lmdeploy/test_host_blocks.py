@@ -7,7 +7,7 @@ import torch
 from sagellm.core.errors import PluginError
 from sagellm.core.hooks import EvictionDecision, MigrationPlan, Plugin, Tier
 from sagellm.engines.base import SamplingParams
-from sagellm.engines.lmdeploy.host_memory import open_host_cache
+from sagellm.engines.lmdeploy.host_memory import cache_engine_of, open_host_cache
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.engines.lmdeploy.test_migration import AT_ADMISSION, LONG, OTHER, SHORT, block_bytes, offload
 from tests.plugins import plugin_of
@@ -120,12 +120,9 @@ def test_no_host_tier(start_engine):
 
 
 def test_memory_of_other_processes():
-    """With tensor parallelism no cache engine of this process has the scheduler's configuration."""
-    from lmdeploy.pytorch.config import CacheConfig
-
-    config = CacheConfig(max_batches=1, block_size=16, num_cpu_blocks=4, num_gpu_blocks=16)
+    """With tensor parallelism the executor of this process has no model."""
     with pytest.raises(PluginError, match=r"the workers' own \(tensor_parallel above 1\)"):
-        open_host_cache(config, 1024)
+        open_host_cache(cache_engine_of(object()), 4, 1024)
 
 
 def test_a_prefix_that_was_lost_comes_back_from_its_bytes(engine, reference):

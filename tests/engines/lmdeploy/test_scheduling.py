@@ -1,5 +1,7 @@
 """Order, admission, holding and token budgets by a plug-in, on a running engine."""
 
+import asyncio
+import logging
 import time
 
 import numpy as np
@@ -52,6 +54,24 @@ def test_admission_is_asked_again_until_it_is_given(start_engine, reference):
     engine = start_engine(PluginSpec(name="tests.plugins:Defer", options={"times": 3}))
     run(engine, reference)
     assert set(plugin_of(engine).asked.values()) == {4}
+
+
+def test_an_idle_engine_looks_again_soon_for_requests_that_were_held_back(start_engine, reference, monkeypatch):
+    """LMDeploy sleeps for a tenth of a second when nothing can run, and warns that its cache may be full."""
+    pauses, warned = [], []
+    sleep = asyncio.sleep
+
+    async def spied(delay, *rest):
+        pauses.append(delay)
+        return await sleep(delay, *rest)
+
+    engine = start_engine("tests.plugins:AtAdmission")
+    monkeypatch.setattr(asyncio, "sleep", spied)
+    monkeypatch.setattr(logging.getLogger("lmdeploy"), "warning", lambda text, *rest: warned.append(text))
+    plugin_of(engine).jobs = [lambda handle: False] * 20
+    assert answers(engine, PROMPTS[:1], SHORT) == reference(PROMPTS[:1], 12)
+    assert plugin_of(engine).jobs == [] and len(pauses) >= 20
+    assert max(pauses) <= 0.02 and warned == []
 
 
 @pytest.mark.parametrize("phase", list(Phase))
