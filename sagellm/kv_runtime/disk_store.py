@@ -72,6 +72,8 @@ class DiskStore:
         layout: everything that bytes depend on beside the tokens: model, data type, block size, order of layers.
         sync: force each block to the device before it can be found.
         other_layout: "drop" deletes blocks of another layout at opening, "refuse" refuses to open.
+        owner: who has the folder, as whoever is refused is told (`LockedFolder`): "process 17", say, where 17 is the server
+            that this process belongs to.
 
     Raises:
         TierError: the folder cannot be used; the message says why, and what to do.
@@ -87,6 +89,7 @@ class DiskStore:
         layout: str,
         sync: bool = False,
         other_layout: Literal["drop", "refuse"] = "drop",
+        owner: str = "",
     ) -> None:
         if capacity_bytes < record_bytes(1):
             raise TierError(f"a disk tier of {capacity_bytes} bytes holds no block; give at least {record_bytes(1)}.")
@@ -99,7 +102,7 @@ class DiskStore:
         self._counters: Counter[str] = Counter()
         self._is_closed = False
         self._last_use_ns = 0
-        self._folder = LockedFolder(Path(folder))
+        self._folder = LockedFolder(Path(folder), owner)
         try:
             self._open(other_layout == "drop")
         except BaseException:

@@ -14,6 +14,7 @@ __all__ = ["LockedFolder", "is_shortage", "tier_errors", "write_all"]
 
 LOCK_NAME = "lock"
 PROBE_BYTES = 64 << 10
+OWNER_BYTES = 256
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_FILES = (errno.EMFILE, errno.ENFILE)
 ADVICE = {
@@ -60,14 +61,20 @@ def write_all(file: int, parts: list[memoryview]) -> None:
 class LockedFolder:
     """A folder, made if it is missing, that nobody else can open so until `close` or the end of the process.
 
-    The lock is the kernel's (flock), so it does not outlive a process that was killed.
+    The lock is the kernel's (flock), so it does not outlive a process that was killed; nor a `close`, whatever processes were
+    forked meanwhile and have the open file too.
+
+    Args:
+        owner: who has the folder, as whoever is refused is told; by default "process" and this one's number.
 
     Raises:
         TierError: in use by another process, or by another store of this one; not a folder; not writable; full.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, owner: str = "") -> None:
         self.path = path
+        self._pid = os.getpid()
+        self._owner = owner or f"process {self._pid}"
         with tier_errors(f"disk tier {path}"):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
@@ -82,12 +89,12 @@ class LockedFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            owner = os.pread(self._lock, OWNER_BYTES, 0).decode("utf-8", "replace").strip() or "another process"
             raise TierError(
-                f"disk tier {self.path} is in use by process {owner}; stop that server, or name another folder."
+                f"disk tier {self.path} is in use by {owner}; stop that server, or name another folder."
             ) from None
         os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        os.pwrite(self._lock, f"{self._owner}\n".encode()[:OWNER_BYTES], 0)
 
     def _probe(self) -> None:
         """Find out now, not at the first block, whether there is any room at all."""
@@ -108,4 +115,6 @@ class LockedFolder:
             os.close(file)
 
     def close(self) -> None:
-        os.close(self._lock)  # gives the lock back
+        if os.getpid() == self._pid:  # a forked process that closes its copy has no right to the lock
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+        os.close(self._lock)

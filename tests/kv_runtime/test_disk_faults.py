@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -139,6 +140,36 @@ def test_a_second_server_is_refused(tmp_path: Path):
     store = open_store(tmp_path)
     assert store.keys() == [1]
     store.close()
+
+
+def test_a_second_server_is_told_who_was_named(tmp_path: Path):
+    store = open_store(tmp_path, owner="process 17, a server")
+    with pytest.raises(TierError, match="in use by process 17, a server; stop that server"):
+        open_store(tmp_path)
+    store.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_keep_the_folder(tmp_path: Path):
+    """It has the lock's file open as well; and if it closes its copy of the store, the first one's lock stays."""
+    store = open_store(tmp_path)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        store.close()
+        os.write(write_end, b"x")
+        signal.pause()
+    os.read(read_end, 1)
+    try:
+        with pytest.raises(TierError, match="in use by process"):
+            open_store(tmp_path)
+        store.close()
+        open_store(tmp_path).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read_end)
+        os.close(write_end)
 
 
 def test_a_folder_that_is_a_file(tmp_path: Path):
