@@ -110,7 +110,7 @@ class DiskStore:
             raise
 
     def _open(self, drop_other: bool) -> None:
-        found = scan(self._folder.path, self._layout, drop_other)
+        found = scan(self._folder, self._layout, drop_other)
         self._serial = found.last_serial
         self._counters.update({f"dropped {reason}": count for reason, count in found.dropped.items()})
         blocks: list[FoundBlock] = found.blocks
@@ -168,8 +168,8 @@ class DiskStore:
     def _write(self, name: str, stored: StoredBlock, content: BlockBytes) -> bytes:
         """Write the block and give it its name; the seal. Raises OSError, with nothing left behind."""
         header, seal = write_header(stored, content, self._layout)
-        path = self._folder.path / f"{name}.tmp"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._folder.check()
+        file = self._folder.open(f"{name}.tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             try:
                 write_all(file, [memoryview(header), memoryview(content)])
@@ -178,7 +178,7 @@ class DiskStore:
                     os.fdatasync(file)
             finally:
                 os.close(file)
-            os.rename(path, path.with_suffix(".kv"))
+            self._folder.rename(f"{name}.tmp", f"{name}.kv")
         except BaseException:
             self._unlink(name, ".tmp")
             raise
@@ -232,7 +232,7 @@ class DiskStore:
     def _read_checked(self, entry: _Entry, into: BlockBytes) -> None:
         """Raises OSError; RecordError: it is not the block that was committed."""
         header = bytearray(HEADER_BYTES)
-        file = os.open(self._folder.path / f"{entry.name}.kv", os.O_RDONLY)
+        file = self._folder.open(f"{entry.name}.kv")
         try:
             num_read = _read_all(file, [memoryview(header), memoryview(into)])
             with suppress(OSError):  # on a file system that has become read-only blocks can still be read
@@ -311,7 +311,8 @@ class DiskStore:
 
     def _unlink(self, name: str, suffix: str = ".kv") -> None:
         try:
-            os.unlink(self._folder.path / f"{name}{suffix}")
+            self._folder.check()  # a file of the same name may be another store's by now
+            self._folder.unlink(f"{name}{suffix}")
         except FileNotFoundError:
             pass
         except OSError:

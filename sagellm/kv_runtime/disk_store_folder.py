@@ -13,6 +13,7 @@ from sagellm.kv_runtime.base import StoreFullError
 __all__ = ["LockedFolder", "is_shortage", "tier_errors", "write_all"]
 
 LOCK_NAME = "lock"
+PROBE_NAME = "probe.tmp"
 PROBE_BYTES = 64 << 10
 OWNER_BYTES = 256
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -24,6 +25,7 @@ ADVICE = {
     errno.EROFS: "the file system is read-only; mount it writable, or name another folder",
     errno.EACCES: "permission denied; give this user the right to write there, or name another folder",
     errno.EPERM: "permission denied; give this user the right to write there, or name another folder",
+    errno.ENOENT: "the folder was removed or emptied while it was in use; start again",
     errno.ENOTDIR: "a part of it is no folder; name another one",
     errno.EEXIST: "it is a file; name a folder",
     errno.EMFILE: "this process has too many open files; raise the limit (ulimit -n)",
@@ -61,6 +63,8 @@ def write_all(file: int, parts: list[memoryview]) -> None:
 class LockedFolder:
     """A folder, made if it is missing, that nobody else can open so until `close` or the end of the process.
 
+    Its files are opened beside a file descriptor, not by the folder's path, which may lead elsewhere by now.
+
     The lock is the kernel's (flock), so it does not outlive a process that was killed; nor a `close`, whatever processes were
     forked meanwhile and have the open file too.
 
@@ -77,13 +81,42 @@ class LockedFolder:
         self._owner = owner or f"process {self._pid}"
         with tier_errors(f"disk tier {path}"):
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+            self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                self._take()
-                self._probe()
+                self._lock = self.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
+                try:
+                    self._take()
+                    self._probe()
+                except BaseException:
+                    os.close(self._lock)
+                    raise
             except BaseException:
-                os.close(self._lock)
+                os.close(self._folder)
                 raise
+
+    def open(self, name: str, flags: int = os.O_RDONLY) -> int:
+        """A file descriptor of a file in the folder. Raises OSError."""
+        return os.open(name, flags, 0o600, dir_fd=self._folder)
+
+    def rename(self, old: str, new: str) -> None:
+        """Raises OSError."""
+        os.rename(old, new, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+
+    def unlink(self, name: str) -> None:
+        """Raises OSError."""
+        os.unlink(name, dir_fd=self._folder)
+
+    def names(self) -> list[str]:
+        """Of the plain files in the folder. Raises OSError."""
+        with os.scandir(self._folder) as entries:
+            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+
+    def check(self) -> None:
+        """That the folder is still this one's: somebody who emptied it has taken the lock with it, and another server may have
+        begun here. Raises FileNotFoundError."""
+        found, mine = os.stat(LOCK_NAME, dir_fd=self._folder), os.fstat(self._lock)
+        if (found.st_ino, found.st_dev) != (mine.st_ino, mine.st_dev):
+            raise FileNotFoundError(errno.ENOENT, "the lock was removed")
 
     def _take(self) -> None:
         try:
@@ -98,23 +131,20 @@ class LockedFolder:
 
     def _probe(self) -> None:
         """Find out now, not at the first block, whether there is any room at all."""
-        probe = self.path / "probe.tmp"
-        file = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        file = self.open(PROBE_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             write_all(file, [memoryview(bytes(PROBE_BYTES))])
         finally:
             os.close(file)
-            os.unlink(probe)
+            self.unlink(PROBE_NAME)
 
     def sync(self) -> None:
         """Force the names in the folder to the device. Raises OSError."""
-        file = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+        os.fsync(self._folder)
 
     def close(self) -> None:
         if os.getpid() == self._pid:  # a forked process that closes its copy has no right to the lock
             fcntl.flock(self._lock, fcntl.LOCK_UN)
-        os.close(self._lock)
+        for file in (self._lock, self._folder):
+            os.close(file)
+        self._lock = self._folder = -1  # a thread that comes out of a stuck device later must not meet somebody else's file

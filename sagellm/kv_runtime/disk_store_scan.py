@@ -4,12 +4,11 @@ import errno
 import os
 import re
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 from sagellm.core.errors import TierError
 from sagellm.kv_policy.base import BlockKey
-from sagellm.kv_runtime.disk_store_folder import tier_errors
+from sagellm.kv_runtime.disk_store_folder import LockedFolder, tier_errors
 from sagellm.kv_runtime.disk_store_format import HEADER_BYTES, Header, RecordError, open_header, record_bytes
 
 __all__ = ["FoundBlock", "ScanResult", "scan"]
@@ -35,7 +34,7 @@ class ScanResult(NamedTuple):
     last_serial: int
 
 
-def scan(folder: Path, layout: bytes, drop_other: bool) -> ScanResult:
+def scan(folder: LockedFolder, layout: bytes, drop_other: bool) -> ScanResult:
     """Read the header of every block in the folder, and delete what is none. O(files), one page each.
 
     Raises:
@@ -45,13 +44,8 @@ def scan(folder: Path, layout: bytes, drop_other: bool) -> ScanResult:
     found: dict[BlockKey, FoundBlock] = {}
     bad: list[tuple[str, str]] = []
     last_serial = 0
-    with tier_errors(f"disk tier {folder}"):
-        with os.scandir(folder) as entries:
-            names = [
-                match
-                for entry in entries
-                if (match := NAME.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False)
-            ]
+    with tier_errors(f"disk tier {folder.path}"):
+        names = [match for name in folder.names() if (match := NAME.fullmatch(name))]
         for match in names:
             serial = int(match[2], 16)
             last_serial = max(last_serial, serial)
@@ -77,18 +71,18 @@ def scan(folder: Path, layout: bytes, drop_other: bool) -> ScanResult:
         dropped = Counter(reason for _, reason in bad)
         if dropped["other layout"] and not drop_other:
             raise TierError(
-                f"disk tier {folder} holds {dropped['other layout']} blocks of another model or layout; name another "
+                f"disk tier {folder.path} holds {dropped['other layout']} blocks of another model or layout; name another "
                 "folder, or empty this one."
             )
         for name, _ in bad:
-            os.unlink(folder / name)
+            folder.unlink(name)
     blocks = sorted(found.values(), key=lambda block: (block.last_use_ns, block.serial))
     return ScanResult(blocks, dropped, last_serial)
 
 
-def _read_header(folder: Path, match: re.Match[str], serial: int, layout: bytes) -> FoundBlock:
+def _read_header(folder: LockedFolder, match: re.Match[str], serial: int, layout: bytes) -> FoundBlock:
     """Raises OSError; RecordError: no block."""
-    file = os.open(folder / match[0], os.O_RDONLY)
+    file = folder.open(match[0])
     try:
         header = open_header(os.read(file, HEADER_BYTES), layout)
         status = os.fstat(file)

@@ -172,6 +172,31 @@ def test_a_forked_process_does_not_keep_the_folder(tmp_path: Path):
         os.close(write_end)
 
 
+@pytest.mark.parametrize("is_emptied", [False, True], ids=["removed", "emptied"])
+def test_a_folder_that_goes_and_is_another_stores_then(tmp_path: Path, is_emptied: bool):
+    """The first one writes nothing there any more, and removes nothing: not its block 1, whose name is now the other one's."""
+    first = open_store(tmp_path / "tier")
+    put(first, 1)
+    put(first, 2)
+    for file in (tmp_path / "tier").iterdir():
+        file.unlink()
+    if not is_emptied:
+        (tmp_path / "tier").rmdir()
+    with pytest.raises(TierError, match="was removed or emptied while it was in use; start again"):
+        put(first, 3)
+    second = open_store(tmp_path / "tier")
+    put(second, 1)
+    with pytest.raises(TierError, match="was removed or emptied while it was in use; start again"):
+        put(first, 3)
+    first.remove(1)
+    with pytest.raises(TierError, match="missing"):
+        first.read(2)
+    first.close()
+    assert second.keys() == [1] and np.array_equal(second.read(1), content(1))
+    assert len(files(tmp_path)) == 1 and not files(tmp_path, "tmp")
+    second.close()
+
+
 def test_a_folder_that_is_a_file(tmp_path: Path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
