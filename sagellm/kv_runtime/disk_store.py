@@ -4,7 +4,7 @@ import os
 import threading
 import time
 import zlib
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -15,7 +15,7 @@ from sagellm.core.errors import TierError
 from sagellm.core.hooks import Tier
 from sagellm.kv_policy.base import BlockKey, CachedBlock
 from sagellm.kv_runtime.base import BlockBytes, StoredBlock, StoreFullError
-from sagellm.kv_runtime.disk_store_folder import LockedFolder, is_shortage, tier_errors, write_all
+from sagellm.kv_runtime.disk_store_folder import LockedFolder, is_full, is_shortage, tier_errors, write_all
 from sagellm.kv_runtime.disk_store_format import (
     HEADER_BYTES,
     Header,
@@ -30,6 +30,7 @@ from sagellm.kv_runtime.disk_store_scan import FoundBlock, scan
 
 __all__ = ["DiskStore"]
 
+MAX_GIVEN_UP_BYTES = 64 << 20  # at opening a full device; if it is full after that, removing files does not help
 NUM_SPARE = 8  # buffers kept for the next blocks, whose pages then need not be cleared again
 
 
@@ -55,7 +56,12 @@ class DiskStore:
 
     Opening: one page of each file is read; its bytes are checked when they are wanted. What is torn, corrupt, of another
     version or layout, or left behind by a writer that was killed, is deleted and counted (`counters`). Files with other names
-    than the store's are left alone. Beyond `capacity_bytes` the blocks that were used least recently go.
+    than the store's are left alone. Beyond `capacity_bytes`, and on a device that is full, the blocks that were used least
+    recently go.
+
+    A device that becomes full before `capacity_bytes` are used refuses that block, and lowers `capacity_bytes` to what is used,
+    one block at least (counter "lowered capacity"; `capacity_blocks` follows). So whoever keeps to the bound gives up a block
+    for each that comes from then on, which the device has room for. It stays lowered until the store is opened again.
 
     Why a file for each block: against one file of equal slots, 768 KiB blocks on ext4 took 0.9 ms against 0.3 to write, 48 µs
     against 43 to read, 8 µs against 2 to find at opening. Writing happens in the background; and files need no size known
@@ -113,20 +119,33 @@ class DiskStore:
         found = scan(self._folder, self._layout, drop_other)
         self._serial = found.last_serial
         self._counters.update({f"dropped {reason}": count for reason, count in found.dropped.items()})
-        blocks: list[FoundBlock] = found.blocks
-        used = sum(block.record_bytes for block in blocks)
-        first = 0
-        while used > self.capacity_bytes:
-            used -= blocks[first].record_bytes
-            self._unlink(blocks[first].name)
-            self._counters["dropped over capacity"] += 1
-            first += 1
-        self._used_bytes = used
+        blocks = deque(found.blocks)
+        self._used_bytes = sum(block.record_bytes for block in blocks)
+        while self._used_bytes > self.capacity_bytes:
+            self._give_up(blocks.popleft(), "over capacity")
+        with tier_errors(f"disk tier {self._folder.path}"):
+            self._make_room(blocks)
         self._entries: OrderedDict[BlockKey, _Entry] = OrderedDict(  # least recently used first
             (block.header.stored.block.key, _Entry(block.header.stored, block.name, block.header.seal))
-            for block in blocks[first:]
+            for block in blocks
         )
         self._last_use_ns = blocks[-1].last_use_ns if blocks else 0
+
+    def _give_up(self, block: FoundBlock, reason: str) -> None:
+        self._unlink(block.name)
+        self._used_bytes -= block.record_bytes
+        self._counters[f"dropped {reason}"] += 1
+
+    def _make_room(self, blocks: deque[FoundBlock]) -> None:
+        """On a full device the blocks that were used least recently go, until something can be written. Raises OSError."""
+        used_bytes = self._used_bytes
+        while True:
+            try:
+                return self._folder.probe()
+            except OSError as error:
+                if not is_full(error) or not blocks or used_bytes - self._used_bytes > MAX_GIVEN_UP_BYTES:
+                    raise
+                self._give_up(blocks.popleft(), "device full")
 
     def prepare(self, block: CachedBlock, digest: bytes = b"") -> BlockBytes:
         check_block(block, digest)
@@ -155,8 +174,10 @@ class DiskStore:
         try:
             with tier_errors(f"block {key} cannot be written to {self._folder.path} and is not kept"):
                 seal = self._write(name, stored, content)
-        except BaseException:
+        except BaseException as error:
             self._forget(key, "failed writes")
+            if isinstance(error.__cause__, OSError) and is_full(error.__cause__):
+                self._lower_capacity(record_bytes(content.size))
             raise
         with self._lock:
             if self._prepared.pop(key, None) is not None:  # None: the store was closed meanwhile
@@ -185,6 +206,14 @@ class DiskStore:
         if self._sync:
             self._folder.sync()
         return seal
+
+    def _lower_capacity(self, need: int) -> None:
+        """The device had no room for a block of `need` bytes."""
+        with self._lock:
+            bound = max(self._used_bytes, need)
+            if bound < self.capacity_bytes and not self._is_closed:
+                self.capacity_bytes = bound
+                self._counters["lowered capacity"] += 1
 
     def abort(self, key: BlockKey) -> None:
         self._forget(key, "aborted writes")
@@ -270,12 +299,13 @@ class DiskStore:
             return [entry.stored for entry in self._entries.values()]
 
     def capacity_blocks(self, block_bytes: int) -> int:
-        """How many blocks of that size there is room for."""
+        """How many blocks of that size there is room for; fewer once the device was full."""
         return self.capacity_bytes // record_bytes(block_bytes)
 
     def counters(self) -> dict[str, int]:
-        """reads, writes, read bytes, written bytes, failed writes, aborted writes; dropped torn, corrupt, missing,
-        unreadable, unfinished, superseded, other version, other layout, over capacity. What never happened is left out."""
+        """reads, writes, read bytes, written bytes, failed writes, aborted writes, failed removals, lowered capacity; dropped
+        torn, corrupt, missing, unreadable, unfinished, superseded, other version, other layout, over capacity, device full.
+        What never happened is left out."""
         with self._lock:
             return dict(self._counters)
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from sagellm.core.errors import TierError
 from sagellm.kv_runtime.base import StoreFullError
 
-__all__ = ["LockedFolder", "is_shortage", "tier_errors", "write_all"]
+__all__ = ["LockedFolder", "is_full", "is_shortage", "tier_errors", "write_all"]
 
 LOCK_NAME = "lock"
 PROBE_NAME = "probe.tmp"
 PROBE_BYTES = 64 << 10
 OWNER_BYTES = 256
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DEVICE_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (*DEVICE_FULL, errno.EFBIG)
 NO_FILES = (errno.EMFILE, errno.ENFILE)
 ADVICE = {
     errno.ENOSPC: "the device is full; free some room, or name another folder",
@@ -32,6 +33,11 @@ ADVICE = {
     errno.ENFILE: "this machine has too many open files; raise the limit (fs.file-max)",
     errno.EIO: "the device fails; look at the system's log, or name another folder",
 }
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the device has no room, which removing files gives back."""
+    return error.errno in DEVICE_FULL
 
 
 def is_shortage(error: OSError) -> bool:
@@ -86,7 +92,7 @@ class LockedFolder:
                 self._lock = self.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
                 try:
                     self._take()
-                    self._probe()
+                    self._look_for_room()
                 except BaseException:
                     os.close(self._lock)
                     raise
@@ -126,11 +132,23 @@ class LockedFolder:
             raise TierError(
                 f"disk tier {self.path} is in use by {owner}; stop that server, or name another folder."
             ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{self._owner}\n".encode()[:OWNER_BYTES], 0)
+        # In place, since on a full device an emptied file may get no room again.
+        try:
+            os.pwrite(self._lock, f"{self._owner}\n".encode().ljust(OWNER_BYTES)[:OWNER_BYTES], 0)
+        except OSError as error:
+            if not is_full(error):
+                raise
 
-    def _probe(self) -> None:
-        """Find out now, not at the first block, whether there is any room at all."""
+    def _look_for_room(self) -> None:
+        """Find out now, not at the first block, whether there is any room at all, or could be: a store gives up own files."""
+        try:
+            self.probe()
+        except OSError as error:
+            if not is_full(error) or not any(name.endswith(".kv") for name in self.names()):
+                raise
+
+    def probe(self) -> None:
+        """Raises OSError where there is no room for some `PROBE_BYTES`."""
         file = self.open(PROBE_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             write_all(file, [memoryview(bytes(PROBE_BYTES))])
@@ -147,4 +165,6 @@ class LockedFolder:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
         for file in (self._lock, self._folder):
             os.close(file)
-        self._lock = self._folder = -1  # a thread that comes out of a stuck device later must not meet somebody else's file
+        self._lock = (
+            self._folder
+        ) = -1  # a thread that comes out of a stuck device later must not meet somebody else's file

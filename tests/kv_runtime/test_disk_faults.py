@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 from sagellm.core.errors import TierError
 from sagellm.kv_runtime import disk_store, disk_store_folder
 from sagellm.kv_runtime.base import StoreFullError
-from sagellm.kv_runtime.disk_store_format import FIELDS, HEADER_BYTES, SEAL_BYTES
+from sagellm.kv_runtime.disk_store_format import FIELDS, HEADER_BYTES, SEAL_BYTES, record_bytes
 from tests.kv_runtime.store_contract import BLOCK_BYTES, block, content, put
 from tests.kv_runtime.test_disk_store import files, open_store
 
@@ -240,7 +241,6 @@ def failing(call: Callable, number: int, after: int = 0) -> Callable:
 @pytest.mark.parametrize(
     ("call", "number", "text"),
     [
-        ("writev", errno.ENOSPC, "the device is full; free some room"),
         ("open", errno.EROFS, "the file system is read-only; mount it writable"),
         ("writev", errno.EIO, "the device fails"),
         ("open", errno.EMFILE, "too many open files; raise the limit"),
@@ -283,6 +283,8 @@ def test_a_failed_write_is_refused_and_the_store_goes_on(
     assert isinstance(caught.value, StoreFullError) == (number == errno.ENOSPC)
     assert store.keys() == [1, 2] and store.used_bytes() == used and store.counters()["failed writes"] == 1
     assert not files(written, "tmp") and len(files(written)) == 2
+    if number == errno.ENOSPC:  # as much as is there, no more
+        store.remove(2)
     put(store, 3)
     assert np.array_equal(store.read(3), content(3))
     store.close()
@@ -304,28 +306,79 @@ def test_a_limit_of_file_sizes_is_a_full_device(written: Path):
     store.close()
 
 
-def test_a_full_file_system(tmp_path: Path):
+@pytest.fixture
+def small_device(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 200 KiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
         pytest.skip("mounting a small file system is not allowed here")
-    try:
-        store = open_store(folder, 1 << 20)
-        keys = range(20)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_file_system(small_device: Path):
+    """The bound becomes what the device can hold; at the next start the oldest blocks make way for the first new ones."""
+    store = open_store(small_device, 1 << 20)
+    with pytest.raises(StoreFullError, match="the device is full"):
+        for key in range(20):
+            put(store, key)
+    held = store.keys()
+    assert len(held) > 10 and all(np.array_equal(store.read(key), content(key)) for key in held)
+    assert store.capacity_bytes == store.used_bytes() and store.capacity_blocks(BLOCK_BYTES) == len(held)
+    assert store.counters()["lowered capacity"] == 1
+    with pytest.raises(StoreFullError, match="remove others first"):
+        store.prepare(block(98))
+    store.remove(held[0])
+    put(store, 99)
+    assert store.keys() == [*held[1:], 99] and store.counters()["lowered capacity"] == 1
+    store.close()
+    store = open_store(small_device, 1 << 20)
+    num_dropped = store.counters()["dropped device full"]
+    assert 0 < num_dropped < 8 and store.keys() == [*held[1 + num_dropped :], 99]
+    assert store.used_bytes() == len(store) * record_bytes(BLOCK_BYTES) and store.capacity_bytes == 1 << 20
+    put(store, 100)
+    store.close()
+    (small_device / "filler").touch()
+    with suppress(OSError), (small_device / "filler").open("r+b", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+    store = open_store(small_device, 1 << 20)
+    put(store, 101)
+    store.close()
+    for file in files(small_device):
+        file.unlink()
+    with (small_device / "filler").open("ab", buffering=0) as filler, suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+    with pytest.raises(TierError, match="the device is full; free some room"):
+        open_store(small_device, 1 << 20)
+
+
+def test_a_device_that_stays_full_costs_few_blocks(written: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its room is not to be had by removing files."""
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_store, "MAX_GIVEN_UP_BYTES", 0)
+        patch.setattr(disk_store_folder.os, "writev", failing(os.writev, errno.ENOSPC))
         with pytest.raises(StoreFullError, match="the device is full"):
-            for key in keys:
-                put(store, key)
-        held = store.keys()
-        assert len(held) > 3 and all(np.array_equal(store.read(key), content(key)) for key in held)
-        store.remove(held[0])
-        put(store, 99)
-        (folder / "filler").write_bytes(bytes((100 << 10) - (len(held) * 12 << 10) - (4 << 10)))
-        store.close()
-        with pytest.raises(TierError, match="the device is full; free some room"):
-            open_store(folder, 1 << 20)
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
+            open_store(written)
+    store = open_store(written)
+    assert store.keys() == [2]
+    store.close()
+
+
+def test_a_full_device_without_blocks_of_the_store_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = open_store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_store_folder.os, "writev", failing(os.writev, errno.EDQUOT))
+        with pytest.raises(StoreFullError, match="quota of this user is used up"):
+            put(store, 1)
+    assert store.capacity_blocks(BLOCK_BYTES) == 1
+    put(store, 1)
+    with pytest.raises(StoreFullError):
+        store.prepare(block(2))
+    store.close()
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
