@@ -8,6 +8,7 @@ import pytest
 
 from sagellm.core.errors import TierError
 from sagellm.kv_runtime.disk_store import DiskStore
+from sagellm.kv_runtime.disk_store_folder import LockedFolder
 from sagellm.kv_runtime.disk_store_format import MAX_TENANT_BYTES, record_bytes
 from tests.kv_runtime.store_contract import BLOCK_BYTES, NUM_BLOCKS, StoreContract, block, content, digest, put
 
@@ -111,19 +112,37 @@ def test_only_files_of_the_store_are_touched(tmp_path: Path):
     assert all(file.read_text() == "mine" for file in others) and (tmp_path / "0123456789abcdef-1.kv").is_dir()
 
 
-def test_of_two_files_of_a_block_the_newer_one_counts(tmp_path: Path):
-    """A writer that was killed between the end of a removal and the next write of the same block."""
+def put_content(store: DiskStore, key: int, its_content: int) -> None:
+    """`put` with the content of another key."""
+    store.prepare(block(key), digest(key))[:] = content(its_content)
+    store.commit(key)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("is_reopened", [False, True])
+def test_of_two_files_of_a_block_the_newer_one_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_reopened: bool, is_reversed: bool
+):
+    """A writer that was killed between the end of a removal and the next write of the same block: in one life of the store or
+    two, and in whatever order the folder lists them."""
     store = open_store(tmp_path)
-    put(store, 1)
+    put_content(store, 1, its_content=2)
+    if is_reopened:
+        store.close()
+        store = open_store(tmp_path)
     (old,) = files(tmp_path)
     kept = old.read_bytes()
     store.remove(1)
     put(store, 1)
+    (new,) = files(tmp_path)
     store.close()
+    assert new != old
     old.write_bytes(kept)
+    names = LockedFolder.names
+    monkeypatch.setattr(LockedFolder, "names", lambda folder: sorted(names(folder), reverse=is_reversed))
     store = open_store(tmp_path)
     assert store.keys() == [1] and store.counters() == {"dropped superseded": 1}
-    assert files(tmp_path) != [old] and len(files(tmp_path)) == 1
+    assert np.array_equal(store.read(1), content(1)) and files(tmp_path) == [new]
     store.close()
 
 
