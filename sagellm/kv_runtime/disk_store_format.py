@@ -57,24 +57,40 @@ def check_block(block: CachedBlock, digest: bytes) -> None:
     """Raises TierError: a block that no header can describe."""
     if len(digest) not in (0, DIGEST_BYTES):
         raise TierError(f"block {block.key}: a digest of {len(digest)} bytes; give {DIGEST_BYTES}, or none.")
-    if len(block.tenant_id.encode()) > MAX_TENANT_BYTES:
+    try:
+        num_tenant = len(block.tenant_id.encode())
+    except (AttributeError, UnicodeEncodeError):
+        raise TierError(f"block {block.key}: tenant {block.tenant_id!r} is no text; give a name in Unicode.") from None
+    if num_tenant > MAX_TENANT_BYTES:
         raise TierError(f"block {block.key}: a tenant of more than {MAX_TENANT_BYTES} bytes; give a shorter name.")
+    try:
+        _pack(StoredBlock(block, digest), b"", 0, num_tenant)
+    except struct.error as error:
+        raise TierError(
+            f"block {block.key!r} does not fit into a header ({error}); key and parent are 0 to 2**64 - 1, depth and tokens 0 "
+            "to 2**32 - 1, cost and time numbers."
+        ) from None
     if block.size_bytes < 1:
         raise TierError(f"block {block.key} has {block.size_bytes} bytes; a block has at least 1.")
 
 
 def write_header(stored: StoredBlock, content: BlockBytes, layout: bytes) -> tuple[bytes, bytes]:
     """(header, seal) of a block with these bytes."""
-    block, digest = stored
-    tenant = block.tenant_id.encode()
-    flags = (HAS_PARENT if block.parent is not None else 0) | (HAS_DIGEST if digest else 0)
-    fields = FIELDS.pack(
-        MAGIC, VERSION, flags, layout, digest, block.key, block.parent or 0, block.depth, block.num_tokens,
-        block.size_bytes, block.cost_s, block.time_s, zlib.crc32(content), len(tenant),
-    )  # fmt: skip
+    tenant = stored.block.tenant_id.encode()
+    fields = _pack(stored, layout, zlib.crc32(content), len(tenant))
     body = (fields + tenant).ljust(HEADER_BYTES - SEAL_BYTES, b"\0")
     seal = _seal(body)
     return body + seal, seal
+
+
+def _pack(stored: StoredBlock, layout: bytes, crc: int, num_tenant: int) -> bytes:
+    """Raises struct.error: a number that is none, or too large."""
+    block, digest = stored
+    flags = (HAS_PARENT if block.parent is not None else 0) | (HAS_DIGEST if digest else 0)
+    return FIELDS.pack(
+        MAGIC, VERSION, flags, layout, digest, block.key, 0 if block.parent is None else block.parent, block.depth,
+        block.num_tokens, block.size_bytes, block.cost_s, block.time_s, crc, num_tenant,
+    )  # fmt: skip
 
 
 def open_header(header: bytes, layout: bytes) -> Header:

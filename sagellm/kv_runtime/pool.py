@@ -37,9 +37,9 @@ class KVPool:
     def __init__(
         self, capacity_blocks: int, block_bytes: int, tier: Tier = Tier.CPU, memory: NDArray[np.uint8] | None = None
     ) -> None:
-        if capacity_blocks < 1 or block_bytes < 1:
+        if not (_is_whole(capacity_blocks) and _is_whole(block_bytes)) or capacity_blocks < 1 or block_bytes < 1:
             raise TierError(
-                f"a pool of {capacity_blocks} blocks of {block_bytes} bytes holds nothing; give at least 1 of 1."
+                f"a pool of {capacity_blocks!r} blocks of {block_bytes!r} bytes holds nothing; give at least 1 of 1."
             )
         num_bytes = capacity_blocks * block_bytes
         self.capacity_blocks = capacity_blocks
@@ -67,8 +67,8 @@ class KVPool:
         Raises:
             CapacityError: fewer are free, or fewer lie together; nothing was taken.
         """
-        if count < 0:
-            raise TierError(f"{count} slots asked for; ask for 0 or more.")
+        if not _is_whole(count) or count < 0:
+            raise TierError(f"{count!r} slots asked for; ask for 0 or more.")
         with self._lock:
             if count > self._num_free:
                 raise CapacityError(
@@ -90,9 +90,9 @@ class KVPool:
         with self._lock:
             seen: set[int] = set()
             for slot in block_ids:
-                if slot in seen or not 0 <= slot < self.capacity_blocks or self._is_free[slot]:
+                if slot in seen or not self._is_used(slot):
                     raise TierError(
-                        f"slot {slot} of tier {self.tier.value} is not in use; free what was allocated, once."
+                        f"slot {slot!r} of tier {self.tier.value} is not in use; free what was allocated, once."
                     )
                 seen.add(slot)
             for slot in block_ids:
@@ -104,8 +104,8 @@ class KVPool:
 
     def view(self, slot: int) -> BlockBytes:
         """uint8 [block_bytes]: the slot's memory itself. Raises TierError: not in use."""
-        if not 0 <= slot < self.capacity_blocks or self._is_free[slot]:
-            raise TierError(f"slot {slot} of tier {self.tier.value} is not in use; allocate it first.")
+        if not self._is_used(slot):
+            raise TierError(f"slot {slot!r} of tier {self.tier.value} is not in use; allocate it first.")
         return self._bytes_of(slot)
 
     def get_utilization(self) -> float:
@@ -122,9 +122,19 @@ class KVPool:
 
         `fixed`: slots that must stay where they are. Nobody may write the others meanwhile, or read them by an old number
         afterwards: what was moved is in the result's `moves`.
+
+        Raises:
+            TierError: `fixed` names no slot of the pool, or `wanted` is no length.
         """
+        for slot in fixed:
+            if not _is_whole(slot) or not 0 <= slot < self.capacity_blocks:
+                raise TierError(
+                    f"slot {slot!r} cannot stay where it is; this pool has 0 to {self.capacity_blocks - 1}."
+                )
+        if wanted is not None and (not _is_whole(wanted) or wanted < 0):
+            raise TierError(f"a run of {wanted!r} slots wanted; want 0 or more, or None.")
         held = np.zeros(self.capacity_blocks, bool)
-        held[list(fixed)] = True
+        held[np.fromiter(fixed, np.int64)] = True
         with self._lock:
             plan = plan_compaction(self._free, wanted=wanted, min_gain=min_gain, fixed=held)
             for source, target in plan.moves:
@@ -133,6 +143,9 @@ class KVPool:
             if plan.moves:
                 self._heap = np.flatnonzero(self._free).tolist()
         return plan
+
+    def _is_used(self, slot: int) -> bool:
+        return _is_whole(slot) and 0 <= slot < self.capacity_blocks and not self._is_free[slot]
 
     def _bytes_of(self, slot: int) -> BlockBytes:
         return self._memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]
@@ -155,6 +168,11 @@ class KVPool:
             )
         first = int(firsts[fitting[np.argmin(lengths[fitting])]]) if count else 0
         return list(range(first, first + count))
+
+
+def _is_whole(number: object) -> bool:
+    """A whole number, numpy's among them."""
+    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
 
 
 def _plain_memory(num_bytes: int) -> NDArray[np.uint8]:

@@ -170,11 +170,22 @@ def test_a_removed_block_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.
     [
         ({}, b"short", "a digest of 5 bytes"),
         ({"tenant_id": "x" * (MAX_TENANT_BYTES + 1)}, b"", "a shorter name"),
+        ({"tenant_id": "\ud800"}, b"", r"tenant '\\ud800' is no text"),
+        ({"tenant_id": None}, b"", "tenant None is no text"),
+        ({"key": -1}, b"", "block -1 does not fit into a header"),
+        ({"key": 2**64}, b"", "key and parent are 0 to"),
+        ({"key": 1.0}, b"", "block 1.0 does not fit"),
+        ({"parent": -1}, b"", "does not fit"),
+        ({"parent": 2**64}, b"", "does not fit"),
+        ({"depth": -1}, b"", "does not fit"),
+        ({"num_tokens": 2**32}, b"", "does not fit"),
+        ({"cost_s": None}, b"", "does not fit"),
+        ({"size_bytes": -1}, b"", "does not fit"),
     ],
 )
 def test_blocks_that_no_header_can_describe(store: DiskStore, fields: dict, its_digest: bytes, text: str):
     with pytest.raises(TierError, match=text):
-        store.prepare(block(1, **fields), its_digest)
+        store.prepare(block(1)._replace(**fields), its_digest)
     assert store.used_bytes() == 0
 
 

@@ -47,7 +47,7 @@ def test_runs_come_from_the_smallest_that_is_large_enough():
     assert pool.allocate(0, contiguous=True).block_ids == ()
 
 
-@pytest.mark.parametrize("slots", [[0], [4], [-1], [1, 1], [1, 2]])
+@pytest.mark.parametrize("slots", [[0], [4], [-1], [1, 1], [1, 2], [1.0], [None]])
 def test_what_is_not_in_use_cannot_be_freed(slots: list[int]):
     pool = KVPool(4, 8)
     pool.allocate(2)
@@ -55,6 +55,29 @@ def test_what_is_not_in_use_cannot_be_freed(slots: list[int]):
     with pytest.raises(TierError, match="is not in use"):
         pool.free(slots)
     assert pool.num_used == 1
+
+
+@pytest.mark.parametrize("sizes", [(1.5, 8), (4, 8.0), ("4", 8), (0, 8), (4, -1), (True, 8)])
+def test_a_pool_of_no_size_is_refused(sizes: tuple):
+    with pytest.raises(TierError, match="holds nothing; give at least 1 of 1"):
+        KVPool(*sizes)
+
+
+def test_numbers_that_are_no_slots_are_refused():
+    pool = KVPool(4, 8)
+    assert pool.allocate(np.int64(2)).block_ids == (0, 1)
+    for fixed in ([9], [-1], [0.5]):
+        with pytest.raises(TierError, match="this pool has 0 to 3"):
+            pool.compact(fixed=fixed)
+    for wanted in (-1, 1.5):
+        with pytest.raises(TierError, match="a run of"):
+            pool.compact(wanted=wanted)
+    with pytest.raises(TierError, match="1.5 slots asked for"):
+        pool.allocate(1.5)
+    with pytest.raises(TierError, match="slot 0.0 of tier cpu is not in use"):
+        pool.view(0.0)
+    pool.free([np.int64(1)])
+    assert pool.num_free == 3
 
 
 def test_slots_are_memory_of_their_own():
