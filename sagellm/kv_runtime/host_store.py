@@ -36,6 +36,8 @@ class HostStore:
     Memory keeps what it was given, so nothing is checksummed.
     """
 
+    in_memory = True
+
     def __init__(self, pool: KVPool) -> None:
         self.tier = pool.tier
         self.capacity_bytes = pool.capacity_blocks * pool.block_bytes

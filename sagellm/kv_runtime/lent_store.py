@@ -20,6 +20,8 @@ class LentStore:
     memory back then.
     """
 
+    in_memory = True
+
     def __init__(self, tier: Tier, capacity_bytes: int) -> None:
         self.tier = tier
         self.capacity_bytes = capacity_bytes

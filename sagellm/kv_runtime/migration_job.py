@@ -10,7 +10,19 @@ from sagellm.core.hooks import MigrationPlan, MigrationResult
 from sagellm.kv_policy.base import BlockKey
 from sagellm.kv_runtime.base import StoredBlock, TierStore
 
-__all__ = ["MigrationJob"]
+__all__ = ["MigrationFuture", "MigrationJob"]
+
+
+class MigrationFuture(Future[MigrationResult]):
+    """A future whose waiter may lend a hand: `help` is called when somebody begins to wait for it, for as long as it takes."""
+
+    help: Callable[[], None] | None = None
+
+    def result(self, timeout: float | None = None) -> MigrationResult:
+        """Who waits with no limit to the time may do the move meanwhile, instead of waking a thread and sleeping."""
+        if timeout is None and self.help is not None and not self.done():
+            self.help()
+        return super().result(timeout)
 
 
 class MigrationJob:
@@ -41,7 +53,7 @@ class MigrationJob:
         self.target = target
         self.deadline = deadline
         self.keep_source = keep_source
-        self.future: Future[MigrationResult] = Future()
+        self.future = MigrationFuture()
         self.blocks: dict[BlockKey, StoredBlock] = {}  # to be moved, in the order of the plan
         self.samples: list[tuple[int, float]] = []
         self._on_done = on_done

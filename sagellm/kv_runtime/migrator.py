@@ -7,7 +7,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import NamedTuple
 
 from sagellm.core.errors import TierError
@@ -48,9 +47,13 @@ class KVMigrator:
     A deadline also holds when a store hangs: the future ends in time, and what the hanging thread completes later is undone.
     Until then its blocks are in flight, and it cannot do other work.
 
+    Between stores that are `in_memory`, which wait for no device, a move that no thread has begun is made by the one that asks
+    its future for the result without a limit: to hand a few copies to another thread and to sleep meanwhile takes longer than
+    they do, much longer on a machine whose cores are taken.
+
     Args:
         stores: that blocks are moved between; they stay their owner's, who closes them after the migrator.
-        num_threads: moves that can go on at a time.
+        num_threads: moves that can go on at a time, beside those that their waiters make.
         max_queued_bytes: of what was not finished; beyond it plans are refused, so that a slow device cannot pile them up.
 
     Raises:
@@ -69,6 +72,8 @@ class KVMigrator:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._alarm = threading.Condition(self._lock)
+        self._no_helpers = threading.Condition(self._lock)
+        self._num_helpers = 0
         self._loads: deque[MigrationJob] = deque()
         self._saves: deque[MigrationJob] = deque()
         self._open_jobs: set[MigrationJob] = set()
@@ -141,12 +146,17 @@ class KVMigrator:
             return
         self._in_flight.update(job.blocks)
         self._queued_bytes[job.plan.src_tier, job.plan.dst_tier] += job.num_bytes
-        is_load = SPEED[job.plan.dst_tier] < SPEED[job.plan.src_tier]
-        (self._loads if is_load else self._saves).append(job)
+        self._queue(job).append(job)
+        if getattr(job.source, "in_memory", False) and getattr(job.target, "in_memory", False):
+            job.future.help = lambda: self._help(job)
         self._work.notify()
         if job.deadline is not None:
             heapq.heappush(self._deadlines, (job.deadline, next(self._numbers), job))
             self._alarm.notify()
+
+    def _queue(self, job: MigrationJob) -> deque[MigrationJob]:
+        is_load = SPEED[job.plan.dst_tier] < SPEED[job.plan.src_tier]
+        return self._loads if is_load else self._saves
 
     def queued_bytes(self, src_tier: Tier, dst_tier: Tier) -> int:
         """Of moves between these tiers that are not finished."""
@@ -186,6 +196,7 @@ class KVMigrator:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         with self._lock:
+            self._no_helpers.wait_for(lambda: not self._num_helpers, max(0.0, end - time.monotonic()))
             num_hanging = sum(job.is_started for job in self._open_jobs)
         if num_hanging:
             raise TierError(
@@ -194,15 +205,34 @@ class KVMigrator:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            if job.start():
-                blocks = list(job.blocks.items())
-                try:
-                    for first in range(0, len(blocks), CHUNK_BLOCKS):
-                        _move(job, blocks[first : first + CHUNK_BLOCKS])
-                    job.settle("")
-                except Exception as error:  # a store that cannot even abort: this thread still has other work
-                    job.settle(_reason(error))
-                self._finish(job)
+            self._carry_out(job)
+
+    def _help(self, job: MigrationJob) -> None:
+        """Make the move in this thread, if no other has begun it."""
+        with self._lock:
+            queue = self._queue(job)
+            if job not in queue:
+                return
+            queue.remove(job)
+            self._num_helpers += 1
+        try:
+            self._carry_out(job)
+        finally:
+            with self._lock:
+                self._num_helpers -= 1
+                self._no_helpers.notify_all()
+
+    def _carry_out(self, job: MigrationJob) -> None:
+        if not job.start():
+            return
+        blocks = list(job.blocks.items())
+        try:
+            for first in range(0, len(blocks), CHUNK_BLOCKS):
+                _move(job, blocks[first : first + CHUNK_BLOCKS])
+            job.settle("")
+        except Exception as error:  # a store that cannot even abort: this thread still has other work
+            job.settle(_reason(error))
+        self._finish(job)
 
     def _next(self) -> MigrationJob | None:
         with self._lock:
@@ -313,13 +343,18 @@ def _commit(job: MigrationJob, key: BlockKey) -> bool:
         job.refuse(key, _reason(error))
         return False
     if not job.moved(key):
-        with suppress(KeyError, TierError):
-            job.target.remove(key)  # the future has said that it is not there
+        _remove(job.target, key)  # the future has said that it is not there
         return False
     if not job.keep_source:
-        with suppress(KeyError, TierError):  # the move is done whether or not the source can forget it
-            job.source.remove(key)
+        _remove(job.source, key)  # the move is done whether or not the source can forget it
     return True
+
+
+def _remove(store: TierStore, key: BlockKey) -> None:
+    try:  # noqa: SIM105, for each block `suppress` takes a tenth of all that is not copying
+        store.remove(key)
+    except (KeyError, TierError):
+        pass
 
 
 def _reason(error: Exception) -> str:

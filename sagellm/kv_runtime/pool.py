@@ -145,7 +145,10 @@ class KVPool:
         return plan
 
     def _is_used(self, slot: int) -> bool:
-        return _is_whole(slot) and 0 <= slot < self.capacity_blocks and not self._is_free[slot]
+        try:
+            return 0 <= slot < self.capacity_blocks and not self._is_free[slot]
+        except TypeError:  # no whole number
+            return False
 
     def _bytes_of(self, slot: int) -> BlockBytes:
         return self._memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]
