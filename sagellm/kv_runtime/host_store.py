@@ -1,7 +1,7 @@
 """A tier in memory of the host: a `TierStore` over a `KVPool`."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -81,13 +81,44 @@ class HostStore:
             if into is None:
                 return content.copy()
             if into.shape != content.shape:
-                raise TierError(
-                    f"block {key} has {content.size} bytes, the memory to read it into {into.size}; give as many."
-                )
+                raise _misfit(entry, into)
             np.copyto(into, content)  # releases the interpreter's lock
             return into
         finally:
             self._unpin(entry)
+
+    def read_each(
+        self, wanted: Sequence[tuple[BlockKey, BlockBytes, bytes]], is_over: Callable[[], bool] = lambda: False
+    ) -> list[Exception | None]:
+        """`read` of several blocks, (key, into, digest), with little between two copies: for each None, or what `read` raises.
+        Once `is_over` the rest is not read; the list is shorter then."""
+        pinned: list[_Entry | Exception] = []
+        with self._lock:
+            for key, into, digest in wanted:
+                entry = self._committed.get(key)
+                if entry is None or (digest and digest != entry.digest):
+                    pinned.append(KeyError(key))
+                elif into.shape != entry.content.shape:
+                    pinned.append(_misfit(entry, into))
+                else:
+                    entry.pins += 1
+                    pinned.append(entry)
+        results: list[Exception | None] = []
+        try:
+            for entry, (_, into, _) in zip(pinned, wanted, strict=True):
+                if is_over():
+                    break
+                if isinstance(entry, Exception):
+                    results.append(entry)
+                else:
+                    np.copyto(into, entry.content)
+                    results.append(None)
+        finally:
+            with self._lock:
+                for entry in pinned:
+                    if isinstance(entry, _Entry):
+                        self._let_go(entry)
+        return results
 
     @contextmanager
     def pinned(self, key: BlockKey, digest: bytes = b"") -> Iterator[BlockBytes]:
@@ -111,9 +142,13 @@ class HostStore:
 
     def _unpin(self, entry: _Entry) -> None:
         with self._lock:
-            entry.pins -= 1
-            if entry.removed and not entry.pins:
-                self._pool.free((entry.slot,))
+            self._let_go(entry)
+
+    def _let_go(self, entry: _Entry) -> None:
+        """With the lock held."""
+        entry.pins -= 1
+        if entry.removed and not entry.pins:
+            self._pool.free((entry.slot,))
 
     def describe(self, key: BlockKey) -> StoredBlock:
         with self._lock:
@@ -166,3 +201,8 @@ class HostStore:
         entry.removed = True
         if not entry.pins:
             self._pool.free((entry.slot,))
+
+
+def _misfit(entry: _Entry, into: BlockBytes) -> TierError:
+    size = entry.content.size
+    return TierError(f"block {entry.block.key} has {size} bytes, the memory to read it into {into.size}; give as many.")

@@ -20,6 +20,7 @@ __all__ = ["KVMigrator", "MoveCount"]
 SPEED = {Tier.GPU: 0, Tier.CPU: 1, Tier.NVME: 2}  # fastest first
 NUM_SAMPLES = 256
 CHUNK_BLOCKS = 8  # go through their phases together: between two copies little else has to come into the caches
+TOO_LATE = Exception()  # of a block that was not read
 NO_DIGESTS: Mapping[BlockKey, bytes] = {}
 
 
@@ -303,7 +304,7 @@ def _move(job: MigrationJob, blocks: list[tuple[BlockKey, StoredBlock]]) -> None
     """Move a few blocks: room for all, then all copies, then all commits. A failure of any kind is its block's refusal."""
     start = time.perf_counter()
     rooms = [(key, stored, room) for key, stored in blocks if (room := _prepare(job, key, stored)) is not None]
-    copied = [(key, stored) for key, stored, room in rooms if _copy(job, key, stored, room)]
+    copied = _copy_each(job, rooms)
     num_bytes = sum(stored.block.size_bytes for key, stored in copied if _commit(job, key))
     if num_bytes:
         job.samples.append((num_bytes, time.perf_counter() - start))
@@ -320,16 +321,42 @@ def _prepare(job: MigrationJob, key: BlockKey, stored: StoredBlock) -> BlockByte
         return None
 
 
-def _copy(job: MigrationJob, key: BlockKey, stored: StoredBlock, room: BlockBytes) -> bool:
-    """Whether the block's bytes are in the room now; where not, the room is given back."""
-    if not job.is_over():
-        try:
-            job.source.read(key, room, stored.digest)
-            return True
-        except Exception as error:
+def _copy_each(
+    job: MigrationJob, rooms: list[tuple[BlockKey, StoredBlock, BlockBytes]]
+) -> list[tuple[BlockKey, StoredBlock]]:
+    """The blocks whose bytes are in their rooms now; the other rooms are given back."""
+    read_each = getattr(job.source, "read_each", None) or (
+        lambda wanted, is_over: _read_each(job.source, wanted, is_over)
+    )
+    try:
+        errors = read_each([(key, room, stored.digest) for key, stored, room in rooms], job.is_over)
+    except Exception as error:
+        errors = [error] * len(rooms)
+    copied: list[tuple[BlockKey, StoredBlock]] = []
+    for (key, stored, _), error in itertools.zip_longest(rooms, errors, fillvalue=TOO_LATE):
+        if error is None:
+            copied.append((key, stored))
+            continue
+        if error is not TOO_LATE:
             job.refuse(key, _reason(error))
-    job.target.abort(key)
-    return False
+        job.target.abort(key)
+    return copied
+
+
+def _read_each(
+    source: TierStore, wanted: list[tuple[BlockKey, BlockBytes, bytes]], is_over: Callable[[], bool]
+) -> list[Exception | None]:
+    """As `HostStore.read_each`, for any store."""
+    errors: list[Exception | None] = []
+    for key, into, digest in wanted:
+        if is_over():
+            break
+        try:
+            source.read(key, into, digest)
+            errors.append(None)
+        except Exception as error:
+            errors.append(error)
+    return errors
 
 
 def _commit(job: MigrationJob, key: BlockKey) -> bool:

@@ -7,7 +7,7 @@ from sagellm.core.errors import TierError
 from sagellm.kv_runtime.base import StoreFullError
 from sagellm.kv_runtime.host_store import HostStore
 from sagellm.kv_runtime.pool import KVPool
-from tests.kv_runtime.store_contract import BLOCK_BYTES, NUM_BLOCKS, StoreContract, block, content, put
+from tests.kv_runtime.store_contract import BLOCK_BYTES, NUM_BLOCKS, StoreContract, block, content, digest, put
 
 
 @pytest.fixture
@@ -69,3 +69,36 @@ def test_compaction_renames_and_leaves_alone_who_is_read_or_written(store: HostS
     assert all(np.array_equal(store.read(key), content(key)) for key in (1, 3, 5))
     store.remove(1)
     assert pool.num_free == 4
+
+
+def test_several_blocks_are_read_at_once(store: HostStore):
+    """Each with its own outcome; none once it is over; and no slot is kept, nor given away while it is read."""
+    for key in range(3):
+        put(store, key)
+    rooms = [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(3)] + [np.zeros(BLOCK_BYTES - 1, np.uint8)]
+    wanted = [
+        (0, rooms[0], b""),
+        (1, rooms[1], digest(9)),
+        (7, rooms[1], b""),
+        (2, rooms[3], b""),
+        (2, rooms[2], digest(2)),
+    ]
+    errors = store.read_each(wanted)
+    assert [type(error) for error in errors] == [type(None), KeyError, KeyError, TierError, type(None)]
+    assert all(np.array_equal(rooms[key], content(key)) for key in (0, 2)) and not rooms[1].any()
+
+    def is_over() -> bool:
+        """After the first; meanwhile the second is removed, and its slot taken if it can be."""
+        if 1 not in store:
+            return True
+        store.remove(1)
+        for key in range(10, 10 + NUM_BLOCKS - 3):
+            put(store, key)
+        with pytest.raises(StoreFullError):
+            store.prepare(block(99))
+        return False
+
+    rooms[0][:] = 0
+    assert store.read_each([(0, rooms[0], b""), (1, rooms[1], b"")], is_over) == [None]
+    assert np.array_equal(rooms[0], content(0)) and not rooms[1].any()
+    put(store, 1)

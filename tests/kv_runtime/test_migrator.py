@@ -473,3 +473,14 @@ def test_who_waits_for_files_does_not_make_the_move(setup: Setup):
     assert future.result().moved == (1,)
     setup.migrator.close()
     assert told != [threading.current_thread()]
+
+
+def test_a_source_whose_reading_fails_as_a_whole_leaves_no_room_taken(setup: Setup):
+    def fail(wanted: object, is_over: object) -> list:
+        raise RuntimeError("no")
+
+    put(setup.host, 1)
+    put(setup.host, 2)
+    setup.host.read_each = fail
+    assert setup.outcome(SAVE, 1, 2).refused == {1: "failed: RuntimeError('no')", 2: "failed: RuntimeError('no')"}
+    assert sorted(setup.host.keys()) == [1, 2]
