@@ -152,25 +152,24 @@ def test_a_second_server_is_told_who_was_named(tmp_path: Path):
 
 @pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_keep_the_folder(tmp_path: Path):
-    """It has the lock's file open as well; and if it closes its copy of the store, the first one's lock stays."""
+    """It has the lock's file open as well. And if one closes its copy of the store, the first one's lock stays."""
     store = open_store(tmp_path)
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
+    closing = os.fork()
+    if closing == 0:
         store.close()
-        os.write(write_end, b"x")
+        os._exit(0)
+    os.waitpid(closing, 0)
+    with pytest.raises(TierError, match="in use by process"):
+        open_store(tmp_path)
+    idle = os.fork()
+    if idle == 0:
         signal.pause()
-    os.read(read_end, 1)
     try:
-        with pytest.raises(TierError, match="in use by process"):
-            open_store(tmp_path)
         store.close()
         open_store(tmp_path).close()
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(read_end)
-        os.close(write_end)
+        os.kill(idle, signal.SIGKILL)
+        os.waitpid(idle, 0)
 
 
 @pytest.mark.parametrize("is_emptied", [False, True], ids=["removed", "emptied"])

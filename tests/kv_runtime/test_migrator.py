@@ -451,6 +451,22 @@ def test_a_late_or_cancelled_move_is_not_begun_by_its_waiter(between: Between):
     assert sorted(between.source.keys()) == [1, 2, 3] and between.target.events == [("prepare", 1)]
 
 
+def test_a_move_is_made_once(between: Between):
+    """The busy thread becomes free while a waiter is in the middle of a move, and takes the next one instead."""
+    arrived, go_on = between.target.hang("commit")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(between.move(2).result)
+        assert arrived.wait(LIMIT_S)
+        between.target.let_pass("commit")
+        behind = between.move(3)
+        between.go_on.set()
+        assert behind.result(LIMIT_S).moved == (3,) and not waiting.done()
+        go_on.set()
+        assert waiting.result(LIMIT_S).moved == (2,)
+    assert between.target.events.count(("prepare", 2)) == 1
+    assert between.migrator.queued_bytes(*SAVE) == 0
+
+
 def test_close_waits_for_who_makes_a_move_himself(between: Between):
     arrived, go_on = between.target.hang("commit")
     with ThreadPoolExecutor(2) as pool:
