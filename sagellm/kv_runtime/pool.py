@@ -88,17 +88,19 @@ class KVPool:
             TierError: a slot that is not in use, or named twice; nothing was freed.
         """
         with self._lock:
-            seen: set[int] = set()
+            is_free, num_freed = self._is_free, 0
             for slot in block_ids:
-                if slot in seen or not self._is_used(slot):
+                if not self._is_used(slot):  # or no longer, as it is named twice
+                    for freed in block_ids[:num_freed]:
+                        is_free[freed] = False
                     raise TierError(
                         f"slot {slot!r} of tier {self.tier.value} is not in use; free what was allocated, once."
                     )
-                seen.add(slot)
+                is_free[slot] = True
+                num_freed += 1
             for slot in block_ids:
-                self._is_free[slot] = True
                 heapq.heappush(self._heap, int(slot))
-            self._num_free += len(block_ids)
+            self._num_free += num_freed
             if len(self._heap) > 2 * self.capacity_blocks:
                 self._heap = np.flatnonzero(self._free).tolist()
 
@@ -175,7 +177,7 @@ class KVPool:
 
 def _is_whole(number: object) -> bool:
     """A whole number, numpy's among them."""
-    return isinstance(number, (int, np.integer)) and not isinstance(number, bool)
+    return type(number) is int or (isinstance(number, (int, np.integer)) and not isinstance(number, bool))
 
 
 def _plain_memory(num_bytes: int) -> NDArray[np.uint8]:

@@ -54,7 +54,8 @@ def test_what_is_not_in_use_cannot_be_freed(slots: list[int]):
     pool.free([0])
     with pytest.raises(TierError, match="is not in use"):
         pool.free(slots)
-    assert pool.num_used == 1
+    assert pool.num_used == 1 and pool.view(1).size == 8
+    assert pool.allocate(3).block_ids == (0, 2, 3)
 
 
 @pytest.mark.parametrize("sizes", [(1.5, 8), (4, 8.0), ("4", 8), (0, 8), (4, -1), (True, 8)])
