@@ -117,6 +117,9 @@ class TierStore(Protocol):
 
     What is prepared cannot be found; what is committed is whole. Raises TierError when read-only, broken or closed, and for
     a key that is there, or on its way, already; StoreFullError, which is one, when full.
+
+    `capacity_bytes` may fall where a medium turns out to hold less (`DiskStore`). A store may have two things more, of which a
+    `KVMigrator` makes use: `in_memory`, true where no call waits for a device, and `read_each` (`HostStore`).
     """
 
     tier: Tier
