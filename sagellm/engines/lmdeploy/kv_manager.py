@@ -207,12 +207,13 @@ class KVManager:
         return tuple(dropped)
 
     def _without_continued(self, ids: BlockIds, tier: Tier) -> BlockIds:
-        """Those of the blocks of a tier below which no block of that tier is left behind."""
+        """Those of the blocks of a tier below which no block of that tier is left behind. O(all candidates)."""
         rows, chosen = self._cache.candidates(), set(ids.tolist())
-        is_here = rows.on_device == (tier is Tier.GPU)
-        parent_of = dict(zip(rows.block_ids[is_here].tolist(), rows.parent_ids[is_here].tolist(), strict=True))
-        for block in parent_of.keys() - chosen:
-            while (block := parent_of.get(block, -1)) in chosen:
+        parent_of = dict(zip(rows.block_ids.tolist(), rows.parent_ids.tolist(), strict=True))
+        above: set[int] = set()  # blocks that stay, as one below them does, maybe with others of another tier between
+        for block in rows.block_ids[rows.on_device == (tier is Tier.GPU)].tolist():
+            while block not in chosen and (block := parent_of.get(block, -1)) >= 0 and block not in above:
+                above.add(block)
                 chosen.discard(block)
         return np.array([block for block in ids.tolist() if block in chosen], np.int64)
 

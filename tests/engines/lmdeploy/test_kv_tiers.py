@@ -82,16 +82,23 @@ def test_what_the_host_gives_up_comes_back_from_files(start_engine, reference, t
     assert verify_log(log).agrees
 
 
-def test_two_who_begin_with_the_same_files_share_a_load(start_engine, reference, tmp_path):
+def test_two_who_begin_with_the_same_files_share_a_load(start_engine, reference, tmp_path, monkeypatch):
     engine = disk_engine(start_engine, tmp_path / "tier")
     served_in_turn(engine, reference)
+    plugin, read = plugin_of(engine), plugin_of(engine)._store.read
+
+    def read_once_both_wait(*args, **kwargs):
+        while not plugin._counts["loads_shared"]:
+            time.sleep(0.001)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(plugin._store, "read", read_once_both_wait)
     tails = make_prompts([20, 30], seed=11)
     pair = [CHATS[0][:144] + tail for tail in tails]
     before = hit_tokens(engine)
     assert answers(engine, pair, SHORT) == reference(pair, 8)
-    events = plugin_of(engine).report()["events"]
-    assert hit_tokens(engine) - before == 2 * 144 and events["loaded"] == 9
-    assert plugin_of(engine)._counts["loads_shared"] == 1
+    assert hit_tokens(engine) - before == 2 * 144 and plugin.report()["events"]["loaded"] == 9
+    assert plugin._counts["loads_shared"] == 1
 
 
 def test_a_deadline_longer_than_the_engine_s_patience_is_refused(start_engine, tmp_path):
