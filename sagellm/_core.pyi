@@ -356,7 +356,7 @@ class NativePolicy:
 
     Raises:
         PolicyError: an unknown name or option, a value out of its range; in events, a key that is on the tier already, is not,
-            or (belady) was not foreseen.
+            or (belady) was not foreseen, or a block that is none; anything while a question is open.
     """
 
     def __init__(self, name: str, capacity: int, options: Mapping[str, Any] | None = None) -> None: ...

@@ -188,3 +188,36 @@ def test_bad_events_are_refused_and_change_nothing():
     assert tier.ask(2) == [(1, "least recently used")]
     with pytest.raises(PolicyError, match="capacity True"):
         NATIVE["lru"](True)
+
+
+@pytest.mark.parametrize("name", [name for name in NATIVE if name != "belady"])
+@pytest.mark.parametrize("asked", ["is_evictable", "take"])
+def test_nothing_is_told_or_asked_while_a_question_is_open(name: str, asked: str):
+    tier = Tier(name, 10)
+    tier.insert(*range(10))
+    tier.hit(0, 1, 1)
+    calls = [
+        lambda: tier.policy.select_victims(PolicyContext(2, tier.books)),
+        lambda: tier.policy.on_remove(BlockKey(5)),
+        lambda: tier.policy.on_hit(BlockKey(5)),
+        lambda: tier.policy.on_insert(CachedBlock(BlockKey(99))),
+    ]
+
+    class Nosy(PolicyContext):
+        def is_evictable(self, key):
+            if asked == "is_evictable":
+                refused_all()
+            return super().is_evictable(key)
+
+        def take(self, key, reason):
+            if asked == "take":
+                refused_all()
+            return super().take(key, reason)
+
+    def refused_all() -> None:
+        for call in calls:
+            with pytest.raises(PolicyError, match="has a question open"):
+                call()
+
+    victims = tier.policy.select_victims(Nosy(3, tier.books)).victims
+    assert len(victims) == 3 and {key for key, _ in tier.ask(10)} == set(range(10))

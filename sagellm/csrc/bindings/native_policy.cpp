@@ -1,5 +1,7 @@
 // NativePolicy: the contract of sagellm/kv_policy/base.py. Who holds which block it asks the context.
 
+#include <cmath>
+
 #include "policy_arguments.h"
 #include "../src/policies/key_map.h"
 
@@ -7,37 +9,82 @@ namespace sage::python {
 
 namespace {
 
+constexpr std::uint64_t kMaxDepth = (std::uint64_t{1} << 31) - 1;
+
+[[noreturn]] void refuse(const py::handle& got, const char* what, const char* wanted) {
+  PyErr_Clear();
+  throw PolicyError(std::string(what) + " " + py::repr(got).cast<std::string>() + "; it must be " + wanted + ".");
+}
+
+std::uint64_t as_key(const py::handle& argument, const char* what) {
+  constexpr const char* kWanted = "a whole number from 0 to 2**64 - 1";
+  const py::object number = py::reinterpret_steal<py::object>(PyNumber_Index(argument.ptr()));
+  if (!number) refuse(argument, what, kWanted);
+  const std::uint64_t key = PyLong_AsUnsignedLongLong(number.ptr());
+  if (PyErr_Occurred() != nullptr) refuse(argument, what, kWanted);
+  return key;
+}
+
+double as_number(const py::handle& argument, const char* what) {
+  const double number = PyFloat_AsDouble(argument.ptr());
+  if (PyErr_Occurred() != nullptr || !std::isfinite(number)) refuse(argument, what, "a finite number");
+  return number;
+}
+
 class NativePolicy final : public Books {
  public:
   NativePolicy(const std::string& name, std::int64_t capacity, const py::object& options)
       : policy_(make_policy(name, capacity, parse_options(options), *this)) {}
 
   void on_insert(const py::object& block) {
-    const auto key = block.attr("key").cast<std::uint64_t>();
+    require_idle();
+    // Reading may fail or run code of others, so it comes before anything is changed.
+    const std::uint64_t key = as_key(block.attr("key"), "key");
+    const py::object parent = block.attr("parent");
+    const bool has_parent = !parent.is_none();
+    const std::uint64_t above = has_parent ? as_key(parent, "parent") : 0;
+    if (has_parent && above == key) throw PolicyError("block " + std::to_string(key) + " is its own parent.");
+    BlockFacts facts;
+    facts.depth = as_key(block.attr("depth"), "depth");
+    if (facts.depth < 1 || facts.depth > kMaxDepth) {
+      throw PolicyError("block " + std::to_string(key) + ": depth " + std::to_string(facts.depth) + "; allowed are 1 to " +
+                        std::to_string(kMaxDepth) + ".");
+    }
+    facts.size_bytes = as_number(block.attr("size_bytes"), "size_bytes");
+    facts.cost_s = as_number(block.attr("cost_s"), "cost_s");
+    require_idle();
     Slot slot = map_.find(key);
     if (slot != kNoSlot && policy_->is_resident(slot)) {
       throw PolicyError("block " + std::to_string(key) + " is on the tier already; tell on_remove before on_insert.");
     }
-    if (slot == kNoSlot) slot = add(key);
-    const py::object parent = block.attr("parent");
+    const bool is_new = slot == kNoSlot;
+    if (is_new) slot = add(key);
     Block& own = blocks_[slot];
-    own.has_parent = !parent.is_none();
-    own.parent = own.has_parent ? parent.cast<std::uint64_t>() : 0;
-    BlockFacts facts;
-    facts.depth = block.attr("depth").cast<std::uint64_t>();
-    facts.size_bytes = block.attr("size_bytes").cast<double>();
-    facts.cost_s = block.attr("cost_s").cast<double>();
-    policy_->insert(slot, key, facts, true);
+    own.has_parent = has_parent;
+    own.parent = above;
+    try {
+      policy_->insert(slot, key, facts, true);
+    } catch (...) {
+      if (is_new) forget(slot);
+      throw;
+    }
   }
 
-  void on_hit(std::uint64_t key, double) { policy_->hit(resident(key)); }
+  void on_hit(const py::object& block, const py::object&) {
+    const std::uint64_t key = as_key(block, "key");
+    require_idle();
+    policy_->hit(resident(key));
+  }
 
-  void on_remove(std::uint64_t key, bool evicted) {
+  void on_remove(const py::object& block, bool evicted) {
+    const std::uint64_t key = as_key(block, "key");
+    require_idle();
     const Slot slot = resident(key);
     if (policy_->remove(slot, evicted)) forget(slot);
   }
 
   py::object select_victims(const py::object& context) {
+    require_idle();
     ++question_;
     context_ = context;
     try {
@@ -54,7 +101,7 @@ class NativePolicy final : public Books {
   bool confirm(Slot slot) override {
     Block& own = blocks_[slot];
     if (!context_ || own.confirmed == question_) return true;
-    if (context_.attr("is_evictable")(own.key).cast<bool>()) {
+    if (is_true(context_.attr("is_evictable")(own.key))) {
       own.confirmed = question_;
       return true;
     }
@@ -79,6 +126,18 @@ class NativePolicy final : public Books {
     bool has_parent = false;
   };
 
+  // The policy is in the midst of its own work while a context is asked, and must not be told or asked anything else.
+  void require_idle() const {
+    if (!context_) return;
+    throw PolicyError("this policy has a question open; tell it events and ask it again once select_victims has returned.");
+  }
+
+  static bool is_true(const py::object& answer) {
+    const int truth = PyObject_IsTrue(answer.ptr());
+    if (truth < 0) throw py::error_already_set();
+    return truth != 0;
+  }
+
   Slot add(std::uint64_t key) {
     Slot slot;
     if (free_.empty()) {
@@ -100,13 +159,13 @@ class NativePolicy final : public Books {
   }
 
   void select() {
-    const auto incoming = py::reinterpret_borrow<py::sequence>(context_.attr("incoming"));
+    const py::sequence incoming(context_.attr("incoming"));
     const std::size_t num_incoming = py::len(incoming);
     const auto count = context_.attr("missing").cast<std::int64_t>();
     for (std::int64_t i = 0; i < count; ++i) {
       Slot coming = kNoSlot;
       if (static_cast<std::size_t>(i) < num_incoming) {
-        coming = map_.find(incoming[static_cast<std::size_t>(i)].cast<std::uint64_t>());
+        coming = map_.find(as_key(incoming[static_cast<std::size_t>(i)], "incoming key"));
         if (coming != kNoSlot) policy_->notice(coming);
       }
       const Slot victim = policy_->choose(coming);
@@ -115,7 +174,7 @@ class NativePolicy final : public Books {
       set_aside_.push_back(victim);
       policy_->set_evictable(victim, false);
       if (freed.is_none()) continue;
-      const Slot parent = map_.find(freed.cast<std::uint64_t>());
+      const Slot parent = map_.find(as_key(freed, "parent"));
       if (parent == kNoSlot || !policy_->is_resident(parent)) continue;
       blocks_[parent].confirmed = question_;
       policy_->set_evictable(parent, true);
@@ -143,7 +202,7 @@ void bind_native_policy(py::module_& module) {
       .def(py::init<const std::string&, std::int64_t, const py::object&>(), py::arg("name"), py::arg("capacity"),
            py::arg("options") = py::none())
       .def("on_insert", &NativePolicy::on_insert, py::arg("block"))
-      .def("on_hit", &NativePolicy::on_hit, py::arg("key"), py::arg("time_s") = 0.0)
+      .def("on_hit", &NativePolicy::on_hit, py::arg("key"), py::arg("time_s") = py::none())
       .def("on_remove", &NativePolicy::on_remove, py::arg("key"), py::arg("evicted") = true)
       .def("select_victims", &NativePolicy::select_victims, py::arg("context"));
 }
