@@ -2,18 +2,34 @@
 
 import math
 from collections.abc import Container
+from numbers import Integral, Real
 
 from sagellm.core.errors import PolicyError
-from sagellm.kv_policy.base import BlockKey
+from sagellm.kv_policy.base import BlockKey, CachedBlock
 
-__all__ = ["check_count", "check_number", "require_absent", "require_present"]
+__all__ = ["RANGES", "check_count", "check_number", "check_option", "require_absent", "require_new", "require_present"]
+
+MAX_DEPTH = 2**31 - 1
+
+# Of every option, for the policies in C++ too, which say the same in their own words.
+RANGES = {
+    "small_ratio": (0.0, 1.0),
+    "ghost_ratio": (0.0, 16.0),
+    "move_to_main": (1, 10**6),
+    "in_ratio": (0.0, 1.0),
+    "out_ratio": (0.0, 16.0),
+    "protected_ratio": (0.0, 1.0),
+    "window_ratio": (0.0, 1.0),
+    "half_life": (1e-9, 1e18),
+    "depth_weight": (0.0, 1e9),
+}
 
 
 def check_number(policy: str, option: str, value: object, low: float, high: float = math.inf) -> float:
     """The value as a float. Raises PolicyError: not a finite number from `low` to `high`."""
     if (
         isinstance(value, bool)
-        or not isinstance(value, (int, float))
+        or not isinstance(value, Real)
         or not math.isfinite(value)
         or not low <= value <= high
     ):
@@ -22,11 +38,32 @@ def check_number(policy: str, option: str, value: object, low: float, high: floa
     return float(value)
 
 
-def check_count(policy: str, option: str, value: object, low: int = 0) -> int:
-    """The value as an int. Raises PolicyError: not a whole number of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise PolicyError(f"policy {policy}: option {option}={value!r}; give a whole number of at least {low}.")
-    return value
+def check_count(policy: str, option: str, value: object, low: int = 0, high: float = math.inf) -> int:
+    """The value as an int. Raises PolicyError: not a whole number from `low` to `high`."""
+    number = check_number(policy, option, value, low, high)
+    if number != int(number):
+        raise PolicyError(f"policy {policy}: option {option}={value!r}; give a whole number.")
+    return int(number)
+
+
+def check_option(policy: str, option: str, value: object) -> float:
+    """The value of an option of `RANGES`. Raises PolicyError: not a number in its range."""
+    return check_number(policy, option, value, *RANGES[option])
+
+
+def require_new(block: CachedBlock, *holders: Container[BlockKey]) -> None:
+    """Raises PolicyError: it is no block, as `CachedBlock` describes it, or one of the holders has it."""
+    for what, key in (("key", block.key), ("parent", block.parent)):
+        if not (isinstance(key, Integral) and 0 <= key < 2**64) and not (what == "parent" and key is None):
+            raise PolicyError(f"{what} {key!r}; it must be a whole number from 0 to 2**64 - 1.")
+    if block.parent == block.key:
+        raise PolicyError(f"block {block.key} is its own parent.")
+    if not (isinstance(block.depth, Integral) and 1 <= block.depth <= MAX_DEPTH):
+        raise PolicyError(f"block {block.key}: depth {block.depth!r}; allowed are 1 to {MAX_DEPTH}.")
+    for what, number in (("size_bytes", block.size_bytes), ("cost_s", block.cost_s)):
+        if not (isinstance(number, Real) and math.isfinite(number)):
+            raise PolicyError(f"{what} {number!r}; it must be a finite number.")
+    require_absent(block.key, *holders)
 
 
 def require_absent(key: BlockKey, *holders: Container[BlockKey]) -> None:
@@ -37,5 +74,9 @@ def require_absent(key: BlockKey, *holders: Container[BlockKey]) -> None:
 
 def require_present(key: BlockKey, *holders: Container[BlockKey]) -> None:
     """Raises PolicyError: no holder has the block."""
-    if not any(key in holder for holder in holders):
+    try:
+        is_present = any(key in holder for holder in holders)
+    except TypeError:  # it cannot be hashed
+        is_present = False
+    if not is_present:
         raise PolicyError(f"block {key} is not on the tier; tell on_insert first.")

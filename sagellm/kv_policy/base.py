@@ -25,6 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 BlockKey = NewType("BlockKey", int)  # 0 to 2**64 - 1
+MAX_CAPACITY = 2**30
 
 
 class CachedBlock(NamedTuple):
@@ -137,18 +138,19 @@ class EvictionPolicy(ABC):
     """Base of every policy. An instance serves one tier of one engine and is called by one thread at a time.
 
     Args:
-        capacity: blocks that the tier has room for, at least 1.
+        capacity: blocks that the tier has room for, 1 to 2**30.
         options: the policy's own, from the configuration.
 
     Raises:
-        PolicyError: bad capacity or options; in events, a key that is on the tier already (`on_insert`) or is not.
+        PolicyError: bad capacity or options; in events, a key that is on the tier already (`on_insert`) or is not, or a block
+            whose attributes are none of `CachedBlock`'s.
     """
 
     name: ClassVar[str]
 
     def __init__(self, capacity: int, **options: Any) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise PolicyError(f"capacity {capacity!r}: a policy needs room for at least 1 block.")
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or not 1 <= capacity <= MAX_CAPACITY:
+            raise PolicyError(f"capacity {capacity!r}: a policy needs room for at least 1 block, and at most {MAX_CAPACITY}.")
         if options:
             raise PolicyError(f"policy {self.name} has no options {sorted(options)}.")
         self.capacity = capacity

@@ -35,8 +35,8 @@ class ReferenceObjectCache:
             return True
         if len(self._keys) == self._capacity:
             self._make_room(block)
-        self._keys[block] = None
         self._policy.on_insert(CachedBlock(block))
+        self._keys[block] = None
         return False
 
     def access_many(self, keys: NDArray[np.int64] | NDArray[np.uint64] | Iterable[int]) -> NDArray[np.bool_]:

@@ -1,5 +1,6 @@
 // Policies, the flat cache and the replay of prefixes.
 
+#include <cmath>
 #include <cstring>
 
 #include "arguments.h"
@@ -39,16 +40,20 @@ PrefixReplayArrays run_prefix(const std::string& name, std::int64_t capacity, py
   PrefixTrace trace;
   trace.keys = key_view.data();
   trace.num_keys = key_view.size();
-  trace.offsets = reinterpret_cast<const std::int64_t*>(offset_view.data());
+  // Copies, since the caller's thread may go on and write to its arrays.
+  const auto* const first_offset = reinterpret_cast<const std::int64_t*>(offset_view.data());
+  const std::vector<std::int64_t> own_offsets(first_offset, first_offset + offset_view.size());
+  trace.offsets = own_offsets.data();
   trace.num_requests = offset_view.size() - 1;
-  std::unique_ptr<Int32View> outputs;
+  std::vector<std::int32_t> own_outputs;
   if (!output_blocks.is_none()) {
-    outputs = std::make_unique<Int32View>(output_blocks, "output_blocks");
-    check_length("output_blocks", outputs->size(), trace.num_requests);
-    for (std::size_t i = 0; i < outputs->size(); ++i) {
-      if (outputs->data()[i] < 0) throw PolicyError("output_blocks of request " + std::to_string(i) + " are negative.");
+    const Int32View outputs(output_blocks, "output_blocks");
+    check_length("output_blocks", outputs.size(), trace.num_requests);
+    own_outputs.assign(outputs.data(), outputs.data() + outputs.size());
+    for (std::size_t i = 0; i < own_outputs.size(); ++i) {
+      if (own_outputs[i] < 0) throw PolicyError("output_blocks of request " + std::to_string(i) + " are negative.");
     }
-    trace.output_blocks = outputs->data();
+    trace.output_blocks = own_outputs.data();
   }
   if (!times_s.is_none()) check_length("times_s", py::len(times_s), trace.num_requests);
   PrefixReplayOptions how;
@@ -79,6 +84,18 @@ py::array_t<bool> run_objects(const std::string& name, std::int64_t capacity, py
   return hits;
 }
 
+// False, with an error set: no integer, or one that takes more than 64 bits.
+bool is_modulo_key(const py::handle& argument, std::uint64_t& key) {
+  const py::object number = py::reinterpret_steal<py::object>(PyNumber_Index(argument.ptr()));
+  if (!number) return false;
+  key = PyLong_AsUnsignedLongLong(number.ptr());
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    key = static_cast<std::uint64_t>(PyLong_AsLongLong(number.ptr()));
+  }
+  return PyErr_Occurred() == nullptr;
+}
+
 }  // namespace
 
 KeyView::KeyView(py::handle argument, const char* what) {
@@ -89,7 +106,19 @@ KeyView::KeyView(py::handle argument, const char* what) {
   try {
     array_ = py::array::ensure(argument, py::array::c_style);
     if (array_ && array_.size() == 0 && array_.ndim() == 1) array_ = array_.attr("astype")("uint64");
-    const char kind = array_ ? array_.dtype().kind() : '?';
+    char kind = array_ ? array_.dtype().kind() : '?';
+    if ((kind == 'f' || kind == 'O') && !py::isinstance<py::array>(argument)) {
+      // Integers that no type of numpy's holds all of, or so it decided.
+      std::vector<std::uint64_t> keys;
+      for (const py::handle& key : argument) {
+        if (!is_modulo_key(key, keys.emplace_back())) break;
+      }
+      if (keys.size() == static_cast<std::size_t>(py::len(argument)) && PyErr_Occurred() == nullptr) {
+        array_ = py::array_t<std::uint64_t>(static_cast<py::ssize_t>(keys.size()), keys.data());
+        kind = 'u';
+      }
+      PyErr_Clear();
+    }
     if (kind != 'i' && kind != 'u') refuse(array_ ? "of type " + py::str(array_.dtype()).cast<std::string>() : "no array");
     if (array_.ndim() != 1) refuse("of " + std::to_string(array_.ndim()) + " dimensions");
     const char order = array_.dtype().byteorder();
@@ -110,10 +139,15 @@ PolicyOptions parse_options(const py::object& options) {
     if (name == "future") {
       const KeyView keys(value, "future");
       parsed.future = foreseen({keys.data(), keys.data() + keys.size()});
-    } else if (!py::isinstance<py::bool_>(value) && PyNumber_Check(value.ptr()) && !py::isinstance<py::str>(value)) {
-      parsed.numbers[name] = value.cast<double>();
+    } else if (value.is_none()) {
+      parsed.numbers[name] = std::nan("");
     } else {
-      throw PolicyError("option " + name + " is " + py::repr(value).cast<std::string>() + "; it must be a number.");
+      const double number = py::isinstance<py::bool_>(value) ? std::nan("") : PyFloat_AsDouble(value.ptr());
+      if (PyErr_Occurred() != nullptr || !std::isfinite(number)) {
+        PyErr_Clear();
+        throw PolicyError("option " + name + " is " + py::repr(value).cast<std::string>() + "; it must be a number, and finite.");
+      }
+      parsed.numbers[name] = number;
     }
   }
   return parsed;

@@ -49,6 +49,7 @@ class FlatCache final : public ObjectCache {
       policy_.hit(slot);
       return true;
     }
+    policy_.expect(key);
     if (size_ == capacity_) {
       if (slot != kNoSlot) policy_.notice(slot);
       const Slot victim = policy_.choose(slot);
@@ -57,7 +58,7 @@ class FlatCache final : public ObjectCache {
       --size_;
     }
     if (slot == kNoSlot) slot = host_.add(key);
-    policy_.insert(slot, BlockFacts{});  // may refuse
+    policy_.insert(slot, BlockFacts{});
     ++size_;
     return false;
   }

@@ -52,7 +52,12 @@ class Foreseen final : public NextUse {
   }
 
   std::uint64_t at(Slot, std::uint64_t key) override {
-    if (event_ < keys_.size() && keys_[event_] == key) return next_[event_++];
+    require(key);
+    return next_[event_++];
+  }
+
+  void require(std::uint64_t key) const override {
+    if (event_ < keys_.size() && keys_[event_] == key) return;
     throw PolicyError("event " + std::to_string(event_) + " is of key " + std::to_string(key) + ", foreseen was " +
                       (event_ < keys_.size() ? "key " + std::to_string(keys_[event_]) : "the end") +
                       "; give belady the keys of all events in the order in which they are told.");

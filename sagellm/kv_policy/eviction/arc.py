@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sagellm.kv_policy.arguments import require_absent, require_present
+from sagellm.kv_policy.arguments import require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Queue, append_bounded, first_evictable
 
@@ -34,7 +34,7 @@ class Arc(EvictionPolicy):
         self._leaves_no_ghost: set[BlockKey] = set()  # victims
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._recent, self._frequent)
+        require_new(block, self._recent, self._frequent)
         self._notice(block.key)
         is_returning = self._returning.pop(block.key, None) is not None
         (self._frequent if is_returning else self._recent)[block.key] = None

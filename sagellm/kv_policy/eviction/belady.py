@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sagellm.core.errors import PolicyError
-from sagellm.kv_policy.arguments import require_absent, require_present
+from sagellm.kv_policy.arguments import require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Ranking
 
@@ -42,7 +42,7 @@ class Belady(EvictionPolicy):
         self._ranking = Ranking()  # (-event of the next use, number of the insertion)
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._ranking)
+        require_new(block, self._ranking)
         next_use = self._consume(block.key)
         self._num_inserted += 1
         self._ranking[block.key] = (-next_use, self._num_inserted)

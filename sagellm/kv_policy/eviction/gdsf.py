@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sagellm.kv_policy.arguments import require_absent, require_present
+from sagellm.kv_policy.arguments import require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Ranking
 
@@ -27,7 +27,7 @@ class Gdsf(EvictionPolicy):
         self._num_computed = 0
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._blocks)
+        require_new(block, self._blocks)
         self._use(block.key, block.cost_s if block.cost_s > 0 else 1.0, max(1, block.size_bytes), 1)
 
     def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:

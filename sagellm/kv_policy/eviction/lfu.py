@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sagellm.kv_policy.arguments import require_absent, require_present
+from sagellm.kv_policy.arguments import require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Queue
 
@@ -24,7 +24,7 @@ class Lfu(EvictionPolicy):
         self._used: dict[int, Queue] = {}  # by number of uses, in order of arrival at it; no queue is empty
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._num_uses)
+        require_new(block, self._num_uses)
         self._arrive(block.key, 1)
 
     def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sagellm.kv_policy.arguments import require_absent, require_present
+from sagellm.kv_policy.arguments import require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Queue
 
@@ -19,7 +19,7 @@ class Lru(EvictionPolicy):
         self._queue: Queue = Queue()
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._queue)
+        require_new(block, self._queue)
         self._queue[block.key] = None
 
     def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sagellm.kv_policy.arguments import require_absent, require_present
+from sagellm.kv_policy.arguments import require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Ranking
 
@@ -20,7 +20,7 @@ class PrefixDepth(EvictionPolicy):
         self._tick = 0
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._ranking)
+        require_new(block, self._ranking)
         self._tick += 1
         self._ranking[block.key] = (-block.depth, self._tick)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sagellm.kv_policy.arguments import require_absent, require_present
+from sagellm.kv_policy.arguments import require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Ranking
 
@@ -26,15 +26,16 @@ class PrefixLru(EvictionPolicy):
         self._num_inserted = 0
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._parents)
+        require_new(block, self._parents)
         self._tick += 1
         self._num_inserted += 1
         self._parents[block.key] = block.parent
         self._ranking[block.key] = (self._tick, -block.depth, self._num_inserted)
-        above = block.parent
-        while above is not None and above in self._parents:
+        # Up to a block that is not less deep than the one below it: whoever tells of such must not make this go in a circle.
+        below, above = block.key, block.parent
+        while above is not None and above in self._parents and self._ranking[above][1] > self._ranking[below][1]:
             self._stamp(above)
-            above = self._parents[above]
+            below, above = above, self._parents[above]
 
     def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:
         require_present(key, self._parents)

@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from sagellm.core.errors import PolicyError
-from sagellm.kv_policy.arguments import check_number, require_absent, require_present
+from sagellm.kv_policy.arguments import check_option, require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Ranking
 
@@ -17,7 +16,7 @@ class PrefixReuse(EvictionPolicy):
     moments compare: score = last use / half_life + log2(sum at the last use) - depth_weight * log2(depth). Of equal scores
     the one used least recently goes.
 
-    Options: `half_life` in ticks (default 4 * capacity), above 0; `depth_weight` (.25), at least 0.
+    Options: `half_life` in ticks (default 4 * capacity), at least 1e-9; `depth_weight` (.25), at least 0.
 
     Source: the sum is the CRF of LRFU, Lee et al., IEEE ToC 2001.
     """
@@ -28,16 +27,14 @@ class PrefixReuse(EvictionPolicy):
         self, capacity: int, *, half_life: float | None = None, depth_weight: float = 0.25, **options: Any
     ) -> None:
         super().__init__(capacity, **options)
-        self._half_life = 4.0 * capacity if half_life is None else check_number(self.name, "half_life", half_life, 0)
-        if self._half_life == 0:
-            raise PolicyError(f"policy {self.name}: option half_life={half_life!r}; give a number above 0.")
-        self._depth_weight = check_number(self.name, "depth_weight", depth_weight, 0)
+        self._half_life = 4.0 * capacity if half_life is None else check_option(self.name, "half_life", half_life)
+        self._depth_weight = check_option(self.name, "depth_weight", depth_weight)
         self._ranking = Ranking()  # (score, tick of the last use)
         self._uses: dict[BlockKey, tuple[float, int]] = {}  # faded sum at the last use, depth
         self._tick = 0
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._uses)
+        require_new(block, self._uses)
         self._tick += 1
         self._use(block.key, 1.0, block.depth)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sagellm.kv_policy.arguments import check_count, check_number, require_absent, require_present
+from sagellm.kv_policy.arguments import RANGES, check_count, check_option, require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Queue, append_bounded, first_evictable
 
@@ -37,10 +37,10 @@ class S3Fifo(EvictionPolicy):
         **options: Any,
     ) -> None:
         super().__init__(capacity, **options)
-        self._small_limit = int(capacity * check_number(self.name, "small_ratio", small_ratio, 0, 1))
+        self._small_limit = int(capacity * check_option(self.name, "small_ratio", small_ratio))
         self._main_limit = capacity - self._small_limit
-        self._ghost_limit = int(capacity * check_number(self.name, "ghost_ratio", ghost_ratio, 0))
-        self._move_to_main = check_count(self.name, "move_to_main", move_to_main, 1)
+        self._ghost_limit = int(capacity * check_option(self.name, "ghost_ratio", ghost_ratio))
+        self._move_to_main = check_count(self.name, "move_to_main", move_to_main, *RANGES["move_to_main"])
         self._small: Queue = Queue()
         self._main: Queue = Queue()
         self._ghosts: Queue = Queue()
@@ -49,7 +49,7 @@ class S3Fifo(EvictionPolicy):
         self._was_asked = False
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._num_hits)
+        require_new(block, self._num_hits)
         self._notice(block.key)
         is_returning = block.key in self._returning
         self._returning.pop(block.key, None)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sagellm.kv_policy.arguments import require_absent, require_present
+from sagellm.kv_policy.arguments import require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 
 __all__ = ["Sieve"]
@@ -28,7 +28,7 @@ class Sieve(EvictionPolicy):
         self._hand: BlockKey | None = None  # None: at the oldest
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._visited)
+        require_new(block, self._visited)
         self._visited[block.key] = False
         self._link(self._newest, block.key)
         self._link(block.key, None)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sagellm.kv_policy.arguments import check_number, require_absent, require_present
+from sagellm.kv_policy.arguments import check_option, require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Queue, first_evictable, move_first
 
@@ -21,12 +21,12 @@ class Slru(EvictionPolicy):
 
     def __init__(self, capacity: int, *, protected_ratio: float = 0.8, **options: Any) -> None:
         super().__init__(capacity, **options)
-        self._protected_limit = int(check_number(self.name, "protected_ratio", protected_ratio, 0, 1) * capacity)
+        self._protected_limit = int(check_option(self.name, "protected_ratio", protected_ratio) * capacity)
         self._probation: Queue = Queue()
         self._protected: Queue = Queue()
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._probation, self._protected)
+        require_new(block, self._probation, self._protected)
         self._probation[block.key] = None
 
     def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:

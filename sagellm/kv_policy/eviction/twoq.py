@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sagellm.kv_policy.arguments import check_number, require_absent, require_present
+from sagellm.kv_policy.arguments import check_option, require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Queue, append_bounded, first_evictable
 
@@ -23,15 +23,15 @@ class TwoQ(EvictionPolicy):
 
     def __init__(self, capacity: int, *, in_ratio: float = 0.25, out_ratio: float = 0.5, **options: Any) -> None:
         super().__init__(capacity, **options)
-        self._in_limit = max(1, int(check_number(self.name, "in_ratio", in_ratio, 0, 1) * capacity))
-        self._out_limit = max(1, int(check_number(self.name, "out_ratio", out_ratio, 0) * capacity))
+        self._in_limit = max(1, int(check_option(self.name, "in_ratio", in_ratio) * capacity))
+        self._out_limit = max(1, int(check_option(self.name, "out_ratio", out_ratio) * capacity))
         self._a1in: Queue = Queue()
         self._a1out: Queue = Queue()
         self._am: Queue = Queue()
         self._returning: Queue = Queue()  # was in A1out, not yet inserted
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._a1in, self._am)
+        require_new(block, self._a1in, self._am)
         self._notice(block.key)
         is_returning = block.key in self._returning
         self._returning.pop(block.key, None)

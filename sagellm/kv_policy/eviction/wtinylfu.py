@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from sagellm.kv_policy.arguments import check_number, require_absent, require_present
+from sagellm.kv_policy.arguments import check_option, require_new, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.eviction.queues import Queue, first_evictable, move_first
 
 __all__ = ["CountMinSketch", "WTinyLfu"]
 
 MASK = 2**64 - 1
+LARGEST_WIDTH = 2**22  # counters of a row
 
 
 def mix64(value: int) -> int:
@@ -20,18 +21,19 @@ def mix64(value: int) -> int:
 
 class CountMinSketch:
     """How often keys were used lately, at most 15: four counters a key, each shared with other keys; the lowest counts. After
-    ten uses a block of the capacity all counters are halved, rounded down.
+    ten uses a block of the capacity all counters are halved, rounded down. Beyond 4 million blocks of capacity there are no
+    more counters than for 4 million, and they are halved as often.
 
     Source: Cormode and Muthukrishnan, J. Algorithms 2005; halving: Einziger, Friedman and Manes, ACM ToS 2017.
     """
 
     def __init__(self, capacity: int) -> None:
         self._width = 16
-        while self._width < capacity:
+        while self._width < min(capacity, LARGEST_WIDTH):
             self._width *= 2
         self._rows = [bytearray(self._width) for _ in range(4)]
         self._num_added = 0
-        self._sample_size = 10 * capacity
+        self._sample_size = 10 * min(capacity, LARGEST_WIDTH)
 
     def add(self, key: int) -> None:
         for row, place in zip(self._rows, self._places(key), strict=True):
@@ -65,8 +67,8 @@ class WTinyLfu(EvictionPolicy):
         self, capacity: int, *, window_ratio: float = 0.01, protected_ratio: float = 0.8, **options: Any
     ) -> None:  # fmt: skip
         super().__init__(capacity, **options)
-        self._window_limit = max(1, int(check_number(self.name, "window_ratio", window_ratio, 0, 1) * capacity))
-        protected_ratio = check_number(self.name, "protected_ratio", protected_ratio, 0, 1)
+        self._window_limit = max(1, int(check_option(self.name, "window_ratio", window_ratio) * capacity))
+        protected_ratio = check_option(self.name, "protected_ratio", protected_ratio)
         self._protected_limit = int(protected_ratio * (capacity - self._window_limit))
         self._window: Queue = Queue()
         self._probation: Queue = Queue()
@@ -74,7 +76,7 @@ class WTinyLfu(EvictionPolicy):
         self._sketch = CountMinSketch(capacity)
 
     def on_insert(self, block: CachedBlock) -> None:
-        require_absent(block.key, self._window, self._probation, self._protected)
+        require_new(block, self._window, self._probation, self._protected)
         self._sketch.add(block.key)
         self._window[block.key] = None
         if len(self._window) > self._window_limit:

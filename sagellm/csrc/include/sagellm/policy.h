@@ -31,6 +31,8 @@ class NextUse {
   virtual ~NextUse() = default;
   // The index of the next event of this key, or kNever. Throws PolicyError if this event was not foreseen.
   virtual std::uint64_t at(Slot slot, std::uint64_t key) = 0;
+  // Throws as `at` would for an event of this key, and consumes none.
+  virtual void require(std::uint64_t) const {}
 };
 
 struct PolicyOptions {

@@ -10,11 +10,12 @@ template <typename Host>
 class Arc : public PolicyBase<Host> {
  public:
   Arc(Host& host, Settings& settings)
-      : PolicyBase<Host>(host, settings), recent_(host), frequent_(host), recent_ghosts_(host), frequent_ghosts_(host) {}
+      : PolicyBase<Host>(host, settings), recent_(host), frequent_(host), recent_ghosts_(host), frequent_ghosts_(host),
+        returning_(host, settings.capacity()) {}
 
   void insert(Slot slot, const BlockFacts&) {
     notice(slot);
-    const bool comes_back = this->noticed(slot) != 0;
+    const bool comes_back = returning_.pop(slot) != 0;
     this->host_[slot].has_no_ghost = false;  // of the block that had the slot before
     this->set_where(slot, comes_back ? kFrequent : kRecent);
     (comes_back ? frequent_ : recent_).push(slot);
@@ -50,7 +51,7 @@ class Arc : public PolicyBase<Host> {
       target_ = std::max(target_ - std::max(recent / frequent, 1.0), 0.0);
       frequent_ghosts_.erase(slot);
     }
-    this->set_where(slot, kNoticed + (where == kRecentGhost ? 1u : 2u));
+    returning_.push(slot, where == kRecentGhost ? 1u : 2u);
   }
 
   Slot choose(Slot incoming) {
@@ -100,6 +101,7 @@ class Arc : public PolicyBase<Host> {
 
   Queue<Host> recent_, frequent_;
   List<Host> recent_ghosts_, frequent_ghosts_;
+  Returning<Host> returning_;
   double target_ = 0.0;
 };
 

@@ -38,6 +38,13 @@ class Settings {
     throw PolicyError("policy " + name_ + ": " + text);
   }
 
+  // As `number`; None, which is a NaN here, is as good as nothing.
+  double number_or_none(const char* option, double standard, double low, double high) {
+    const auto found = left_.find(option);
+    if (found != left_.end() && std::isnan(found->second)) left_.erase(found);
+    return number(option, standard, low, high);
+  }
+
   std::uint32_t whole(const char* option, double standard, double low, double high) {
     const double value = number(option, standard, low, high);
     if (value == std::floor(value)) return static_cast<std::uint32_t>(value);
@@ -65,6 +72,8 @@ class PolicyBase {
  public:
   PolicyBase(Host& host, const Settings& settings) : host_(host), capacity_(settings.capacity()) {}
   void notice(Slot) {}
+  // A key that is not there is about to come. May refuse it, before anything leaves for it.
+  void expect(std::uint64_t) const {}
 
  protected:
   // Where a slot that comes was to go, if it was a ghost that has been noticed; else 0.
@@ -75,6 +84,36 @@ class PolicyBase {
   void set_where(Slot slot, unsigned where) { host_[slot].where = static_cast<std::uint8_t>(where); }
 
   Host& host_;
+  const std::size_t capacity_;
+};
+
+// Ghosts that were noticed, until they are inserted. Whoever says what is coming may change its mind, so that they are as
+// many as there are places on the tier; the one noticed first is forgotten.
+template <typename Host>
+class Returning {
+ public:
+  Returning(Host& host, std::size_t capacity) : host_(host), list_(host), capacity_(capacity) {}
+
+  void push(Slot slot, unsigned destination) {
+    host_[slot].where = static_cast<std::uint8_t>(kNoticed + destination);
+    list_.push(slot);
+    if (list_.size() <= capacity_) return;
+    const Slot oldest = list_.oldest();
+    list_.erase(oldest);
+    host_.forget(oldest);
+  }
+
+  // Where a slot that comes is to go, if it is one of them; else 0.
+  unsigned pop(Slot slot) {
+    const unsigned where = host_[slot].where;
+    if (where < kNoticed || where == kNowhere) return 0;
+    list_.erase(slot);
+    return where - kNoticed;
+  }
+
+ private:
+  Host& host_;
+  List<Host> list_;
   const std::size_t capacity_;
 };
 

@@ -15,6 +15,7 @@ class S3Fifo : public PolicyBase<Host> {
         small_(host),
         main_(host),
         ghosts_(host),
+        returning_(host, settings.capacity()),
         small_size_(settings.part(settings.number("small_ratio", 0.1, 0.0, 1.0))),
         ghost_size_(settings.part(settings.number("ghost_ratio", 0.9, 0.0, 16.0))),
         main_size_(settings.capacity() - small_size_),
@@ -22,7 +23,7 @@ class S3Fifo : public PolicyBase<Host> {
 
   void insert(Slot slot, const BlockFacts&) {
     notice(slot);
-    const bool to_main = this->noticed(slot) != 0 || (!has_evicted_ && small_.size() >= small_size_);
+    const bool to_main = returning_.pop(slot) != 0 || (!has_evicted_ && small_.size() >= small_size_);
     this->host_[slot].count = 0;
     this->set_where(slot, to_main ? kMain : kSmall);
     (to_main ? main_ : small_).push(slot);
@@ -47,7 +48,7 @@ class S3Fifo : public PolicyBase<Host> {
   void notice(Slot slot) {
     if (this->host_[slot].where != kGhost) return;
     ghosts_.erase(slot);
-    this->set_where(slot, kNoticed + kMain);
+    returning_.push(slot, kMain);
   }
 
   Slot choose(Slot) {
@@ -90,6 +91,7 @@ class S3Fifo : public PolicyBase<Host> {
 
   Queue<Host> small_, main_;
   List<Host> ghosts_;
+  Returning<Host> returning_;
   const std::size_t small_size_, ghost_size_, main_size_;
   const std::uint32_t move_to_main_;
   bool has_evicted_ = false;

@@ -92,7 +92,11 @@ class PrefixLru : public Scored<Host, Rank<std::uint64_t, std::uint64_t, std::ui
     this->set_where(slot, 1);
     // Depths count from the far end, so that the deepest is the lowest.
     this->ranking_.insert(slot, {++tick_, kNever - facts.depth, ++insertions_});
-    for (Slot above = slot; (above = this->host_.resident_parent(above)) != kNoSlot;) renew(above);
+    // Up to a block that is not less deep than the one below it: whoever tells of such must not make this go in a circle.
+    for (Slot below = slot, above; (above = this->host_.resident_parent(below)) != kNoSlot; below = above) {
+      if (this->ranking_.key(above).second <= this->ranking_.key(below).second) break;
+      renew(above);
+    }
   }
   void hit(Slot slot) {
     ++tick_;
@@ -141,7 +145,7 @@ class PrefixReuse : public Scored<Host, Rank<double, std::uint64_t, char>> {
  public:
   PrefixReuse(Host& host, Settings& settings)
       : Base(host, settings),
-        half_life_(settings.number("half_life", 4.0 * static_cast<double>(settings.capacity()), 1e-9, 1e18)),
+        half_life_(settings.number_or_none("half_life", 4.0 * static_cast<double>(settings.capacity()), 1e-9, 1e18)),
         depth_weight_(settings.number("depth_weight", 0.25, 0.0, 1e9)) {}
 
   void insert(Slot slot, const BlockFacts& facts) {
@@ -180,6 +184,7 @@ class Belady : public Scored<Host, Rank<std::uint64_t, std::uint64_t, char>> {
     if (future_ == nullptr) throw PolicyError("policy belady needs the option future: the keys of all events in order.");
   }
 
+  void expect(std::uint64_t key) const { future_->require(key); }
   void insert(Slot slot, const BlockFacts&) {
     const std::uint64_t next = future_->at(slot, this->host_[slot].key);
     this->set_where(slot, 1);

@@ -14,12 +14,13 @@ class TwoQ : public PolicyBase<Host> {
         in_(host),
         main_(host),
         out_(host),
+        returning_(host, settings.capacity()),
         in_size_(std::max<std::size_t>(1, settings.part(settings.number("in_ratio", 0.25, 0.0, 1.0)))),
         out_size_(std::max<std::size_t>(1, settings.part(settings.number("out_ratio", 0.5, 0.0, 16.0)))) {}
 
   void insert(Slot slot, const BlockFacts&) {
     notice(slot);
-    const bool to_main = this->noticed(slot) != 0;
+    const bool to_main = returning_.pop(slot) != 0;
     this->set_where(slot, to_main ? kMain : kIn);
     (to_main ? main_ : in_).push(slot);
   }
@@ -45,7 +46,7 @@ class TwoQ : public PolicyBase<Host> {
   void notice(Slot slot) {
     if (this->host_[slot].where != kGhost) return;
     out_.erase(slot);
-    this->set_where(slot, kNoticed + kMain);
+    returning_.push(slot, kMain);
   }
 
   Slot choose(Slot) {
@@ -64,6 +65,7 @@ class TwoQ : public PolicyBase<Host> {
 
   Queue<Host> in_, main_;
   List<Host> out_;
+  Returning<Host> returning_;
   const std::size_t in_size_, out_size_;
 };
 

@@ -8,12 +8,13 @@
 
 namespace sage {
 
-// Four rows of counters up to 15, all halved once ten uses a block of capacity were counted.
+// Four rows of counters up to 15, all halved once ten uses a block of capacity were counted. A row is no longer than 2**22:
+// beyond 4 million blocks more keys share a counter, and counters are halved as often as if there were no more blocks.
 class FrequencySketch {
  public:
-  explicit FrequencySketch(std::size_t capacity) : period_(10 * static_cast<std::uint64_t>(capacity)) {
+  explicit FrequencySketch(std::size_t capacity) : period_(10 * std::min<std::uint64_t>(capacity, kMaxWidth)) {
     std::size_t width = 16;
-    while (width < capacity) width *= 2;
+    while (width < capacity && width < kMaxWidth) width *= 2;
     mask_ = width - 1;
     counters_.assign(kRows * width, 0);
   }
@@ -35,7 +36,7 @@ class FrequencySketch {
   }
 
  private:
-  static constexpr std::size_t kRows = 4;
+  static constexpr std::size_t kRows = 4, kMaxWidth = std::size_t{1} << 22;
 
   std::size_t place(std::uint64_t key, std::size_t row) const {
     std::uint64_t x = key + 0x9E3779B97F4A7C15ull * (row + 1);
