@@ -1,23 +1,30 @@
-"""How well lifetime predictors are calibrated: on a generated trace, and on one that you bring.
+"""How well lifetime predictors are calibrated, when a gap begins and when a tier evicts: on a generated trace, and on one that
+you bring.
 
-    python -m benchmarks.lifetimes [--trace FILE] [--predictor NAME] [--json]
+    python -m benchmarks.lifetimes [--trace FILE] [--predictor NAME] [--capacity BLOCKS] [--horizon S] [--json]
 
 FILE has one JSON object a line with `timestamp` (ms) and `hash_ids`, as Mooncake's traces have. The generated trace draws
 blocks by Zipf's law, with accesses a Poisson process; so gaps of a block are exponential, with a mean of its own.
 """
 
 import json
+import math
 import sys
 import time
+from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import numpy as np
 
 from sagellm.core.errors import SageError, TraceError
-from sagellm.kv_policy import calibrate, lifetime_predictor_names, make_lifetime_predictor
+from sagellm.kv_policy import LifetimePredictor, calibrate, lifetime_predictor_names, make_lifetime_predictor
+from sagellm.kv_policy.base import BlockKey
+from sagellm.kv_policy.lifetime.base import reuse_probability
 
 NUM_BLOCKS, NUM_ACCESSES, ACCESSES_PER_S = 5_000, 60_000, 100.0
+SAMPLED = 16
 
 
 def zipf_trace(seed: int) -> list[tuple[float, int]]:
@@ -44,13 +51,54 @@ def read_trace(file: Path) -> list[tuple[float, int]]:
     return accesses
 
 
+class AtEviction(NamedTuple):
+    """Of sampled victims of an LRU tier: the mean predicted probability to be used again within a horizon, the share that
+    was, and how many they are."""
+
+    predicted: float
+    actual: float
+    num_victims: int
+
+
+def at_eviction(
+    predictor: LifetimePredictor, accesses: list[tuple[float, int]], capacity: int, horizon_s: float
+) -> AtEviction | None:
+    """Of every `SAMPLED`th victim in the second half of a trace whose horizon lies within it; None: there is none."""
+    next_s = [math.inf] * len(accesses)
+    later: dict[int, float] = {}
+    for place in range(len(accesses) - 1, -1, -1):
+        time_s, key = accesses[place]
+        next_s[place] = later.get(key, math.inf)
+        later[key] = time_s
+    tier: OrderedDict[int, int] = OrderedDict()  # the place of the last use
+    predicted, came = [], []
+    num_evicted = 0
+    for place, (time_s, key) in enumerate(accesses):
+        predictor.observe(BlockKey(key), time_s)
+        tier[key] = place
+        tier.move_to_end(key)
+        if len(tier) <= capacity:
+            continue
+        victim, last_use = tier.popitem(last=False)
+        num_evicted += 1
+        if num_evicted % SAMPLED == 0 and place > len(accesses) // 2 and time_s + horizon_s <= accesses[-1][0]:
+            predicted.append(reuse_probability(predictor, BlockKey(victim), time_s, horizon_s))
+            came.append(next_s[last_use] <= time_s + horizon_s)
+    return AtEviction(float(np.mean(predicted)), float(np.mean(came)), len(came)) if came else None
+
+
 @click.command()
 @click.option("--trace", type=click.Path(path_type=Path), help="Also this one.")
 @click.option("--predictor", "names", multiple=True, help="Default: all that are known.")
-@click.option("--seed", default=5, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=5, show_default=True)
+@click.option("--capacity", type=click.IntRange(1), default=1000, show_default=True, help="Blocks of the LRU tier.")
+@click.option("--horizon", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds after an eviction.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def main(trace: Path | None, names: tuple[str, ...], seed: int, as_json: bool) -> None:
-    """Print the calibration error of each predictor, and the factor by which its median prediction is off."""
+def main(
+    trace: Path | None, names: tuple[str, ...], seed: int, capacity: int, horizon: float, as_json: bool
+) -> None:  # fmt: skip
+    """Print the calibration error of each predictor, the factor by which its median prediction is off, and the predicted and
+    the actual share of an LRU tier's victims that are used again soon."""
     rows = []
     try:
         traces = {"zipf": zipf_trace(seed)} | ({trace.name: read_trace(trace)} if trace else {})
@@ -58,9 +106,10 @@ def main(trace: Path | None, names: tuple[str, ...], seed: int, as_json: bool) -
             for name in names or lifetime_predictor_names():
                 start = time.perf_counter()
                 found = calibrate(make_lifetime_predictor(name), accesses)
-                rows.append(
-                    {"trace": title, "predictor": name, **found._asdict(), "seconds": time.perf_counter() - start}
-                )
+                seconds = time.perf_counter() - start
+                victims = at_eviction(make_lifetime_predictor(name), accesses, capacity, horizon)
+                row = {"trace": title, "predictor": name, **found._asdict(), "seconds": seconds}
+                rows.append(row | {"at_eviction": victims._asdict() if victims else None})
     except SageError as error:
         raise click.ClickException(str(error)) from None
     if as_json:
@@ -70,6 +119,11 @@ def main(trace: Path | None, names: tuple[str, ...], seed: int, as_json: bool) -
         shares = " ".join(f"{share:.3f}" for share in row["shares"])
         error, factor = f"{row['error']:.4f}", f"{row['median_ratio']:.2f}"
         click.echo(f"{row['trace']:<26} {row['predictor']:<12} error {error}  factor {factor}  within: {shares}")
+        if victims := row["at_eviction"]:
+            click.echo(
+                f"{'':<26} {victims['num_victims']} victims: predicted {victims['predicted']:.3f}, "
+                f"used again {victims['actual']:.3f}"
+            )
 
 
 if __name__ == "__main__":

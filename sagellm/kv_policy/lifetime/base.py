@@ -31,7 +31,8 @@ class Seen:
 
 class GapPredictor(LifetimePredictor):
     """Predicts the gap until the next use from gaps that were seen. `predict_ttl` speaks of blocks that are found again;
-    whether one is at all, `predict_return` says. Infinity while no gap was seen.
+    whether one is at all, `predict_return` says. Infinity while no gap was seen, and where none was as long as the block has
+    waited already.
 
     Args:
         max_keys: blocks to know of; the one unseen for longest is forgotten first.
@@ -70,11 +71,20 @@ class GapPredictor(LifetimePredictor):
         age_s = max(0.0, time_s - seen.time_s) if seen is not None else 0.0
         return self._predict(seen, age_s, quantile)
 
-    def predict_return(self, key: BlockKey) -> float:
-        """The probability that the block is found again at all: the share among blocks that were used as often, 0 to 1."""
+    def predict_return(self, key: BlockKey, time_s: float | None = None, within_s: float = math.inf) -> float:
+        """The probability that the block is found again within this time, 0 to 1.
+
+        Without `time_s` at the moment of its last use: the share among blocks that were used as often. Afterwards the longer
+        it has waited the less likely it is one of those that come back: with S the share of gaps that are longer than a
+        time, among those that end, pi * (S(age) - S(age + within)) / (pi * S(age) + 1 - pi).
+        """
         seen = self._seen.get(key)
         uses = min(seen.num_uses, NUM_USES_APART) if seen is not None else 1
-        return (self._num_returned[uses] + 1) / (self._num_used[uses] + 2)
+        returns = (self._num_returned[uses] + 1) / (self._num_used[uses] + 2)
+        age_s = max(0.0, time_s - seen.time_s) if seen is not None and time_s is not None else 0.0
+        waits = self._survival(seen, age_s)
+        waits_longer = self._survival(seen, age_s + within_s) if within_s < math.inf else 0.0
+        return returns * (waits - waits_longer) / (returns * waits + 1 - returns)
 
     @property
     def num_gaps(self) -> int:
@@ -89,10 +99,16 @@ class GapPredictor(LifetimePredictor):
     def _predict(self, seen: Seen | None, age_s: float, quantile: float) -> float:
         """Seconds from now, `age_s` after the last use. `seen`: None for a block nobody knows."""
 
+    @abstractmethod
+    def _survival(self, seen: Seen | None, gap_s: float) -> float:
+        """The share of gaps that are longer than this, of those that end; 1 to 0 as `gap_s` rises."""
+
 
 def reuse_probability(predictor: LifetimePredictor, key: BlockKey, time_s: float, within_s: float) -> float:
-    """The probability that the block is found again within this time, to 1/64: the highest quantile whose lifetime fits in,
-    times that of a return at all where the predictor can tell it. 0 to 1."""
+    """The probability that the block is found again within this time, 0 to 1: `GapPredictor.predict_return`; of a predictor
+    that has none the highest quantile whose lifetime fits in, to 1/64."""
+    if isinstance(predictor, GapPredictor):
+        return predictor.predict_return(key, time_s, within_s)
     low, high = 0.0, 1.0
     for _ in range(6):
         middle = (low + high) / 2
@@ -100,8 +116,7 @@ def reuse_probability(predictor: LifetimePredictor, key: BlockKey, time_s: float
             low = middle
         else:
             high = middle
-    returns = predictor.predict_return(key) if isinstance(predictor, GapPredictor) else 1.0
-    return (low + high) / 2 * returns
+    return (low + high) / 2
 
 
 class Calibration(NamedTuple):
@@ -111,6 +126,7 @@ class Calibration(NamedTuple):
         shares: for each of the quantiles .1 to .9 the share of gaps that did; the quantile itself where predictions are right.
         error: mean over the quantiles of |share - quantile|.
         median_ratio: median over the gaps of max(gap / predicted, predicted / gap) for the median prediction; at least 1.
+            Predictions of never do not count here; infinity if all were.
         num_gaps: what this rests on.
     """
 
@@ -123,28 +139,37 @@ class Calibration(NamedTuple):
 def calibrate(predictor: LifetimePredictor, trace: Iterable[tuple[float, int]], *, warm_up: int = 1000) -> Calibration:
     """Run a trace of (time_s, key) through a fresh predictor; each gap is held against what was predicted when it began.
 
-    `warm_up`: accesses at the start whose predictions do not count. Raises PolicyError: no gap to score.
+    `warm_up`: accesses at the start whose predictions do not count. Raises PolicyError: no gap to score, or a time that is
+    not finite or before the last one.
     """
     begun: dict[int, tuple[float, tuple[float, ...]]] = {}
     within = np.zeros(len(QUANTILES))
     log_ratios: list[float] = []
+    num_gaps, last_s = 0, -math.inf
     for place, (time_s, number) in enumerate(trace):
+        if not last_s <= time_s < math.inf:
+            raise PolicyError(f"access {place} is at {time_s} s after {last_s} s; times are finite and never fall.")
+        last_s = time_s
         key = BlockKey(number)
         if key in begun:
             start_s, lifetimes = begun.pop(key)
             gap_s = time_s - start_s
             within += [gap_s <= lifetime for lifetime in lifetimes]
-            log_ratios.append(abs(math.log(max(gap_s, SHORTEST_GAP_S) / lifetimes[len(lifetimes) // 2])))
+            num_gaps += 1
+            median_s = lifetimes[len(lifetimes) // 2]
+            if median_s < math.inf:
+                log_ratios.append(abs(math.log(max(gap_s, SHORTEST_GAP_S) / max(median_s, SHORTEST_GAP_S))))
         predictor.observe(key, time_s)
         if place >= warm_up:
             begun[key] = (time_s, tuple(predictor.predict_ttl(key, time_s, quantile) for quantile in QUANTILES))
-    if not log_ratios:
+    if num_gaps == 0:
         raise PolicyError(
             f"the trace has no block that comes back after the first {warm_up} accesses; give a longer one."
         )
-    shares = within / len(log_ratios)
+    shares = within / num_gaps
     error = float(np.abs(shares - QUANTILES).mean())
-    return Calibration(tuple(shares.tolist()), error, math.exp(float(np.median(log_ratios))), len(log_ratios))
+    median_ratio = math.exp(float(np.median(log_ratios))) if log_ratios else math.inf
+    return Calibration(tuple(shares.tolist()), error, median_ratio, num_gaps)
 
 
 def calibration_error(

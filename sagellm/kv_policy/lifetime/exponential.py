@@ -25,3 +25,6 @@ class ExponentialLifetime(GapPredictor):
         if self._num_gaps == 0:
             return math.inf
         return -self._sum_s / self._num_gaps * math.log1p(-quantile)
+
+    def _survival(self, seen: Seen | None, gap_s: float) -> float:
+        return math.exp(-gap_s * self._num_gaps / self._sum_s) if self._num_gaps else 1.0

@@ -35,5 +35,10 @@ class HistoryLifetime(ExponentialLifetime):
         above = math.log(age_s) - seen.mean_log_gap if age_s > 0 else -math.inf
         return max(0.0, math.exp(seen.mean_log_gap + self._ratios.quantile(quantile, above)) - age_s)
 
+    def _survival(self, seen: Seen | None, gap_s: float) -> float:
+        if seen is None or not self._has_history(seen):
+            return super()._survival(seen, gap_s)
+        return self._ratios.survival(math.log(gap_s) - seen.mean_log_gap) if gap_s > 0 else 1.0
+
     def _has_history(self, seen: Seen) -> bool:
         return seen.num_uses > self._min_gaps

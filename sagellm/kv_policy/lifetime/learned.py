@@ -60,7 +60,14 @@ class LearnedLifetime(GapPredictor):
         seen = seen or Seen(0.0)
         expected = float(_features(seen) @ self._weights)
         above = math.log(age_s) - expected if age_s > 0 else -math.inf
-        return max(0.0, math.exp(min(expected + self._ratios_of(seen).quantile(quantile, above), 700.0)) - age_s)
+        log_gap = expected + self._ratios_of(seen).quantile(quantile, above)
+        return max(0.0, math.exp(min(log_gap, 700.0)) - age_s) if log_gap < math.inf else math.inf
+
+    def _survival(self, seen: Seen | None, gap_s: float) -> float:
+        if self._num_gaps == 0 or gap_s <= 0:
+            return 1.0
+        seen = seen or Seen(0.0)
+        return self._ratios_of(seen).survival(math.log(gap_s) - float(_features(seen) @ self._weights))
 
     def _ratios_of(self, seen: Seen) -> LogRatios:
         return self._ratios[min(seen.num_uses, 3) - 1]

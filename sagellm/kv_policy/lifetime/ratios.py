@@ -7,6 +7,7 @@ import numpy as np
 __all__ = ["LogRatios"]
 
 WIDTH = 0.125  # of a bin, in natural logarithms: 13%
+NOTHING = 1e-9  # of all ratios: what is left of the tail of the first guess, or of rounding
 SPAN = 24.0  # ratios from exp(-24) to exp(24)
 
 
@@ -36,15 +37,27 @@ class LogRatios:
             self._weight = 1.0
 
     def quantile(self, quantile: float, above: float = -math.inf) -> float:
-        """The log ratio below which this share lies, of those that are above `above`."""
-        if self._cumulative is None:
-            self._cumulative = np.concatenate(([0.0], np.cumsum(self._counts)))
-        cumulative = self._cumulative
+        """The log ratio below which this share lies, of those that are above `above`; infinity where there are none."""
+        cumulative = self._sums()
         total = cumulative[-1]
         passed = float(np.interp(above, self._edges, cumulative)) if above > -SPAN else 0.0
+        if total - passed <= NOTHING * total:
+            return math.inf
         wanted = passed + quantile * (total - passed)
         place = min(int(np.searchsorted(cumulative, wanted, side="left")), len(cumulative) - 1)
         place = max(place, 1)
         in_bin = cumulative[place] - cumulative[place - 1]
         share = (wanted - cumulative[place - 1]) / in_bin if in_bin > 0 else 1.0
         return max(float(self._edges[place - 1] + share * WIDTH), above)
+
+    def survival(self, log_ratio: float) -> float:
+        """The share of ratios above this one."""
+        cumulative = self._sums()
+        share = 1.0 - float(np.interp(log_ratio, self._edges, cumulative)) / cumulative[-1]
+        return float(share) if share > NOTHING else 0.0
+
+    def _sums(self) -> np.ndarray:
+        """Ratios below each edge, together."""
+        if self._cumulative is None:
+            self._cumulative = np.concatenate(([0.0], np.cumsum(self._counts)))
+        return self._cumulative
