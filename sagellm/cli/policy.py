@@ -49,16 +49,21 @@ def list_policies(as_json: bool) -> None:
 )
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Seeds to try.")
 @click.option("--reference", is_flag=True, help="Check the twin in plain Python, not the native one.")
+@click.option(
+    "--limit-s", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
+    help="Seconds for a scenario; a policy that takes longer has failed.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def check(name: str, options: str, seed: int, rounds: int, reference: bool, as_json: bool) -> None:
+def check(name: str, options: str, seed: int, rounds: int, reference: bool, limit_s: float, as_json: bool) -> None:
     """Hold a policy, by name or as module:Class, against every rule of the contract.
 
-    Modules are looked for in the current folder too. Exit code 0: it keeps to all of them; 1: it does not; 2: misuse.
+    Modules are looked for in the current folder too. Exit code 0: it keeps to all of them; 1: it does not, or faults kept a
+    rule from being tested; 2: misuse.
     """
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     make = _maker(name, _options(options), reference)
-    report = check_policy(make, seed=seed, rounds=rounds, progress=_progress())
+    report = check_policy(make, seed=seed, rounds=rounds, progress=_progress(), limit_s=limit_s)
     if as_json:
         rules = [{**result._asdict(), "passed": result.passed} for result in report.results]
         document = {"policy": name, "passed": report.passed, "seed": seed, "rules": rules, "event_us": report.event_us}
@@ -126,7 +131,7 @@ def _show(name: str, report: ContractReport) -> None:
     for column in ("rule", "", "finding"):
         table.add_column(column)
     for result in report.results:
-        mark = "[green]ok[/]" if result.passed else "[red]broken[/]"
+        mark = "[green]ok[/]" if result.passed else "[red]broken[/]" if result.seen else "[yellow]not seen[/]"
         table.add_row(result.rule, mark, escape(result.says if result.passed else result.message))
     console = Console()
     console.print(table)

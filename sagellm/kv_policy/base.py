@@ -180,10 +180,16 @@ def check_decision(decision: EvictionDecision, context: PolicyContext) -> Evicti
         context: a fresh one, of the same blocks and count.
 
     Raises:
-        PolicyError: more victims than wanted, one that is foreign, pinned or named twice, or not one reason for each.
+        PolicyError: no EvictionDecision; more victims than wanted, one that is foreign, pinned or named twice, or not one
+            reason for each.
     """
-    victims = [BlockKey(int(key)) for key in decision.victims]
-    reasons = [str(reason) for reason in decision.reasons] or [str(decision.reason)] * len(victims)
+    if not isinstance(decision, EvictionDecision):
+        raise PolicyError(f"select_victims returned {decision!r}; return an EvictionDecision.")
+    try:
+        victims = [BlockKey(int(key)) for key in decision.victims]
+        reasons = [str(reason) for reason in decision.reasons] or [str(decision.reason)] * len(victims)
+    except (TypeError, ValueError):
+        raise PolicyError(f"{decision!r} does not hold keys and texts; give victims and a reason for each.") from None
     if len(victims) > context.count:
         raise PolicyError(f"{len(victims)} victims where {context.count} were wanted; choose no more.")
     if len(reasons) != len(victims):

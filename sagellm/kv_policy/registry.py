@@ -56,8 +56,11 @@ class _Registry(Generic[Kind]):
         found = load_object(name, self._what, PolicyError) if ":" in name else self._find_named(name)
         if not (isinstance(found, type) and issubclass(found, self._base)):
             base = f"{self._base.__module__}.{self._base.__name__}"
-            base = f"{self._base.__module__}.{self._base.__name__}"
             raise PolicyError(f"{name} is {found!r}, no {self._what}; give a subclass of {base}.")
+        if missing := sorted(getattr(found, "__abstractmethods__", ())):
+            raise PolicyError(f"{self._what} {name} is abstract; define {', '.join(missing)}.")
+        if not (isinstance(own_name := getattr(found, "name", None), str) and own_name):
+            raise PolicyError(f"{self._what} {name} has no name; give the class a text `name`.")
         return found
 
     def make(self, kind: Callable[..., Kind], name: str, *arguments: Any, **options: Any) -> Kind:
@@ -65,8 +68,8 @@ class _Registry(Generic[Kind]):
             return kind(*arguments, **options)
         except SageError:
             raise
-        except Exception as error:
-            raise PolicyError(f"{self._what} {name} cannot be built with options {options}: {error}") from error
+        except (Exception, SystemExit) as error:
+            raise PolicyError(f"{self._what} {name} cannot be built with options {options}: {error!r}") from error
 
     def _find_named(self, name: str) -> object:
         wanted = _plain(name)

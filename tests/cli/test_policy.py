@@ -14,6 +14,9 @@ class Bad(Lru):
     def select_victims(self, context):
         decision = super().select_victims(context)
         return type(decision)(decision.victims[:-1], decision.reason, decision.reasons[:-1])
+class Silent(Lru):
+    def on_insert(self, block):
+        raise SystemExit(0)
 class Sized(Lru):
     def __init__(self, capacity, *, size=1):
         super().__init__(capacity)
@@ -52,6 +55,11 @@ def test_a_bad_policy_in_this_folder(here):
     done = run("check", "policy_of_a_test:Bad", "--rounds", 1, "--seed", 7)
     assert done.exit_code == 1 and "does not keep to the contract" in done.output
     assert "enough" in done.output and "seed 7" in done.output.replace("\n", " ")
+
+
+def test_a_policy_that_ends_the_process_does_not_pass(here):
+    done = run("check", "policy_of_a_test:Silent", "--rounds", 1)
+    assert done.exit_code == 1 and "not seen" in done.output and "SystemExit" in done.output
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,20 @@
 """Every registered policy keeps to the contract, and each planted fault is caught by the rule that it breaks."""
 
+import signal
+
 import pytest
 
 from sagellm.core.errors import PolicyError
-from sagellm.kv_policy import CachedBlock, PolicyContext, check_policy, find_policy, make_policy, policy_names
+from sagellm.kv_policy import (
+    CachedBlock,
+    EvictionDecision,
+    PolicyContext,
+    check_decision,
+    check_policy,
+    find_policy,
+    make_policy,
+    policy_names,
+)  # fmt: skip
 from sagellm.kv_policy.contract.rules import RULES
 from sagellm.kv_policy.contract.world import World
 from sagellm.kv_policy.eviction.lru import Lru
@@ -30,7 +41,7 @@ def test_every_policy_keeps_to_it(name, reference):
 @pytest.mark.parametrize("kind", BREAKS, ids=lambda kind: kind.__name__)
 def test_each_fault_breaks_its_rule(kind):
     report = check_policy(kind, rounds=1)
-    broken = {result.rule: result.message for result in report.results if not result.passed}
+    broken = {result.rule: result.message for result in report.results if result.seen and not result.passed}
     rule = BREAKS[kind]
     assert rule in broken and not report.passed
     if rule == "builds":
@@ -42,7 +53,57 @@ def test_each_fault_breaks_its_rule(kind):
 def test_what_cannot_be_built_is_not_said_to_be_fine():
     report = check_policy(lambda capacity: 1 / 0, rounds=1)
     assert not any(result.passed for result in report.results)
+    assert [result.rule for result in report.results if result.seen] == ["builds"]
     assert {result.message for result in report.results[1:]} == {"not checked: the policy could not be built."}
+
+
+class NoInsert(Lru):
+    def on_insert(self, block):
+        raise SystemExit(5)
+
+
+class Nameless(Lru):
+    name = None
+
+
+class Endless(Lru):
+    def select_victims(self, context):
+        while True:
+            pass
+
+
+class Nothing(Lru):
+    def select_victims(self, context):
+        return EvictionDecision((), "", ())
+
+
+def test_rules_that_nothing_could_break_are_not_said_to_be_kept():
+    report = check_policy(NoInsert, rounds=1)
+    states = {result.rule: (result.seen, result.passed) for result in report.results}
+    assert not report.passed and states.pop("builds") == (True, True) and states.pop("raises_nothing") == (True, False)
+    assert set(states.values()) == {(False, False)}
+    states = {result.rule: (result.seen, result.passed) for result in check_policy(Nothing, rounds=1).results}
+    assert states["no_more"] == (True, True) and states["enough"] == (True, False) and states["unpinned"] == (False, False)
+
+
+def test_a_policy_that_never_ends_is_stopped():
+    before = signal.getsignal(signal.SIGALRM)
+    report = check_policy(Endless, rounds=1, limit_s=0.2)
+    broken = {result.rule: result.message for result in report.results if result.seen and not result.passed}
+    assert list(broken) == ["raises_nothing"] and "no end within 0.2 s [scenario requests" in broken["raises_nothing"]
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_policy_has_a_name():
+    (builds,) = [result for result in check_policy(Nameless, rounds=1).results if not result.passed]
+    assert builds.rule == "builds" and "its name is None" in builds.message
+
+
+@pytest.mark.parametrize("decision", [None, [1], EvictionDecision(("x",), "", ()), EvictionDecision(None, "", ())])
+def test_what_is_no_decision_is_said_to_be_none(decision):
+    world = World(Lru(4), 4, 0, lambda rule, message: None)
+    with pytest.raises(PolicyError, match="return an EvictionDecision|does not hold keys"):
+        check_decision(decision, PolicyContext(1, world))
 
 
 def test_a_seed_shows_the_same_again():

@@ -8,6 +8,7 @@ import pytest
 from sagellm.core import registry as core_registry
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy import (
+    EvictionPolicy,
     find_lifetime_predictor,
     find_migration_policy,
     find_policy,
@@ -31,6 +32,10 @@ NAMES = "fifo lru lfu arc s3fifo sieve twoq slru wtinylfu gdsf prefix_lru prefix
 
 class Mine(Lru):
     name = "mine"
+
+
+class Nameless(EvictionPolicy):
+    on_insert = on_hit = on_remove = select_victims = None
 
 
 class Broken(Lru):
@@ -86,6 +91,8 @@ def test_policies_of_others(offered):
         (f"{HERE}:Missing", f"module {HERE} has no Missing"),
         (f"{HERE}:NAMES", "no eviction policy; give a subclass of sagellm.kv_policy.base.EvictionPolicy."),
         ("sagellm.kv_policy.migration.always:Always", "no eviction policy"),
+        (f"{HERE}:Nameless", f"eviction policy {HERE}:Nameless has no name; give the class"),
+        ("sagellm.kv_policy.base:EvictionPolicy", "is abstract; define on_hit, on_insert, on_remove, select_victims."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_found(offered, name, message):

@@ -4,18 +4,21 @@ Each rule is held against random sequences of events; a rule that is broken says
 shows it again.
 """
 
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from sagellm.kv_policy.base import EvictionPolicy
-from sagellm.kv_policy.contract.scenarios import SCENARIOS, Scenario
+from sagellm.kv_policy.contract.scenarios import SCENARIOS, Played, Scenario
 from sagellm.kv_policy.contract.world import PolicyBroke
 
 __all__ = ["RULES", "ContractReport", "RuleResult", "check_policy"]
 
 RULES = {
-    "builds": "can be built for 1 block and for many, and refuses room for none",
+    "builds": "has a name, can be built for 1 block and for many, and refuses room for none",
     "raises_nothing": "raises in no event and at no question that keeps to the contract",
     "answer": "answers with an EvictionDecision",
     "no_more": "gives no more victims than wanted",
@@ -32,11 +35,12 @@ RULES = {
 
 
 class RuleResult(NamedTuple):
-    """One rule. `message` is empty where the policy keeps to it."""
+    """One rule. `message` is empty where the policy keeps to it; `seen`: whether anything happened that could break it."""
 
     rule: str
     says: str
     message: str
+    seen: bool = True
 
     @property
     def passed(self) -> bool:
@@ -61,33 +65,70 @@ def check_policy(
     seed: int = 0,
     rounds: int = 3,
     progress: Callable[[str], None] | None = None,
+    limit_s: float | None = None,
 ) -> ContractReport:
-    """Hold a policy against every rule.
+    """Hold a policy against every rule. One that was never put to the test, because the policy broke others before, is not
+    passed.
 
     Args:
         make: builds a policy for a capacity, with whatever options it needs; called often.
         seed: the first of `rounds` seeds.
         rounds: repetitions of each random scenario.
         progress: called with the name of each scenario before it begins.
+        limit_s: for one run of a scenario; a policy that takes longer, in Python, is stopped and nothing else is tried. Only
+            in a process's main thread, on systems that have signals.
     """
     messages: dict[str, str] = {}
+    seen: set[str] = set()
     num_events, seconds = 0, 0.0
-    for name, scenario in SCENARIOS.items():
-        if progress is not None:
-            progress(name)
-        for number in range(seed, seed + (rounds if scenario.is_random else 1)):
-            start = time.perf_counter()
-            counted = _run(scenario, name, make, number, messages)
-            if scenario.is_random:
-                num_events, seconds = num_events + counted, seconds + time.perf_counter() - start
-    unbuilt = "not checked: the policy could not be built." if "builds" in messages and num_events == 0 else ""
-    results = tuple(RuleResult(rule, says, messages.get(rule, unbuilt)) for rule, says in RULES.items())
+    try:
+        for name, scenario in SCENARIOS.items():
+            if progress is not None:
+                progress(name)
+            for number in range(seed, seed + (rounds if scenario.is_random else 1)):
+                start = time.perf_counter()
+                with _limit(limit_s):
+                    played = _run(scenario, name, make, number, messages)
+                seen |= played.seen
+                if scenario.is_random:
+                    num_events, seconds = num_events + played.num_events, seconds + time.perf_counter() - start
+    except _TimedOut:
+        messages.setdefault("raises_nothing", f"no end within {limit_s:g} s [scenario {name}, seed {number}]")
+    is_built = "builds" not in messages or num_events > 0
+    why = "not seen: other faults came first." if is_built else "not checked: the policy could not be built."
+    results = tuple(
+        RuleResult(rule, says, messages.get(rule, "" if rule in seen else why), rule in seen or rule in messages)
+        for rule, says in RULES.items()
+    )
     return ContractReport(results, seconds / num_events * 1e6 if num_events else 0.0, num_events)
+
+
+class _TimedOut(BaseException):
+    """No Exception, so that neither the policy nor a scenario takes it for one of the policy's."""
+
+
+@contextmanager
+def _limit(limit_s: float | None) -> Iterator[None]:
+    """Raises _TimedOut in what runs longer."""
+    if limit_s is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise _TimedOut
+
+    before = signal.signal(signal.SIGALRM, stop)
+    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)  # again, should the policy swallow the first
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _run(
     scenario: Scenario, name: str, make: Callable[[int], EvictionPolicy], seed: int, messages: dict[str, str]
-) -> int:
+) -> Played:
     def report(rule: str, message: str) -> None:
         assert rule in RULES, rule
         messages.setdefault(rule, f"{message} [scenario {name}, seed {seed}]")
@@ -95,7 +136,7 @@ def _run(
     def build(capacity: int) -> EvictionPolicy:
         try:
             return make(capacity)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if capacity > 0:
                 report("builds", f"capacity {capacity} raised {type(error).__name__}: {error}; build it.")
                 raise PolicyBroke from error
@@ -104,4 +145,4 @@ def _run(
     try:
         return scenario.run(build, seed, report)
     except PolicyBroke:
-        return 0
+        return Played(0, frozenset())

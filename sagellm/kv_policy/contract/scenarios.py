@@ -13,7 +13,7 @@ from sagellm.core.errors import PolicyError
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.contract.world import MASK, PolicyBroke, World
 
-__all__ = ["SCENARIOS", "Scenario"]
+__all__ = ["SCENARIOS", "Played", "Scenario"]
 
 Make = Callable[[int], EvictionPolicy]
 Report = Callable[[str, str], None]
@@ -25,10 +25,17 @@ CHAIN = 300
 CHURN = 3000  # blocks that come and go in a phase of the memory check
 
 
-class Scenario(NamedTuple):
-    """`run` returns how many events and questions there were. `is_random`: worth repeating with another seed."""
+class Played(NamedTuple):
+    """How many events and questions there were, and the rules that could have been broken."""
 
-    run: Callable[[Make, int, Report], int]
+    num_events: int
+    seen: frozenset[str] | set[str]
+
+
+class Scenario(NamedTuple):
+    """`is_random`: worth repeating with another seed."""
+
+    run: Callable[[Make, int, Report], Played]
     is_random: bool = False
 
 
@@ -68,17 +75,19 @@ def play(world: World, num_steps: int = NUM_STEPS) -> None:
             world.remove(chance.choice(world.unpinned()), evicted=True)
 
 
-def requests(make: Make, seed: int, report: Report) -> int:
+def requests(make: Make, seed: int, report: Report) -> Played:
     num_events = 0
+    seen: set[str] = set()
     for capacity in CAPACITIES:
         world = World(make(capacity), capacity, seed, report)
         with suppress(PolicyBroke):
             play(world)
         num_events += world.num_events
-    return num_events
+        seen |= world.seen
+    return Played(num_events, seen)
 
 
-def twice(make: Make, seed: int, report: Report) -> int:
+def twice(make: Make, seed: int, report: Report) -> Played:
     """The same events on two instances; what one does must depend on nothing else."""
     worlds = []
     for _ in range(2):
@@ -86,7 +95,7 @@ def twice(make: Make, seed: int, report: Report) -> int:
         try:
             play(world)
         except PolicyBroke:
-            return 0  # another scenario reports it
+            return Played(0, frozenset())  # another scenario reports it
         worlds.append(world)
     first, second = (world.decisions for world in worlds)
     for number, (one, other) in enumerate(zip(first, second, strict=False)):
@@ -96,10 +105,10 @@ def twice(make: Make, seed: int, report: Report) -> int:
                 f"question {number} was answered {one}, in a second run {other}; let events alone decide.",
             )
             break
-    return sum(world.num_events for world in worlds)
+    return Played(sum(world.num_events for world in worlds), {"deterministic"} if first else frozenset())
 
 
-def asking(make: Make, seed: int, report: Report) -> int:
+def asking(make: Make, seed: int, report: Report) -> Played:
     """Questions whose victims stay: they can be found again, and be given again."""
 
     def as_asking(rule: str, message: str) -> None:
@@ -112,16 +121,17 @@ def asking(make: Make, seed: int, report: Report) -> int:
             first = world.ask(world.random.randint(1, 4))
             world._report = as_asking
             world.ask(world.random.randint(1, 6))
+            world.seen.add("asking")
             for key in first:
                 world.tell("on_hit", key, 0.0)
             world.ask(len(world.blocks))
             world._report = report
     except PolicyBroke:
         pass
-    return world.num_events
+    return Played(world.num_events, world.seen)
 
 
-def chain(make: Make, seed: int, report: Report) -> int:
+def chain(make: Make, seed: int, report: Report) -> Played:
     """One long sequence: nothing may go while it runs; then all of it may in one question, the last block first."""
     world = World(make(CHAIN), CHAIN, seed, report)
     blocks = [
@@ -136,24 +146,26 @@ def chain(make: Make, seed: int, report: Report) -> int:
         world.admit(blocks)
     except PolicyBroke:
         pass
-    return world.num_events
+    return Played(world.num_events, world.seen)
 
 
-def building(make: Make, seed: int, report: Report) -> int:
+def building(make: Make, seed: int, report: Report) -> Played:
     for capacity in (1, 1000):
-        make(capacity)
+        policy = make(capacity)
+        if not (isinstance(name := getattr(policy, "name", None), str) and name):
+            report("builds", f"its name is {name!r}; give the class a text `name`.")
     try:
         make(0)
     except PolicyError:
-        return 0
-    except Exception as error:
+        pass
+    except (Exception, SystemExit) as error:
         report("builds", f"capacity 0 raised {type(error).__name__}: {error}; raise PolicyError.")
     else:
         report("builds", "capacity 0 was accepted; raise PolicyError (EvictionPolicy.__init__ does).")
-    return 0
+    return Played(0, {"builds"})
 
 
-def bad_events(make: Make, seed: int, report: Report) -> int:
+def bad_events(make: Make, seed: int, report: Report) -> Played:
     policy = make(4)
     block = CachedBlock(BlockKey(1))
 
@@ -162,7 +174,7 @@ def bad_events(make: Make, seed: int, report: Report) -> int:
             call()
         except PolicyError:
             return
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             report("bad_events", f"{what} raised {type(error).__name__}: {error}; raise PolicyError.")
         else:
             report("bad_events", f"{what} was accepted; raise PolicyError.")
@@ -175,11 +187,12 @@ def bad_events(make: Make, seed: int, report: Report) -> int:
         policy.on_remove(block.key)
         refused("a hit on a block that was removed", lambda: policy.on_hit(block.key))
         refused("a second removal", lambda: policy.on_remove(block.key))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         report(
             "raises_nothing", f"inserting and removing one block raised {type(error).__name__}: {error}; it is allowed."
         )
-    return 7
+        return Played(0, frozenset())
+    return Played(7, {"bad_events"})
 
 
 class _Unpinned:
@@ -230,7 +243,7 @@ class _Key(int):
         return _Key, (int(self),)
 
 
-def churn(make: Make, seed: int, report: Report) -> int:
+def churn(make: Make, seed: int, report: Report) -> Played:
     """New blocks for ever. What is held may grow to several times the capacity, ghosts and all, and then no more: keys that
     are alive, objects of the interpreter, and bytes that the C library gave out, to native code or for large objects.
 
@@ -252,9 +265,9 @@ def churn(make: Make, seed: int, report: Report) -> int:
                 if place % (CHURN // 3) == CHURN // 3 - 1:
                     gc.collect()
                     measured[-1].append((sys.getallocatedblocks(), _native_bytes()))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         report("raises_nothing", f"a flow of new blocks raised {type(error).__name__}: {error}; it has to answer.")
-        return 0
+        return Played(0, frozenset())
     finally:
         gc.unfreeze()
     if _Key.num_alive > 16 * capacity:
@@ -266,7 +279,7 @@ def churn(make: Make, seed: int, report: Report) -> int:
         growth = min(row[column] for row in measured[-1]) - max(row[column] for row in measured[1])
         if growth > slack:
             report("bounded", f"{growth} more {what} are held after {CHURN} more blocks left; let them go.")
-    return 4 * CHURN
+    return Played(4 * CHURN, {"bounded"})
 
 
 class _MallInfo(ctypes.Structure):

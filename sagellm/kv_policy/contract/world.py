@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 
@@ -31,6 +31,7 @@ class World:
         self.running: list[list[BlockKey]] = []
         self.decisions: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
         self.num_events = 0
+        self.seen: set[str] = set()  # rules that could have been broken
         self.random = random.Random(seed)
         self._report = report
         self._num_pins: dict[BlockKey, int] = {}
@@ -109,7 +110,7 @@ class World:
         self.num_events += 1
         try:
             getattr(self.policy, event)(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._broke(f"{event}{arguments}", error)
 
     def ask(self, count: int, incoming: Sequence[BlockKey] = ()) -> list[BlockKey]:
@@ -118,14 +119,18 @@ class World:
         context = PolicyContext(count, self, incoming=incoming, time_s=self._time_s())
         try:
             decision = self.policy.select_victims(context)
-        except Exception as error:
-            self._broke(f"select_victims for {count} of {len(self.blocks)} blocks", error)
+        except (Exception, SystemExit) as error:
+            self._broke(f"select_victims for {count} blocks, with {len(self.blocks)} on the tier,", error)
         if not isinstance(decision, EvictionDecision):
             self._report("answer", f"select_victims returned {decision!r}; return an EvictionDecision.")
             decision = EvictionDecision((), "", ())
         self.decisions.append((tuple(decision.victims), tuple(decision.reasons) or (decision.reason,)))
         wanted = min(count, self.num_obtainable())
         judge = PolicyContext(count, self)
+        if wanted > 0:
+            self.seen |= {"raises_nothing", "answer", "no_more", "enough"}
+        if decision.victims:
+            self.seen |= {"on_tier", "distinct", "unpinned", "reasons"}
         victims = self._judge(decision, count, judge)
         if len(victims) < wanted:
             self._report(
@@ -168,6 +173,6 @@ class World:
     def _time_s(self) -> float:
         return self.num_events * 0.01
 
-    def _broke(self, what: str, error: Exception) -> None:
+    def _broke(self, what: str, error: BaseException) -> NoReturn:
         self._report("raises_nothing", f"{what} raised {type(error).__name__}: {error}; it has to answer.")
         raise PolicyBroke from error
