@@ -98,6 +98,15 @@ def test_demotions_learn_who_comes_back():
     assert keys(policy.plan(demote(CachedBlock(3999, None, 20, 10, 100)))) == []  # used twice; nobody came a third time
 
 
+def test_a_predictor_by_its_name():
+    policy = make_migration_policy("cost", lifetime="Learned")
+    policy.observe_use([1], 0.0)
+    assert policy.model.lifetime.name == "learned"
+    for wrong, message in (("soon", "unknown lifetime predictor 'soon'"), (5, "lifetime=5; give a lifetime predictor")):
+        with pytest.raises(PolicyError, match=message):
+            make_migration_policy("cost", lifetime=wrong)
+
+
 def test_a_model_from_a_file(tmp_path):
     file = tmp_path / "cost.json"
     file.write_text(model(latency_s=5.0).to_json())

@@ -26,18 +26,24 @@ class CostBenefit(MigrationPolicy):
 
     Args:
         model: the cost model, or a file that `CostBenefitModel.to_json` was written to; default: the model's guesses.
-        lifetime: who predicts whether a block is found again, if the model has nobody; default: `HistoryLifetime`. It
-            learns from `observe_use`; until then blocks have the model's `reuse`.
+        lifetime: who predicts whether a block is found again, if the model has nobody, or its name; default:
+            `HistoryLifetime`. It learns from `observe_use`; until then blocks have the model's `reuse`.
 
     Raises:
-        PolicyError: a file that cannot be read or holds no model.
+        PolicyError: a file that cannot be read or holds no model; an unknown predictor.
     """
 
     name = "cost"
 
     def __init__(
-        self, model: CostBenefitModel | str | Path | None = None, lifetime: LifetimePredictor | None = None
+        self, model: CostBenefitModel | str | Path | None = None, lifetime: LifetimePredictor | str | None = None
     ) -> None:  # fmt: skip
+        if isinstance(lifetime, str):
+            from sagellm.kv_policy.registry import make_lifetime_predictor  # which imports this module
+
+            lifetime = make_lifetime_predictor(lifetime)
+        if not (lifetime is None or isinstance(lifetime, LifetimePredictor)):
+            raise PolicyError(f"migration policy cost: lifetime={lifetime!r}; give a lifetime predictor or its name.")
         self.model = model if isinstance(model, CostBenefitModel) else _read(model)
         self._lifetime = self.model.lifetime or lifetime or HistoryLifetime()
 

@@ -30,8 +30,8 @@ SPREAD = 2.0  # between the largest and the smallest sample, for a fit to tell a
 class Link(Model):
     """Seconds to move n bytes = latency_s + n / bytes_per_s."""
 
-    latency_s: float = Field(ge=0)
-    bytes_per_s: float = Field(gt=0)
+    latency_s: float = Field(ge=0, allow_inf_nan=False)
+    bytes_per_s: float = Field(gt=0, allow_inf_nan=False)
 
 
 GUESSED_LINKS = {
@@ -53,9 +53,9 @@ class CostParameters(Model):
     """
 
     links: dict[str, Link] = Field(default_factory=lambda: dict(GUESSED_LINKS))
-    prefill_step_s: float = Field(0.05, ge=0)
-    prefill_token_s: float = Field(1e-3, ge=0)
-    prefill_token_context_s: float = Field(1e-7, ge=0)
+    prefill_step_s: float = Field(0.05, ge=0, allow_inf_nan=False)
+    prefill_token_s: float = Field(1e-3, ge=0, allow_inf_nan=False)
+    prefill_token_context_s: float = Field(1e-7, ge=0, allow_inf_nan=False)
     errors: dict[str, FitError] = Field(default_factory=dict)
 
 
@@ -117,7 +117,9 @@ class CostBenefitModel:
         is held out, and the error there is reported in `parameters.errors`. What has no samples keeps its default.
 
         Samples of about one size cannot tell what a step or a move costs by itself from what each token or byte costs, nor a
-        token from those before it: all is then the token's, or the byte's.
+        token from those before it: all is then the token's, or the byte's. Where times do not grow with the size at all, what a
+        token or a byte costs keeps its default too, since nothing is moved or computed in no time; the errors reported are
+        those of the constant that was fitted.
 
         Args:
             prefill: (tokens, tokens before them, seconds) of prefill steps.
@@ -125,18 +127,22 @@ class CostBenefitModel:
             options: of the model.
 
         Raises:
-            PolicyError: fewer than 5 samples of a kind, or one that is no measurement.
+            PolicyError: fewer than 5 samples of a kind, all of nothing, or one that is no measurement.
         """
         values = CostParameters().model_dump()
         errors: dict[str, FitError] = {}
         if prefill:
             found, errors[PREFILL] = _fit_prefill(prefill)
+            if not any(found[1:]):
+                found[1] = values["prefill_token_s"]
             values |= dict(zip(("prefill_step_s", "prefill_token_s", "prefill_token_context_s"), found, strict=True))
         for name, samples in (copies or {}).items():
             has_latency = _spread(num_bytes for num_bytes, _ in samples)
             rows = [((has_latency, num_bytes), seconds) for num_bytes, seconds in samples]
             found, errors[name] = fit_held_out(name, rows)
-            values["links"][name] = {"latency_s": found[0], "bytes_per_s": 1 / max(found[1], 1e-15)}
+            guess = values["links"].get(name, GUESSED_LINKS["cpu->nvme"].model_dump())["bytes_per_s"]
+            bytes_per_s = 1 / max(found[1], 1e-15) if found[1] > 0 else guess
+            values["links"][name] = {"latency_s": found[0], "bytes_per_s": bytes_per_s}
         return cls(CostParameters(**values | {"errors": errors}), **options)  # type: ignore[arg-type]
 
     def to_json(self) -> str:
@@ -148,8 +154,15 @@ class CostBenefitModel:
         """Raises PolicyError: the text is not what `to_json` writes."""
         try:
             document = json.loads(text)
+            if unknown := sorted(set(document) - {"parameters", "corrections"}):
+                raise ValueError(f"it has {unknown}")
             model = cls(CostParameters(**document["parameters"]), **options)  # type: ignore[arg-type]
             model._corrections = {str(name): float(factor) for name, factor in document.get("corrections", {}).items()}
+            for name, factor in model._corrections.items():
+                if name != PREFILL and name not in model.parameters.links:
+                    raise ValueError(f"it corrects {name}, which it has not")
+                if not 1 / LARGEST_CORRECTION <= factor <= LARGEST_CORRECTION:
+                    raise ValueError(f"its correction of {name} is {factor}, not from .01 to 100")
         except (ValueError, TypeError, KeyError, AttributeError, ValidationError) as error:
             raise PolicyError(f"this is no cost model ({error}); give what CostBenefitModel.to_json writes.") from None
         return model
@@ -193,7 +206,8 @@ class CostBenefitModel:
         num_before, num_bytes, recompute_s, leaving_s = context.num_tokens_before, 0, 0.0, 0.0
         byte_s = self.per_byte_s(context.src_tier, context.dst_tier)
         for block in context.blocks:
-            recompute_s += self._marginal_s(block.num_tokens, num_before) * self._load(context)
+            own_s = block.cost_s if block.cost_s > 0 else self._marginal_s(block.num_tokens, num_before)
+            recompute_s += own_s * self._load(context)
             num_before += block.num_tokens
             num_bytes += block.size_bytes
             if context.num_free is not None and len(estimates) >= context.num_free:

@@ -32,13 +32,15 @@ def fit_held_out(name: str, rows: Sequence[tuple[Sequence[float], float]]) -> tu
         rows: (terms, seconds) of each sample.
 
     Raises:
-        PolicyError: fewer than 5 samples, or one with times that are not above zero.
+        PolicyError: fewer than 5 samples, one with times that are not above zero, or no term above zero in any.
     """
     if len(rows) < FEWEST_SAMPLES:
         raise PolicyError(f"{len(rows)} samples of {name}; give at least {FEWEST_SAMPLES}.")
     for terms, seconds in rows:
         if not (0 < seconds < math.inf) or not all(0 <= term < math.inf for term in terms):
             raise PolicyError(f"sample {tuple(terms), seconds} of {name}; sizes are at least 0 and seconds above 0.")
+    if not any(any(terms) for terms, _ in rows):
+        raise PolicyError(f"samples of {name} are all of size 0; measure larger ones.")
     terms = np.array([row[0] for row in rows], dtype=float)
     seconds = np.array([row[1] for row in rows], dtype=float)
     # Samples come sorted by size as a rule; drawn at random, those held out are of all sizes.
