@@ -47,7 +47,7 @@ GROWING = (1_000, 10_000, 100_000, 1_000_000)
 @click.option("--single", default=2_000_000, show_default=True, help="Requests one by one.")
 @click.option("--growing", default=8_000_000, show_default=True, help="Requests at growing capacities; 0: none.")
 @click.option("--rounds", type=click.IntRange(min=1), default=11, show_default=True)
-@click.option("--seed", default=1, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write policy_peers.json and .md there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def main(out: Path | None, as_json: bool, **options: Any) -> None:
