@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections import OrderedDict
+from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ def read_trace(file: Path) -> list[tuple[float, int]]:
         for number, line in enumerate(file.read_text().splitlines(), 1):
             try:
                 row = json.loads(line)
-                accesses += [(row["timestamp"] / 1000, int(key)) for key in row["hash_ids"]]
+                accesses += [(row["timestamp"] / 1000, index(key)) for key in row["hash_ids"]]
             except (ValueError, TypeError, KeyError) as error:
                 raise TraceError(f"{file}, line {number}: no timestamp and hash_ids ({error!r}).") from None
     except (OSError, UnicodeDecodeError) as error:

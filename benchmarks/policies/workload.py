@@ -1,6 +1,7 @@
 """Requests for policies: objects by popularity, sessions that grow, and traces of others."""
 
 import json
+from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,10 +48,10 @@ def read_trace(path: Path) -> Rows:
     """The `hash_ids` of a file with one JSON object a line. Raises BenchmarkError."""
     try:
         return as_rows([json.loads(line)["hash_ids"] for line in path.read_text().splitlines()])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise BenchmarkError(f"{path} is no trace with hash_ids in each line: {error!r}") from None
 
 
 def as_rows(rows: list[list[int]]) -> Rows:
     offsets = np.cumsum([0] + [len(row) for row in rows], dtype=np.int64)
-    return Rows(np.fromiter((key for row in rows for key in row), np.uint64, int(offsets[-1])), offsets)
+    return Rows(np.fromiter((index(key) for row in rows for key in row), np.uint64, int(offsets[-1])), offsets)
