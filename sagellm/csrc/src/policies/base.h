@@ -96,6 +96,7 @@ class Returning {
 
   void push(Slot slot, unsigned destination) {
     host_[slot].where = static_cast<std::uint8_t>(kNoticed + destination);
+    if constexpr (!Host::kPinned) return;  // a flat cache inserts at once what it said is coming
     list_.push(slot);
     if (list_.size() <= capacity_) return;
     const Slot oldest = list_.oldest();
@@ -107,7 +108,7 @@ class Returning {
   unsigned pop(Slot slot) {
     const unsigned where = host_[slot].where;
     if (where < kNoticed || where == kNowhere) return 0;
-    list_.erase(slot);
+    if constexpr (Host::kPinned) list_.erase(slot);
     return where - kNoticed;
   }
 
