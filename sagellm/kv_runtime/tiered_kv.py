@@ -35,7 +35,7 @@ from sagellm.kv_runtime.quota import QuotaManager
 
 __all__ = ["TieredKV"]
 
-FOREIGN = 0xF0 << 56  # keys from here on stand for blocks of the engine that no notice has named
+FOREIGN = 0xF0 << 56  # keys for blocks of the engine that no notice has named are looked for from here on
 
 
 class TieredKV(Plugin):
@@ -70,6 +70,7 @@ class TieredKV(Plugin):
         self._returning: dict[BlockKey, None] = {}  # matched on the host; the engine brings them back to the pool
         self._num_lost = 0
         self._num_foreign = 0
+        self._foreign: set[BlockKey] = set()  # names of blocks that no notice has named
         self._costs = Costs()
         self._num_unlinked = 0  # blocks whose place among the others is not known yet
 
@@ -126,7 +127,7 @@ class TieredKV(Plugin):
         known: list[BlockKey] = []
         for place, (block_id, key) in enumerate(zip(match.block_ids, keys, strict=True), first):
             named = self._key_of.get(block_id)
-            if named is None or (named != key and named < FOREIGN):
+            if named is None or (named != key and named not in self._foreign):
                 parent = known[-1] if known else self._held_key(match.request_id, place - 1)
                 self._forget_id(block_id)
                 if self._is_taken(key, block_id) or (parent is None and place):
@@ -166,18 +167,34 @@ class TieredKV(Plugin):
             return  # behind a block that the books do not know; both are seen when a victim is wanted
         blocks = []
         num_named = len(update.block_ids)
-        for place, (block_id, own) in enumerate(zip(update.block_ids, update.block_hashes.tolist(), strict=True)):
+        digests = self._digests(update, parent)
+        rows = zip(update.block_ids, update.block_hashes.tolist(), digests, strict=True)
+        for place, (block_id, own, digest) in enumerate(rows):
             named = self._key_of.get(block_id)
-            key = named if named is not None and named >= FOREIGN else BlockKey(own)
-            if named != key:
+            key = named if named is not None and named in self._foreign else BlockKey(own)
+            if named != key or self._is_of_others(key, digest):
                 self._forget_id(block_id)
-                if self._is_taken(key, block_id):
+                if self._is_taken(key, block_id) or self._is_of_others(key, digest):
                     num_named = min(num_named, place)
             blocks.append(self._block(key, parent, depth + place, update.tenant_id, update.time_s))
             parent = key
         num_refused = len(self._manager.stored(update.request_id, blocks[:num_named], update.time_s))
-        for block_id, block in zip(update.block_ids, blocks[: num_named - num_refused], strict=False):
+        named_blocks = blocks[: num_named - num_refused]
+        for block_id, block, digest in zip(update.block_ids, named_blocks, digests, strict=False):
             self._name(block_id, block.key)
+            self._set_digest(block.key, digest)
+
+    def _digests(self, update: PrefixUpdate, parent: BlockKey | None) -> Sequence[bytes]:
+        """For a plug-in with a disk tier: what stands for all tokens up to each block's end; empty where that is not known.
+        `parent`: the name of the block before the first."""
+        return [b""] * len(update.block_ids)
+
+    def _is_of_others(self, key: BlockKey, digest: bytes) -> bool:
+        """For a plug-in with a disk tier: whether the key stands for other tokens."""
+        return False
+
+    def _set_digest(self, key: BlockKey, digest: bytes) -> None:
+        """For a plug-in with a disk tier: the engine has just told which tokens the block of gpu with this name holds."""
 
     def on_prefix_released(self, release: PrefixRelease) -> None:
         self._catch_up()
@@ -286,6 +303,7 @@ class TieredKV(Plugin):
         """These blocks have no id in the engine any more, or will have none after this answer."""
         for key in keys:
             del self._key_of[self._id_of.pop(key)]
+        self._foreign.difference_update(keys)
         if keys:
             self._manager.dropped(tier, keys, now_s)
 
@@ -379,6 +397,7 @@ class TieredKV(Plugin):
             self._num_foreign += 1
             key = BlockKey(FOREIGN + self._num_foreign)
             if key not in self._books:
+                self._foreign.add(key)
                 return key
 
     def _block(self, key: BlockKey, parent: BlockKey | None, depth: int, tenant_id: str, time_s: float) -> CachedBlock:
@@ -398,6 +417,7 @@ class TieredKV(Plugin):
         key = self._key_of.pop(BlockId(block_id), None)
         if key is not None:
             del self._id_of[key]
+            self._foreign.discard(key)
             tier = self._books.fast_tier(key)
             if tier is not None:
                 self._manager.dropped(tier, [key], time.monotonic(), evicted=evicted)

@@ -68,7 +68,9 @@ class TieredKVWithDisk(TieredKV):
     same load.
 
     A block is named by 64 bits, which people could collide, so a file also has the digest of all its tokens: a load asks for
-    the blocks whose digests are those of the request's own tokens.
+    the blocks whose digests are those of the request's own tokens. A key stands for the tokens of one digest as long as it is
+    on any tier or on its way to one; a block with the same key and other tokens is refused. What is saved are only bytes of
+    blocks whose tokens the engine has told since they have their name.
     """
 
     name = "tiered KV with disk"
@@ -82,6 +84,8 @@ class TieredKVWithDisk(TieredKV):
         self._found: list[Any] = []  # blocks of an earlier run that the books do not know yet
         self._digest_of: dict[BlockKey, bytes] = {}
         self._key_of_digest: dict[bytes, BlockKey] = {}
+        self._told: set[BlockKey] = set()  # on gpu or cpu, and known to hold the tokens of its key's digest
+        self._num_lost_told = 0
         self._waits = Waits(self._config.deadline_s + GRACE_S)
         self._read: list[Load] = []  # that were read, and somebody waits for
         self._done: SimpleQueue[tuple[Any, MigrationResult]] = SimpleQueue()
@@ -129,12 +133,14 @@ class TieredKVWithDisk(TieredKV):
         if self._found:
             some, self._found = self._found[:ADOPTED_AT_ONCE], self._found[ADOPTED_AT_ONCE:]
             now_s = time.monotonic()
-            self._manager.adopted([each.block._replace(time_s=now_s) for each in some if each.digest], Tier.NVME, now_s)
-            for key, digest in ((each.block.key, each.digest) for each in some):
-                if self._books.is_on(key, Tier.NVME):
-                    self._set_digest(key, digest)
+            own = [each for each in some if each.digest and not self._is_of_others(each.block.key, each.digest)]
+            self._manager.adopted([each.block._replace(time_s=now_s) for each in own], Tier.NVME, now_s)
+            adopted = {each.block.key: each.digest for each in own if self._books.is_on(each.block.key, Tier.NVME)}
+            for each in some:
+                if each.block.key in adopted:
+                    self._bind(each.block.key, each.digest)
                 else:
-                    self._remove_file(key)  # of tokens that nobody can name, or another block's by now
+                    self._remove_file(each.block.key)  # of tokens that nobody can name, or another block's by now
 
     def close(self) -> None:
         """Raises TierError: a move hangs in a file; the folder is free for others all the same."""
@@ -161,19 +167,29 @@ class TieredKVWithDisk(TieredKV):
 
     # saving
 
-    def on_prefix_stored(self, update: PrefixUpdate) -> None:
-        super().on_prefix_stored(update)
-        before = b"" if update.parent_hash is None else self._digest_of.get(BlockKey(int(update.parent_hash)))
+    def _digests(self, update: PrefixUpdate, parent: BlockKey | None) -> Sequence[bytes]:
+        before: bytes | None = b""
+        if update.first_token:
+            before = self._digest_of.get(parent) if parent in self._told else None
         if before is None:
-            return  # its beginning came while nobody listened; these blocks are never saved
-        size = self._engine.block_size
-        digests = token_digests(update.token_ids, update.namespace, size, before)
-        for key, digest in zip(map(BlockKey, update.block_hashes.tolist()), digests, strict=True):
-            self._set_digest(key, digest)
+            return super()._digests(update, parent)  # its beginning came while nobody listened; these are never saved
+        return token_digests(update.token_ids, update.namespace, self._engine.block_size, before)
+
+    def _is_of_others(self, key: BlockKey, digest: bytes) -> bool:
+        known = self._digest_of.get(key)
+        is_other = bool(known and digest and known != digest)
+        self._counts["collisions"] += is_other
+        return is_other
 
     def _set_digest(self, key: BlockKey, digest: bytes) -> None:
-        if key in self._books and self._digest_of.setdefault(key, digest) == digest:
-            self._key_of_digest[digest] = key
+        self._told.discard(key)
+        if digest and key in self._books and key not in self._foreign:
+            self._bind(key, digest)
+            self._told.add(key)
+
+    def _bind(self, key: BlockKey, digest: bytes) -> None:
+        self._digest_of[key] = digest
+        self._key_of_digest[digest] = key
 
     def _save(self, keys: Sequence[BlockKey], now_s: float) -> None:
         if now_s < self._paused_until_s or self._store is None:
@@ -181,7 +197,7 @@ class TieredKVWithDisk(TieredKV):
             return
         copies = {}
         for key in keys:
-            digest = self._digest_of.get(key)
+            digest = self._digest_of.get(key) if key in self._told else None
             if digest is None or key in self._store:
                 self._counts["saves_without_digest"] += digest is None
                 continue
@@ -208,6 +224,7 @@ class TieredKVWithDisk(TieredKV):
         for key in moved:
             if not self._books.is_on(key, Tier.NVME):
                 self._remove_file(key)
+                self._forget_digest(key)
         for key, reason in result.refused.items():
             self._manager.failed([BlockKey(key)], reason, now_s)
             self._forget_digest(BlockKey(key))
@@ -360,13 +377,25 @@ class TieredKVWithDisk(TieredKV):
         if rest:
             self._engine.free_host(rest)
         key_of = dict(zip(load.block_ids, load.keys, strict=True))
-        arrived = [key_of[block] for block in taken]
+        arrived = self._in_place([key_of[block] for block in taken])
         if arrived:
             self._manager.loaded(arrived, time.monotonic())
-        for block in taken:
+        for block in taken[: len(arrived)]:
             if self._books.fast_tier(key_of[block]) is Tier.CPU:
                 self._name(block, key_of[block])
+                self._told.add(key_of[block])
         self._fail_load(load, [key for key in load.keys if key not in arrived], "not read, or there already")
+
+    def _in_place(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """The first of these blocks, as far as each continues in the engine what it continues in the books.
+
+        Where that has another name, or holds other tokens, the books come to know them when they are put right.
+        """
+        for place, key in enumerate(keys):
+            parent = self._books.block(key).parent
+            if parent is not None and parent not in self._told and parent not in keys[:place]:
+                return list(keys[:place])
+        return list(keys)
 
     def _fail_load(self, load: Load, keys: Sequence[BlockKey], reason: str) -> None:
         now_s = time.monotonic()
@@ -383,6 +412,9 @@ class TieredKVWithDisk(TieredKV):
 
     def _catch_up(self) -> None:
         super()._catch_up()
+        if self._num_lost_told != self._engine.num_lost_notices:  # an id may stand for another block by now
+            self._num_lost_told = self._engine.num_lost_notices
+            self._told.clear()
         if self._store is None or self._found:
             self._come_open()
         now_s = time.monotonic()
@@ -410,6 +442,7 @@ class TieredKVWithDisk(TieredKV):
 
     def _gone(self, tier: Tier, keys: Sequence[BlockKey], now_s: float) -> None:
         super()._gone(tier, keys, now_s)
+        self._told.difference_update(keys)
         for key in keys:
             self._forget_digest(key)
 
@@ -417,4 +450,5 @@ class TieredKVWithDisk(TieredKV):
         key = self._key_of.get(BlockId(block_id))
         super()._forget_id(block_id, evicted=evicted)
         if key is not None:
+            self._told.discard(key)
             self._forget_digest(key)

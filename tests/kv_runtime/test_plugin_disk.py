@@ -1,5 +1,7 @@
 """`TieredKVWithDisk`: what leaves the host is written, read again for who waits for it, and never stands in the way."""
 
+import itertools
+import random
 import threading
 
 import numpy as np
@@ -34,10 +36,10 @@ def start(tmp_path):
     """Starts an engine on the same folder; all are closed at the end."""
     engines = []
 
-    def start(pool=4, host=4, make_migration=lambda name, **options: None, wait=True, **options):
+    def start(pool=4, host=4, make_migration=lambda name, **options: None, wait=True, key_bits=64, **options):
         options = {"disk": tmp_path / "kv", "disk_gib": 1e-3, "deadline_s": 60.0, **options}
         plugin = plugin_with(TieredKVWithDisk, make_policy, make_migration, **options)
-        engines.append(FakeEngine(plugin, pool, host))
+        engines.append(FakeEngine(plugin, pool, host, key_bits=key_bits))
         if wait:
             opened(engines[-1])
         return engines[-1]
@@ -362,3 +364,83 @@ def test_with_a_file_and_without_one_they_leave_the_host_together(start):
     assert set(engine.dropped) and not plugin._counts["drops_refused"]
     assert all(plugin._books.is_on(key, Tier.NVME) for key in keys)
     engine.check()
+
+
+def test_a_key_that_two_prefixes_share_names_one_of_them_only(start):
+    engine = start(2, 2, disk_gib=2 * 8192 / 2**30, key_bits=8)
+    plugin, books, requests = engine.plugin, engine.plugin._books, itertools.count(1)
+
+    def key(tokens):
+        return int(engine.keys(tokens, "")[0])
+
+    def serve(tokens):
+        request = next(requests)
+        while not engine.admitted(request, [*tokens, 9]):
+            settle(engine)
+        assert engine.serve(request, [*tokens, 9])
+        settle(engine)
+
+    first = [0, 0, 0, 0]
+    alike = next(t for t in ([a, b, 0, 0] for a in range(99) for b in range(1, 99)) if key(t) == key(first))
+    others = {key([a, 7, 0, 0]): [a, 7, 0, 0] for a in range(99)}
+    others.pop(key(first), None)
+    others = itertools.cycle(others.values())
+    serve(first)
+    while key(first) not in plugin._store or books.fast_tier(key(first)):
+        serve(next(others))
+    serve(alike)
+    assert plugin.report()["plugin"]["collisions"] == 1 and books.fast_tier(key(first)) is None
+    while key(first) in plugin._store:  # until its file makes way
+        serve(next(others))
+        serve(alike)
+    for _ in range(9):  # now files of the other one are written
+        serve(alike)
+        for _ in range(4):
+            serve(next(others))
+    assert plugin._key_of_digest.get(token_digests(np.array(alike), "", 4)[0]) == key(first)
+    serve(first)
+
+
+def test_two_prefixes_of_one_key_cannot_get_each_others_files_over_restarts(start):
+    for seed in range(4):
+        draw = random.Random(seed)
+        for life in range(3):
+            engine = start(8, 5, disk_gib=draw.choice([6, 12, 40]) * 8192 / 2**30, key_bits=draw.choice([3, 5, 8]))
+            for number in range(30):
+                request = 1000 * life + number
+                blocks = [[draw.randrange(4), 0, 0, draw.randrange(2)] for _ in range(draw.randint(1, 4))]
+                tokens = [*itertools.chain(*blocks), 9]
+                admit(engine, request, tokens)
+                engine.serve(request, tokens)
+                if draw.random() < 0.5:
+                    settle(engine)
+            engine.plugin.close()
+
+
+def test_a_file_that_was_replaced_behind_the_books_is_not_loaded(start):
+    engine = start()
+    push_out(engine)
+    store = engine.plugin._store
+    for key in store.keys():
+        stored = store.describe(key)
+        store.remove(key)
+        store.prepare(stored.block, b"another's digest")[:] = 0
+        store.commit(key)
+    computed = engine.num_computed
+    admit(engine, 9, FIRST)
+    assert engine.serve(9, FIRST)
+    assert engine.num_computed == computed + len(FIRST) // 4
+    engine.check()
+
+
+def test_a_block_whose_notices_were_lost_is_not_saved(start):
+    engine = start()
+    engine.serve(1, FIRST)
+    engine.flush()
+    engine.num_lost_notices += 1
+    for request, tokens in enumerate(OTHERS, 2):
+        engine.serve(request, tokens)
+        settle(engine)
+    firsts = set(engine.keys(FIRST, "").tolist())
+    assert not firsts & set(engine.plugin._store.keys())
+    assert engine.plugin.report()["plugin"]["saves_without_digest"]
