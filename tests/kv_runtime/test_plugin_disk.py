@@ -421,7 +421,7 @@ def test_a_file_that_was_replaced_behind_the_books_is_not_loaded(start):
     engine = start()
     push_out(engine)
     store = engine.plugin._store
-    for key in store.keys():
+    for key in list(store.keys()):
         stored = store.describe(key)
         store.remove(key)
         store.prepare(stored.block, b"another's digest")[:] = 0

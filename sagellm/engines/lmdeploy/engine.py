@@ -15,9 +15,11 @@ from sagellm.core.config import HookConfig, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES
 from sagellm.core.registry import find_plugin
+from sagellm.demo_model.cache import default_cache_dir
 from sagellm.engines.base import BaseEngine, CapabilityDescriptor, EngineInfo, Generation, SamplingParams
 from sagellm.engines.lmdeploy import patch_state
-from sagellm.engines.lmdeploy.kv_tiers import all_plugins, check_tiers, layout_of
+from sagellm.engines.lmdeploy.kv_tiers import all_plugins, check_tiers
+from sagellm.engines.lmdeploy.layout import layout_of
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
 
 # One decode step of a CPU takes long enough that scheduling between steps costs nothing, and a new request must not wait
@@ -54,7 +56,10 @@ def build_engine_config(
         find_plugin(spec.name)
     known = {"block_bytes": sizes.schema.block_bytes}
     if model is not None:
-        known |= {"model": config.model_name or model.resolve().name, "layout": layout_of(model, config, sizes)}
+        known["model"] = config.model_name or model.resolve().name
+        folder = config.kv.disk if config.kv is not None else None
+        if folder is not None or config.plugins:  # nobody else keeps bytes, and to read all weights takes a while
+            known["layout"] = layout_of(model, config, sizes, device, folder or default_cache_dir())
     hooks = hooks.model_copy(update=known)
     default_round = CPU_DECODE_ROUND if device == "cpu" else DECODE_ROUND
     options: dict[str, Any] = {"prefill_interval": config.decode_round or default_round}

@@ -1,17 +1,13 @@
 """From `SageConfig.kv` to the plug-in that runs the tiers, and what must be refused before a model is loaded for it."""
 
-from hashlib import blake2b
 from pathlib import Path
 
 from sagellm.core.config import HookConfig, KVConfig, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.hooks import Tier
-from sagellm.engines.lmdeploy.sizing import Sizes
 
 TIERED = "sagellm.kv_runtime.plugin:TieredKV"
 TIERED_WITH_DISK = "sagellm.kv_runtime.plugin:TieredKVWithDisk"
-
-SAMPLE_BYTES = 1 << 16  # of the beginning, the middle and the end of each file of weights
 
 
 def all_plugins(config: SageConfig) -> tuple[PluginSpec, ...]:
@@ -90,22 +86,3 @@ def _check_policies(config: SageConfig, kv: KVConfig) -> None:
 
         QuotaManager(kv.quotas, {tier: capacity for tier, (capacity, _, _) in tiers.items()})
 
-
-def layout_of(model: Path, config: SageConfig, sizes: Sizes) -> str:
-    """Everything that the bytes of a KV block depend on, beside its tokens.
-
-    Of the weights it has names, sizes and samples: two models of one shape that were trained differently differ all over.
-    """
-    schema = sizes.schema
-    shape = f"{schema.num_layers}x{schema.num_kv_heads}x{schema.head_dim} {schema.dtype} {schema.block_size} tokens"
-    digest = blake2b(digest_size=16)
-    for file in sorted([*model.glob("*.json"), *model.glob("*.safetensors"), *model.glob("pytorch_model*.bin")]):
-        if file.name.startswith("tokenizer"):
-            continue
-        with file.open("rb") as content:
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}".encode())
-            for start in (0, size // 2, max(0, size - SAMPLE_BYTES)):
-                content.seek(start)
-                digest.update(content.read(SAMPLE_BYTES))
-    return f"{digest.hexdigest()} {shape} {config.tensor_parallel} workers, all keys before all values"
