@@ -18,10 +18,14 @@ class Model(BaseModel):
 
 
 class PluginSpec(Model):
-    """A plug-in by entry point name or as `module:Class`, with the keyword arguments of its constructor."""
+    """A plug-in by entry point name or as `module:Class`, with the keyword arguments of its constructor.
+
+    `required`: without it there is no start; another one that fails when it is attached is switched off.
+    """
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
+    required: bool = False
 
 
 class KVConfig(Model):

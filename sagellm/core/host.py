@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 
 from sagellm.core.config import HookConfig
+from sagellm.core.errors import PluginError
 from sagellm.core.events import Recorder, open_recorder
 from sagellm.core.guard import PluginFault, PluginGuard, Switched
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, Plugin, overrides
 from sagellm.core.registry import check_owners, load_plugin
+
+CLOSE_S = 5.0  # for the plug-ins, where the start has failed
+START_REFUSED = "start-refused"  # in `run_dir`: what keeps an engine process from starting
 
 
 class Nonsense(Exception):
@@ -35,12 +39,27 @@ class PluginHost:
         self._listeners = {hook: self._users(hook) for hook in (*NOTICES, *COMM_HOOKS)}
 
     def attach(self, make_handle: Callable[[PluginGuard], Any]) -> None:
-        """Give every plug-in its handle; a plug-in that fails here is off from the start."""
+        """Give every plug-in its handle; a plug-in that fails here is off from the start.
+
+        Raises:
+            PluginError: it is a required one. All are closed then, and a file in `run_dir` says why.
+        """
+        required = {spec.name for spec in self.config.plugins if spec.required}
         for name, plugin in self.plugins:
             try:
                 self.guards[name].call("attach", plugin.attach, make_handle(self.guards[name]))
             except Switched:
-                continue
+                if name in required:
+                    self._refuse_start(name)
+
+    def _refuse_start(self, name: str) -> None:
+        fault = self.guards[name].fault
+        why = f"plug-in {name} {fault.kind}: {fault.detail.splitlines()[-1]}" if fault else f"plug-in {name} is off"
+        self.close(CLOSE_S)
+        if self.config.run_dir is not None:
+            with suppress(OSError):
+                (self.config.run_dir / START_REFUSED).write_text(why)
+        raise PluginError(why)
 
     def decides(self, hook: str) -> bool:
         """True if a healthy plug-in owns this decision."""

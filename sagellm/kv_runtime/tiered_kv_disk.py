@@ -33,7 +33,15 @@ PAUSE_S = 10.0  # nothing is saved for so long after a write failed
 CLOSE_S = 5.0  # how long moves that are under way may take to end
 GRACE_S = 0.25  # how long after the deadline of a load the answer that it is late may take
 ADOPTED_AT_ONCE = 1000  # blocks of an earlier run that a hook tells to the books
+MAX_BLOCKS = 1 << 24  # of a policy's books in memory; 64 TiB of blocks of 4 MiB
 OPEN_WAIT_S = 0.2  # for the folder, before the engine goes on without it for a while
+
+
+def capacity_blocks(gib: float, block_bytes: int) -> int:
+    """How many blocks of this size the tier has room for, at most `MAX_BLOCKS`."""
+    from sagellm.kv_runtime.disk_store_format import record_bytes
+
+    return min(int(gib * 2**30) // record_bytes(block_bytes), MAX_BLOCKS)
 
 
 def token_digests(tokens: np.ndarray, namespace: str, block_size: int, before: bytes = b"") -> list[bytes]:
@@ -97,7 +105,6 @@ class TieredKVWithDisk(TieredKV):
     def attach(self, engine: EngineHandle) -> None:
         """Raises PluginError or TierError: no host tier, bytes of unknown meaning, a folder that cannot be used."""
         from sagellm.kv_runtime.disk_store import DiskStore
-        from sagellm.kv_runtime.disk_store_format import record_bytes
 
         config, counts = self._config, engine.block_counts()
         if not counts.host_total:
@@ -107,7 +114,7 @@ class TieredKVWithDisk(TieredKV):
                 "this engine does not say what the bytes of a block mean, so files of them would be a risk."
             )
         capacity_bytes, layout = int(config.disk_gib * 2**30), engine.layout
-        self._capacity = capacity_bytes // record_bytes(engine.block_bytes)
+        self._capacity = capacity_blocks(config.disk_gib, engine.block_bytes)
         if not self._capacity:
             raise TierError(f"{config.disk_gib} GiB hold no block of {engine.block_bytes} bytes; raise disk_gib.")
         super().attach(engine)

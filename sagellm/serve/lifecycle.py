@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import psutil
 
+from sagellm.core.host import START_REFUSED
 from sagellm.serve.early import STOP_SIGNALS
 
 POLL_S = 0.2
@@ -59,11 +61,15 @@ class Loading:
 
 
 class EngineWatch:
-    """Notices when the engine ends by itself; LMDeploy would wait for its answer for ever."""
+    """Notices when the engine ends by itself; LMDeploy would wait for its answer for ever.
 
-    def __init__(self, clean_up: Callable[[], None]) -> None:
+    `run_dir`: where an engine process says why it does not start, as a required plug-in of it cannot work.
+    """
+
+    def __init__(self, clean_up: Callable[[], None], run_dir: Path | None = None) -> None:
         self.engine_died = False
         self._clean_up = clean_up
+        self._run_dir = run_dir
         self._stopped = threading.Event()
         self._finished = threading.Event()
         self._dead = threading.Event()
@@ -102,8 +108,9 @@ class EngineWatch:
 
     def _end(self) -> None:
         self.engine_died = True
+        refusal = self._refusal()
         with contextlib.suppress(OSError):  # whoever read standard error may be gone; that must not keep us alive
-            print(f"error: {self._reason}; its log is above.", file=sys.stderr, flush=True)
+            print(f"error: {refusal or f'{self._reason}; its log is above.'}", file=sys.stderr, flush=True)
         if self._callback is not None:
             self._callback()
             if self._finished.wait(END_S):
@@ -111,7 +118,14 @@ class EngineWatch:
         # Still loading, or stuck in a call to the engine: the main thread waits for what cannot come.
         end_children()
         self._clean_up()
-        os._exit(1)
+        os._exit(2 if refusal else 1)
+
+    def _refusal(self) -> str:
+        """Why the engine process has refused to start; empty if it has not."""
+        try:
+            return (self._run_dir / START_REFUSED).read_text() if self._run_dir is not None else ""
+        except OSError:
+            return ""
 
 
 def end_children(grace_s: float = 5.0) -> None:

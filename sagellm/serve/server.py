@@ -49,7 +49,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         sizes = size_engine(config, model, device)
         engine_config = backend.engine_config(model, sizes, device, run_dir)
         banner = _Banner(config, name, device, sizes, as_json, claim_stdout())
-        watch = EngineWatch(clean_up)
+        watch = EngineWatch(clean_up, run_dir)
         return _serve(config, backend, model, name, engine_config, listener, banner, loading, watch, run_dir)
     finally:
         backend.close()

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from sagellm.core.config import HookConfig, PluginSpec
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, PluginError
 from sagellm.core.hooks import Plugin
-from sagellm.core.host import Nonsense, PluginHost
+from sagellm.core.host import START_REFUSED, Nonsense, PluginHost
 
 
 class Quiet(Plugin):
@@ -189,3 +189,20 @@ def test_what_plugins_report_of_themselves():
     assert [(fault.plugin, fault.hook, fault.kind) for fault in host.faults] == [(name_of(ReportsToo), "report", "raised")]
     host.close()
     assert host.plugin_reports() == {}
+
+
+class Unattachable(Plugin):
+    def attach(self, engine):
+        raise OSError("no such disk")
+
+
+def test_a_required_plugin_that_cannot_be_attached_ends_the_start(tmp_path):
+    host = make(Closing, Unattachable, run_dir=tmp_path)
+    host.attach(lambda guard: None)
+    assert [fault.hook for fault in host.faults] == ["attach"]
+    closed = Closing.closed
+    host = make(Closing, PluginSpec(name=name_of(Unattachable), required=True), run_dir=tmp_path)
+    with pytest.raises(PluginError, match="Unattachable raised: OSError: no such disk"):
+        host.attach(lambda guard: None)
+    assert Closing.closed == closed + 1
+    assert "no such disk" in (tmp_path / START_REFUSED).read_text()

@@ -69,6 +69,11 @@ def test_values_that_cannot_work(refused, options, words):
         assert word in message
 
 
+def test_a_disk_tier_too_small_for_a_block(refused, tmp_path):
+    message = refused("--host-kv-blocks", 8, "--kv-disk", tmp_path / "tier", "--kv-disk-gib", 1e-6)
+    assert "no room for one block" in message and "--kv-disk-gib" in message
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

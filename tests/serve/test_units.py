@@ -10,6 +10,7 @@ from fastapi import HTTPException
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sagellm.core.host import START_REFUSED
 from sagellm.serve.generation import Generation, StopStrings
 from sagellm.serve.lifecycle import EngineWatch
 from sagellm.serve.logs import ClientLeft
@@ -172,3 +173,15 @@ def test_the_end_of_the_engine_is_noticed_when_nobody_reads_the_log(monkeypatch)
     watch.on_death(lambda: (watch.finish(), told.set()))
     watch.report_dead_loop()
     assert told.wait(30)
+
+
+def test_why_an_engine_refuses_to_start_is_said_and_is_code_2(monkeypatch, tmp_path, capsys):
+    (tmp_path / START_REFUSED).write_text("plug-in x raised: TierError: disk tier /d is in use by process 7")
+    codes = []
+    ended = threading.Event()
+    monkeypatch.setattr("sagellm.serve.lifecycle.end_children", lambda: None)
+    monkeypatch.setattr("os._exit", lambda code: (codes.append(code), ended.set()))
+    watch = EngineWatch(lambda: None, tmp_path)
+    watch.report_dead_loop()
+    assert ended.wait(30) and codes == [2]
+    assert capsys.readouterr().err == "error: plug-in x raised: TierError: disk tier /d is in use by process 7\n"

@@ -18,7 +18,7 @@ from sagellm.core.registry import find_plugin
 from sagellm.demo_model.cache import default_cache_dir
 from sagellm.engines.base import BaseEngine, CapabilityDescriptor, EngineInfo, Generation, SamplingParams
 from sagellm.engines.lmdeploy import patch_state
-from sagellm.engines.lmdeploy.kv_tiers import all_plugins, check_tiers
+from sagellm.engines.lmdeploy.kv_tiers import all_plugins, check_sizes, check_tiers
 from sagellm.engines.lmdeploy.layout import layout_of
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
 
@@ -54,6 +54,7 @@ def build_engine_config(
 
     for spec in hooks.plugins:  # a wrong name must fail here, not in the engine process
         find_plugin(spec.name)
+    check_sizes(config, sizes)
     known = {"block_bytes": sizes.schema.block_bytes}
     if model is not None:
         known["model"] = config.model_name or model.resolve().name

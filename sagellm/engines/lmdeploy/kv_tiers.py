@@ -5,6 +5,7 @@ from pathlib import Path
 from sagellm.core.config import HookConfig, KVConfig, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.hooks import Tier
+from sagellm.engines.lmdeploy.sizing import Sizes
 
 TIERED = "sagellm.kv_runtime.plugin:TieredKV"
 TIERED_WITH_DISK = "sagellm.kv_runtime.plugin:TieredKVWithDisk"
@@ -15,7 +16,7 @@ def all_plugins(config: SageConfig) -> tuple[PluginSpec, ...]:
     if config.kv is None:
         return config.plugins
     name = TIERED if config.kv.disk is None else TIERED_WITH_DISK
-    return (*config.plugins, PluginSpec(name=name, options=config.kv.model_dump(mode="json")))
+    return (*config.plugins, PluginSpec(name=name, options=config.kv.model_dump(mode="json"), required=True))
 
 
 def check_tiers(config: SageConfig) -> None:
@@ -86,3 +87,23 @@ def _check_policies(config: SageConfig, kv: KVConfig) -> None:
 
         QuotaManager(kv.quotas, {tier: capacity for tier, (capacity, _, _) in tiers.items()})
 
+
+def check_sizes(config: SageConfig, sizes: Sizes) -> None:
+    """Refuse a disk tier that cannot be, once it is known how large a block is.
+
+    Raises:
+        ConfigError: it has no room for a block.
+        PolicyError: its policy does not take its size.
+    """
+    kv = config.kv
+    if kv is None or kv.disk is None:
+        return
+    from sagellm.kv_policy.registry import make_policy
+    from sagellm.kv_runtime.tiered_kv_disk import capacity_blocks
+
+    capacity = capacity_blocks(kv.disk_gib, sizes.schema.block_bytes)
+    if not capacity:
+        raise ConfigError(
+            f"kv.disk_gib {kv.disk_gib:g} has no room for one block of {sizes.schema.block_bytes} bytes; raise --kv-disk-gib."
+        )
+    make_policy(kv.disk_policy, capacity, **kv.disk_options)
