@@ -235,6 +235,10 @@ class PluginGuard:
         self._stopped = True
         self._queue.put(None)
 
+    def join(self, timeout_s: float) -> None:
+        """After `stop`: wait until the thread has come to its end."""
+        self._thread.join(timeout_s)
+
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
             self._run(work)

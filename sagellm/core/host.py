@@ -1,6 +1,8 @@
 """Holds the plug-ins of one process: who decides, who listens, what was counted."""
 
+import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -16,7 +18,9 @@ from sagellm.core.guard import PluginFault, PluginGuard, Switched
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, Plugin, overrides
 from sagellm.core.registry import check_owners, load_plugin
 
-CLOSE_S = 5.0  # for the plug-ins, where the start has failed
+logger = logging.getLogger("sagellm")
+
+CLOSE_S = 5.0  # for a plug-in after a fault: for its hook to return, and for its `close`
 START_REFUSED = "start-refused"  # in `run_dir`: what keeps an engine process from starting
 
 
@@ -32,6 +36,7 @@ class PluginHost:
         self.recorder: Recorder = open_recorder(config.record)
         self.faults: list[PluginFault] = []
         self._closed = False
+        self._closers: dict[str, threading.Thread] = {}  # of plug-ins that were switched off
         self.plugins = [(spec.name, load_plugin(spec)) for spec in config.plugins]
         check_owners(self.plugins)
         self.guards = {name: PluginGuard(name, config.time_limit_s, self._on_fault) for name, _ in self.plugins}
@@ -177,11 +182,17 @@ class PluginHost:
         }
 
     def close(self, within_s: float = math.inf) -> None:
-        """Once; later calls do nothing. A plug-in still busy with what it was told after `within_s` is left behind."""
+        """Once; later calls do nothing. A plug-in still busy with what it was told after `within_s` is left behind.
+
+        One that was switched off has been asked to close since; it gets a few seconds to end with that.
+        """
         if self._closed:
             return
         self._closed = True
         for name, plugin in self.plugins:
+            if name in self._closers:
+                self._closers[name].join(min(within_s, CLOSE_S))
+                continue
             with suppress(Switched):
                 self.guards[name].ask(
                     "close", lambda _, plugin=plugin: plugin.close(), (None,), time.monotonic() + within_s
@@ -196,6 +207,18 @@ class PluginHost:
         self.faults.append(fault)
         last_line = fault.detail.splitlines()[-1]
         self.recorder.write("fault", plugin=fault.plugin, hook=fault.hook, kind=fault.kind, detail=last_line)
+        # What it holds, such as a folder that is locked, others may want now. Nobody waits: this may be the engine's thread.
+        closer = threading.Thread(target=self._close_faulty, args=(fault.plugin,), name="sagellm-closer", daemon=True)
+        self._closers[fault.plugin] = closer
+        closer.start()
+
+    def _close_faulty(self, name: str) -> None:
+        self.guards[name].stop()
+        self.guards[name].join(CLOSE_S)  # a hook that never returns must not keep what others want
+        try:
+            dict(self.plugins)[name].close()
+        except BaseException as error:  # a plug-in may raise anything
+            logger.error("plug-in %s, which is switched off, failed to close: %r", name, error)
 
 
 def plain_numbers(report: Any, depth: int = 4) -> dict[str, Any]:

@@ -206,3 +206,27 @@ def test_a_required_plugin_that_cannot_be_attached_ends_the_start(tmp_path):
         host.attach(lambda guard: None)
     assert Closing.closed == closed + 1
     assert "no such disk" in (tmp_path / START_REFUSED).read_text()
+
+
+class Failing(Closing):
+    closed = 0
+    is_hanging = threading.Event()
+
+    def on_step_end(self, result):
+        if result == "hang":
+            self.is_hanging.wait(30)
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("step", ["raise", "hang"])
+def test_a_plugin_that_was_switched_off_is_closed_once(monkeypatch, step):
+    monkeypatch.setattr("sagellm.core.host.CLOSE_S", 0.1)
+    Failing.closed, Failing.is_hanging = 0, threading.Event()
+    host = PluginHost(HookConfig(plugins=(PluginSpec(name=name_of(Failing)),), time_limit_s=0.05))
+    host.notify("on_step_end", step)
+    assert host.faults
+    host._closers[name_of(Failing)].join(30)
+    assert Failing.closed == 1, "before the host is closed"
+    host.close()
+    assert Failing.closed == 1
+    Failing.is_hanging.set()
