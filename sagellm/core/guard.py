@@ -235,6 +235,10 @@ class PluginGuard:
         self._stopped = True
         self._queue.put(None)
 
+    def extend(self, time_limit_s: float) -> None:
+        """From now on a call may take at least so long."""
+        self._time_limit_s = max(self._time_limit_s, time_limit_s)
+
     def join(self, timeout_s: float) -> None:
         """After `stop`: wait until the thread has come to its end."""
         self._thread.join(timeout_s)

@@ -380,7 +380,8 @@ class Plugin:
         """Called once, before any other hook."""
 
     def close(self) -> None:
-        """Called once, when the engine ends."""
+        """Called once, when the engine ends, or after the plug-in was switched off; the engine handle works in the first
+        case only. It may take a few seconds, whatever the time limit of hooks is."""
 
     def report(self) -> dict[str, Any]:
         """Numbers for `/metrics`: name -> number, or -> a dict of such, nested as deep as it needs labels.

@@ -20,7 +20,7 @@ from sagellm.core.registry import check_owners, load_plugin
 
 logger = logging.getLogger("sagellm")
 
-CLOSE_S = 5.0  # for a plug-in after a fault: for its hook to return, and for its `close`
+CLOSE_S = 5.0  # for the `close` of a plug-in; after a fault also for its hook to return
 START_REFUSED = "start-refused"  # in `run_dir`: what keeps an engine process from starting
 
 
@@ -193,6 +193,7 @@ class PluginHost:
             if name in self._closers:
                 self._closers[name].join(min(within_s, CLOSE_S))
                 continue
+            self.guards[name].extend(CLOSE_S)
             with suppress(Switched):
                 self.guards[name].ask(
                     "close", lambda _, plugin=plugin: plugin.close(), (None,), time.monotonic() + within_s

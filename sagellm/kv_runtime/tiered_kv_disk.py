@@ -4,6 +4,7 @@ that waits and begins with them."""
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -30,7 +31,9 @@ from sagellm.kv_runtime.tiered_kv import TieredKV
 __all__ = ["TieredKVWithDisk", "token_digests"]
 
 PAUSE_S = 10.0  # nothing is saved for so long after a write failed
-CLOSE_S = 5.0  # how long moves that are under way may take to end
+CLOSE_S = 1.0  # how long moves that are under way may take to end
+SAVE_REST_S = 3.0  # how long `close` goes on saving what lies on the host
+SAVED_AT_ONCE = 16
 GRACE_S = 0.25  # how long after the deadline of a load the answer that it is late may take
 ADOPTED_AT_ONCE = 1000  # blocks of an earlier run that a hook tells to the books
 MAX_BLOCKS = 1 << 24  # of a policy's books in memory; 64 TiB of blocks of 4 MiB
@@ -98,6 +101,7 @@ class TieredKVWithDisk(TieredKV):
         self._read: list[Load] = []  # that were read, and somebody waits for
         self._done: SimpleQueue[tuple[Any, MigrationResult]] = SimpleQueue()
         self._paused_until_s = 0.0
+        self._is_closed = False
 
     def _policies(self) -> list[tuple[str, dict[str, Any]]]:
         return [*super()._policies(), (self._config.disk_policy, self._config.disk_options)]
@@ -150,13 +154,44 @@ class TieredKVWithDisk(TieredKV):
                     self._remove_file(each.block.key)  # of tokens that nobody can name, or another block's by now
 
     def close(self) -> None:
-        """Raises TierError: a move hangs in a file; the folder is free for others all the same."""
+        """What lies on the host tier is saved, and what is on its way to files arrives, as far as a few seconds allow.
+
+        Raises TierError: a move hangs in a file; the folder is free for others all the same.
+        """
         try:
-            if self._store is not None:
+            if self._store is not None and not self._is_closed:
+                self._is_closed = True
+                with suppress(PluginError):  # after a fault the engine answers nothing any more
+                    self._save_rest(time.monotonic() + SAVE_REST_S)
                 self._migrator.close(CLOSE_S)
         finally:
             if self._opening is not None:
                 self._opening.abandon()
+
+    def _save_rest(self, until_s: float) -> None:
+        """Parents first, since a file is of no use without those of what it continues; most recently used sequences first."""
+        self._catch_up()
+        books = self._books
+        keys = [key for key in books.recency(Tier.CPU) if key in self._told and not books.is_on(key, Tier.NVME)]
+        keys = keys[-self._capacity :]
+        keys.sort(key=lambda key: books.block(key).depth)
+        for first in range(0, len(keys), SAVED_AT_ONCE):
+            some, now_s = keys[first : first + SAVED_AT_ONCE], time.monotonic()
+            short = len(some) - self._manager.num_free(Tier.NVME)
+            if short > 0:
+                room = self._manager.make_room(Tier.NVME, short, some, now_s)
+                self._drop_files([key for tier, key, _ in room.drop if tier is Tier.NVME], now_s)
+            self._save(some[: max(self._manager.num_free(Tier.NVME), 0)], now_s)
+            self._drain(until_s)
+            if time.monotonic() >= until_s:
+                return
+        self._drain(until_s)
+
+    def _drain(self, until_s: float) -> None:
+        """Until no save is on its way."""
+        while self._migrator.queued_bytes(Tier.CPU, Tier.NVME) and time.monotonic() < until_s:
+            time.sleep(0.001)
+        self._catch_up()
 
     def report(self) -> dict[str, Any]:
         moves: dict[str, dict[str, int]] = {}

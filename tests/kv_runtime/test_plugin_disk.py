@@ -104,8 +104,8 @@ def test_blocks_come_back_from_disk(start, tmp_path):
 def test_a_restart_knows_what_was_written(start):
     engine = start()
     push_out(engine)
-    kept = engine.plugin._books.num_blocks(Tier.NVME)
     engine.plugin.close()
+    kept = engine.plugin._books.num_blocks(Tier.NVME)
     again = start()
     assert again.plugin._books.num_blocks(Tier.NVME) == kept > 0
     assert admit(again, 1, FIRST) == 1
@@ -251,8 +251,8 @@ def test_what_is_needed_at_the_start(start, tmp_path):
 def test_a_folder_that_takes_long_to_open_stands_in_nobodys_way(start, monkeypatch):
     engine = start()
     push_out(engine)
-    kept = engine.plugin._books.num_blocks(Tier.NVME)
     engine.plugin.close()
+    kept = engine.plugin._books.num_blocks(Tier.NVME)
     gate, blocks_of = threading.Event(), DiskStore._open
 
     def slow(store, drop_other):
@@ -444,3 +444,25 @@ def test_a_block_whose_notices_were_lost_is_not_saved(start):
     firsts = set(engine.keys(FIRST, "").tolist())
     assert not firsts & set(engine.plugin._store.keys())
     assert engine.plugin.report()["plugin"]["saves_without_digest"]
+
+
+def test_an_orderly_end_saves_what_lies_on_the_host(start):
+    engine = start(pool=3, host=6)
+    engine.serve(1, FIRST)
+    engine.serve(2, OTHERS[0])
+    engine.flush()
+    books = engine.plugin._books
+    assert books.num_blocks(Tier.CPU) == 3 and not books.num_blocks(Tier.NVME)
+    engine.plugin.close()
+    again = start(pool=3, host=6)
+    assert set(again.plugin._store.keys()) == set(again.keys(FIRST, "").tolist())
+    assert admit(again, 1, FIRST) == 1
+    again.serve(1, FIRST)
+    assert again.num_matched == 3
+
+
+def test_an_end_with_a_full_disk_keeps_what_was_used_last(start):
+    engine = start(pool=3, host=6, disk_gib=2 * 8192 / 2**30)
+    push_out(engine)
+    engine.plugin.close()
+    assert len(start(pool=3, host=6, disk_gib=2 * 8192 / 2**30).plugin._store) == 2
