@@ -30,7 +30,7 @@ from sagellm.kv_runtime.tiered_kv import TieredKV
 
 __all__ = ["TieredKVWithDisk", "token_digests"]
 
-PAUSE_S = 10.0  # nothing is saved for so long after a write failed
+PAUSE_S = 10.0  # nothing is saved for so long after a write failed, and nothing loaded after a load was late
 CLOSE_S = 1.0  # how long moves that are under way may take to end
 SAVE_REST_S = 3.0  # how long `close` goes on saving what lies on the host
 SAVED_AT_ONCE = 16
@@ -72,7 +72,8 @@ class TieredKVWithDisk(TieredKV):
 
     Writing back: a block that leaves the host tier is copied at once and written later, if the migration policy finds that
     worth it. What cannot be copied at that moment, or written in time, is lost, and computed again when it is wanted. After
-    a failed write nothing is saved for `PAUSE_S`.
+    a failed write nothing is saved for `PAUSE_S`; after a load that was late nothing is loaded for as long, so a device that
+    hangs does not keep every request waiting.
 
     Loading: a request that begins with blocks of files is not admitted while they are read, up to the deadline. Others leave
     the host tier for them; the engine's own lookup then finds them. Requests that begin with the same blocks wait for the
@@ -101,6 +102,7 @@ class TieredKVWithDisk(TieredKV):
         self._read: list[Load] = []  # that were read, and somebody waits for
         self._done: SimpleQueue[tuple[Any, MigrationResult]] = SimpleQueue()
         self._paused_until_s = 0.0
+        self._loads_paused_until_s = 0.0
         self._is_closed = False
 
     def _policies(self) -> list[tuple[str, dict[str, Any]]]:
@@ -299,6 +301,7 @@ class TieredKVWithDisk(TieredKV):
             if not is_late:
                 return False
             self._counts["loads_late"] += 1
+            self._loads_paused_until_s = now_s + PAUSE_S
         elif not is_late and self._wait_for_load(request_id, now_s):
             return False
         self._leave(request_id)
@@ -311,6 +314,9 @@ class TieredKVWithDisk(TieredKV):
     def _wait_for_load(self, request_id: RequestId, now_s: float) -> bool:
         """Whether blocks are on their way now that the request had better wait for; others may have asked for them."""
         if not self._books.num_blocks(Tier.NVME):
+            return False
+        if now_s < self._loads_paused_until_s:
+            self._counts["loads_paused"] += 1
             return False
         tokens, namespace = self._engine.request_tokens(request_id)
         keys = self._known_keys(tokens, namespace)

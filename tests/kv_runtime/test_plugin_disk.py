@@ -157,6 +157,8 @@ def test_a_load_that_is_late_is_given_up(start, monkeypatch):
     assert engine.admitted(9, FIRST), "until the deadline"
     assert plugin._counts["loads_late"] == 1 and engine.reserved, "somebody may still write there"
     assert engine.serve(9, FIRST)
+    assert all(engine.admitted(number, [*tokens, 1]) for number, tokens in enumerate(OTHERS, 20))
+    assert plugin._counts["loads_paused"] and plugin._counts["loads_late"] == 1, "nobody else waits for a device that hangs"
     gate.set()
     settle(engine)
     while engine.reserved:
