@@ -3,7 +3,16 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from sagellm.core.errors import ConfigError
 
@@ -34,7 +43,7 @@ class KVConfig(Model):
     `policy`, `cpu_policy`, `disk_policy`: names of eviction policies, or `module:Class`. `disk`: the folder of the disk tier,
     of one server at a time; `disk_gib` bounds it. `migration`: whether a block is worth a move: always, never, by measured
     cost, or `module:Class`. `deadline_s`: what was not saved or loaded by then is given up. `quotas`: tenant -> tier ->
-    blocks (an integer) or share of the tier (below 1).
+    blocks (an integer) or share of the tier (below 1). Requests of LMDeploy name no tenant; only "" can have a limit there.
     """
 
     policy: str = "lru"
@@ -47,7 +56,7 @@ class KVConfig(Model):
     disk_options: dict[str, Any] = Field(default_factory=dict)
     migration: str = "cost"
     deadline_s: float = Field(1.0, gt=0)
-    quotas: dict[str, dict[Literal["gpu", "cpu", "nvme"], int | float]] = Field(default_factory=dict)
+    quotas: dict[str, dict[Literal["gpu", "cpu", "nvme"], StrictInt | StrictFloat]] = Field(default_factory=dict)
 
 
 class HookConfig(Model):

@@ -122,3 +122,9 @@ def test_parts_of_the_tiers_go_before_those_of_the_file(tmp_path):
         read_config(None, {"kv": {"polcy": "lru"}})
     with pytest.raises(ConfigError, match="kv.disk_gib: .*greater than 0"):
         read_config(None, {"kv": {"disk_gib": 0}})
+
+
+@pytest.mark.parametrize("value", [True, "5", None])
+def test_quotas_are_numbers_and_nothing_that_looks_like_one(value):
+    with pytest.raises(ConfigError, match="quotas"):
+        read_config(None, {"kv": {"quotas": {"a": {"gpu": value}}}})

@@ -5,8 +5,9 @@ import json
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from sagellm.core.config import read_config
+from sagellm.core.config import KVConfig, SageConfig, read_config
 from sagellm.core.errors import ConfigError
+from sagellm.engines.lmdeploy.kv_tiers import check_tiers
 from sagellm.serve.metrics import families
 from sagellm.serve.tiers import with_tiers
 
@@ -90,3 +91,9 @@ def test_tiers_of_a_server_that_is_started_again(launch, tmp_path):
         server.end()
     assert answers[0] == answers[1]
     assert loaded[1] > 0, "nothing of the first server was found by the second"
+
+
+def test_quotas_that_would_limit_nobody_are_refused():
+    with pytest.raises(ConfigError, match="tenant 'team-a': no request"):
+        check_tiers(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}, "team-a": {"gpu": 3}})))
+    check_tiers(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}})))
