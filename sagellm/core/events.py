@@ -80,7 +80,10 @@ class EventLog:
         if not self._stopped.is_set():
             self._stopped.set()
             self._thread.join()
+            self.enabled = False  # lines that come now would only pile up
+            self._lines.clear()
             os.close(self._file)
+            atexit.unregister(self.close)
 
     def _run(self) -> None:
         while not self._stopped.wait(FLUSH_INTERVAL_S):

@@ -1,9 +1,11 @@
 """The event log keeps its lines whole and its counters without gaps, whoever writes."""
 
+import gc
 import json
 import subprocess
 import sys
 import threading
+import weakref
 from collections import defaultdict
 
 import numpy as np
@@ -113,3 +115,16 @@ def test_fields_cannot_be_the_head_nor_leave_a_gap(tmp_path):
     assert (first["n"], first["event"], first["value"], second["n"]) == (0, "first", 1, 1)
     assert first["t_ns"] > 0 and first["pid"] == second["pid"] != "mine"
     assert list(second) == ["t_ns", "n", "pid", "event"]
+
+
+def test_a_closed_log_keeps_nothing(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    log.write("one")
+    log.close()
+    log.write("two")
+    assert not log.enabled and not log._lines
+    assert [line["event"] for line in read(tmp_path / "events.jsonl")] == ["one"]
+    left = weakref.ref(log)
+    del log
+    gc.collect()
+    assert left() is None
