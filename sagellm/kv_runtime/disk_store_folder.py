@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +76,8 @@ class LockedFolder:
     forked meanwhile and have the open file too.
 
     Args:
-        owner: who has the folder, as whoever is refused is told; by default "process" and this one's number.
+        owner: who has the folder, as whoever is refused is told; by default "process" and the number of this one, or of the
+            one that spawned it: of an engine that is the server, which somebody can stop.
 
     Raises:
         TierError: in use by another process, or by another store of this one; not a folder; not writable; full.
@@ -84,7 +86,8 @@ class LockedFolder:
     def __init__(self, path: Path, owner: str = "") -> None:
         self.path = path
         self._pid = os.getpid()
-        self._owner = owner or f"process {self._pid}"
+        parent = multiprocessing.parent_process()
+        self._owner = owner or f"process {self._pid if parent is None else parent.pid}"
         with tier_errors(f"disk tier {path}"):
             path.mkdir(parents=True, exist_ok=True)
             self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from sagellm.core.errors import TierError
 from sagellm.kv_runtime import disk_store, disk_store_folder
 from sagellm.kv_runtime.base import StoreFullError
+from sagellm.kv_runtime.disk_store_folder import LockedFolder
 from sagellm.kv_runtime.disk_store_format import FIELDS, HEADER_BYTES, SEAL_BYTES, record_bytes
 from tests.kv_runtime.store_contract import BLOCK_BYTES, block, content, put
 from tests.kv_runtime.test_disk_store import files, open_store
@@ -436,3 +438,11 @@ def test_too_many_open_files_at_opening_drop_nothing(written: Path):
     store = open_store(written)
     assert store.keys() == [1, 2] and store.counters() == {}
     store.close()
+
+
+def test_the_process_to_stop_is_the_server_not_its_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: SimpleNamespace(pid=4711))
+    folder = LockedFolder(tmp_path)
+    with pytest.raises(TierError, match="in use by process 4711; stop that server"):
+        LockedFolder(tmp_path)
+    folder.close()
