@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UnknownMetricFamily
 
 from sagellm.core.hooks import BlockCounts
 from sagellm.prefix_reuse import PrefixReuseMetrics
@@ -88,8 +88,11 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _reported(plugins: dict[str, dict[str, Any]]) -> Metric:
-    """What plug-ins report of themselves: `kind` is the outermost key, `key` the others, joined."""
-    family = GaugeMetricFamily("sagellm_plugin_value", "What plug-ins report.", labels=["plugin", "kind", "key"])
+    """What plug-ins report of themselves: `kind` is the outermost key, `key` the others, joined.
+
+    Counters and gauges alike, which a report does not tell apart; so the type is unknown.
+    """
+    family = UnknownMetricFamily("sagellm_plugin_value", "What plug-ins report.", labels=["plugin", "kind", "key"])
     for plugin, values in plugins.items():
         for path, value in _leaves(values):
             family.add_metric([plugin, path[0], "/".join(path[1:])], value)

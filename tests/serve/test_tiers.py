@@ -59,6 +59,7 @@ def test_what_plugins_report_is_among_the_metrics():
     registry = CollectorRegistry()
     registry.register(Collector())
     text = generate_latest(registry).decode()
+    assert "# TYPE sagellm_plugin_value untyped" in text  # sums and states alike
     assert 'sagellm_plugin_value{key="gpu",kind="blocks",plugin="tiers"} 5.0' in text
     assert 'sagellm_plugin_value{key="gpu-cpu/moved",kind="moves",plugin="tiers"} 3.0' in text
     assert 'sagellm_plugin_value{key="",kind="share",plugin="tiers"} 0.5' in text
