@@ -61,7 +61,8 @@ def compare(policy: str, model: Path, folder: Path, requests: int, host_blocks: 
     from sagellm.replay.verify import verify_log
 
     log = folder / f"{policy.replace(':', '.')}-{host_blocks}.jsonl"
-    kv = KVConfig(policy=policy, cpu_policy=policy, migration="always")
+    tiers = {"cpu_policy": policy, "migration": "always"} if host_blocks else {}
+    kv = KVConfig(policy=policy, **tiers)
     config = SageConfig(
         device="cpu", threads=1, block_size=BLOCK_SIZE, kv_blocks=KV_BLOCKS, host_kv_blocks=host_blocks, max_batch_size=8,
         record=log, kv=kv,

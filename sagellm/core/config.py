@@ -58,6 +58,13 @@ class KVConfig(Model):
     deadline_s: float = Field(1.0, gt=0)
     quotas: dict[str, dict[Literal["gpu", "cpu", "nvme"], StrictInt | StrictFloat]] = Field(default_factory=dict)
 
+    @field_validator("disk", mode="before")
+    @classmethod
+    def _no_empty_folder(cls, value: Any) -> Any:
+        if value == "":  # it would be the current folder
+            raise ValueError("name a folder, or leave it out")
+        return value
+
 
 class HookConfig(Model):
     """What travels, as JSON, into the engine process and its workers.

@@ -7,8 +7,9 @@ from typing import Any
 from sagellm.core.errors import ConfigError
 
 PART_OF = {  # flag -> field of `KVConfig`
-    "kv_policy": "policy", "kv_policy_options": "policy_options", "kv_cpu_policy": "cpu_policy", "kv_disk": "disk",
-    "kv_disk_gib": "disk_gib", "kv_migration": "migration", "kv_deadline": "deadline_s", "kv_quotas": "quotas",
+    "kv_policy": "policy", "kv_policy_options": "policy_options", "kv_cpu_policy": "cpu_policy",
+    "kv_cpu_options": "cpu_options", "kv_disk": "disk", "kv_disk_gib": "disk_gib", "kv_disk_policy": "disk_policy",
+    "kv_disk_options": "disk_options", "kv_migration": "migration", "kv_deadline": "deadline_s", "kv_quotas": "quotas",
 }  # fmt: skip
 
 
@@ -19,8 +20,9 @@ def with_tiers(given: dict[str, Any]) -> dict[str, Any]:
         ConfigError: a value that is no JSON, or a file that cannot be read.
     """
     kv = {part: given[flag] for flag, part in PART_OF.items() if flag in given}
-    if "policy_options" in kv:
-        kv["policy_options"] = _json("--kv-policy-options", kv["policy_options"])
+    for part in ("policy_options", "cpu_options", "disk_options"):
+        if part in kv:
+            kv[part] = _json(f"--kv-{part.replace('_', '-')}", kv[part])
     if "quotas" in kv:
         kv["quotas"] = _quotas(kv["quotas"])
     rest = {flag: value for flag, value in given.items() if flag not in PART_OF}

@@ -8,8 +8,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from sagellm.core.config import KVConfig, SageConfig, read_config
 from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.kv_tiers import check_tiers
+from sagellm.serve.command import serve
 from sagellm.serve.metrics import families
-from sagellm.serve.tiers import with_tiers
+from sagellm.serve.tiers import PART_OF, with_tiers
 
 
 def test_flags_become_one_value(tmp_path):
@@ -35,6 +36,7 @@ def test_flags_become_one_value(tmp_path):
     ("flags", "message"),
     [
         ({"kv_policy_options": "small"}, "--kv-policy-options 'small' is not JSON"),
+        ({"kv_disk_options": "small"}, "--kv-disk-options 'small' is not JSON"),
         ({"kv_quotas": "{oops"}, "--kv-quotas '{oops' is not JSON"),
         ({"kv_quotas": "/no/such/file"}, "cannot read --kv-quotas /no/such/file: No such file"),
     ],
@@ -98,3 +100,22 @@ def test_quotas_that_would_limit_nobody_are_refused():
     with pytest.raises(ConfigError, match="tenant 'team-a': no request"):
         check_tiers(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}, "team-a": {"gpu": 3}})))
     check_tiers(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}})))
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"kv": KVConfig(migration="always")}, "kv.migration always"),
+        ({"kv": KVConfig(deadline_s=2), "host_kv_blocks": 4}, "kv.deadline_s 2.0"),
+    ],
+)
+def test_settings_of_tiers_that_are_not_there_are_refused(values, word):
+    with pytest.raises(ConfigError, match=word):
+        check_tiers(SageConfig(**values))
+
+
+def test_every_part_has_a_flag_and_no_folder_is_not_the_current_one():
+    flags = {option.name for option in serve.params}
+    assert set(PART_OF) <= flags and set(PART_OF.values()) == set(KVConfig.model_fields)
+    with pytest.raises(ConfigError, match="kv.disk: .*name a folder"):
+        read_config(None, with_tiers({"kv_disk": ""}))

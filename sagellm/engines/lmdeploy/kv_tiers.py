@@ -34,8 +34,10 @@ def check_tiers(config: SageConfig) -> None:
         raise ConfigError("kv: the tiers hold cached prefixes, and prefix_caching is off; switch it on, or leave kv out.")
     if not config.host_kv_blocks:
         _refuse_unused(kv, "cpu_", "there is no host tier; give --host-kv-blocks")
+        _refuse_unused(kv, "migration", "there is no tier to move blocks to; give --host-kv-blocks")
     if kv.disk is None:
         _refuse_unused(kv, "disk_", "there is no disk tier; give --kv-disk")
+        _refuse_unused(kv, "deadline_s", "there is no disk tier, whose saves and loads it bounds; give --kv-disk")
     else:
         _check_disk(config, kv, kv.disk)
     _check_tenants(kv)

@@ -23,7 +23,7 @@ def serve(engine, reference, rounds=2):
 @pytest.mark.parametrize(("policy", "host"), [("lru", 0), ("s3fifo", 24), ("prefix_reuse", 24)])
 def test_under_pressure_and_replayed(start_engine, reference, tmp_path, policy, host):
     log = tmp_path / "log.jsonl"
-    kv = KVConfig(policy=policy, migration="always")
+    kv = KVConfig(policy=policy, migration="always") if host else KVConfig(policy=policy)
     engine = start_engine(kv_blocks=30, host_kv_blocks=host, kv=kv, record=log)
     plugin = serve(engine, reference)
     assert plugin._counts["lookups_disagreed"] == plugin._counts["resynchronised"] == 0
