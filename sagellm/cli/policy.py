@@ -4,11 +4,11 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 
+from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy.base import EvictionPolicy
 from sagellm.kv_policy.contract.rules import ContractReport, check_policy
@@ -60,8 +60,7 @@ def check(name: str, options: str, seed: int, rounds: int, reference: bool, limi
     Modules are looked for in the current folder too. Exit code 0: it keeps to all of them; 1: it does not, or faults kept a
     rule from being tested; 2: misuse.
     """
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    look_in_current_folder()
     make = _maker(name, _options(options), reference)
     report = check_policy(make, seed=seed, rounds=rounds, progress=_progress(), limit_s=limit_s)
     if as_json:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.core.errors import SageError
 from sagellm.replay.base import DEFAULT_BLOCK_SIZE, Semantics
 
@@ -106,7 +107,8 @@ def replay(trace_name: str | None, verify: Path | None, as_json: bool, **given: 
     """Run a trace through policies, or check a recorded log.
 
     FILE: Mooncake's JSON lines, an event log of the engine, or a CSV of lengths; plain or gzip. Generators: zipf,
-    conversation, agentic, scan, with parameters as in zipf:requests=10000,alpha=0.8,seed=1.
+    conversation, agentic, scan, with parameters as in zipf:requests=10000,alpha=0.8,seed=1. Modules of policies are looked
+    for in the current folder too.
 
     Exit code 0: done, or the log was followed in every decision; 1: the log differs; 2: misuse, or a trace or policy that
     cannot be used.
@@ -175,6 +177,7 @@ def _rows(trace: Any, given: dict[str, Any], told: Any) -> list[Any]:
     from sagellm.replay.session import replay_tiers
     from sagellm.replay.tiered import parse_tiers
 
+    look_in_current_folder()
     names = [name.strip() for name in given["policies"].split(",") if name.strip()]
     if not names:
         raise click.UsageError("--policy names no policy.")
