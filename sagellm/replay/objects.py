@@ -51,25 +51,28 @@ def replay_objects_reference(
     hits = np.zeros(len(keys), np.bool_)
     evicted_at: dict[BlockKey, int] = {}
     num_evicted = num_evicted_soon = 0
-    for place, key in enumerate(keys.tolist()):
-        if tell_request is not None:
-            tell_request(place)
-        if key in resident:
-            hits[place] = True
-            policy.on_hit(key)
-        else:
-            if len(resident) == capacity:
-                victim = _victim(policy, view, key)
-                resident.remove(victim)
-                policy.on_remove(victim, True)
-                evicted_at[victim] = place + 1
-                num_evicted += 1
-            gone_at = evicted_at.pop(key, None)
-            num_evicted_soon += gone_at is not None and place + 1 - gone_at < soon
-            resident.add(key)
-            policy.on_insert(CachedBlock(key))
-        if on_progress is not None and not (place + 1) % PROGRESS_STEP:
-            on_progress(place + 1)
+    try:
+        for place, key in enumerate(keys.tolist()):
+            if tell_request is not None:
+                tell_request(place)
+            if key in resident:
+                hits[place] = True
+                policy.on_hit(key)
+            else:
+                if len(resident) == capacity:
+                    victim = _victim(policy, view, key)
+                    resident.remove(victim)
+                    policy.on_remove(victim, True)
+                    evicted_at[victim] = place + 1
+                    num_evicted += 1
+                gone_at = evicted_at.pop(key, None)
+                num_evicted_soon += gone_at is not None and place + 1 - gone_at < soon
+                resident.add(key)
+                policy.on_insert(CachedBlock(key))
+            if on_progress is not None and not (place + 1) % PROGRESS_STEP:
+                on_progress(place + 1)
+    except PolicyError as error:
+        raise PolicyError(f"access {place}: {error}") from error
     return ObjectCounts(hits, num_evicted, num_evicted_soon)
 
 

@@ -8,8 +8,10 @@ from sagellm.kv_policy import find_policy, make_policy
 from sagellm.kv_policy.base import EvictionPolicy
 from sagellm.kv_policy.eviction.native import NATIVE
 from sagellm.replay.belady import Belady
+from sagellm.replay.guarded import Guarded, blamed
 
 BELADY = Belady.name
+OWN = "sagellm.kv_policy.eviction."  # where the policies are that need no guard
 
 
 class Contestant(NamedTuple):
@@ -33,11 +35,16 @@ def find_contestant(name: str, options: dict[str, Any], *, reference: bool) -> C
         if options:
             raise PolicyError(f"policy {BELADY} takes no options here; its future is the trace. Got {sorted(options)}.")
         return Contestant(BELADY, {}, None, not reference)
-    kind = find_policy(name, reference=reference)
-    is_native = NATIVE.get(kind.name) is kind
-    shown = name if ":" in name else kind.name
+    with blamed(name, "its module"):  # a module that is imported may raise anything
+        kind = find_policy(name, reference=reference)
+    own_name = getattr(kind, "name", None)
+    if not isinstance(own_name, str):
+        raise PolicyError(f'policy {name}: the class has no name; give it one, as in name = "mine".')
 
     def build(capacity: int) -> EvictionPolicy:
         return make_policy(name, capacity, reference=reference, **options)
 
-    return Contestant(shown, options, build, is_native)
+    if kind.__module__.startswith(OWN):
+        return Contestant(own_name, options, build, NATIVE.get(own_name) is kind)
+    shown = name if ":" in name else own_name
+    return Contestant(shown, options, lambda capacity: Guarded(shown, capacity, build), False)

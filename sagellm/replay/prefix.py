@@ -131,6 +131,12 @@ class PrefixReplay:
 
     def admit(self, index: int, is_retry: bool = False) -> None:
         """Rules 1 to 6 for one request."""
+        try:
+            self._admit(index, is_retry)
+        except PolicyError as error:
+            raise PolicyError(f"request {index}: {error}") from error
+
+    def _admit(self, index: int, is_retry: bool) -> None:
         self._tell_request(index)
         keys: list[BlockKey] = self._keys[self._offsets[index] : self._offsets[index + 1]].tolist()
         num_asked = len(keys)

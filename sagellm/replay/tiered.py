@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, PolicyError
 from sagellm.core.hooks import MigrationPlan, RequestId, Tier
 from sagellm.kv_policy.base import BlockKey, CachedBlock
 from sagellm.replay.base import PrefixCounts, Trace
@@ -106,7 +106,10 @@ class TieredReplay:
     def run(self, on_progress: Callable[[int], None] | None = None) -> TieredCounts:
         """Raises PolicyError: a policy failed or answered nonsense."""
         for index in range(self._trace.num_requests):
-            self._admit(RequestId(index))
+            try:
+                self._admit(RequestId(index))
+            except PolicyError as error:
+                raise PolicyError(f"request {index}: {error}") from error
             if on_progress is not None:
                 on_progress(index + 1)
         moved = {f"{src.value}-{dst.value}": count for (src, dst), count in self._backend.moved_bytes.items()}

@@ -97,6 +97,29 @@ def test_policy_options():
     assert [row["options"] for row in json.loads(done.output)["rows"]] == [{}, {"protected_ratio": 0.5}]
 
 
+@pytest.mark.parametrize(
+    "where", [["--capacity", "20"], ["--tiers", "gpu:20,cpu:20"], ["--capacity", 50, "--semantics", "object"]]
+)
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("Raising", "ZeroDivisionError in on_insert"), ("Leaving", "SystemExit in on_hit"), ("Endless", "RecursionError in"),
+        ("Answerless", "answers select_victims with a NoneType"), ("Listing", "answers select_victims with a list"),
+        ("Wordy", "ValueError in select_victims"), ("Unbuilt", "no such model"), ("Nameless", "the class has no name"),
+    ],
+)  # fmt: skip
+def test_faults_of_a_policy_are_its_own(where, kind, why):
+    done = run("--trace", "zipf:requests=30", *where, "--policy", f"tests.replay.faulty:{kind}", "--no-belady")
+    assert done.exit_code == 2 and f"faulty:{kind}" in done.output and why in " ".join(done.output.split()), done.output
+    assert kind in ("Unbuilt", "Nameless") or "request " in done.output or "access " in done.output
+
+
+def test_a_base_class_is_no_policy():
+    for name in ("sagellm.kv_policy.base:EvictionPolicy", "tests.replay.leaving:Policy"):
+        done = run("--trace", "zipf:requests=30", "--capacity", 9, "--policy", name)
+        assert done.exit_code == 2 and name in done.output, done.output
+
+
 GENERATED = ["--trace", "zipf:requests=30"]
 MISUSE = {
     "nothing": ([], "--trace and --capacity"),
