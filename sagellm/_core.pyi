@@ -433,6 +433,7 @@ def replay_prefix(
     times_s: Sequence[float] | NDArray[np.float64] | None = None,
     soon: int | None = None,
     options: Mapping[str, Any] | None = None,
+    block_bytes: float = 1.0,
 ) -> PrefixReplayResult:
     """Replay requests on one tier as an engine with a prefix cache would: locked while they run, leaves go first.
 
@@ -444,8 +445,9 @@ def replay_prefix(
         output_blocks: int32 [r], blocks without a key that a request grows by while it runs.
         times_s: float64 [r]; no policy here goes by them.
         soon: block accesses; the default is the capacity.
+        block_bytes: of keys and values of a block, for policies that go by size.
 
     Raises:
-        PolicyError: as `NativePolicy`; offsets that do not fit, a key after two different ones, requests whose outputs
-            preempt each other for good.
+        PolicyError: as `NativePolicy`; offsets that do not fit, a key after two different ones.
+        CapacityError: requests whose outputs preempt each other for good.
     """

@@ -1,37 +1,36 @@
-"""A replay with object semantics, in plain Python: every key an object of one flat cache, in row order."""
+"""A replay with object semantics: every key an object of one flat cache, in row order.
+
+That is the replay with prefix semantics of requests of a single block, one at a time: nothing is held or continued by the
+time the next one comes.
+"""
 
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sagellm.core.errors import CapacityError, PolicyError
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext, check_decision
-from sagellm.replay.base import ObjectCounts
+from sagellm.kv_policy.base import EvictionPolicy
+from sagellm.replay.base import ObjectCounts, PrefixCounts
+from sagellm.replay.prefix import replay_prefix_reference
 
 PROGRESS_STEP = 4096
 
 
-class _Flat:
-    """A view on blocks that nothing pins."""
+def single_blocks(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """int64 [n + 1]: offsets of requests that have one of the n keys each."""
+    return np.arange(len(keys) + 1)
 
-    def __init__(self) -> None:
-        self.resident: set[BlockKey] = set()
 
-    def num_pins(self, key: BlockKey) -> int:
-        if key not in self.resident:
-            raise KeyError(key)
-        return 0
-
-    def parent_of(self, key: BlockKey) -> BlockKey | None:
-        return None
+def object_counts(counts: PrefixCounts) -> ObjectCounts:
+    """What a replay of single blocks counted."""
+    return ObjectCounts(counts.hit_blocks.astype(np.bool_), counts.num_evicted, counts.num_evicted_soon)
 
 
 def replay_objects_reference(
     policy: EvictionPolicy, keys: NDArray[np.uint64], *, capacity: int, soon: int | None = None,
     on_progress: Callable[[int], None] | None = None,
 ) -> ObjectCounts:  # fmt: skip
-    """On a miss a full cache gives up one block, then the key comes in.
+    """On a miss a full cache gives up one block, then the key comes in. In plain Python.
 
     Args:
         policy: fresh.
@@ -42,43 +41,14 @@ def replay_objects_reference(
 
     Raises:
         PolicyError: the policy named no victim, or one that it may not have.
+        CapacityError: no room for a block.
     """
-    if capacity < 1:
-        raise CapacityError(f"capacity {capacity}: room for at least one block is needed.")
-    view, soon = _Flat(), capacity if soon is None else soon
-    resident = view.resident
-    tell_request = getattr(policy, "on_request", None)
-    hits = np.zeros(len(keys), np.bool_)
-    evicted_at: dict[BlockKey, int] = {}
-    num_evicted = num_evicted_soon = 0
-    try:
-        for place, key in enumerate(keys.tolist()):
-            if tell_request is not None:
-                tell_request(place)
-            if key in resident:
-                hits[place] = True
-                policy.on_hit(key)
-            else:
-                if len(resident) == capacity:
-                    victim = _victim(policy, view, key)
-                    resident.remove(victim)
-                    policy.on_remove(victim, True)
-                    evicted_at[victim] = place + 1
-                    num_evicted += 1
-                gone_at = evicted_at.pop(key, None)
-                num_evicted_soon += gone_at is not None and place + 1 - gone_at < soon
-                resident.add(key)
-                policy.on_insert(CachedBlock(key))
-            if on_progress is not None and not (place + 1) % PROGRESS_STEP:
-                on_progress(place + 1)
-    except PolicyError as error:
-        raise PolicyError(f"access {place}: {error}") from error
-    return ObjectCounts(hits, num_evicted, num_evicted_soon)
 
+    def now_and_then(num_accesses: int) -> None:
+        if on_progress is not None and not num_accesses % PROGRESS_STEP:
+            on_progress(num_accesses)
 
-def _victim(policy: EvictionPolicy, view: _Flat, incoming: BlockKey) -> BlockKey:
-    decision = policy.select_victims(PolicyContext(1, view, incoming=(incoming,)))
-    victims = check_decision(decision, PolicyContext(1, view)).victims
-    if not victims:
-        raise PolicyError(f"policy {policy.name} gave no victim where every block may go.")
-    return BlockKey(victims[0])
+    counts = replay_prefix_reference(
+        policy, keys, single_blocks(keys), capacity=capacity, soon=soon, on_progress=now_and_then
+    )  # fmt: skip
+    return object_counts(counts)

@@ -62,14 +62,14 @@ class PrefixReplay:
         output_blocks: int32 [r], blocks that each answer needs; None for none.
         times_s: float64 [r], passed on to the policy; None for 0.
         soon: an eviction counts as premature if the block is inserted again before that many further accesses; None: capacity.
-        block_tokens: tokens of a block, for policies that look at them.
+        block_tokens, block_bytes: tokens of a block, and bytes of its keys and values, for policies that look at them.
         tenants: one a request, or empty.
     """
 
     def __init__(
         self, policy: EvictionPolicy, keys: NDArray[np.uint64], offsets: NDArray[np.int64], *, capacity: int, running: int = 1,
         output_blocks: NDArray[np.int32] | None = None, times_s: NDArray[np.float64] | None = None, soon: int | None = None,
-        block_tokens: int = 1, tenants: Sequence[str] = (),
+        block_tokens: int = 1, block_bytes: int = 1, tenants: Sequence[str] = (),
     ) -> None:  # fmt: skip
         if capacity < 1 or running < 1:
             raise CapacityError(
@@ -82,7 +82,7 @@ class PrefixReplay:
         self._outputs = None if output_blocks is None else output_blocks.tolist()
         self._times = None if times_s is None else times_s.tolist()
         self._soon = capacity if soon is None else soon
-        self._block_tokens, self._tenants = block_tokens, tenants
+        self._block_tokens, self._block_bytes, self._tenants = block_tokens, block_bytes, tenants
         self._resident: dict[BlockKey, _Resident] = {}
         self._running: list[_Running] = []  # in order of admission
         self._retries: deque[int] = deque()
@@ -237,7 +237,7 @@ class PrefixReplay:
                 )
             resident[key] = _Resident(parent, 1 + (place + 1 < len(keys)))
             block = CachedBlock(
-                key, parent, place + 1, self._block_tokens, tenant_id=tenant, time_s=self._time(index)
+                key, parent, place + 1, self._block_tokens, self._block_bytes, tenant_id=tenant, time_s=self._time(index)
             )  # fmt: skip
             self._policy.on_insert(block)
             evicted_at = totals.evicted_at.pop(key, None)
@@ -284,11 +284,11 @@ class PrefixReplay:
 def replay_prefix_reference(
     policy: EvictionPolicy, keys: NDArray[np.uint64], offsets: NDArray[np.int64], *, capacity: int, running: int = 1,
     output_blocks: NDArray[np.int32] | None = None, times_s: NDArray[np.float64] | None = None, soon: int | None = None,
-    block_tokens: int = 1, tenants: Sequence[str] = (), on_progress: Callable[[int], None] | None = None,
+    block_tokens: int = 1, block_bytes: int = 1, tenants: Sequence[str] = (), on_progress: Callable[[int], None] | None = None,
 ) -> PrefixCounts:  # fmt: skip
     """`PrefixReplay(...).run()`; see there."""
     replay = PrefixReplay(
         policy, keys, offsets, capacity=capacity, running=running, output_blocks=output_blocks, times_s=times_s, soon=soon,
-        block_tokens=block_tokens, tenants=tenants,
+        block_tokens=block_tokens, block_bytes=block_bytes, tenants=tenants,
     )  # fmt: skip
     return replay.run(on_progress)

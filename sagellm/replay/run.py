@@ -14,7 +14,7 @@ from sagellm.core.config import Model
 from sagellm.core.hooks import Tier
 from sagellm.replay.base import ObjectCounts, PrefixCounts, Semantics, Trace
 from sagellm.replay.belady import Belady
-from sagellm.replay.objects import replay_objects_reference
+from sagellm.replay.objects import object_counts, replay_objects_reference, single_blocks
 from sagellm.replay.policies import Contestant
 from sagellm.replay.prefix import replay_prefix_reference
 from sagellm.replay.tiered import DEFAULT_TOKEN_BYTES, TieredReplay, build_manager
@@ -174,34 +174,28 @@ def _prefix(
     trace: Trace, contestant: Contestant, capacity: int, options: ReplayOptions, on_progress: Progress | None
 ) -> PrefixCounts:  # fmt: skip
     outputs = trace.output_blocks() if options.outputs else None
+    block_bytes = options.token_bytes * trace.block_size
     if contestant.is_native:
-        found = _core.replay_prefix(
-            contestant.name, capacity, trace.keys, trace.offsets, running=options.running, output_blocks=outputs,
-            times_s=trace.times_s, soon=options.soon, options=contestant.options,
+        return _native(
+            contestant, capacity, trace.keys, trace.offsets, options, running=options.running, output_blocks=outputs,
+            times_s=trace.times_s, block_bytes=block_bytes,
         )  # fmt: skip
-        totals = {
-            name: int(np.sum(getattr(found, name)))
-            for name in PrefixCounts.__dataclass_fields__
-            if name != "hit_blocks"
-        }
-        return PrefixCounts(hit_blocks=np.asarray(found.hit_blocks, np.int32), **totals)
     policy = (
         contestant.build(capacity) if contestant.build else Belady(capacity, keys=trace.keys, offsets=trace.offsets)
     )
     return replay_prefix_reference(
         policy, trace.keys, trace.offsets, capacity=capacity, running=options.running, output_blocks=outputs,
-        times_s=trace.times_s, soon=options.soon, block_tokens=trace.block_size, tenants=trace.tenants, on_progress=on_progress,
+        times_s=trace.times_s, soon=options.soon, block_tokens=trace.block_size, block_bytes=block_bytes, tenants=trace.tenants,
+        on_progress=on_progress,
     )  # fmt: skip
 
 
 def _objects(
     trace: Trace, contestant: Contestant, capacity: int, options: ReplayOptions, on_progress: Progress | None
 ) -> ObjectCounts:  # fmt: skip
+    rows = single_blocks(trace.keys)
     if contestant.is_native:
-        hits = np.asarray(_core.replay_objects(contestant.name, capacity, trace.keys, options=contestant.options), bool)
-        # Each miss brings a key in; what came in beyond the room there is has put another one out.
-        return ObjectCounts(hits, max(0, int((~hits).sum()) - capacity))
-    rows = np.arange(len(trace.keys) + 1)
+        return object_counts(_native(contestant, capacity, trace.keys, rows, options))
     policy = contestant.build(capacity) if contestant.build else Belady(capacity, keys=trace.keys, offsets=rows)
     report = None
     if on_progress is not None:
@@ -211,6 +205,18 @@ def _objects(
             on_progress(int(np.searchsorted(starts, num_accesses, side="right")) - 1)
 
     return replay_objects_reference(policy, trace.keys, capacity=capacity, soon=options.soon, on_progress=report)
+
+
+def _native(
+    contestant: Contestant, capacity: int, keys: NDArray[np.uint64], offsets: NDArray[np.int64], options: ReplayOptions,
+    **more: Any,
+) -> PrefixCounts:  # fmt: skip
+    found = _core.replay_prefix(
+        contestant.name, capacity, keys, offsets, soon=options.soon, options=contestant.options, **more
+    )
+    names = set(PrefixCounts.__dataclass_fields__) - {"hit_blocks"}
+    totals = {name: int(np.sum(getattr(found, name))) for name in names}
+    return PrefixCounts(hit_blocks=np.asarray(found.hit_blocks, np.int32), **totals)
 
 
 def _prefix_outcome(trace: Trace, counts: PrefixCounts, start_s: float) -> Outcome:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sagellm import _core
-from sagellm.core.errors import PolicyError
+from sagellm.core.errors import CapacityError, PolicyError
 from sagellm.kv_policy.eviction.native import NATIVE
 from tests.kv_policy.native_books import PlainReplay
 
@@ -88,7 +88,7 @@ def test_outputs_take_room_and_the_last_one_admitted_gives_way():
 
 
 def test_requests_that_preempt_each_other_for_good_are_refused():
-    with pytest.raises(PolicyError, match="preempt each other for good with capacity 3; give more"):
+    with pytest.raises(CapacityError, match="preempt each other for good with capacity 3; give more"):
         replay("lru", 3, [[1, 2, 3], [1, 2, 3]], running=2, output_blocks=[1, 1])
 
 

@@ -5,9 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sagellm import _core
 from sagellm.core.errors import CapacityError, PolicyError
+from sagellm.kv_policy.registry import policy_names
 from sagellm.replay.belady import Belady
+from sagellm.replay.generate import generate
 from sagellm.replay.objects import replay_objects_reference
+from sagellm.replay.policies import BELADY, find_contestant
+from sagellm.replay.run import ReplayOptions, run
 from tests.replay.policies import Arrival, Nothing, Recency
 
 KEYS = st.lists(st.integers(0, 9), max_size=60).map(lambda keys: np.array(keys, np.uint64))
@@ -75,8 +80,24 @@ def test_evictions_that_came_back_soon(soon, expected):
     assert counts.num_evicted == 2 and counts.num_evicted_soon == expected
 
 
+@pytest.mark.parametrize("soon", [None, 3])
+@pytest.mark.parametrize("name", sorted(set(policy_names()) - {BELADY}))
+def test_native_counts_are_those_of_plain_python(name, soon):
+    """What comes back soon included; the hits are also those of the native flat cache."""
+    trace = generate("zipf:requests=60,prefixes=20")
+    native, plain = (
+        run(
+            trace, find_contestant(name, {}, reference=reference), 90, ReplayOptions(semantics="object", soon=soon)
+        ).counts
+        for reference in (False, True)
+    )
+    assert native.hits.tolist() == plain.hits.tolist() == _core.replay_objects(name, 90, trace.keys).tolist()
+    assert (native.num_evicted, native.num_evicted_soon) == (plain.num_evicted, plain.num_evicted_soon)
+    assert soon or native.num_evicted_soon > 0
+
+
 def test_a_policy_without_victims_and_a_cache_without_room():
-    with pytest.raises(PolicyError, match="gave no victim"):
+    with pytest.raises(PolicyError, match="gave 0 of 1 victims"):
         replay_objects_reference(Nothing(1), np.array([1, 2], np.uint64), capacity=1)
     with pytest.raises(CapacityError):
         replay_objects_reference(Recency(1), np.array([1], np.uint64), capacity=0)

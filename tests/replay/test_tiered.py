@@ -6,8 +6,12 @@ from hypothesis import strategies as st
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.hooks import Tier
-from sagellm.replay.policies import Contestant
+from sagellm.kv_policy.registry import policy_names
+from sagellm.replay.generate import generate
+from sagellm.replay.policies import BELADY, Contestant, find_contestant
 from sagellm.replay.prefix import replay_prefix_reference
+from sagellm.replay.run import ReplayOptions, run_tiers
+from sagellm.replay.session import replay
 from sagellm.replay.tiered import TieredReplay, build_manager, parse_tiers
 from tests.replay.made import trace_of
 from tests.replay.policies import Recency
@@ -56,6 +60,20 @@ def test_one_tier_is_the_replay_on_one_tier(rows, capacity, running):
     assert (found.counts.num_evicted, found.counts.num_evicted_soon, found.counts.num_oversized) == (
         plain.num_evicted, plain.num_evicted_soon, plain.num_oversized
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(set(policy_names()) - {BELADY}))
+def test_one_tier_is_the_native_replay_for_every_policy(name):
+    """With blocks of 48 * 12,288 bytes: a size that is no power of two shows in the rounding of GDSF's priorities."""
+    trace, contestant = (
+        generate("zipf:requests=150,prefixes=40,block_size=48"),
+        find_contestant(name, {}, reference=False),
+    )
+    tiers = run_tiers(trace, contestant, {Tier.GPU: 120}, ReplayOptions(soon=40))
+    (plain,) = replay(trace, [contestant], [120], ReplayOptions(soon=40), with_bound=False)
+    assert plain.implementation == "native" and plain.evictions_soon > 0
+    for field in ("hit_blocks", "hit_rate_token", "evictions", "evictions_soon", "oversized"):
+        assert getattr(tiers, field) == getattr(plain, field), field
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,13 +2,14 @@
 
 #include "arguments.h"
 #include "prefix_hit.h"
+#include "sagellm/prefix_replay.h"
 
 namespace sage::python {
 
 namespace {
 
 // The classes of sagellm/core/errors.py; they live as long as the process.
-PyObject *argument_error, *lock_error, *reuse_error, *policy_error;
+PyObject *argument_error, *lock_error, *reuse_error, *policy_error, *capacity_error;
 
 void register_errors() {
   const auto errors = py::module_::import("sagellm.core.errors");
@@ -16,11 +17,14 @@ void register_errors() {
   lock_error = py::object(errors.attr("LockError")).release().ptr();
   reuse_error = py::object(errors.attr("BlockReuseError")).release().ptr();
   policy_error = py::object(errors.attr("PolicyError")).release().ptr();
+  capacity_error = py::object(errors.attr("CapacityError")).release().ptr();
   py::register_local_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
     } catch (const Error& error) {
       set_error(error);
+    } catch (const CapacityError& error) {
+      PyErr_SetString(capacity_error, error.what());
     } catch (const PolicyError& error) {
       set_error(error);
     }

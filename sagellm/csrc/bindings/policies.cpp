@@ -34,7 +34,7 @@ void check_length(const char* what, std::size_t got, std::size_t wanted) {
 
 PrefixReplayArrays run_prefix(const std::string& name, std::int64_t capacity, py::handle keys, py::handle offsets,
                               std::int64_t running, const py::object& output_blocks, const py::object& times_s,
-                              const py::object& soon, const py::object& options) {
+                              const py::object& soon, const py::object& options, double block_bytes) {
   const KeyView key_view(keys, "keys"), offset_view(offsets, "offsets");
   if (offset_view.size() == 0) throw PolicyError("offsets are empty; they begin with 0 and have one more than requests.");
   PrefixTrace trace;
@@ -58,6 +58,7 @@ PrefixReplayArrays run_prefix(const std::string& name, std::int64_t capacity, py
   if (!times_s.is_none()) check_length("times_s", py::len(times_s), trace.num_requests);
   PrefixReplayOptions how;
   how.running = running;
+  how.block_bytes = block_bytes;
   if (!soon.is_none()) how.soon = soon.cast<std::int64_t>();
   if (how.soon < 0 && !soon.is_none()) throw PolicyError("soon " + std::to_string(how.soon) + "; allowed are 0 and more.");
   const PolicyOptions parsed = parse_options(options);
@@ -168,7 +169,7 @@ void bind_policies(py::module_& module) {
       .def_readonly("num_oversized", &PrefixReplayArrays::num_oversized);
   module.def("replay_prefix", &run_prefix, py::arg("name"), py::arg("capacity"), py::arg("keys"), py::arg("offsets"),
              py::kw_only(), py::arg("running") = 1, py::arg("output_blocks") = py::none(), py::arg("times_s") = py::none(),
-             py::arg("soon") = py::none(), py::arg("options") = py::none());
+             py::arg("soon") = py::none(), py::arg("options") = py::none(), py::arg("block_bytes") = 1.0);
   bind_object_cache(module);
   bind_native_policy(module);
 }

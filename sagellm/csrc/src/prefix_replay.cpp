@@ -93,7 +93,7 @@ class PrefixReplay final : public Books {
   PrefixReplay(const std::string& name, std::int64_t capacity, const PrefixTrace& trace, const PrefixReplayOptions& how,
                PolicyOptions options)
       : trace_(trace), blocks_(trace), states_(blocks_.num_blocks()), capacity_(capacity), num_running_(how.running),
-        soon_(how.soon < 0 ? capacity : how.soon) {
+        soon_(how.soon < 0 ? capacity : how.soon), block_bytes_(how.block_bytes) {
     if (name == "belady" && capacity >= 1) {
       future_ = std::make_shared<RowsToCome>(blocks_, trace.num_requests, static_cast<std::size_t>(capacity));
       options.future = future_;
@@ -150,7 +150,7 @@ class PrefixReplay final : public Books {
       result_.retry_hit_blocks[request] += static_cast<std::int64_t>(admit(request));
       in_vain = num_ended_ == num_ended ? in_vain + 1 : 0;
       if (in_vain > 16 * (preempted_.size() + running_.size() + 64)) {
-        throw PolicyError("request " + std::to_string(request) + " and others preempt each other for good with capacity " +
+        throw CapacityError("request " + std::to_string(request) + " and others preempt each other for good with capacity " +
                           std::to_string(capacity_) + "; give more capacity, or let fewer run.");
       }
     }
@@ -195,6 +195,7 @@ class PrefixReplay final : public Books {
     state.evicted_at = -1;
     BlockFacts facts;
     facts.depth = depth;
+    facts.size_bytes = block_bytes_;
     policy_->insert(id, blocks_.key(id), facts, false);
     state.is_resident = true;
     ++num_resident_;
@@ -263,6 +264,7 @@ class PrefixReplay final : public Books {
   const Interned blocks_;
   std::vector<State> states_;
   const std::int64_t capacity_, num_running_, soon_;
+  const double block_bytes_;
   std::shared_ptr<RowsToCome> future_;
   std::unique_ptr<Policy> policy_;
   std::deque<Running> running_;

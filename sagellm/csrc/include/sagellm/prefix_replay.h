@@ -14,6 +14,12 @@
 
 namespace sage {
 
+// Requests that preempt each other for good: the capacity is too small for them. Python's sagellm.core.errors.CapacityError.
+class CapacityError : public PolicyError {
+ public:
+  using PolicyError::PolicyError;
+};
+
 struct PrefixTrace {
   const std::uint64_t* keys = nullptr;     // [num_keys]; a key names a prefix, so it has the same one before it everywhere
   std::size_t num_keys = 0;
@@ -24,6 +30,7 @@ struct PrefixTrace {
 
 struct PrefixReplayOptions {
   std::int64_t running = 1;  // requests at once; the one admitted first ends before the next
+  double block_bytes = 1.0;  // of keys and values, told to the policy
   std::int64_t soon = -1;    // block accesses within which a block that comes back was evicted too soon; -1: the capacity
 };
 
@@ -35,8 +42,8 @@ struct PrefixReplayResult {
 };
 
 // With the name belady the trace is the future: a block's next use is in the rows that were not admitted yet.
-// Throws PolicyError: as make_policy; offsets that do not rise, a key with two others before it, requests that preempt each
-// other for good.
+// Throws PolicyError: as make_policy; offsets that do not rise, a key with two others before it.
+// Throws CapacityError.
 PrefixReplayResult replay_prefix(const std::string& name, std::int64_t capacity, const PrefixTrace& trace,
                                  const PrefixReplayOptions& how, const PolicyOptions& options);
 
