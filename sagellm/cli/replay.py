@@ -145,6 +145,8 @@ def _run(trace_name: str, as_json: bool, **given: Any) -> None:
     console.print(report.caption(trace, rows), soft_wrap=True, highlight=False, markup=False)
     console.width = max(console.width, report.min_width(table, console))  # rather broken lines than numbers cut short
     console.print(table)
+    for line in report.errors(rows):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     for file in files:
         console.print(f"wrote {file}", soft_wrap=True, highlight=False)
 

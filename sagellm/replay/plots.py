@@ -27,7 +27,7 @@ def write_plots(rows: Sequence[Row], title: str, folder: Path) -> list[Path]:
     except ImportError:
         raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib") from None
 
-    files = []
+    files, rows = [], [row for row in rows if not row.error]
     for name, label, value in (
         ("hit_rate", "hit blocks / blocks, first admission", lambda row: row.hit_rate_block),
         ("evictions", "evicted blocks", lambda row: row.evictions),

@@ -61,7 +61,7 @@ def table(rows: Sequence[Row]) -> Table:
     from rich.table import Table
 
     found = Table(box=None, padding=(0, 1, 0, 0))
-    cells = {name: [text(row) for row in rows] for name, text in COLUMNS.items()}
+    cells = {name: [_cell(name, row) for row in rows] for name in COLUMNS}
     shown = [name for name, texts in cells.items() if any(texts)]
     for name in shown:
         # Broken here, since rich breaks values as readily as headers where width is scarce.
@@ -70,6 +70,15 @@ def table(rows: Sequence[Row]) -> Table:
     for number in range(len(rows)):
         found.add_row(*(cells[name][number] for name in shown))
     return found
+
+
+def _cell(name: str, row: Row) -> str:
+    return "" if row.error and name not in ("policy", "capacity") else COLUMNS[name](row)
+
+
+def errors(rows: Sequence[Row]) -> list[str]:
+    """A line for each row without figures."""
+    return [f"{row.policy} at {row.capacity:,}: {row.error}" for row in rows if row.error]
 
 
 def min_width(table: Table, console: Console) -> int:

@@ -44,28 +44,28 @@ class ReplayOptions(Model):
 
 @dataclass(frozen=True)
 class Row:
-    """One policy at one capacity. Rates are shares of 1; what was not measured is None."""
+    """One policy at one capacity. Rates are shares of 1; what was not measured is None. `error`: why there are no figures."""
 
     policy: str
     capacity: int
     semantics: str
-    hit_rate_block: float
-    hit_rate_token: float
+    hit_rate_block: float | None
+    hit_rate_token: float | None
     accesses: int
     seconds: float
-    hit_rate_block_with_retries: float
-    hit_blocks: int
-    retries: int
-    preempted: int
-    oversized: int
-    evictions: int
+    hit_rate_block_with_retries: float | None
+    hit_blocks: int | None
+    retries: int | None
+    preempted: int | None
+    oversized: int | None
+    evictions: int | None
     evictions_soon: int | None
     evictions_soon_share: float | None
-    migration_bytes: int
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p90_s: float
-    ttft_p99_s: float
+    migration_bytes: int | None
+    ttft_mean_s: float | None
+    ttft_p50_s: float | None
+    ttft_p90_s: float | None
+    ttft_p99_s: float | None
     belady_hit_rate_block: float | None
     regret_block: float | None
     skipped_lines: int
@@ -74,6 +74,7 @@ class Row:
     tiers: dict[str, int] | None = None
     loaded_blocks: dict[str, int] | None = None
     moved_bytes: dict[str, int] | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,16 @@ def make_row(
         regret_block=None if best is None else best - rate, skipped_lines=trace.num_skipped,
         implementation="native" if contestant.is_native else "python", options=contestant.options,
     )  # fmt: skip
+
+
+def failed_row(trace: Trace, contestant: Contestant, capacity: int, options: ReplayOptions, error: str) -> Row:
+    """The row of a run that could not go on: what is known beforehand, and the reason."""
+    known = {
+        "policy": contestant.name, "capacity": capacity, "semantics": options.semantics.value, "accesses": trace.num_accesses,
+        "seconds": 0.0, "skipped_lines": trace.num_skipped, "options": contestant.options, "error": error,
+        "implementation": "native" if contestant.is_native else "python",
+    }  # fmt: skip
+    return Row(**{name: known.get(name) for name in Row.__dataclass_fields__})
 
 
 def ttft(

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sagellm.core.errors import ConfigError, PolicyError
+from sagellm.core.errors import CapacityError, ConfigError, PolicyError
 from sagellm.replay.base import Semantics
 from sagellm.replay.plots import write_plots
 from sagellm.replay.policies import BELADY, Contestant, find_contestant
-from sagellm.replay.report import caption, document, table
+from sagellm.replay.report import caption, document, errors, table
 from sagellm.replay.run import ReplayOptions, ttft
 from sagellm.replay.session import replay
 from tests.replay.made import trace_of
@@ -50,6 +50,20 @@ def test_retries_count_apart():
     (row,) = replay(trace, [LRU], [3], ReplayOptions(running=2, outputs=True, reference=True), with_bound=False)
     assert (row.retries, row.preempted, row.hit_rate_block, row.hit_rate_block_with_retries) == (2, 2, 0.0, 1 / 4)
     assert row.regret_block is None and row.belady_hit_rate_block is None
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_run_without_room_is_a_row_with_its_error(reference, tmp_path):
+    trace = trace_of([[1, 2, 3], [1, 2, 3]], outputs=[4, 4])
+    lru = find_contestant("lru", {}, reference=reference)
+    options = ReplayOptions(running=2, outputs=True, reference=reference)
+    stuck, done = rows = replay(trace, [lru], [3, 9], options)
+    assert "preempt each other" in stuck.error and stuck.hit_rate_block is None and stuck.regret_block is None
+    assert done.error is None and done.hit_blocks == 3 and done.regret_block == 0.0
+    assert table(rows).row_count == 2 and errors(rows) == [f"lru at 3: {stuck.error}"]
+    assert all(file.exists() for file in write_plots(rows, "by hand", tmp_path))
+    with pytest.raises(CapacityError, match="preempt each other"):
+        replay(trace, [lru], [3], options)
 
 
 def test_rows_come_as_asked_for():
