@@ -1,6 +1,7 @@
 """`sagellm replay`: a trace through eviction policies, or a recorded log through the modules that made it."""
 
 import json
+import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,9 +11,10 @@ import click
 
 from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.core.errors import SageError
-from sagellm.replay.base import DEFAULT_BLOCK_SIZE, Semantics
+from sagellm.replay.base import DEFAULT_BLOCK_SIZE, MAX_BLOCKS, Semantics, num_blocks, shortened
 
 MAX_SHOWN = 20
+MAX_COUNT = 2**31 - 1
 
 
 class _Misuse(click.ClickException):
@@ -23,7 +25,7 @@ class _Misuse(click.ClickException):
 
 
 class _Numbers(click.ParamType):
-    """Positive integers, separated by commas."""
+    """Numbers of blocks, separated by commas."""
 
     name = "INTEGER,..."
 
@@ -32,13 +34,26 @@ class _Numbers(click.ParamType):
             return value
         parts = [part.strip() for part in value.split(",")]
         for part in parts:
-            if not (part.isascii() and part.isdigit() and int(part)):
+            if num_blocks(part) is None:
                 self.fail(
-                    f"{part!r} is not a number of blocks: give integers of 1 or more, such as 1000,5000.",
+                    f"{shortened(part)} is not a number of blocks: give integers from 1 to {MAX_BLOCKS}, such as 1000,5000.",
                     param,
                     context,
                 )
         return tuple(dict.fromkeys(map(int, parts)))
+
+
+class _Finite(click.FloatRange):
+    """A finite number above 0."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
+        number = super().convert(value, param, context)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number above 0.", param, context)
+        return number
 
 
 class _Rates(click.ParamType):
@@ -57,7 +72,7 @@ class _Rates(click.ParamType):
             except ValueError:
                 found[tier] = 0.0
             if tier not in ("cpu", "nvme") or not 0 < found[tier] < float("inf"):
-                self.fail(f"{part!r} is not cpu:GB/s or nvme:GB/s, such as cpu:20,nvme:2.", param, context)
+                self.fail(f"{shortened(part)} is not cpu:GB/s or nvme:GB/s, such as cpu:20,nvme:2.", param, context)
         return found
 
 
@@ -75,25 +90,28 @@ class _Rates(click.ParamType):
     default=Semantics.PREFIX.value,
     show_default=True,
 )
-@click.option("--running", type=click.IntRange(min=1), default=1, show_default=True, help="Requests at a time.")
+@click.option("--running", type=click.IntRange(1, MAX_COUNT), default=1, show_default=True, help="Requests at a time.")
 @click.option("--outputs", is_flag=True, help="Answers take room too, while they are generated.")
 @click.option(
-    "--soon", type=click.IntRange(min=0), help="A false eviction comes back within so many accesses [capacity]."
+    "--soon", type=click.IntRange(0, MAX_COUNT), help="A false eviction comes back within so many accesses [capacity]."
 )
 @click.option(
-    "--block-size", type=click.IntRange(min=1), help=f"Tokens of a block [of the trace, else {DEFAULT_BLOCK_SIZE}]."
+    "--block-size",
+    type=click.IntRange(1, MAX_COUNT),
+    help=f"Tokens of a block [of the trace, else {DEFAULT_BLOCK_SIZE}].",
 )
 @click.option("--tiers", metavar="gpu:N,cpu:N,nvme:N", help="Several tiers, in place of --capacity.")
 @click.option("--migration", default="always", show_default=True, help="Which blocks are worth a move between tiers.")
 @click.option(
-    "--kv-bytes-per-token", "token_bytes", type=click.IntRange(min=1), help="For bytes that move [Qwen2.5-0.5B's]."
+    "--kv-bytes-per-token",
+    "token_bytes",
+    type=click.IntRange(1, MAX_COUNT),
+    help="For bytes that move [Qwen2.5-0.5B's].",
 )
 @click.option(
     "--load-gb-per-s", "load_rates", type=_Rates(), help="Speed of slower tiers, for TTFT [loads take no time]."
 )
-@click.option(
-    "--prefill-tokens-per-s", "prefill", type=click.FloatRange(min=0, min_open=True), help="For TTFT [10000]."
-)
+@click.option("--prefill-tokens-per-s", "prefill", type=_Finite(), help="For TTFT [10000].")
 @click.option("--policy-options", metavar="JSON", help='Options of the policy, or by policy: {"arc": {...}}.')
 @click.option("--reference", is_flag=True, help="Plain Python in place of native code.")
 @click.option("--no-belady", is_flag=True, help="No bound, and so no regret.")
@@ -121,6 +139,10 @@ def replay(trace_name: str | None, verify: Path | None, as_json: bool, **given: 
         _run(trace_name, as_json, **given)
     except SageError as error:
         raise _Misuse(str(error)) from None
+    except MemoryError:
+        raise _Misuse(
+            "there is not enough memory for this; give a smaller capacity, or a trace with fewer blocks."
+        ) from None
 
 
 def _run(trace_name: str, as_json: bool, **given: Any) -> None:
@@ -167,20 +189,22 @@ def _read(name: str, given: dict[str, Any]) -> Any:
     from sagellm.replay.traces import read_trace
 
     if is_generator(name):
-        return generate(name, **({"block_size": given["block_size"]} if given["block_size"] else {}))
+        if ":" not in name and Path(name).exists():
+            raise click.UsageError(f"--trace {name} is a generator and a file here; give {name}: or ./{name}.")
+        return generate(name, block_size=given["block_size"])
     is_prefix = given["semantics"] == Semantics.PREFIX.value
     return read_trace(Path(name), block_size=given["block_size"], skip_bad=given["skip_bad"], unique_parents=is_prefix)
 
 
 def _rows(trace: Any, given: dict[str, Any], told: Any) -> list[Any]:
-    from sagellm.replay.policies import find_contestant
+    from sagellm.replay.policies import find_contestant, policy_name
     from sagellm.replay.run import ReplayOptions
     from sagellm.replay.session import replay as replay_all
     from sagellm.replay.session import replay_tiers
     from sagellm.replay.tiered import parse_tiers
 
     look_in_current_folder()
-    names = [name.strip() for name in given["policies"].split(",") if name.strip()]
+    names = [policy_name(name.strip()) for name in given["policies"].split(",") if name.strip()]
     if not names:
         raise click.UsageError("--policy names no policy.")
     wanted = _options_by_policy(names, given["policy_options"])
@@ -203,15 +227,18 @@ def _rows(trace: Any, given: dict[str, Any], told: Any) -> list[Any]:
 
 
 def _options_by_policy(names: list[str], text: str | None) -> dict[str, dict[str, Any]]:
+    from sagellm.replay.policies import policy_name
+
     if text is None:
         return {name: {} for name in names}
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"--policy-options is not JSON: {error}.") from None
     if not isinstance(given, dict):
         raise click.UsageError(f"--policy-options is a {type(given).__name__}; a JSON object was expected.")
     if given and all(isinstance(value, dict) for value in given.values()):
+        given = {policy_name(name): value for name, value in given.items()}
         unknown = sorted(set(given) - set(names))
         if unknown:
             raise click.UsageError(f"--policy-options names {', '.join(unknown)}; --policy has {', '.join(names)}.")

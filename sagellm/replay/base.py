@@ -12,6 +12,8 @@ from sagellm.core.errors import TraceError
 
 MAX_TOKENS = 2**31 - 1
 MAX_KEY = 2**64 - 1
+MAX_BLOCKS = 1 << 30  # of a tier, and of a trace; native code counts blocks with 32 bits
+MAX_TRACE_BLOCKS = 20_000_000  # of all requests; reading takes about 70 bytes for each
 DEFAULT_BLOCK_SIZE = 64  # tokens, where the trace itself does not say: the engine's own default
 
 
@@ -160,3 +162,18 @@ def check_prefixes(trace: Trace) -> None:
             f"{lines[first]}; with prefix semantics an id stands for all tokens up to its block. Mend the trace, leave such "
             "lines out with --skip-bad, or replay it with --semantics object."
         )
+
+
+def num_blocks(text: str) -> int | None:
+    """The text as the size of a tier, 1 to MAX_BLOCKS; None if it is no such number."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_BLOCKS))
+    return int(text) if is_number and 1 <= int(text) <= MAX_BLOCKS else None
+
+
+def shortened(value: object) -> str:
+    """The value for a message: 40 characters of its `repr`, in which nothing can steer a terminal."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a huge integer"
+    return text if len(text) <= 40 else f"{text[:37]}..."

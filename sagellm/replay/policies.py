@@ -1,5 +1,6 @@
 """Which policies a replay runs, by name, and whether the native code can run the whole replay."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,21 @@ class Contestant(NamedTuple):
     is_native: bool
 
 
+def policy_name(name: str) -> str:
+    """One spelling for all that name the same policy of ours; other names as they are."""
+    if ":" in name:
+        return name
+    plain = re.sub(r"[-_\s]", "", name.lower())
+    if plain == BELADY:
+        return BELADY
+    try:
+        kind = find_policy(name, reference=True)
+    except PolicyError:  # told when it is looked for
+        return name
+    own_name = getattr(kind, "name", None)
+    return own_name if kind.__module__.startswith(OWN) else name
+
+
 def find_contestant(name: str, options: dict[str, Any], *, reference: bool) -> Contestant:
     """Args: `name`: as `sagellm policy list` has it, or `module:Class`. `reference`: the Python twin, even where there is
     native code.
@@ -31,7 +47,8 @@ def find_contestant(name: str, options: dict[str, Any], *, reference: bool) -> C
     Raises:
         PolicyError: unknown, or options that it does not take.
     """
-    if name.lower() == BELADY:
+    name = policy_name(name)
+    if name == BELADY:
         if options:
             raise PolicyError(f"policy {BELADY} takes no options here; its future is the trace. Got {sorted(options)}.")
         return Contestant(BELADY, {}, None, not reference)

@@ -13,7 +13,7 @@ import numpy as np
 from sagellm.core.errors import ConfigError, PolicyError
 from sagellm.core.hooks import MigrationPlan, RequestId, Tier
 from sagellm.kv_policy.base import BlockKey, CachedBlock
-from sagellm.replay.base import PrefixCounts, Trace
+from sagellm.replay.base import MAX_BLOCKS, PrefixCounts, Trace, num_blocks, shortened
 from sagellm.replay.policies import BELADY, Contestant
 
 if TYPE_CHECKING:
@@ -41,13 +41,14 @@ def parse_tiers(text: str) -> dict[Tier, int]:
     found: dict[Tier, int] = {}
     for part in text.split(","):
         name, _, number = part.strip().partition(":")
-        if name not in [tier.value for tier in Tier] or not number.isascii() or not number.isdigit() or not int(number):
+        if name not in [tier.value for tier in Tier] or num_blocks(number) is None:
             raise ConfigError(
-                f"tiers {text!r}: {part!r} is not tier:blocks, with gpu, cpu or nvme and at least 1 block."
+                f"tiers {shortened(text)}: {shortened(part)} is not tier:blocks, with gpu, cpu or nvme and at least 1 block, "
+                f"at most {MAX_BLOCKS}."
             )
         if Tier(name) in found:
             raise ConfigError(f"tiers {text!r}: {name} is there twice.")
-        found[Tier(name)] = int(number)
+        found[Tier(name)] = num_blocks(number)
     if list(found) != list(Tier)[: len(found)]:
         raise ConfigError(f"tiers {text!r}: give gpu, then cpu, then nvme; each slower tier needs the one before it.")
     return found

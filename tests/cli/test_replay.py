@@ -147,6 +147,16 @@ MISUSE = {
     "tiers and belady": ([*GENERATED, "--tiers", "gpu:5", "--policy", "belady"], "leave it out with --tiers"),
     "objects that run": ([*GENERATED, "--capacity", 5, "--semantics", "object", "--running", 2], "--running goes with prefix"),
     "rates": ([*GENERATED, "--tiers", "gpu:5", "--load-gb-per-s", "gpu:5"], "is not cpu:GB/s"),
+    "capacity of many digits": ([*GENERATED, "--capacity", "9" * 5000], "from 1 to 1073741824"),
+    "capacity above": ([*GENERATED, "--capacity", 2**30 + 1], "from 1 to 1073741824"),
+    "tiers above": ([*GENERATED, "--tiers", "gpu:5,cpu:" + "9" * 5000], "at most 1073741824"),
+    "prefill nan": ([*GENERATED, "--capacity", 5, "--prefill-tokens-per-s", "nan"], "not a finite number above 0"),
+    "prefill inf": ([*GENERATED, "--capacity", 5, "--prefill-tokens-per-s", "inf"], "not a finite number above 0"),
+    "running": ([*GENERATED, "--capacity", 5, "--running", 10**20], "1<=x<=2147483647"),
+    "soon": ([*GENERATED, "--capacity", 5, "--soon", 10**20], "0<=x<=2147483647"),
+    "output": (["--trace", "zipf:requests=10,output=99999999999", "--capacity", 5], "less than or equal to 1048576"),
+    "parameter twice": (["--trace", "zipf:requests=1,requests=2", "--capacity", 5], "requests is there twice"),
+    "block size twice": (["--trace", "zipf:block_size=4", "--block-size", 8, "--capacity", 5], "apart as 8; give it once"),
     "broken policy": ([*GENERATED, "--capacity", 20, "--policy", "tests.replay.policies:Foreign"], "not on tier"),
     "lazy policy": ([*GENERATED, "--capacity", 40, "--policy", "tests.replay.policies:Lazy"], "it must choose as many"),
 }  # fmt: skip
@@ -157,6 +167,31 @@ def test_misuse(case):
     words, expected = MISUSE[case]
     done = run(*words)
     assert done.exit_code == 2 and expected in " ".join(done.output.split()), done.output
+
+
+def test_one_policy_under_several_spellings_is_one_row():
+    words = ["--trace", "zipf:requests=30", "--capacity", 50, "--json", "--policy", "s3fifo,S3-FIFO,LRU,lru,be-lady"]
+    done = run(*words, "--policy-options", '{"S3_fifo": {"small_ratio": 0.2}}')
+    rows = json.loads(done.output)["rows"]
+    assert [row["policy"] for row in rows] == ["s3fifo", "lru", "belady"] and rows[0]["options"] == {"small_ratio": 0.2}
+
+
+def test_a_file_with_the_name_of_a_generator(trace, monkeypatch):
+    monkeypatch.chdir(trace.parent)
+    trace.rename("zipf")
+    done = run("--trace", "zipf", "--capacity", 3)
+    assert done.exit_code == 2 and "give zipf: or ./zipf" in done.output
+    assert json.loads(run("--trace", "./zipf", "--capacity", 3, "--json").output)["trace"]["requests"] == 4
+    assert "10,000 requests" in run("--trace", "zipf:", "--capacity", 999, "--no-belady").output
+
+
+def test_too_little_memory_is_misuse(monkeypatch):
+    def hungry(*arguments, **options):
+        raise MemoryError
+
+    monkeypatch.setattr("sagellm._core.replay_prefix", hungry)
+    done = run("--trace", "zipf:requests=30", "--capacity", 50)
+    assert done.exit_code == 2 and "not enough memory" in done.output
 
 
 def test_bad_lines(trace):

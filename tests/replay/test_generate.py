@@ -103,3 +103,17 @@ def test_text():
     assert len(left.prompt_keys()) == 3 and left.prompt_keys(8) == list(left.keys)
     assert left.prompt_keys()[2] != left.prompt_keys()[2]
     assert text.cut(3).keys == () and text.cut(4).keys == text.keys
+
+
+def test_too_many_blocks_are_refused(monkeypatch):
+    monkeypatch.setattr("sagellm.replay.generate.base.MAX_TRACE_BLOCKS", 100)
+    with pytest.raises(TraceError, match="by request 4 it has more than 100 blocks"):
+        generate("scan:requests=20,hot=1,hot_tokens=64,suffix=1,every=3,scan_tokens=6144")
+
+
+def test_a_parameter_is_given_once():
+    with pytest.raises(TraceError, match="requests is there twice"):
+        generate("zipf:requests=10,requests=20")
+    with pytest.raises(TraceError, match="given apart as 8; give it once"):
+        generate("zipf:block_size=4", block_size=8)
+    assert generate("zipf:requests=3", block_size=8).block_size == 8

@@ -28,8 +28,8 @@ def is_generator(text: str) -> bool:
     return text.partition(":")[0] in GENERATORS
 
 
-def generate(text: str, **overrides: Any) -> Trace:
-    """A trace from `name:parameter=value,...`; `overrides` go before what the text says.
+def generate(text: str, *, block_size: int | None = None) -> Trace:
+    """A trace from `name:parameter=value,...`. `block_size`: tokens, as if it were a parameter of the text.
 
     Raises:
         TraceError: an unknown generator or parameter, or a value out of range.
@@ -43,9 +43,15 @@ def generate(text: str, **overrides: Any) -> Trace:
         key, equals, value = part.partition("=")
         if not equals or not re.fullmatch(r"\w+", key.strip()):
             raise TraceError(f"{text}: {part!r} is not parameter=value.")
+        if key.strip() in values:
+            raise TraceError(f"{text}: {key.strip()} is there twice; give each parameter once.")
         values[key.strip()] = value.strip()
+    if block_size is not None:
+        if "block_size" in values:
+            raise TraceError(f"{text}: block_size is there, and given apart as {block_size}; give it once.")
+        values["block_size"] = block_size
     try:
-        options = kind(**{**values, **overrides})
+        options = kind(**values)
     except ValidationError as error:
         item = error.errors()[0]
         wrong = item["loc"][0]
@@ -53,5 +59,5 @@ def generate(text: str, **overrides: Any) -> Trace:
             raise TraceError(
                 f"{name} has no parameter {wrong}; known are {', '.join(sorted(kind.model_fields))}."
             ) from None
-        raise TraceError(f"{name}: {wrong}={item['input']}: {item['msg']}.") from None
+        raise TraceError(f"{name}: {wrong}={str(item['input'])[:40]}: {item['msg']}.") from None
     return build(text, options, generator)

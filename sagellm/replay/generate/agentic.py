@@ -16,12 +16,12 @@ class AgenticOptions(Options):
     `steps` calls on average, each behind a tool's answer of `tool` tokens on average, which takes `tool_s` seconds on average.
     After a call the task goes on in `width` branches with probability `branch`, else in one. `rate` is that of tasks."""
 
-    rate: float = Field(1.0, gt=0)
+    rate: float = Field(1.0, ge=1e-9, le=1e9)
     system: int = Field(2_048, ge=0, le=1 << 20)
     message: float = Field(200.0, ge=1, le=1 << 20)
-    steps: float = Field(8.0, ge=1)
+    steps: float = Field(8.0, ge=1, le=1 << 20)
     tool: float = Field(400.0, ge=1, le=1 << 20)
-    tool_s: float = Field(3.0, gt=0)
+    tool_s: float = Field(3.0, gt=0, le=1e9)
     branch: float = Field(0.1, ge=0, le=1)
     width: int = Field(2, ge=2, le=16)
 

@@ -7,7 +7,8 @@ import numpy as np
 from pydantic import Field
 
 from sagellm.core.config import Model
-from sagellm.replay.base import DEFAULT_BLOCK_SIZE, Trace
+from sagellm.core.errors import TraceError
+from sagellm.replay.base import DEFAULT_BLOCK_SIZE, MAX_TOKENS, MAX_TRACE_BLOCKS, Trace
 from sagellm.replay.generate.text import KeyCounter, Text
 
 
@@ -21,8 +22,8 @@ class Options(Model):
     requests: int = Field(10_000, ge=1, le=10_000_000)
     seed: int = Field(0, ge=0)
     block_size: int = Field(DEFAULT_BLOCK_SIZE, ge=1, le=1 << 20)
-    rate: float = Field(10.0, gt=0)
-    output: float = Field(200.0, ge=1)
+    rate: float = Field(10.0, ge=1e-9, le=1e9)
+    output: float = Field(200.0, ge=1, le=1 << 20)
 
 
 class Request(NamedTuple):
@@ -37,11 +38,21 @@ Generator = Callable[[Options, np.random.Generator, KeyCounter], Iterator[Reques
 
 
 def build(name: str, options: Options, generator: Generator) -> Trace:
-    """The first `options.requests` requests of the generator, which come in order of time."""
+    """The first `options.requests` requests of the generator, which come in order of time.
+
+    Raises:
+        TraceError: more blocks than a trace may have, or a prompt of more tokens.
+    """
     rng = np.random.default_rng(options.seed)
     requests = generator(options, rng, KeyCounter(options.block_size))
     times, inputs, outputs, keys, offsets = [], [], [], [], [0]
     for _, request in zip(range(options.requests), requests, strict=False):
+        num_blocks = -(-request.prompt.num_tokens // options.block_size)
+        if request.prompt.num_tokens > MAX_TOKENS or len(keys) + num_blocks > MAX_TRACE_BLOCKS:
+            raise TraceError(
+                f"{name}: by request {len(times) + 1} it has more than {MAX_TRACE_BLOCKS} blocks, or a prompt of more than "
+                f"{MAX_TOKENS} tokens; ask for fewer requests, shorter ones or larger blocks."
+            )
         times.append(request.time_s)
         inputs.append(request.prompt.num_tokens)
         outputs.append(request.output)

@@ -18,9 +18,9 @@ class ConversationOptions(Options):
     systems: int = Field(8, ge=1, le=1_000_000)
     system: int = Field(512, ge=0, le=1 << 20)
     alpha: float = Field(1.0, ge=0, le=10)
-    turns: float = Field(5.0, ge=1)
+    turns: float = Field(5.0, ge=1, le=1 << 20)
     message: float = Field(100.0, ge=1, le=1 << 20)
-    think_s: float = Field(30.0, gt=0)
+    think_s: float = Field(30.0, gt=0, le=1e9)
 
 
 def conversation(options: ConversationOptions, rng: np.random.Generator, counter: KeyCounter) -> Iterator[Request]:

@@ -19,8 +19,8 @@ class ScanOptions(Options):
     hot: int = Field(50, ge=1, le=1_000_000)
     hot_tokens: int = Field(1_024, ge=1, le=1 << 20)
     suffix: float = Field(64.0, ge=1, le=1 << 20)
-    every: int = Field(50, ge=1)
-    scans: int = Field(10, ge=0)
+    every: int = Field(50, ge=1, le=1 << 30)
+    scans: int = Field(10, ge=0, le=1 << 30)
     scan_tokens: int = Field(8_192, ge=1, le=1 << 20)
 
 

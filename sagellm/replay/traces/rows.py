@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.replay.base import MAX_KEY, MAX_TOKENS, Trace, overlap
+from sagellm.replay.base import MAX_KEY, MAX_TOKENS, Trace, overlap, shortened
 from sagellm.replay.traces.lines import BadLines, Broken, TextFile
 
 
@@ -88,29 +88,29 @@ class Rows:
 def whole(value: Any, name: str, highest: int = MAX_TOKENS) -> int:
     """The value as a count. Raises Broken."""
     if type(value) is not int:
-        raise Broken(f"{name} is {_shown(value)}; an integer was expected.")
+        raise Broken(f"{name} is {shortened(value)}; an integer was expected.")
     if not 0 <= value <= highest:
-        raise Broken(f"{name} is {_shown(value)}; it must be 0 to {highest}.")
+        raise Broken(f"{name} is {shortened(value)}; it must be 0 to {highest}.")
     return value
 
 
 def seconds(value: Any, name: str, unit_s: float) -> float:
     """A time in `unit_s` as seconds. Raises Broken."""
     if type(value) not in (int, float):
-        raise Broken(f"{name} is {_shown(value)}; a number was expected.")
+        raise Broken(f"{name} is {shortened(value)}; a number was expected.")
     try:
         time_s = value * unit_s
     except OverflowError:
         time_s = math.inf
     if not 0 <= time_s < math.inf:
-        raise Broken(f"{name} is {_shown(value)}; a finite number, 0 or more, was expected.")
+        raise Broken(f"{name} is {shortened(value)}; a finite number, 0 or more, was expected.")
     return time_s
 
 
 def block_keys(values: Any, name: str) -> list[int]:
     """The list, if all of it are 64-bit keys. Raises Broken."""
     if type(values) is not list:
-        raise Broken(f"{name} is {_shown(values)}; a list of integers was expected.")
+        raise Broken(f"{name} is {shortened(values)}; a list of integers was expected.")
     if not set(map(type, values)) <= {int} or (values and not (min(values) >= 0 and max(values) <= MAX_KEY)):
         for value in values:
             whole(value, f"an entry of {name}", MAX_KEY)
@@ -134,11 +134,3 @@ def size_of_most(lowest: np.ndarray, highest: np.ndarray) -> int | None:
     low, high = int(places[best]), int(places[best + 1]) - 1
     power = 1 << (low - 1).bit_length()
     return power if power <= high else low
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of thousands of digits
-        return "a huge integer"
-    return text if len(text) <= 40 else f"{text[:37]}..."
