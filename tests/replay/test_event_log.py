@@ -67,7 +67,10 @@ def test_what_our_recorder_writes_can_be_read(tmp_path):
         ({"tokens": "many"}, "tokens is 'many'; an integer"),
         ({"tokens": -1}, "it must be 0 to"),
         ({"hashes": ["xyz", "0"]}, "16 hexadecimal digits"),
-        ({"hashes": ["1" * 17, "0"]}, "64 bits"),
+        ({"hashes": ["1" * 17, "0"]}, "16 hexadecimal digits"),
+        ({"hashes": ["0x1", "1_0"]}, "16 hexadecimal digits"),
+        ({"event": 5}, "event is 5; a string"),
+        ({"pid": [7]}, r"pid is \[7\]"),
         ({"hashes": [1, 2]}, "a list of strings"),
         ({"hashes": hashes(1)}, "1 hashes for 130 tokens; blocks of 64 make 2"),
         ({"t_ns": None}, "t_ns is None"),
@@ -102,3 +105,11 @@ def test_a_log_of_a_killed_engine(tmp_path):
 def test_a_log_without_lookups(tmp_path):
     with pytest.raises(TraceError, match="holds no requests"):
         read_trace(written(tmp_path, EVENTS[:1]))
+
+
+@pytest.mark.parametrize("rubble", ["}", "matched}", '{"t_ns": 5} {"n": 1}', '{"t_ns": 5, "n": 1, "pid": 7}'])
+def test_lines_of_no_interest_are_looked_at_too(tmp_path, rubble):
+    path = written(tmp_path, EVENTS)
+    path.write_text(path.read_text() + rubble + "\n")
+    with pytest.raises(TraceError, match="line 10: "):
+        read_trace(path)

@@ -9,7 +9,7 @@ from sagellm.replay.traces import read_trace
 
 def read(tmp_path, text, **options):
     path = tmp_path / "trace.csv"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return read_trace(path, **{"block_size": 10, **options})
 
 
@@ -93,7 +93,7 @@ def test_malformed_lines(tmp_path, line, words):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a,b\n1,2\n", "line 1: no column for time; found a, b. Name one of: timestamp"),
+        ("a,b\n1,2\n", "line 1: no column for time; found 'a', 'b'. Name one of: timestamp"),
         ("timestamp,b\n1,2\n", "line 1: no column for input"),
         ("timestamp,input_length\n", "holds no requests"),
         (
@@ -109,3 +109,39 @@ def test_malformed_lines(tmp_path, line, words):
 def test_files_that_cannot_be_used(tmp_path, text, words):
     with pytest.raises(TraceError, match=words):
         read(tmp_path, text)
+
+
+def test_a_line_that_is_not_utf8(tmp_path):
+    """Two names that differ in such a byte alone are two sessions, and not one of replacement characters."""
+    text = b"timestamp,input_length,session\n0,128,caf\xe9\n1,128,caf\xe8\n2,64,tea\n"
+    with pytest.raises(TraceError, match="line 2: is not UTF-8 text"):
+        read(tmp_path, text)
+    trace = read(tmp_path, text, skip_bad=True)
+    assert trace.num_requests == 1 and trace.num_skipped == 2
+
+
+def test_a_stray_quote_takes_its_own_line_only(tmp_path):
+    text = 'timestamp,input_length,session\n0,64,"a\n1,64,"b"\n2,64,c\n'
+    with pytest.raises(TraceError, match="line 2: is not CSV"):
+        read(tmp_path, text)
+    assert read(tmp_path, text, skip_bad=True).lines.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("count", ["1_000", "1_0.0"])
+def test_underscores_are_no_numbers(tmp_path, count):
+    with pytest.raises(TraceError, match="a number was expected"):
+        read(tmp_path, f"timestamp,input_length\n0,{count}\n")
+
+
+def test_too_many_blocks_are_refused_before_they_are_made(tmp_path):
+    text = "timestamp,input_length\n0,64\n" + "1,2147483647\n" * 3
+    for skip_bad in (False, True):
+        with pytest.raises(TraceError, match="line 3: with its 33554432 blocks the trace has more than 20000000"):
+            read(tmp_path, text, skip_bad=skip_bad, block_size=64)
+    assert read(tmp_path, text, block_size=1 << 20).num_accesses == 1 + 3 * 2048
+
+
+def test_nothing_of_a_file_steers_the_terminal(tmp_path):
+    with pytest.raises(TraceError) as found:
+        read(tmp_path, b"\x1b[31mred," + b"x" * 500 + b"\n1,2\n")
+    assert "\x1b" not in str(found.value) and len(str(found.value)) < 400

@@ -30,6 +30,8 @@ def read_trace(
     """
     file = open_text(path)
     bad = BadLines(file.name, skip=skip_bad)
+    if file.cut:
+        bad.add(len(file.lines) + 1, file.cut)
     first = [line.lstrip() for _, line in zip(range(PROBED_LINES), (line for _, line in file.numbered()), strict=False)]
     if not any(line.startswith((b"{", b"[")) for line in first):
         if b"," not in first[0]:

@@ -5,14 +5,16 @@ the length of the answer, an `arrive` line the tenant. Lookups after a preemptio
 the replay to say.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
 from sagellm.core.errors import TraceError
-from sagellm.replay.base import MAX_KEY, MAX_TOKENS, Trace
+from sagellm.replay.base import MAX_KEY, MAX_TOKENS, Trace, shortened
 from sagellm.replay.traces.json_lines import member, parse_object
 from sagellm.replay.traces.lines import BadLines, Broken, TextFile
 from sagellm.replay.traces.rows import Rows, size_of_most, whole
@@ -20,6 +22,8 @@ from sagellm.replay.traces.rows import Rows, size_of_most, whole
 NS = 1e-9
 HASH_DIGITS = 16
 WANTED = (b'"lookup"', b'"arrive"', b'"end"', b'"block_size"')
+OWN_LINE = re.compile(rb'\{"t_ns": ?\d+, ?"n": ?\d+, ?"pid": ?\d+, ?"event": ?"\w+"')
+HASH = re.compile("[0-9a-fA-F]{1,16}")
 Request = tuple[Any, Any]  # process, id
 
 
@@ -70,13 +74,13 @@ def read_event_log(file: TextFile, bad: BadLines, *, block_size: int | None, uni
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    # Most lines of a log are about something else, and parsing is what reading costs.
-    if not any(word in line for word in WANTED):
-        if not line.rstrip().endswith(b"}"):
-            parse_object(line)
+    # Most lines of a log are about something else, and parsing is what reading costs. Those that our engine writes begin so.
+    if OWN_LINE.match(line) and line.rstrip().endswith(b"}") and not any(word in line for word in WANTED):
         return {"event": ""}
     event = parse_object(line)
-    member(event, "event")
+    kind = member(event, "event")
+    if type(kind) is not str:
+        raise Broken(f"event is {shortened(kind)}; a string was expected.")
     return event
 
 
@@ -111,20 +115,19 @@ def _take(
 def _request(event: dict[str, Any]) -> Request:
     name = member(event, "request")
     if type(name) not in (int, str):
-        raise Broken(f"request is {name!r}; a number was expected.")
-    return event.get("pid"), name
+        raise Broken(f"request is {shortened(name)}; a number was expected.")
+    process = event.get("pid")
+    if type(process) not in (int, str, NoneType):
+        raise Broken(f"pid is {shortened(process)}; a number was expected.")
+    return process, name
 
 
 def _hashes(values: Any) -> list[int]:
     if type(values) is not list or not set(map(type, values)) <= {str}:
         raise Broken("hashes must be a list of strings.")
-    try:
-        keys = [int(value, 16) for value in values]
-    except ValueError:
-        raise Broken(f"hashes must be strings of {HASH_DIGITS} hexadecimal digits.") from None
-    if keys and not (min(keys) >= 0 and max(keys) <= MAX_KEY):
-        raise Broken("hashes must have 64 bits.")
-    return keys
+    if not all(map(HASH.fullmatch, values)):
+        raise Broken(f"hashes must be strings of {HASH_DIGITS} hexadecimal digits.")
+    return [int(value, 16) for value in values]
 
 
 def _size(lookups: list[_Lookup]) -> int | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 
 from sagellm.core.errors import TraceError
-from sagellm.replay.base import DEFAULT_BLOCK_SIZE, MAX_TOKENS, Trace
+from sagellm.replay.base import DEFAULT_BLOCK_SIZE, MAX_TOKENS, Trace, shortened
 from sagellm.replay.generate.text import KeyCounter, Text
 from sagellm.replay.traces.lines import BadLines, Broken, TextFile
 from sagellm.replay.traces.rows import Rows
@@ -37,7 +37,7 @@ COLUMNS = {
 
 def read_lengths(file: TextFile, bad: BadLines, *, block_size: int | None) -> Trace:
     """Raises TraceError: a header without time or input length, a malformed line unless `bad` skips it, nothing left."""
-    reader = _records(file)
+    reader = _records(file, bad)
     number, header = next(reader, (1, []))
     columns = _columns(file.name, number, header)
     rows, size = Rows(bad), block_size or DEFAULT_BLOCK_SIZE
@@ -50,6 +50,7 @@ def read_lengths(file: TextFile, bad: BadLines, *, block_size: int | None) -> Tr
             row = {name: cells[place].strip() for name, place in columns.items()}
             time_s = _time(row)
             num_input, num_output = _count(row, "input"), _count(row, "output", 0)
+            rows.check_size(number, -(-num_input // size))
             keys = blocks.keys_of(row, num_input)
         except Broken as error:
             bad.add(number, str(error))
@@ -57,20 +58,19 @@ def read_lengths(file: TextFile, bad: BadLines, *, block_size: int | None) -> Tr
         if origin_s is None:
             origin_s = time_s if time_s > 1e8 else 0.0  # a date: counted from the first one
         rows.add(number, time_s - origin_s, num_input, num_output, keys, row.get("tenant", ""))
-    if file.cut:
-        bad.add(len(file.lines), file.cut)
     return rows.trace(file, size)
 
 
-def _records(file: TextFile) -> Iterator[tuple[int, list[str]]]:
-    text = (line.decode("utf-8", errors="replace") for line in file.lines)
-    reader = csv.reader(text)
-    try:
-        for cells in reader:
-            if any(cell.strip() for cell in cells):
-                yield reader.line_num, cells
-    except csv.Error as error:
-        raise TraceError(f"{file.name}, line {reader.line_num}: is not CSV: {error}.") from None
+def _records(file: TextFile, bad: BadLines) -> Iterator[tuple[int, list[str]]]:
+    """(number of the last line, cells) of each record. A quoted cell may not go on in the next line: lengths, times and names
+    have no line ends in them, and one stray quote would take the rest of the file along."""
+    for number, line in file.numbered():
+        try:
+            yield number, next(csv.reader([line.decode()], strict=True))
+        except UnicodeDecodeError:
+            bad.add(number, "is not UTF-8 text.")
+        except csv.Error as error:
+            bad.add(number, f"is not CSV: {error}.")
 
 
 def _columns(name: str, line: int, header: list[str]) -> dict[str, int]:
@@ -83,7 +83,7 @@ def _columns(name: str, line: int, header: list[str]) -> dict[str, int]:
     for role in ("time", "input"):
         if role not in found and not (role == "time" and "time_ms" in found):
             known = ", ".join(COLUMNS[role])
-            got = ", ".join(cell.strip() for cell in header[:8])
+            got = ", ".join(shortened(cell.strip()) for cell in header[:8]) or "nothing"
             raise TraceError(f"{name}, line {line}: no column for {role}; found {got}. Name one of: {known}.")
     return found
 
@@ -106,7 +106,9 @@ class _Blocks:
             return begin.grown(num_input - begin.num_tokens).prompt_keys()
         text, started_as = self._sessions.setdefault(session, (begin, prefix))
         if started_as != prefix:
-            raise Broken(f"session {session!r} has prefix {prefix!r} here and {started_as!r} before.")
+            raise Broken(
+                f"session {shortened(session)} has prefix {shortened(prefix)} here and {shortened(started_as)} before."
+            )
         if num_input > text.num_tokens:  # the conversation has gone on
             text = text.grown(num_input - text.num_tokens)
             self._sessions[session] = (text, prefix)
@@ -141,7 +143,7 @@ def _date(text: str) -> float:
         date = datetime.fromisoformat(head + tail[len(digits) :].replace("Z", "+00:00"))
     except ValueError:
         raise Broken(
-            f"the timestamp is {text[:40]!r}; seconds or a date such as 2024-05-10 00:00:00.5 were expected."
+            f"the timestamp is {shortened(text)}; seconds or a date such as 2024-05-10 00:00:00.5 were expected."
         ) from None
     date = date if date.tzinfo else date.replace(tzinfo=timezone.utc)
     return date.timestamp() + float(f"0.{digits or 0}")
@@ -149,9 +151,9 @@ def _date(text: str) -> float:
 
 def _number(text: str, name: str) -> float:
     try:
-        value = float(text)
+        value = float("" if "_" in text else text)  # 1_000 is Python's spelling, not that of a table
     except ValueError:
-        raise Broken(f"{name} is {text[:40]!r}; a number was expected.") from None
+        raise Broken(f"{name} is {shortened(text)}; a number was expected.") from None
     if not 0 <= value < math.inf:
         raise Broken(f"{name} is {text[:40]}; a finite number, 0 or more, was expected.")
     return value

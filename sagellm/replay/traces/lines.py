@@ -10,6 +10,7 @@ from pathlib import Path
 from sagellm.core.errors import TraceError
 
 BOM = b"\xef\xbb\xbf"
+GZIP = b"\x1f\x8b"
 MAX_REASONS = 5
 
 
@@ -34,7 +35,7 @@ class BadLines:
 
     def nothing_left(self) -> TraceError:
         skipped = f"; {self.count} lines were skipped, the first: {self.reasons[0]}" if self.count else ""
-        return TraceError(f"{self.file} holds no requests{skipped}. Give a trace with at least one.")
+        return TraceError(f"{self.file} holds no requests{skipped.rstrip('.')}. Give a trace with at least one.")
 
 
 class Broken(ValueError):
@@ -63,15 +64,13 @@ class TextFile:
             except Broken as error:
                 is_cut = number == len(self.lines) and not self.has_end
                 bad.add(number, f"the file ends in the middle of the line ({error})." if is_cut else str(error))
-        if self.cut:
-            bad.add(len(self.lines), self.cut)
 
 
 def open_text(path: Path) -> TextFile:
     """Read a file, plain or gzip, as bytes.
 
     Raises:
-        TraceError: missing, unreadable, empty, or not UTF-8 by its first bytes.
+        TraceError: missing, unreadable, damaged, empty, or not UTF-8 by its first bytes.
     """
     try:
         raw = path.read_bytes()
@@ -81,27 +80,48 @@ def open_text(path: Path) -> TextFile:
         ) from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}.") from None
-    data, cut = _inflate(raw) if raw[:2] == b"\x1f\x8b" else (raw, "")
-    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise TraceError(f"{path}: is UTF-16 text; save it as UTF-8.")
+    data, cut = inflated(path, raw)
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:64]:
+        raise TraceError(f"{path}: is UTF-16 text, or no text at all; save it as UTF-8.")
     data = data.removeprefix(BOM)
     if not data.strip():
-        raise TraceError(
-            f"{path}: is empty{' (' + cut.rstrip('.') + ')' if cut else ''}; a trace has at least one request."
-        )
+        why = f"{cut.rstrip('.')}, and no whole line comes before" if cut else "it is empty"
+        raise TraceError(f"{path}: {why}; a trace has at least one request.")
     return TextFile(str(path), data.splitlines(), hashlib.sha256(raw).hexdigest(), cut, data.endswith((b"\n", b"\r")))
 
 
-def _inflate(raw: bytes) -> tuple[bytes, str]:
-    """(text, why it ends early); a damaged file gives what comes before the damage."""
+def inflated(path: Path, raw: bytes) -> tuple[bytes, str]:
+    """(text of a file, plain or gzip; why it ends early, or empty). Of gzip that ends early: its whole lines.
+
+    Raises:
+        TraceError: damaged gzip. Where the damage is cannot be told, and some of what it gives may look right.
+    """
+    if raw[:2] != GZIP:
+        return raw, ""
     try:
         return gzip.decompress(raw), ""
-    except (EOFError, zlib.error, gzip.BadGzipFile):
+    except EOFError:
+        text, _ = _as_far_as_it_goes(raw)
+        return text[: text.rfind(b"\n") + 1], "the gzip stream ends early."
+    except (gzip.BadGzipFile, zlib.error) as error:
+        text, is_whole = _as_far_as_it_goes(raw)
+        if is_whole:
+            return text, "what follows the end of the gzip stream is no gzip."
+        raise TraceError(
+            f"{path}: the gzip stream is damaged ({error}), so nothing in it can be relied on; get the file again."
+        ) from None
+
+
+def _as_far_as_it_goes(raw: bytes) -> tuple[bytes, bool]:
+    """(text, whether each stream that begins comes to its end, with the right checksum)."""
+    parts = []
+    while raw[:2] == GZIP:
         stream = zlib.decompressobj(wbits=31)
-        text = b""
         try:
-            for start in range(0, len(raw), 4096):
-                text += stream.decompress(raw[start : start + 4096])
+            parts.append(stream.decompress(raw))
         except zlib.error:
-            return text, "the gzip stream is damaged here."
-        return text, "the gzip stream ends early."
+            return b"".join(parts), False
+        if not stream.eof:
+            return b"".join(parts), False
+        raw = stream.unused_data
+    return b"".join(parts), True

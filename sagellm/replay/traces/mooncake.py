@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sagellm.core.errors import TraceError
-from sagellm.replay.base import MAX_TOKENS, Trace
+from sagellm.replay.base import MAX_TOKENS, Trace, shortened
 from sagellm.replay.traces.json_lines import member, parse_object
 from sagellm.replay.traces.lines import BadLines, Broken, TextFile
 from sagellm.replay.traces.rows import Rows, block_keys, seconds, size_of_most, whole
@@ -39,7 +39,7 @@ def _parse(line: bytes) -> tuple[float, int, int, list[int], str]:
     row = parse_object(line)
     tenant: Any = row.get("tenant", "")
     if type(tenant) is not str:
-        raise Broken(f"tenant is {tenant!r}; a string was expected.")
+        raise Broken(f"tenant is {shortened(tenant)}; a string was expected.")
     return (
         seconds(member(row, "timestamp"), "timestamp", MS),
         whole(member(row, "input_length"), "input_length"),

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.replay.base import MAX_KEY, MAX_TOKENS, Trace, overlap, shortened
+from sagellm.core.errors import TraceError
+from sagellm.replay.base import MAX_KEY, MAX_TOKENS, MAX_TRACE_BLOCKS, Trace, overlap, shortened
 from sagellm.replay.traces.lines import BadLines, Broken, TextFile
 
 
@@ -23,6 +24,15 @@ class Rows:
         self.tenants: list[str] = []
         self.lines: list[int] = []
         self._last_s = -math.inf
+        self._num_blocks = 0
+
+    def check_size(self, line: int, num_blocks: int) -> None:
+        """Raises TraceError if a trace may not have so many blocks more. Asked before they are made."""
+        if self._num_blocks + num_blocks > MAX_TRACE_BLOCKS:
+            raise TraceError(
+                f"{self.bad.file}, line {line}: with its {num_blocks} blocks the trace has more than {MAX_TRACE_BLOCKS}; split "
+                "the trace, or raise --block-size."
+            )
 
     def add(
         self, line: int, time_s: float, num_input: int, num_output: int, keys: Sequence[int], tenant: str = ""
@@ -30,6 +40,8 @@ class Rows:
         if time_s < self._last_s:
             self.bad.add(line, f"the timestamp falls ({time_s:g} s after {self._last_s:g} s); sort the trace by time.")
             return
+        self.check_size(line, len(keys))
+        self._num_blocks += len(keys)
         self._last_s = time_s
         self.times.append(time_s)
         self.inputs.append(num_input)
@@ -53,7 +65,10 @@ class Rows:
         for row, keys in enumerate(self.keys):
             new: dict[int, tuple[int | None, int]] = {}
             for parent, key in zip([None, *keys], keys, strict=False):
-                known = parent_of.get(key) or new.get(key)
+                known = parent_of.get(key)
+                if key in new:
+                    self.bad.add(self.lines[row], f"block {key} is there twice in one request.")
+                    break
                 if known is not None and known[0] != parent:
                     self.bad.add(
                         self.lines[row],
