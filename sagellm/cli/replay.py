@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.core.errors import SageError
@@ -133,6 +134,8 @@ def replay(trace_name: str | None, verify: Path | None, as_json: bool, **given: 
     """
     if (trace_name is None) == (verify is None):
         raise click.UsageError("give either --trace and --capacity, or --verify LOG.")
+    if verify is not None:
+        _refuse_others("--verify", ("verify", "as_json"))
     try:
         if verify is not None:
             sys.exit(_verify(verify, as_json))
@@ -143,6 +146,14 @@ def replay(trace_name: str | None, verify: Path | None, as_json: bool, **given: 
         raise _Misuse(
             "there is not enough memory for this; give a smaller capacity, or a trace with fewer blocks."
         ) from None
+
+
+def _refuse_others(what: str, taken: tuple[str, ...]) -> None:
+    """Raises UsageError: an option was given that has no meaning here."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        if option.name not in taken and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{option.opts[0]} has no meaning with {what}; leave it out.")
 
 
 def _run(trace_name: str, as_json: bool, **given: Any) -> None:
@@ -180,6 +191,10 @@ def _check_together(given: dict[str, Any]) -> None:
     for name, alone in (("running", 1), ("outputs", False), ("tiers", None)):
         if is_object and given[name] != alone:
             raise click.UsageError(f"--{name} goes with prefix semantics; with objects there are no requests that run.")
+    context = click.get_current_context()
+    for name, option in (("migration", "--migration"), ("load_rates", "--load-gb-per-s")):
+        if given["tiers"] is None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{option} goes with --tiers.")
     if given["tiers"] is not None and given["outputs"]:
         raise click.UsageError("--outputs goes with one tier; leave it out with --tiers.")
 
@@ -258,10 +273,16 @@ def _verify(log: Path, as_json: bool) -> int:
     for difference in found.differences[:MAX_SHOWN]:
         click.echo(str(difference))
     if len(found.differences) > MAX_SHOWN:
-        click.echo(f"and {len(found.differences) - MAX_SHOWN} more; --json lists all.")
+        click.echo(f"and {len(found.differences) - MAX_SHOWN} more; --json lists them, up to 1,000 of a process.")
     for line, expected, got in found.gaps[:MAX_SHOWN]:
         click.echo(f"line {line}: lines are missing, number {expected} was expected and {got} came.")
     cut = "; the last line was cut off and left out" if found.truncated else ""
+    if found.num_open:
+        cut += (
+            "; it ends without a close line"
+            if found.num_open == 1
+            else f"; {found.num_open} processes end without a close line"
+        )
     click.echo(
         f"{log}: {found.num_decisions:,} decisions on {found.num_victims:,} victims, {found.num_hits:,} of {found.num_asked:,} "
         f"blocks found; {len(found.differences):,} differences, {len(found.gaps):,} gaps{cut}."

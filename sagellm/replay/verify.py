@@ -12,16 +12,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sagellm.core.errors import PolicyError, TraceError
+from sagellm.core.errors import PolicyError, SageError, TraceError
+from sagellm.core.events import FORMAT as EVENTS_FORMAT
 from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
 from sagellm.kv_policy.base import BlockKey, MigrationPolicy
 from sagellm.kv_runtime.hierarchy import FORMAT, HierarchyManager, MakePolicy, TierSpec
 from sagellm.kv_runtime.lines import block_of, keys_of
 from sagellm.kv_runtime.quota import QuotaManager
+from sagellm.replay.base import shortened
+from sagellm.replay.fields import check_fields
+from sagellm.replay.traces.lines import inflated
 
 __all__ = ["Difference", "VerifyReport", "verify_log"]
 
 OPEN = "kv_open"
+ENGINE_FIELDS = ("pid", "n", "matched")  # of the engine's own lines; others have other meanings there
 DECISIONS = ("kv_room", "kv_fetch")
 MakeMigration = Callable[..., "MigrationPolicy | None"]  # (name, **options)
 
@@ -50,9 +55,11 @@ class VerifyReport:
     Attributes:
         counts: lines by event, of those that were replayed.
         num_decisions: of these, decisions on room and loads; `num_hits`: blocks found, of `num_asked`.
-        differences: in order of the file; at most `max_differences` of each engine process.
+        differences: in order of the file. A process of which there are `max_differences` is not followed further; those after
+            that are not in here, and neither are they counted.
         gaps: (line, number expected, number got) where lines of a process are missing.
         truncated: the last line was cut off, as when a process was killed; it was left out.
+        num_open: processes whose record stops without a `close`: what they did after it nobody knows.
     """
 
     path: str
@@ -64,6 +71,7 @@ class VerifyReport:
     differences: list[Difference] = field(default_factory=list)
     gaps: list[tuple[int, int, int]] = field(default_factory=list)
     truncated: bool = False
+    num_open: int = 0
 
     @property
     def agrees(self) -> bool:
@@ -75,7 +83,7 @@ class VerifyReport:
         return {
             "path": self.path, "agrees": self.agrees, "counts": dict(self.counts), "decisions": self.num_decisions,
             "victims": self.num_victims, "blocks_asked": self.num_asked, "blocks_found": self.num_hits,
-            "truncated": self.truncated, "gaps": [list(gap) for gap in self.gaps],
+            "truncated": self.truncated, "without_close": self.num_open, "gaps": [list(gap) for gap in self.gaps],
             "differences": [
                 {name: getattr(each, name) for name in Difference.__slots__} for each in self.differences
             ],
@@ -92,6 +100,7 @@ class _Process:
         self.block_size: int | None = None
         self.lookups: deque[tuple[int, Any, int]] = deque()  # line, request, tokens found, by the engine's word
         self.num_differences = 0
+        self.is_closed = False
 
 
 def verify_log(
@@ -109,10 +118,15 @@ def verify_log(
     report = VerifyReport(str(path))
     processes: dict[Any, _Process] = {}
     for number, line in _lines(Path(path), report):
-        process = processes.setdefault(line.get("pid"), _Process())
-        _check_number(process, number, line, report)
         event = line["event"]
         try:
+            _check_format(event, line)  # first, since another format has other fields
+            check_fields(
+                line if event.startswith("kv_") else {name: line[name] for name in ENGINE_FIELDS if name in line}
+            )
+            process = processes.setdefault(line.get("pid"), _Process())
+            _check_number(process, number, line, report)
+            process.is_closed = event == "close"
             if event == "lookup":
                 process.lookups.append((number, line["request"], line["matched"]))
             if not event.startswith("kv_"):
@@ -126,10 +140,11 @@ def verify_log(
             elif process.num_differences < max_differences:
                 _replay(process, number, line, report)
             report.counts[event] += 1
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, TraceError):
-                raise
-            raise TraceError(f"{path}, line {number}: {event}: {_what(error)}.") from error
+        except TraceError:
+            raise
+        except (SageError, KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+            raise TraceError(f"{path}, line {number}: {event}: {_what(error).rstrip('.')}.") from error
+    report.num_open = sum(process.manager is not None and not process.is_closed for process in processes.values())
     if not report.counts[OPEN]:
         raise TraceError(f"{path} holds no {OPEN} line; record an engine that runs with a KV policy (--kv-policy).")
     return report
@@ -137,17 +152,17 @@ def verify_log(
 
 def _lines(path: Path, report: VerifyReport) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        data = path.read_bytes()
+        data, cut = inflated(path, path.read_bytes())
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}.") from None
     lines = data.split(b"\n")
-    report.truncated = bool(lines.pop())
+    report.truncated = bool(lines.pop()) or bool(cut)
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
         try:
             line = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path}, line {number}: not JSON: {error}.") from None
         if not isinstance(line, dict) or not isinstance(line.get("event"), str):
             raise TraceError(f"{path}, line {number}: no event; each line is an object with `event`.")
@@ -156,17 +171,22 @@ def _lines(path: Path, report: VerifyReport) -> Iterator[tuple[int, dict[str, An
 
 def _check_number(process: _Process, number: int, line: dict[str, Any], report: VerifyReport) -> None:
     count = line.get("n")
-    if isinstance(count, int):
+    if type(count) is int:
         if process.next_number is not None and count != process.next_number:
             report.gaps.append((number, process.next_number, count))
         process.next_number = count + 1
 
 
+def _check_format(event: str, line: dict[str, Any]) -> None:
+    if event == OPEN and line["format"] != FORMAT:
+        raise ValueError(f"format {shortened(line['format'])}; this version replays format {FORMAT}")
+    if event == "open" and line.get("format", EVENTS_FORMAT) != EVENTS_FORMAT:
+        raise ValueError(f"format {shortened(line['format'])}; this version reads format {EVENTS_FORMAT}")
+
+
 def _manager(
     line: dict[str, Any], process: _Process, make_policy: MakePolicy | None, make_migration: MakeMigration | None
 ) -> HierarchyManager:
-    if line["format"] != FORMAT:
-        raise ValueError(f"format {line['format']!r}; this version replays format {FORMAT}")
     tiers = [TierSpec(**row) for row in line["tiers"]]
     migration = line.get("migration")
     policy = None

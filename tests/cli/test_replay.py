@@ -234,6 +234,33 @@ def test_verify_tells_what_is_missing(monkeypatch):
     assert "1 gaps; the last line was cut off" in done.output
 
 
+def test_verify_tells_that_a_log_stops_early(monkeypatch):
+    from sagellm.replay import verify
+
+    for num, text in (
+        (0, "0 gaps."),
+        (1, "0 gaps; it ends without a close line."),
+        (2, "2 processes end without a close line."),
+    ):
+        monkeypatch.setattr(verify, "verify_log", lambda path, num=num: verify.VerifyReport("log.jsonl", num_open=num))
+        done = run("--verify", "log.jsonl")
+        assert done.exit_code == 0 and done.output.strip().endswith(text)
+
+
+@pytest.mark.parametrize(
+    "more", [["--capacity", 5], ["--policy", "lru"], ["--skip-bad"], ["--plot", "here"], ["--soon", 3]]
+)
+def test_verify_takes_no_other_options(more):
+    done = run("--verify", "log.jsonl", *more)
+    assert done.exit_code == 2 and f"{more[0]} has no meaning with --verify" in done.output
+
+
+@pytest.mark.parametrize("more", [["--migration", "never"], ["--load-gb-per-s", "cpu:5"]])
+def test_options_of_tiers_go_with_tiers(more):
+    done = run(*GENERATED, "--capacity", 50, *more)
+    assert done.exit_code == 2 and f"{more[0]} goes with --tiers" in done.output
+
+
 def test_verify_a_log_that_is_not_there():
     done = run("--verify", "absent.jsonl")
     assert done.exit_code == 2 and "absent.jsonl" in done.output
