@@ -199,6 +199,7 @@ class PluginHost:
                     "close", lambda _, plugin=plugin: plugin.close(), (None,), time.monotonic() + within_s
                 )
             self.guards[name].stop()
+        self.recorder.write("close")  # a record without it stops before its engine did
         self.recorder.close()
 
     def _users(self, hook: str) -> list[tuple[str, Plugin]]:

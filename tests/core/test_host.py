@@ -150,7 +150,8 @@ def test_a_fault_is_recorded(tmp_path):
     host = make(Loud, record=tmp_path / "events.jsonl")
     host.notify("on_step_end", 1)
     host.close()
-    (line,) = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
+    line, last = [json.loads(text) for text in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert last["event"] == "close"
     assert (line["event"], line["plugin"], line["hook"], line["kind"]) == (
         "fault", name_of(Loud), "on_step_end", "raised",
     )  # fmt: skip
@@ -186,7 +187,9 @@ def test_what_plugins_report_of_themselves():
     for _ in range(2):
         reports = host.plugin_reports()
         assert reports == {name_of(Reports): {"moves": {"gpu-cpu": {"moved": 3.0, "4": 5.0}}, "share": 0.5}}
-    assert [(fault.plugin, fault.hook, fault.kind) for fault in host.faults] == [(name_of(ReportsToo), "report", "raised")]
+    assert [(fault.plugin, fault.hook, fault.kind) for fault in host.faults] == [
+        (name_of(ReportsToo), "report", "raised")
+    ]
     host.close()
     assert host.plugin_reports() == {}
 
