@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from sagellm.core.errors import CapacityError, ConfigError, PolicyError
+from sagellm.core.hooks import Tier
 from sagellm.replay.base import Semantics
 from sagellm.replay.plots import write_plots
 from sagellm.replay.policies import BELADY, Contestant, find_contestant
 from sagellm.replay.report import caption, document, errors, table
-from sagellm.replay.run import ReplayOptions, ttft
+from sagellm.replay.run import ReplayOptions, make_row, run, run_tiers, ttft
 from sagellm.replay.session import replay
 from tests.replay.made import trace_of
 from tests.replay.policies import Arrival, Recency
@@ -64,6 +65,36 @@ def test_a_run_without_room_is_a_row_with_its_error(reference, tmp_path):
     assert all(file.exists() for file in write_plots(rows, "by hand", tmp_path))
     with pytest.raises(CapacityError, match="preempt each other"):
         replay(trace, [lru], [3], options)
+
+
+def test_regret_has_a_sign():
+    """Where requests preempt each other the bound is a good policy and no bound, and a row may be above it."""
+    trace, options = trace_of(ROWS), ReplayOptions(reference=True)
+    outcome = run(trace, LRU, 4, options)
+    above = make_row(trace, LRU, 4, options, replace(outcome, hit_blocks=outcome.hit_blocks + 2), outcome)
+    assert above.regret_block == pytest.approx(-2 / 9) and above.belady_hit_rate_block == 4 / 9
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+def test_policies_are_told_times_sizes_and_tenants(tiers):
+    told = []
+
+    class Listening(Recency):
+        def on_insert(self, block):
+            told.append((block.key, block.time_s, block.num_tokens, block.size_bytes, block.depth, block.tenant_id))
+            super().on_insert(block)
+
+        def on_hit(self, key, time_s=0.0):
+            told.append((key, time_s))
+            super().on_hit(key, time_s)
+
+    trace = replace(trace_of([[1, 2], [3], [1]]), tenants=("a", "b", "c"), times_s=np.array([0.5, 2.0, 3.5]))
+    contestant, options = Contestant("listening", {}, Listening, False), ReplayOptions(reference=True, token_bytes=3)
+    if tiers:
+        run_tiers(trace, contestant, {Tier.GPU: 5}, options)
+    else:
+        run(trace, contestant, 5, options)
+    assert told == [(2, 0.5, 4, 12, 2, "a"), (1, 0.5, 4, 12, 1, "a"), (3, 2.0, 4, 12, 1, "b"), (1, 3.5)]
 
 
 def test_rows_come_as_asked_for():
