@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from sagellm import __version__
@@ -32,13 +33,11 @@ def layout_of(model: Path, config: SageConfig, sizes: Sizes, device: str, cache_
     Every file of the model is hashed wholly; the hashes of files that have not changed since (by path, device, inode, size
     and times) are taken from a file in `cache_dir`, if one is given and can be written.
     """
-    import lmdeploy
-
     schema = sizes.schema
     shape = f"{schema.num_layers}x{schema.num_kv_heads}x{schema.head_dim} {schema.dtype} {schema.block_size} tokens"
     return (
         f"{_digest(model, cache_dir)} {shape} {config.tensor_parallel} workers, all keys before all values; "
-        f"{device}, lmdeploy {lmdeploy.__version__}, sagellm {__version__}"
+        f"{device}, lmdeploy {version('lmdeploy')}, sagellm {__version__}"
     )
 
 
