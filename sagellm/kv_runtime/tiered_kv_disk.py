@@ -274,6 +274,10 @@ class TieredKVWithDisk(TieredKV):
             self._forget_digest(BlockKey(key))
             if reason.startswith(("failed", "full")):
                 self._paused_until_s = now_s + PAUSE_S
+        # On a full device the store has lowered its bound: as if others had the rest, so that old files make way.
+        num_lost = self._capacity - self._store.capacity_blocks(self._engine.block_bytes)
+        if num_lost > self._manager.num_occupied(Tier.NVME):
+            self._manager.occupied(Tier.NVME, num_lost, now_s)
 
     def _drop_files(self, keys: Sequence[BlockKey], now_s: float) -> None:
         for key in keys:

@@ -105,7 +105,7 @@ def test_policy_options():
     [
         ("Raising", "ZeroDivisionError in on_insert"), ("Leaving", "SystemExit in on_hit"), ("Endless", "RecursionError in"),
         ("Answerless", "answers select_victims with a NoneType"), ("Listing", "answers select_victims with a list"),
-        ("Wordy", "ValueError in select_victims"), ("Unbuilt", "no such model"), ("Nameless", "the class has no name"),
+        ("Wordy", "ValueError in select_victims"), ("Unbuilt", "no such model"), ("Nameless", "has no name"),
     ],
 )  # fmt: skip
 def test_faults_of_a_policy_are_its_own(where, kind, why):

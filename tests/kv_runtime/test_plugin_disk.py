@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+from errno import ENOSPC
 
 import numpy as np
 import pytest
@@ -204,6 +205,38 @@ def test_a_full_disk_stops_saving_for_a_while(start, monkeypatch):
         engine.serve(request, tokens)
         settle(engine)
     assert plugin.report()["events"]["saved"] >= 1
+    engine.check()
+
+
+def test_on_a_full_device_old_files_make_way(start, monkeypatch):
+    engine = start()
+    plugin = engine.plugin
+    push_out(engine)
+    settle(engine)
+
+    def full(*args):
+        raise OSError(ENOSPC, "No space left on device")
+
+    def serve_again(first_request):
+        for request, tokens in enumerate([FIRST, *OTHERS], first_request):
+            assert admit(engine, request, tokens) <= 1
+            engine.serve(request, tokens)
+            settle(engine)
+
+    monkeypatch.setattr(plugin._store, "_write", full)
+    for tokens, request in zip(OTHERS, range(50, 60), strict=False):
+        engine.serve(request, tokens[::-1])
+        settle(engine)
+    monkeypatch.undo()
+    assert plugin._store.counters()["lowered capacity"] >= 1
+    plugin._catch_up()
+    room = plugin._store.capacity_blocks(engine.block_bytes)
+    assert plugin._manager.num_occupied(Tier.NVME) == plugin._capacity - room > 0
+    plugin._paused_until_s = 0.0
+    saved = plugin.report()["events"]["saved"]
+    serve_again(70)
+    assert plugin.report()["events"]["saved"] > saved, "for each that comes an old one goes"
+    assert len(plugin._store) <= room
     engine.check()
 
 
