@@ -123,7 +123,7 @@ def test_the_record(start, tmp_path):
     evictions = [line for line in lines if line["event"] == "evict"]
     assert evictions[0]["policy"].endswith(":MostRecentFirst") and evictions[0]["reason"] == "most recent first"
     assert evictions[0]["requested"] == 1 and evictions[0]["candidates"] == 4
-    assert {"open", "lookup", "store", "evict"} == {line["event"] for line in lines}
+    assert {"open", "lookup", "store", "evict", "close"} == {line["event"] for line in lines}
     assert (lines[0]["event"], lines[0]["engine"]) == ("open", "lmdeploy.turbomind")
     assert [line["matched"] for line in lines if line["event"] == "lookup"][:3] == [0, 8, 0], "once a group, not a rank"
 
