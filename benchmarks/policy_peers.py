@@ -9,27 +9,24 @@ JSON object a line with `hash_ids`; without one, sessions are generated.
 
 import contextlib
 import functools
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
 from benchmarks.contestants import interleave, paired_ratio, summary
-from benchmarks.errors import BenchmarkError
 from benchmarks.machine import describe
+from benchmarks.peers.process import ContestantProcess
+from benchmarks.peers.report import progress, report
 from benchmarks.policies.contestants import POLICIES
 from benchmarks.policies.report import OURS, PEER, markdown
 from benchmarks.policies.workload import Rows, read_trace, sessions, zipf
-from benchmarks.prefix.measure import spent
-from benchmarks.prefix.process import ContestantProcess
+from benchmarks.process_cost import spent
 
 WORKER = "benchmarks.policies.worker"
 ZIPF_CAPACITIES = (1, 2, 3, 5, 10, 20, 37, 100, 1_000, 5_000)
@@ -52,17 +49,7 @@ GROWING = (1_000, 10_000, 100_000, 1_000_000)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def main(out: Path | None, as_json: bool, **options: Any) -> None:
     """Measure, print a table, and write the result. Exit code 1: a hit differs."""
-    try:
-        result = compare(options)
-    except (BenchmarkError, ValueError) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    text = json.dumps(result, indent=1)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "policy_peers.json").write_text(text + "\n")
-        (out / "policy_peers.md").write_text(markdown(result))
-    click.echo(text if as_json else markdown(result))
+    result = report("policy_peers", lambda: compare(options), markdown, out=out, as_json=as_json)
     sys.exit(1 if any(row["num_different"] for row in result["agreement"]) else 0)
 
 
@@ -71,7 +58,7 @@ def compare(options: dict[str, Any]) -> dict[str, Any]:
     load, seed = os.getloadavg()[0], options["seed"]
     rows = read_trace(options["trace"]) if options["trace"] else sessions(seed, 8_000, 500, 8)
     python = {OURS: sys.executable} | ({PEER: options["libcachesim"]} if options["libcachesim"] else {})
-    with tempfile.TemporaryDirectory() as folder, _progress(_num_answers(options, len(python))) as advance:
+    with tempfile.TemporaryDirectory() as folder, progress("policies", _num_answers(options, len(python))) as advance:
         for file, keys in (
             ("compared", zipf(seed, options["compared"], max(options["compared"] // 15, 1), 1.0)),
             ("trace", rows.keys.astype(np.int64) + 1),
@@ -82,9 +69,9 @@ def compare(options: dict[str, Any]) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
             processes = []
             for name, interpreter in python.items():
-                process = ContestantProcess(name, interpreter, name, {"folder": folder}, advance, WORKER)
-                stack.callback(process.close)
-                processes.append(process)
+                arguments = {"contestant": name, "folder": folder}
+                process = ContestantProcess(name, interpreter, WORKER, arguments, advance)
+                processes.append(stack.enter_context(process))
             about = {process.name: process.about() for process in processes}
             agreement = _agreement(processes)
             batch = _speed(processes, "timed", "batch", options["requests"], options["rounds"])
@@ -182,13 +169,6 @@ def _num_answers(options: dict[str, Any], num_contestants: int) -> int:
     return (
         num_contestants * (compared + timed) + 14 * len(TRACE_CAPACITIES) + 27 * len(GROWING) * (options["growing"] > 0)
     )
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
-        task = progress.add_task("policies", total=total)
-        yield lambda: progress.advance(task)
 
 
 if __name__ == "__main__":

@@ -8,21 +8,17 @@ is the one this runs in. Each contestant is a process of its own; all are up at 
 knows has its figures refused. PROGRAM is the `prefix_index_bench` that CMake builds.
 """
 
-import contextlib
-import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import Progress
 
 from benchmarks.contestants import paired_ratio, summary
 from benchmarks.errors import BenchmarkError
 from benchmarks.machine import describe
+from benchmarks.peers.report import progress, report
 from benchmarks.prefix.comparison import Entrant, Plan, measure, num_requests
 from benchmarks.prefix.native import run_native
 from benchmarks.prefix.report import OURS, markdown, summarise
@@ -58,17 +54,7 @@ READ_TOKENS = (32_768, 131_072)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def main(out: Path | None, as_json: bool, **options: Any) -> None:
     """Measure, print a table, and write the result."""
-    try:
-        result = compare(options)
-    except (BenchmarkError, ValueError) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    text = json.dumps(result, indent=1)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "prefix_peers.json").write_text(text + "\n")
-        (out / "prefix_peers.md").write_text(markdown(result))
-    click.echo(text if as_json else markdown(result))
+    result = report("prefix_peers", lambda: compare(options), markdown, out=out, as_json=as_json)
     refused = [own["refused"] for contestants in result["peers"].values() for own in contestants.values()]
     sys.exit(1 if any(refused) else 0)
 
@@ -132,7 +118,7 @@ def _scenarios(options: dict[str, Any]) -> dict[str, Any]:
         for count in COUNTS
     ] + [("prefix_readers", f"prompts of {tokens:,}", {"num_tokens": tokens}) for tokens in READ_TOKENS]
     found: dict[str, list[float]] = {}
-    with _progress("eviction, threads", len(cases) * options["starts"]) as advance:
+    with progress("eviction, threads", len(cases) * options["starts"]) as advance:
         for number in range(options["starts"]):
             for name, text, values in cases:
                 module = component(name, values)
@@ -145,7 +131,7 @@ def _scenarios(options: dict[str, Any]) -> dict[str, Any]:
 
 def _memcmp(options: dict[str, Any]) -> dict[str, Any]:
     found = {}
-    with _progress("memcmp", len(options["block_sizes"])) as advance:
+    with progress("memcmp", len(options["block_sizes"])) as advance:
         for block_size in options["block_sizes"]:
             workload = PrefixWorkload(options["seed"], block_size, options["sequences"], options["lookups"])
             answer = run_native(options["native"], workload, options["rounds"] * options["starts"])
@@ -160,15 +146,8 @@ def _memcmp(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measure(text: str, entrants: list[Entrant], plan: Plan) -> dict[str, Any]:
-    with _progress(text, num_requests(entrants, plan)) as advance:
+    with progress(text, num_requests(entrants, plan)) as advance:
         return measure(entrants, plan, advance)
-
-
-@contextlib.contextmanager
-def _progress(text: str, total: int) -> Iterator[Any]:
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
-        task = progress.add_task(text, total=total)
-        yield lambda: progress.advance(task)
 
 
 if __name__ == "__main__":

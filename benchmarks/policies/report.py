@@ -2,17 +2,18 @@
 
 from typing import Any
 
+from benchmarks.peers.report import measured_on
+
 OURS, PEER = "sagellm", "libCacheSim"
 
 
 def markdown(result: dict[str, Any]) -> str:
-    machine, options = result["machine"], result["options"]
+    options = result["options"]
     lines = [
         "# Eviction policies and libCacheSim",
         "",
-        f"{machine['processor']}, {machine['cores']} cores, load {result['load']['before']:.2f} before and "
-        f"{result['load']['after']:.2f} after; Python {machine['python']}; commit {machine['commit']}; seed {options['seed']}, "
-        f"{options['rounds']} rounds. CPU time; medians with quartiles in brackets; ratios round by round.",
+        f"{measured_on(result)}, {options['rounds']} rounds. CPU time; medians with quartiles in brackets; "
+        "ratios round by round.",
         "",
         *(f"- {name} {about['version']}: {about['note']}." for name, about in result["about"].items()),
         "",

@@ -1,21 +1,18 @@
-"""The process of one contestant: one line of JSON in, one out.
+"""The process of one contestant.
 
     PYTHON -m benchmarks.policies.worker '{"contestant": NAME, "folder": FOLDER}'
 
 FOLDER has requests as NumPy files, and takes hits. Runs in the environment of the peer, which needs NumPy and the peer.
 """
 
-import json
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from benchmarks.peers.worker import answer_requests
 from benchmarks.policies.contestants import CONTESTANTS
-from benchmarks.prefix.measure import spent
+from benchmarks.process_cost import spent
 
 
 class Worker:
@@ -52,25 +49,5 @@ class Worker:
         return spent(lambda: self._contestant.singly(policy, capacity))._asdict()
 
 
-def main() -> None:
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a peer prints goes to the error stream
-    for reply in _replies(json.loads(sys.argv[1])):
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-
-
-def _replies(about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One to say that it is up, and one to each line; the first failure ends them."""
-    try:
-        worker = Worker(**about)
-        yield {"answer": worker.about()}
-        for line in sys.stdin:
-            request = json.loads(line)
-            yield {"answer": getattr(worker, request.pop("do"))(**request)}
-    except Exception as error:
-        yield {"error": f"{type(error).__name__}: {error}"}
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(Worker)

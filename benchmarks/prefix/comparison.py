@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.contestants import interleave
 from benchmarks.errors import BenchmarkError
-from benchmarks.prefix.process import ContestantProcess
+from benchmarks.peers.process import ContestantProcess
 
+WORKER = "benchmarks.prefix.worker"
 EVICT_BLOCKS, EVICT_CALLS = 64, 4
 LOOKUP_FIGURES = (("lookup_us", "cpu_ns"), ("lookup_wall_us", "wall_ns"), ("first_pass_us", "first_cpu_ns"))
 
@@ -54,13 +55,12 @@ def measure(entrants: Sequence[Entrant], plan: Plan, answered: Callable[[], None
         with contextlib.ExitStack() as stack:
             processes = []
             for entrant in entrants:
-                workload = {
-                    "seed": plan.seed + number, "block_size": plan.block_size, "num_sequences": entrant.num_sequences,
-                    "num_lookups": plan.num_lookups,
+                arguments = {
+                    "contestant": entrant.contestant, "seed": plan.seed + number, "block_size": plan.block_size,
+                    "num_sequences": entrant.num_sequences, "num_lookups": plan.num_lookups,
                 }  # fmt: skip
-                process = ContestantProcess(entrant.name, entrant.python, entrant.contestant, workload, answered)
-                stack.callback(process.close)
-                processes.append(process)
+                process = ContestantProcess(entrant.name, entrant.python, WORKER, arguments, answered)
+                processes.append(stack.enter_context(process))
             for process in processes:
                 figures[process.name]["about"] = process.about()
             _require_same_workload(entrants, figures)

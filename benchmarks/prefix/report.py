@@ -3,6 +3,7 @@
 from typing import Any
 
 from benchmarks.contestants import paired_ratio, summary
+from benchmarks.peers.report import measured_on
 
 OURS = "sagellm"
 FIGURES = (
@@ -40,13 +41,11 @@ def summarise(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    machine, options = result["machine"], result["options"]
+    options = result["options"]
     lines = [
         "# The prefix index and its peers",
         "",
-        f"{machine['processor']}, {machine['cores']} cores, load {result['load']['before']:.2f} before and "
-        f"{result['load']['after']:.2f} after; Python {machine['python']}; commit {machine['commit']}; seed {options['seed']}, "
-        f"{options['starts']} starts of {options['rounds']} rounds.",
+        f"{measured_on(result)}, {options['starts']} starts of {options['rounds']} rounds.",
         "",
         f"{options['num_sequences']:,} sequences inserted, {options['num_lookups']:,} lookups; what is in them is told in "
         "`benchmarks/prefix/workload.py`. A contestant's turn is two passes over all lookups; the first finds the processor's "

@@ -1,4 +1,4 @@
-"""The process of one contestant: builds it and does what it is told, one line of JSON in, one out.
+"""The process of one contestant: builds it and does what it is told.
 
     PYTHON -m benchmarks.prefix.worker '{"contestant": NAME, "seed": 0, "block_size": 16, ...}'
 
@@ -7,18 +7,16 @@ timed are timed.
 """
 
 import hashlib
-import json
-import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from benchmarks.peers.worker import answer_requests
 from benchmarks.prefix.contestants import build
 from benchmarks.prefix.contestants.base import CHUNK
-from benchmarks.prefix.measure import Spent, resident_bytes, spent
 from benchmarks.prefix.workload import PrefixWorkload
+from benchmarks.process_cost import Spent, resident_bytes, spent
 
 
 class Worker:
@@ -118,25 +116,5 @@ class Worker:
         return [self._contestant.sequence(sequence) for sequence in sequences], num_tokens
 
 
-def main() -> None:
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a peer prints goes to the error stream
-    for reply in _replies(json.loads(sys.argv[1])):
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
-
-
-def _replies(about: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One to say that it is up, and one to each line; the first failure ends them."""
-    try:
-        worker = Worker(**about)
-        yield {"answer": worker.about()}
-        for line in sys.stdin:
-            request = json.loads(line)
-            yield {"answer": getattr(worker, request.pop("do"))(**request)}
-    except Exception as error:
-        yield {"error": f"{type(error).__name__}: {error}"}
-
-
 if __name__ == "__main__":
-    main()
+    answer_requests(Worker)

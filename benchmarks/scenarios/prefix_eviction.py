@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.prefix.measure import spent
+from benchmarks.process_cost import spent
 from benchmarks.result import Definition
 
 OPTIONS: dict[str, Any] = {"num_leaves": 10_000, "count": 64, "block_size": 16}

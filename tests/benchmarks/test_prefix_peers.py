@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.prefix.comparison import Entrant, Plan, measure, num_requests
+from benchmarks.peers.process import ContestantProcess
+from benchmarks.prefix.comparison import WORKER, Entrant, Plan, measure, num_requests
 from benchmarks.prefix.contestants.base import Found
 from benchmarks.prefix.native import run_native
-from benchmarks.prefix.process import ContestantProcess
 from benchmarks.prefix.report import markdown
 from benchmarks.prefix.worker import Worker
 from benchmarks.prefix.workload import PrefixWorkload
@@ -27,9 +27,10 @@ SMALL = {"seed": 1, "block_size": 64, "num_sequences": 30, "num_lookups": 16}
 WRONG = """#!/bin/sh
 exec {python} -c '
 import json, sys
-from benchmarks.prefix import worker
+from benchmarks.peers.worker import answer_requests
 from benchmarks.prefix.contestants.base import Found
 from benchmarks.prefix.contestants.sagellm_index import SageContestant
+from benchmarks.prefix.worker import Worker
 
 right = SageContestant.found
 
@@ -41,7 +42,7 @@ def wrong(self, query):
 
 SageContestant.found = wrong
 sys.argv = ["worker", json.dumps(json.loads(sys.argv[-1]) | dict(contestant="sagellm"))]
-worker.main()
+answer_requests(Worker)
 ' "$@"
 """
 
@@ -137,7 +138,7 @@ def test_a_contestant_with_wrong_answers_is_refused(tmp_path: Path, wrong: str, 
 
 
 def start(contestant: str, python: str = sys.executable) -> ContestantProcess:
-    return ContestantProcess("it", python, contestant, SMALL, lambda: None)
+    return ContestantProcess("it", python, WORKER, {"contestant": contestant, **SMALL}, lambda: None)
 
 
 def test_failures_are_told_with_the_contestants_own_words(tmp_path: Path):

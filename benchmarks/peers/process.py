@@ -14,32 +14,26 @@ ROOT = Path(__file__).parents[2]
 
 
 class ContestantProcess:
-    """Starts a worker with the Python of the peer's environment; asked by `contestants.interleave`.
+    """Starts a worker with the Python of the peer's environment; asked by `contestants.interleave`. Leaving its `with` ends it.
 
     Args:
         name: of the figures.
         python: the interpreter.
-        contestant, workload: arguments of `worker.Worker`.
+        worker: the module that the process runs; it ends in `worker.answer_requests`.
+        arguments: of its worker; what JSON can say.
         answered: called after every answer.
-        worker: the module that the process runs.
 
     Raises:
         BenchmarkError: the worker failed, here or at a request, with its own last words.
     """
 
     def __init__(
-        self,
-        name: str,
-        python: str,
-        contestant: str,
-        workload: dict[str, Any],
-        answered: Callable[[], None],
-        worker: str = "benchmarks.prefix.worker",
+        self, name: str, python: str, worker: str, arguments: dict[str, Any], answered: Callable[[], None]
     ) -> None:
         self.name = name
         self._answered = answered
         self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 a pipe that nobody empties would stop a talkative peer
-        command = [python, "-m", worker, json.dumps({"contestant": contestant, **workload})]
+        command = [python, "-m", worker, json.dumps(arguments)]
         try:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True
@@ -47,6 +41,12 @@ class ContestantProcess:
         except OSError as error:
             self._words.close()
             raise BenchmarkError(f"{name}: {python} cannot be started: {error.strerror}") from None
+
+    def __enter__(self) -> "ContestantProcess":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     def about(self) -> dict[str, Any]:
         """What the worker says of itself once it is up; to be called first, and once."""
