@@ -3,14 +3,14 @@
 Source: Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
 """
 
-import heapq
 import math
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sagellm.core.errors import PolicyError
+from sagellm.kv_policy.arguments import require_absent, require_present
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
+from sagellm.kv_policy.eviction.queues import Ranking
 
 
 class Belady(EvictionPolicy):
@@ -18,7 +18,8 @@ class Belady(EvictionPolicy):
 
     The future is that of requests, which no policy can change; the order of events within a request depends on what is
     there. Whoever replays says `on_request` before the events of each. A block is asked for wherever its parent is needed
-    too, so the parent's next request is never later, and the farthest block is one that no other continues.
+    too, so the parent's next request is never later, and the farthest block is one that no other continues. The Belady of
+    `kv_policy` is told events instead and checks that each comes, which suits a flat cache but no request that is retried.
 
     Options:
         keys: uint64 [n] of all requests; `offsets`: int64 [r + 1]. Every block a request of its own: offsets 0, 1, 2, ...
@@ -46,53 +47,36 @@ class Belady(EvictionPolicy):
         }
         self._now = -1
         self._num_inserted = 0
-        self._rank: dict[BlockKey, tuple[float, int, int]] = {}  # of a block on the tier, as in the heap
-        self._heap: list[tuple[float, int, int, BlockKey]] = []  # the best victim first; some entries are out of date
+        self._ranking = Ranking()  # (-index of the next request, -depth, number of the insertion)
 
     def on_request(self, index: int) -> None:
         """The events that follow are of this request, or of one before it that comes again."""
         self._now = max(self._now, index)
 
     def on_insert(self, block: CachedBlock) -> None:
-        if block.key in self._rank:
-            raise PolicyError(f"block {block.key} is on the tier already.")
-        self._place(block.key, -block.depth, self._num_inserted)
+        require_absent(block.key, self._ranking)
+        self._ranking[block.key] = (self._next_use(block.key), -block.depth, self._num_inserted)
         self._num_inserted += 1
 
     def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:
-        if key not in self._rank:
-            raise PolicyError(f"block {key} is not on the tier; tell its on_insert first.")
-        self._place(key, *self._rank[key][1:])
+        require_present(key, self._ranking)
+        self._ranking[key] = (self._next_use(key), *self._ranking[key][1:])
 
     def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
-        if self._rank.pop(key, None) is None:
-            raise PolicyError(f"block {key} is not on the tier.")
+        require_present(key, self._ranking)
+        del self._ranking[key]
 
     def select_victims(self, context: PolicyContext) -> EvictionDecision:
-        passed: list[tuple[float, int, int, BlockKey]] = []
-        heap, rank = self._heap, self._rank
-        while heap and context.missing > 0:
-            entry = heapq.heappop(heap)
-            key = entry[3]
-            if rank.get(key) != entry[:3]:
-                continue
-            passed.append(entry)
-            if context.is_evictable(key):
-                reason = "never used again" if entry[0] == -math.inf else f"next use {-entry[0]:.0f}"
-                parent = context.take(key, reason)
-                if parent is not None and parent in rank and rank[parent] < entry[:3]:
-                    heapq.heappush(heap, (*rank[parent], parent))  # it was passed over while this block hung on it
-        for entry in passed:
-            heapq.heappush(heap, entry)
+        self._ranking.take(context, self._reason)
         return context.decision()
 
-    def _place(self, key: BlockKey, depth: int, number: int) -> None:
+    def _reason(self, key: BlockKey) -> str:
+        next_use = -self._ranking[key][0]
+        return "never used again" if next_use == math.inf else f"next use {next_use:.0f}"
+
+    def _next_use(self, key: BlockKey) -> float:
+        """Minus the index of the next request that has the block; minus infinity: none has."""
         uses = self._uses.get(key, [])
         while uses and uses[-1] <= self._now:
             uses.pop()
-        rank = (-uses[-1] if uses else -math.inf, depth, number)
-        self._rank[key] = rank
-        heapq.heappush(self._heap, (*rank, key))
-        if len(self._heap) > 4 * len(self._rank) + 64:
-            self._heap = [(*rank, key) for key, rank in self._rank.items()]
-            heapq.heapify(self._heap)
+        return -uses[-1] if uses else -math.inf

@@ -6,7 +6,7 @@ are theirs.
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sagellm.core.errors import CapacityError, PolicyError, TraceError
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext, check_decision
 from sagellm.replay.base import PrefixCounts
+from sagellm.replay.evictions import Evictions
 
 ROUNDS = 16  # of retries in which no request ends; after that they preempt each other in a circle
 SPARE_RETRIES = 64
@@ -36,19 +37,6 @@ class _Running:
     final_output: int
     output: int = 0
     age: int = 0
-
-
-@dataclass(slots=True)
-class _Totals:
-    hit_blocks: list[int]
-    retries: int = 0
-    retry_hit_blocks: int = 0
-    retry_blocks: int = 0
-    num_evicted: int = 0
-    num_evicted_soon: int = 0
-    num_preempted: int = 0
-    num_oversized: int = 0
-    evicted_at: dict[BlockKey, int] = field(default_factory=dict)  # number of accesses by then
 
 
 class PrefixReplay:
@@ -81,16 +69,16 @@ class PrefixReplay:
         self._capacity, self._max_running = capacity, running
         self._outputs = None if output_blocks is None else output_blocks.tolist()
         self._times = None if times_s is None else times_s.tolist()
-        self._soon = capacity if soon is None else soon
         self._block_tokens, self._block_bytes, self._tenants = block_tokens, block_bytes, tenants
         self._resident: dict[BlockKey, _Resident] = {}
         self._running: list[_Running] = []  # in order of admission
         self._retries: deque[int] = deque()
         self._output_held = 0
         self._num_evictable = 0  # resident blocks without pins
-        self._num_accesses = 0
         self._num_ended = 0
-        self._totals = _Totals([0] * (len(offsets) - 1))
+        self._evictions = Evictions(capacity if soon is None else soon)
+        self._hit_blocks = np.zeros(len(offsets) - 1, np.int32)
+        self._counts: Counter[str] = Counter()  # by field of `PrefixCounts`
 
     def num_pins(self, key: BlockKey) -> int:
         return self._resident[key].pins
@@ -123,10 +111,8 @@ class PrefixReplay:
         self._empty_retries()
         while self._running:
             self._end(self._running[0])
-        totals = self._totals
         return PrefixCounts(
-            np.array(totals.hit_blocks, np.int32), totals.retries, totals.retry_hit_blocks, totals.retry_blocks,
-            totals.num_evicted, totals.num_evicted_soon, totals.num_preempted, totals.num_oversized,
+            self._hit_blocks, num_evicted=self._evictions.num_evicted, num_evicted_soon=self._evictions.num_soon, **self._counts
         )  # fmt: skip
 
     def admit(self, index: int, is_retry: bool = False) -> None:
@@ -141,18 +127,16 @@ class PrefixReplay:
         keys: list[BlockKey] = self._keys[self._offsets[index] : self._offsets[index + 1]].tolist()
         num_asked = len(keys)
         if num_asked > self._capacity:  # 1
-            self._totals.num_oversized += not is_retry
+            self._counts["num_oversized"] += not is_retry
             keys = keys[: self._capacity]
         while len(self._running) >= self._max_running:  # 2
             self._end(self._running[0])
         num_hits = self._look_up(keys, index)  # 3
-        self._num_accesses += num_asked
+        self._evictions.num_accesses += num_asked
         if is_retry:
-            self._totals.retries += 1
-            self._totals.retry_hit_blocks += num_hits
-            self._totals.retry_blocks += num_asked
+            self._counts.update(retries=1, retry_hit_blocks=num_hits, retry_blocks=num_asked)
         else:
-            self._totals.hit_blocks[index] = num_hits
+            self._hit_blocks[index] = num_hits
         new = keys[num_hits:]
         self._make_room(len(new), new[::-1], index)  # 4
         self._insert(keys, num_hits, index)  # 5
@@ -208,8 +192,7 @@ class PrefixReplay:
             if parent in self._resident:
                 self._unpin(parent)
             self._policy.on_remove(BlockKey(key), True)
-            self._totals.evicted_at[BlockKey(key)] = self._num_accesses
-        self._totals.num_evicted += len(victims)
+        self._evictions.left(victims)
         if len(victims) < count and self._num_evictable:
             raise PolicyError(
                 f"policy {self._policy.name} gave {len(victims)} of {count} victims though {self._num_evictable} more blocks "
@@ -227,7 +210,7 @@ class PrefixReplay:
         self._num_evictable += not block.pins
 
     def _insert(self, keys: list[BlockKey], num_hits: int, index: int) -> None:
-        resident, totals = self._resident, self._totals
+        resident = self._resident
         tenant = self._tenants[index] if self._tenants else ""
         for place in range(len(keys) - 1, num_hits - 1, -1):
             key, parent = keys[place], keys[place - 1] if place else None
@@ -240,9 +223,7 @@ class PrefixReplay:
                 key, parent, place + 1, self._block_tokens, self._block_bytes, tenant_id=tenant, time_s=self._time(index)
             )  # fmt: skip
             self._policy.on_insert(block)
-            evicted_at = totals.evicted_at.pop(key, None)
-            if evicted_at is not None and self._num_accesses - evicted_at < self._soon:
-                totals.num_evicted_soon += 1
+            self._evictions.came(key)
         if 0 < num_hits < len(keys):
             self._pin(keys[num_hits - 1])
 
@@ -278,7 +259,7 @@ class PrefixReplay:
     def _preempt(self, request: _Running) -> None:
         self._let_go(request)
         self._retries.append(request.index)
-        self._totals.num_preempted += 1
+        self._counts["num_preempted"] += 1
 
 
 def replay_prefix_reference(

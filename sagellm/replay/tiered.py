@@ -4,7 +4,6 @@ What leaves gpu goes down as the migration policy has it, and what a request fin
 is used. Otherwise the rules are those of the replay on one tier, without room for answers.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +13,7 @@ from sagellm.core.errors import ConfigError, PolicyError
 from sagellm.core.hooks import MigrationPlan, RequestId, Tier
 from sagellm.kv_policy.base import BlockKey, CachedBlock
 from sagellm.replay.base import MAX_BLOCKS, PrefixCounts, Trace, num_blocks, shortened
+from sagellm.replay.evictions import Evictions
 from sagellm.replay.policies import BELADY, Contestant
 
 if TYPE_CHECKING:
@@ -96,12 +96,11 @@ class TieredReplay:
     ) -> None:  # fmt: skip
         self._trace, self._manager, self._backend = trace, manager, backend
         self._capacity, self._max_running = capacity, running
-        self._soon = capacity if soon is None else soon
         self._running: list[RequestId] = []
         self._hits = np.zeros(trace.num_requests, np.int32)
         self._loaded = {tier.value: np.zeros(trace.num_requests, np.int64) for tier in (Tier.CPU, Tier.NVME)}
-        self._evicted_at: dict[BlockKey, int] = {}
-        self._counts: Counter[str] = Counter()
+        self._evictions = Evictions(capacity if soon is None else soon)
+        self._num_oversized = 0
         self._time_s = 0.0
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> TieredCounts:
@@ -115,8 +114,8 @@ class TieredReplay:
                 on_progress(index + 1)
         moved = {f"{src.value}-{dst.value}": count for (src, dst), count in self._backend.moved_bytes.items()}
         counts = PrefixCounts(
-            self._hits, num_evicted=self._counts["evicted"], num_evicted_soon=self._counts["soon"],
-            num_oversized=self._counts["oversized"],
+            self._hits, num_evicted=self._evictions.num_evicted, num_evicted_soon=self._evictions.num_soon,
+            num_oversized=self._num_oversized,
         )  # fmt: skip
         return TieredCounts(counts, self._loaded, moved)
 
@@ -124,8 +123,8 @@ class TieredReplay:
         trace, manager = self._trace, self._manager
         keys: list[BlockKey] = trace.keys[trace.offsets[request] : trace.offsets[request + 1]].tolist()
         self._time_s = float(trace.times_s[request])
-        self._counts["accesses"] += len(keys)
-        self._counts["oversized"] += len(keys) > self._capacity
+        self._evictions.num_accesses += len(keys)
+        self._num_oversized += len(keys) > self._capacity
         keys = keys[: self._capacity]
         while len(self._running) >= self._max_running:
             self._end_first()
@@ -189,13 +188,11 @@ class TieredReplay:
         room = self._manager.make_room(tier, count, incoming, self._time_s)
         self._manager.carry_out(room, self._time_s, np.inf)
         if tier is Tier.GPU:
-            self._counts["evicted"] += len(room.victims)
-            self._evicted_at.update((key, self._counts["accesses"]) for key, _ in room.victims)
+            self._evictions.left([key for key, _ in room.victims])
 
     def _arrived(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
-            evicted_at = self._evicted_at.pop(key, None)
-            self._counts["soon"] += evicted_at is not None and self._counts["accesses"] - evicted_at < self._soon
+            self._evictions.came(key)
 
     def _end_first(self) -> None:
         self._manager.released(self._running.pop(0), 0, self._time_s)
