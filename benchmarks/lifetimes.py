@@ -3,8 +3,8 @@ you bring.
 
     python -m benchmarks.lifetimes [--trace FILE] [--predictor NAME] [--capacity BLOCKS] [--horizon S] [--json]
 
-FILE has one JSON object a line with `timestamp` (ms) and `hash_ids`, as Mooncake's traces have. The generated trace draws
-blocks by Zipf's law, with accesses a Poisson process; so gaps of a block are exponential, with a mean of its own.
+FILE is a trace as `sagellm replay` reads it. The generated trace draws blocks by Zipf's law, with accesses a
+Poisson process; so gaps of a block are exponential, with a mean of its own.
 """
 
 import json
@@ -12,17 +12,17 @@ import math
 import sys
 import time
 from collections import OrderedDict
-from operator import index
 from pathlib import Path
 from typing import NamedTuple
 
 import click
 import numpy as np
 
-from sagellm.core.errors import SageError, TraceError
+from sagellm.core.errors import SageError
 from sagellm.kv_policy import LifetimePredictor, calibrate, lifetime_predictor_names, make_lifetime_predictor
 from sagellm.kv_policy.base import BlockKey
 from sagellm.kv_policy.lifetime.base import reuse_probability
+from sagellm.replay.traces import read_trace
 
 NUM_BLOCKS, NUM_ACCESSES, ACCESSES_PER_S = 5_000, 60_000, 100.0
 SAMPLED = 16
@@ -37,19 +37,11 @@ def zipf_trace(seed: int) -> list[tuple[float, int]]:
     return list(zip(times_s.tolist(), keys.tolist(), strict=True))
 
 
-def read_trace(file: Path) -> list[tuple[float, int]]:
-    """(time_s, key) of every block of every request, in row order. Raises TraceError: a line that is no request."""
-    accesses = []
-    try:
-        for number, line in enumerate(file.read_text().splitlines(), 1):
-            try:
-                row = json.loads(line)
-                accesses += [(row["timestamp"] / 1000, index(key)) for key in row["hash_ids"]]
-            except (ValueError, TypeError, KeyError) as error:
-                raise TraceError(f"{file}, line {number}: no timestamp and hash_ids ({error!r}).") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"cannot read {file}: {error}.") from None
-    return accesses
+def recorded(file: Path) -> list[tuple[float, int]]:
+    """(time_s, key) of every block of every request, in row order. Raises TraceError: no trace that can be read."""
+    trace = read_trace(file, unique_parents=False)
+    times_s = np.repeat(trace.times_s, trace.blocks_of)
+    return list(zip(times_s.tolist(), trace.keys.tolist(), strict=True))
 
 
 class AtEviction(NamedTuple):
@@ -102,7 +94,7 @@ def main(
     the actual share of an LRU tier's victims that are used again soon."""
     rows = []
     try:
-        traces = {"zipf": zipf_trace(seed)} | ({trace.name: read_trace(trace)} if trace else {})
+        traces = {"zipf": zipf_trace(seed)} | ({trace.name: recorded(trace)} if trace else {})
         for title, accesses in traces.items():
             for name in names or lifetime_predictor_names():
                 start = time.perf_counter()

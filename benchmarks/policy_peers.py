@@ -3,8 +3,8 @@
     python -m benchmarks.policy_peers [--libcachesim PYTHON] [--trace FILE] [--out FOLDER]
 
 PYTHON is the interpreter of an environment that has the peer; `benchmarks/policies/README.md` says how to make one. Both are
-processes of their own, up at once and asked in turn. First each request's hit is compared, then time is taken. FILE has one
-JSON object a line with `hash_ids`; without one, sessions are generated.
+processes of their own, up at once and asked in turn. First each request's hit is compared, then time is taken. FILE is a
+trace as `sagellm replay` reads it; without one, sessions are generated.
 """
 
 import contextlib
@@ -25,8 +25,9 @@ from benchmarks.peers.process import ContestantProcess
 from benchmarks.peers.report import progress, report
 from benchmarks.policies.contestants import POLICIES
 from benchmarks.policies.report import OURS, PEER, markdown
-from benchmarks.policies.workload import Rows, read_trace, sessions, zipf
+from benchmarks.policies.workload import Rows, sessions, zipf
 from benchmarks.process_cost import spent
+from sagellm.replay.traces import read_trace
 
 WORKER = "benchmarks.policies.worker"
 ZIPF_CAPACITIES = (1, 2, 3, 5, 10, 20, 37, 100, 1_000, 5_000)
@@ -37,7 +38,7 @@ GROWING = (1_000, 10_000, 100_000, 1_000_000)
 
 @click.command()
 @click.option("--libcachesim", help="Python with libcachesim 0.3.5.")
-@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Requests with hash_ids.")
+@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="As sagellm replay reads it.")
 @click.option("--requests", default=2_000_000, show_default=True, help="Requests that are timed.")
 @click.option("--objects", default=100_000, show_default=True)
 @click.option("--compared", default=300_000, show_default=True, help="Requests whose hits are compared.")
@@ -54,9 +55,9 @@ def main(out: Path | None, as_json: bool, **options: Any) -> None:
 
 
 def compare(options: dict[str, Any]) -> dict[str, Any]:
-    """The result, ready to be written. Raises BenchmarkError or ValueError for what cannot be measured."""
+    """The result, ready to be written. Raises SageError or ValueError for what cannot be measured."""
     load, seed = os.getloadavg()[0], options["seed"]
-    rows = read_trace(options["trace"]) if options["trace"] else sessions(seed, 8_000, 500, 8)
+    rows = _recorded(options["trace"]) if options["trace"] else sessions(seed, 8_000, 500, 8)
     python = {OURS: sys.executable} | ({PEER: options["libcachesim"]} if options["libcachesim"] else {})
     with tempfile.TemporaryDirectory() as folder, progress("policies", _num_answers(options, len(python))) as advance:
         for file, keys in (
@@ -83,6 +84,12 @@ def compare(options: dict[str, Any]) -> dict[str, Any]:
             "prefix": _prefix(rows, options["rounds"], advance),
             "growing": _growing(seed, options["growing"], advance),
         }  # fmt: skip
+
+
+def _recorded(path: Path) -> Rows:
+    """Raises TraceError."""
+    trace = read_trace(path)
+    return Rows(trace.keys, trace.offsets)
 
 
 def _agreement(processes: list[ContestantProcess]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.errors import BenchmarkError
+from sagellm.core.errors import SageError
 
 
 def report(
@@ -20,11 +20,11 @@ def report(
 ) -> dict[str, Any]:  # fmt: skip
     """The result of `compare`, printed as a table or as JSON, and written to NAME.json and NAME.md in the folder `out`.
 
-    Exits with code 2 where it raises BenchmarkError or ValueError.
+    Exits with code 2 where it raises SageError or ValueError.
     """
     try:
         result = compare()
-    except (BenchmarkError, ValueError) as error:
+    except (SageError, ValueError) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
     text = json.dumps(result, indent=1)

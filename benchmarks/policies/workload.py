@@ -1,14 +1,9 @@
-"""Requests for policies: objects by popularity, sessions that grow, and traces of others."""
+"""Requests for policies: objects by popularity, and sessions that grow."""
 
-import json
-from operator import index
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from benchmarks.errors import BenchmarkError
 
 
 class Rows(NamedTuple):
@@ -41,17 +36,5 @@ def sessions(seed: int, num_requests: int, num_sessions: int, turn: int) -> Rows
         blocks[session] = [*blocks[session], *range(num_blocks, num_blocks + more)]
         num_blocks += more
         rows.append(blocks[session])
-    return as_rows(rows)
-
-
-def read_trace(path: Path) -> Rows:
-    """The `hash_ids` of a file with one JSON object a line. Raises BenchmarkError."""
-    try:
-        return as_rows([json.loads(line)["hash_ids"] for line in path.read_text().splitlines()])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-        raise BenchmarkError(f"{path} is no trace with hash_ids in each line: {error!r}") from None
-
-
-def as_rows(rows: list[list[int]]) -> Rows:
-    offsets = np.cumsum([0] + [len(row) for row in rows], dtype=np.int64)
-    return Rows(np.fromiter((index(key) for row in rows for key in row), np.uint64, int(offsets[-1])), offsets)
+    keys = np.concatenate(rows).astype(np.uint64) if rows else np.empty(0, np.uint64)
+    return Rows(keys, np.cumsum([0] + [len(row) for row in rows], dtype=np.int64))
