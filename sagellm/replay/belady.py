@@ -8,12 +8,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from sagellm.kv_policy.arguments import require_absent, require_present
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.eviction.queues import Ranking
+from sagellm.kv_policy.arguments import require_absent
+from sagellm.kv_policy.base import BlockKey, CachedBlock
+from sagellm.kv_policy.eviction.belady import FarthestNextUse
 
 
-class Belady(EvictionPolicy):
+class Belady(FarthestNextUse):
     """Victim: the block whose next request is farthest; ties: the deepest, then the one that was inserted first.
 
     The future is that of requests, which no policy can change; the order of events within a request depends on what is
@@ -46,8 +46,6 @@ class Belady(EvictionPolicy):
             for key, start, end in zip(in_order[starts].tolist(), starts.tolist(), ends, strict=True)
         }
         self._now = -1
-        self._num_inserted = 0
-        self._ranking = Ranking()  # (-index of the next request, -depth, number of the insertion)
 
     def on_request(self, index: int) -> None:
         """The events that follow are of this request, or of one before it that comes again."""
@@ -55,28 +53,12 @@ class Belady(EvictionPolicy):
 
     def on_insert(self, block: CachedBlock) -> None:
         require_absent(block.key, self._ranking)
-        self._ranking[block.key] = (self._next_use(block.key), -block.depth, self._num_inserted)
+        self._ranking[block.key] = (-self._next_use(block.key), -block.depth, self._num_inserted)
         self._num_inserted += 1
 
-    def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:
-        require_present(key, self._ranking)
-        self._ranking[key] = (self._next_use(key), *self._ranking[key][1:])
-
-    def on_remove(self, key: BlockKey, evicted: bool = True) -> None:
-        require_present(key, self._ranking)
-        del self._ranking[key]
-
-    def select_victims(self, context: PolicyContext) -> EvictionDecision:
-        self._ranking.take(context, self._reason)
-        return context.decision()
-
-    def _reason(self, key: BlockKey) -> str:
-        next_use = -self._ranking[key][0]
-        return "never used again" if next_use == math.inf else f"next use {next_use:.0f}"
-
     def _next_use(self, key: BlockKey) -> float:
-        """Minus the index of the next request that has the block; minus infinity: none has."""
+        """The index of the next request that has the block."""
         uses = self._uses.get(key, [])
         while uses and uses[-1] <= self._now:
             uses.pop()
-        return -uses[-1] if uses else -math.inf
+        return uses[-1] if uses else math.inf
