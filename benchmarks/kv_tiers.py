@@ -8,7 +8,9 @@ the same prompts in the same order, turn by turn, and have the same pool:
 
 - *no tiers*: what was evicted is computed again;
 - *cpu tier*: it goes to memory of the host, which holds all conversations;
-- *disk tier*: the host tier holds a part of them, the rest goes to files in a fresh folder.
+- *disk tier*: the host tier holds a part of them, the rest goes to files in a fresh folder;
+- *slow disk*: the same, but the files are read and written at 4 MB/s (`SlowStore`), so that a block takes longer to load than
+  to compute. The engine is not told; its cost model has to find out.
 
 The figure is the time to the first token of every turn but a conversation's first. A slower tier that is never worse than
 computing again has a ratio to *no tiers* of at most 1.
@@ -17,6 +19,7 @@ computing again has a ratio to *no tiers* of at most 1.
 import itertools
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,8 @@ from benchmarks.contestants import Contestant, paired_ratio, summary
 from benchmarks.cpu_engine import write_half_billion
 from benchmarks.machine import describe
 
-NONE, CPU, DISK = "no tiers", "cpu tier", "disk tier"
+NONE, CPU, DISK, SLOW = "no tiers", "cpu tier", "disk tier", "slow disk"
+SLOW_BYTES_PER_S = 4e6
 BLOCK_SIZE, KV_BLOCKS = 64, 48
 HOST_BLOCKS, FEW_HOST_BLOCKS = 320, 48
 CONVERSATIONS, TURNS = 12, 4
@@ -46,6 +50,7 @@ def main(rounds: int, threads: int, out: Path | None) -> None:
             Contestant(NONE, build, str(model), threads, 0, None),
             Contestant(CPU, build, str(model), threads, HOST_BLOCKS, None),
             Contestant(DISK, build, str(model), threads, FEW_HOST_BLOCKS, str(Path(scratch) / "tier")),
+            Contestant(SLOW, build, str(model), threads, FEW_HOST_BLOCKS, str(Path(scratch) / "slow"), SLOW_BYTES_PER_S),
         ]
         answers: dict[str, list[dict[str, Any]]] = {contestant.name: [] for contestant in contestants}
         try:
@@ -68,9 +73,10 @@ def report(answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     means = {name: [float(np.mean(row["first_s"])) for row in rows] for name, rows in later.items()}
     return {
         "conversations": CONVERSATIONS, "turns": TURNS, "kv_blocks": KV_BLOCKS, "block_size": BLOCK_SIZE,
-        "host_blocks": {CPU: HOST_BLOCKS, DISK: FEW_HOST_BLOCKS}, "machine": describe(),
+        "host_blocks": {CPU: HOST_BLOCKS, DISK: FEW_HOST_BLOCKS, SLOW: FEW_HOST_BLOCKS},
+        "slow_bytes_per_s": SLOW_BYTES_PER_S, "machine": describe(),
         "first_s": {name: {"mean": float(np.mean(values)), **summary(values)} for name, values in first_s.items()},
-        "times_faster": {name: paired_ratio(means[NONE], means[name]) for name in (CPU, DISK)},
+        "times_faster": {name: paired_ratio(means[NONE], means[name]) for name in (CPU, DISK, SLOW)},
         "hit_tokens": {name: rows[-1]["hit_tokens"] for name, rows in answers.items()},
         "query_tokens": {name: rows[-1]["query_tokens"] for name, rows in answers.items()},
         "faults": {name: rows[-1]["faults"] for name, rows in answers.items()},
@@ -90,11 +96,13 @@ def table(result: dict[str, Any]) -> str:
 # ---- contestants, each in its own process
 
 
-def build(model: str, threads: int, host_blocks: int, disk: str | None) -> Any:
+def build(model: str, threads: int, host_blocks: int, disk: str | None, bytes_per_s: float | None = None) -> Any:
     from sagellm.core.config import KVConfig, SageConfig
     from sagellm.engines.base import SamplingParams
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
+    if bytes_per_s is not None:
+        _slow_down(bytes_per_s)
     kv = KVConfig(policy="lru", disk=disk) if host_blocks else None
     config = SageConfig(
         device="cpu", threads=threads, context_length=2048, max_batch_size=1, block_size=BLOCK_SIZE, kv_blocks=KV_BLOCKS,
@@ -114,7 +122,24 @@ def build(model: str, threads: int, host_blocks: int, disk: str | None) -> Any:
             "hit_tokens": found["prefix"]["hit_tokens"], "query_tokens": found["prefix"]["query_tokens"],
         }  # fmt: skip
 
+    answer.close = engine.close  # type: ignore[attr-defined]
     return answer
+
+
+def _slow_down(bytes_per_s: float) -> None:
+    """Every `DiskStore` that this process opens from now on takes as long as a device with this bandwidth, both ways."""
+    from sagellm.kv_runtime import disk_store
+
+    class SlowStore(disk_store.DiskStore):
+        def commit(self, key: Any) -> None:
+            time.sleep(self._prepared[key].content.size / bytes_per_s)
+            super().commit(key)
+
+        def read(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+            time.sleep(self.describe(key).block.size_bytes / bytes_per_s)
+            return super().read(key, *args, **kwargs)
+
+    disk_store.DiskStore = SlowStore
 
 
 def _prompt(round_number: int, conversation: int, turn: int) -> list[int]:

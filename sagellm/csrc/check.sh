@@ -52,7 +52,7 @@ build_address() {
 native_tests() {
     local build="$folder/$1" name
     shift
-    for name in functional threads block_cache hook_table plugin_port policies abi; do
+    for name in functional threads block_cache hook_table plugin_port policies stream_copy abi; do
         "$@" "$build/tests/native_$name" || exit 1
     done
     "$@" "$build/tests/turbomind_test" --steps 250 || exit 1

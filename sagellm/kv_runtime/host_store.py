@@ -88,10 +88,14 @@ class HostStore:
             self._unpin(entry)
 
     def read_each(
-        self, wanted: Sequence[tuple[BlockKey, BlockBytes, bytes]], is_over: Callable[[], bool] = lambda: False
+        self,
+        wanted: Sequence[tuple[BlockKey, BlockBytes, bytes]],
+        is_over: Callable[[], bool] = lambda: False,
+        copy: Callable[[BlockBytes, BlockBytes], None] = np.copyto,
     ) -> list[Exception | None]:
         """`read` of several blocks, (key, into, digest), with little between two copies: for each None, or what `read` raises.
-        Once `is_over` the rest is not read; the list is shorter then."""
+        Once `is_over` the rest is not read; the list is shorter then. `copy(into, content)` must release the interpreter's
+        lock while it copies much."""
         pinned: list[_Entry | Exception] = []
         with self._lock:
             for key, into, digest in wanted:
@@ -111,7 +115,7 @@ class HostStore:
                 if isinstance(entry, Exception):
                     results.append(entry)
                 else:
-                    np.copyto(into, entry.content)
+                    copy(into, entry.content)
                     results.append(None)
         finally:
             with self._lock:

@@ -10,19 +10,7 @@ from sagellm.core.hooks import MigrationPlan, MigrationResult
 from sagellm.kv_policy.base import BlockKey
 from sagellm.kv_runtime.base import StoredBlock, TierStore
 
-__all__ = ["MigrationFuture", "MigrationJob"]
-
-
-class MigrationFuture(Future[MigrationResult]):
-    """A future whose waiter may lend a hand: `help` is called when somebody begins to wait for it, for as long as it takes."""
-
-    help: Callable[[], None] | None = None
-
-    def result(self, timeout: float | None = None) -> MigrationResult:
-        """Who waits with no limit to the time may do the move meanwhile, instead of waking a thread and sleeping."""
-        if timeout is None and self.help is not None and not self.done():
-            self.help()
-        return super().result(timeout)
+__all__ = ["MigrationJob"]
 
 
 class MigrationJob:
@@ -53,8 +41,9 @@ class MigrationJob:
         self.target = target
         self.deadline = deadline
         self.keep_source = keep_source
-        self.future = MigrationFuture()
+        self.future: Future[MigrationResult] = Future()
         self.blocks: dict[BlockKey, StoredBlock] = {}  # to be moved, in the order of the plan
+        self.num_bytes = 0  # of these
         self.samples: list[tuple[int, float]] = []
         self._on_done = on_done
         self._lock = threading.Lock()
@@ -63,10 +52,6 @@ class MigrationJob:
         self._result: MigrationResult | None = None
         self._is_announced = False
         self.is_started = False
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(stored.block.size_bytes for stored in self.blocks.values())
 
     def start(self) -> bool:
         """Whether a worker may begin; False when it was settled while it waited."""

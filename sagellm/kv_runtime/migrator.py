@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
+import numpy as np
+
+from sagellm._core import stream_copy
 from sagellm.core.errors import TierError
 from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
 from sagellm.kv_policy.base import BlockKey
@@ -19,6 +22,7 @@ __all__ = ["KVMigrator", "MoveCount"]
 
 SPEED = {Tier.GPU: 0, Tier.CPU: 1, Tier.NVME: 2}  # fastest first
 NUM_SAMPLES = 256
+INLINE_BYTES = 4 << 20  # some 0.3 ms
 CHUNK_BLOCKS = 8  # go through their phases together: between two copies little else has to come into the caches
 TOO_LATE = Exception()  # of a block that was not read
 NO_DIGESTS: Mapping[BlockKey, bytes] = {}
@@ -48,13 +52,13 @@ class KVMigrator:
     A deadline also holds when a store hangs: the future ends in time, and what the hanging thread completes later is undone.
     Until then its blocks are in flight, and it cannot do other work.
 
-    Between stores that are `in_memory`, which wait for no device, a move that no thread has begun is made by the one that asks
-    its future for the result without a limit: to hand a few copies to another thread and to sleep meanwhile takes longer than
-    they do, much longer on a machine whose cores are taken.
+    Between stores that are `in_memory`, which wait for no device, a move of at most `INLINE_BYTES` is made before `migrate`
+    returns, ahead of those that are queued: to wake another thread can take longer than these copies do, much longer on a
+    machine whose cores are taken.
 
     Args:
         stores: that blocks are moved between; they stay their owner's, who closes them after the migrator.
-        num_threads: moves that can go on at a time, beside those that their waiters make.
+        num_threads: moves that can go on at a time, beside those that callers make.
         max_queued_bytes: of what was not finished; beyond it plans are refused, so that a slow device cannot pile them up.
 
     Raises:
@@ -73,8 +77,7 @@ class KVMigrator:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._alarm = threading.Condition(self._lock)
-        self._no_helpers = threading.Condition(self._lock)
-        self._num_helpers = 0
+        self._finished = threading.Condition(self._lock)
         self._loads: deque[MigrationJob] = deque()
         self._saves: deque[MigrationJob] = deque()
         self._open_jobs: set[MigrationJob] = set()
@@ -101,7 +104,7 @@ class KVMigrator:
         digests: Mapping[BlockKey, bytes] = NO_DIGESTS,
         on_done: Callable[[MigrationResult], None] | None = None,
     ) -> Future[MigrationResult]:
-        """Move the blocks whose keys are `plan.block_ids`. Returns at once.
+        """Move the blocks whose keys are `plan.block_ids`. Returns at once, or once a few bytes of memory are copied.
 
         Args:
             deadline_s: seconds from now after which what is not moved is refused; None for none.
@@ -128,13 +131,19 @@ class KVMigrator:
         known_blocks = _describe(job, digests)
         with self._lock:
             self._accept(job, known_blocks)
-        job.future.add_done_callback(lambda future: self._settle(job, "cancelled") if future.cancelled() else None)
-        if not job.blocks:
+            is_queued = bool(job.blocks) and not (_is_in_memory(job) and job.num_bytes <= INLINE_BYTES)
+            if is_queued:
+                self._queue(job)
+        if is_queued:
+            job.future.add_done_callback(lambda future: self._settle(job, "cancelled") if future.cancelled() else None)
+        elif job.blocks:
+            self._carry_out(job)
+        else:
             self._settle(job, "")
         return job.future
 
     def _accept(self, job: MigrationJob, blocks: dict[BlockKey, StoredBlock]) -> None:
-        """Queue what can be moved of the job, and refuse the rest. With the lock held."""
+        """What can be moved of the job is its own now; the rest is refused. With the lock held."""
         num_bytes = sum(stored.block.size_bytes for stored in blocks.values())
         is_full = self._queued_bytes.total() + num_bytes > self._max_queued_bytes
         for key, stored in blocks.items():
@@ -146,18 +155,17 @@ class KVMigrator:
         if not job.blocks:
             return
         self._in_flight.update(job.blocks)
+        job.num_bytes = sum(stored.block.size_bytes for stored in job.blocks.values())
         self._queued_bytes[job.plan.src_tier, job.plan.dst_tier] += job.num_bytes
-        self._queue(job).append(job)
-        if getattr(job.source, "in_memory", False) and getattr(job.target, "in_memory", False):
-            job.future.help = lambda: self._help(job)
+
+    def _queue(self, job: MigrationJob) -> None:
+        """For a thread of this migrator. With the lock held."""
+        is_load = SPEED[job.plan.dst_tier] < SPEED[job.plan.src_tier]
+        (self._loads if is_load else self._saves).append(job)
         self._work.notify()
         if job.deadline is not None:
             heapq.heappush(self._deadlines, (job.deadline, next(self._numbers), job))
             self._alarm.notify()
-
-    def _queue(self, job: MigrationJob) -> deque[MigrationJob]:
-        is_load = SPEED[job.plan.dst_tier] < SPEED[job.plan.src_tier]
-        return self._loads if is_load else self._saves
 
     def queued_bytes(self, src_tier: Tier, dst_tier: Tier) -> int:
         """Of moves between these tiers that are not finished."""
@@ -197,8 +205,8 @@ class KVMigrator:
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         with self._lock:
-            self._no_helpers.wait_for(lambda: not self._num_helpers, max(0.0, end - time.monotonic()))
-            num_hanging = sum(job.is_started for job in self._open_jobs)
+            self._finished.wait_for(lambda: not self._num_started(), max(0.0, end - time.monotonic()))
+            num_hanging = self._num_started()
         if num_hanging:
             raise TierError(
                 f"{num_hanging} moves hang in a store; look at its device, and end the process if they stay."
@@ -208,20 +216,9 @@ class KVMigrator:
         while (job := self._next()) is not None:
             self._carry_out(job)
 
-    def _help(self, job: MigrationJob) -> None:
-        """Make the move in this thread, if no other has begun it."""
-        with self._lock:
-            queue = self._queue(job)
-            if job not in queue:
-                return
-            queue.remove(job)
-            self._num_helpers += 1
-        try:
-            self._carry_out(job)
-        finally:
-            with self._lock:
-                self._num_helpers -= 1
-                self._no_helpers.notify_all()
+    def _num_started(self) -> int:
+        """Moves that somebody is in the middle of. With the lock held."""
+        return sum(job.is_started for job in self._open_jobs)
 
     def _carry_out(self, job: MigrationJob) -> None:
         if not job.start():
@@ -258,6 +255,7 @@ class KVMigrator:
         result = job.result()
         with self._lock:
             self._open_jobs.discard(job)
+            self._finished.notify_all()
             self._in_flight.difference_update(job.blocks)
             self._queued_bytes[pair] -= job.num_bytes
             self._samples.setdefault(pair, deque(maxlen=NUM_SAMPLES)).extend(job.samples)
@@ -279,6 +277,10 @@ class KVMigrator:
                     continue
                 job = heapq.heappop(self._deadlines)[2]
             self._settle(job, "deadline")
+
+
+def _is_in_memory(job: MigrationJob) -> bool:
+    return getattr(job.source, "in_memory", False) and getattr(job.target, "in_memory", False)
 
 
 def _describe(job: MigrationJob, digests: Mapping[BlockKey, bytes]) -> dict[BlockKey, StoredBlock]:
@@ -325,11 +327,13 @@ def _copy_each(
     job: MigrationJob, rooms: list[tuple[BlockKey, StoredBlock, BlockBytes]]
 ) -> list[tuple[BlockKey, StoredBlock]]:
     """The blocks whose bytes are in their rooms now; the other rooms are given back."""
-    read_each = getattr(job.source, "read_each", None) or (
-        lambda wanted, is_over: _read_each(job.source, wanted, is_over)
-    )
+    wanted = [(key, room, stored.digest) for key, stored, room in rooms]
+    read_each = getattr(job.source, "read_each", None)
     try:
-        errors = read_each([(key, room, stored.digest) for key, stored, room in rooms], job.is_over)
+        if read_each is None:
+            errors = _read_each(job.source, wanted, job.is_over)
+        else:
+            errors = read_each(wanted, job.is_over, stream_copy if _is_in_memory(job) else np.copyto)
     except Exception as error:
         errors = [error] * len(rooms)
     copied: list[tuple[BlockKey, StoredBlock]] = []
