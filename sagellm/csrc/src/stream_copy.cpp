@@ -14,7 +14,7 @@ namespace sage {
 namespace {
 
 constexpr std::size_t kLine = 64;
-constexpr std::size_t kAhead = 1024;      // bytes that are asked for before they are read
+constexpr std::size_t kAhead = 1024;       // bytes that are asked for before they are read
 constexpr std::size_t kSmall = 128 << 10;   // fits a core's own caches, where `memcpy` is as fast
 
 void stream_line(char* target, const char* source) {
