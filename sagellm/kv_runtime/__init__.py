@@ -8,7 +8,7 @@ _HOME = {
     "MigrationPlan": "base", "MigrationResult": "base", "RoomDecision": "base", "TierStore": "base",
     "BlockManager": "blocks", "DiskStore": "disk_store", "HierarchyManager": "hierarchy", "HostStore": "host_store",
     "KVMigrator": "migrator", "KVPool": "pool", "MemoryBackend": "memory_backend", "QuotaManager": "quota",
-    "TierSpec": "hierarchy",
+    "TierSpec": "tier_spec",
 }  # fmt: skip
 
 __all__ = sorted(_HOME)

@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from sagellm.core.errors import PolicyError
 from sagellm.core.hooks import MigrationPlan, MigrationResult, RequestId, Tier
+from sagellm.kv_policy import registry
 from sagellm.kv_policy.base import (
     BlockKey,
     CachedBlock,
@@ -19,21 +19,13 @@ from sagellm.kv_runtime.blocks import BlockManager
 from sagellm.kv_runtime.lines import kind_of, line_fields
 from sagellm.kv_runtime.quota import QuotaManager
 from sagellm.kv_runtime.room import RoomMaker, TierLimits, check_migration
+from sagellm.kv_runtime.tier_spec import TierSpec, check_tiers, tier_row
 
-__all__ = ["HierarchyManager", "TierSpec"]
+__all__ = ["HierarchyManager"]
 
 FORMAT = 2  # of the lines that are recorded
 
 MakePolicy = Callable[..., EvictionPolicy]  # (name, capacity, **options)
-
-
-class TierSpec(NamedTuple):
-    """One tier: how many blocks it has, and who picks victims there."""
-
-    tier: Tier
-    capacity: int
-    policy: str = "lru"
-    options: Mapping[str, Any] = {}
 
 
 class HierarchyManager:
@@ -68,7 +60,7 @@ class HierarchyManager:
         origin: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.tiers = [TierSpec(Tier(spec[0]), *spec[1:]) for spec in tiers]
-        _check_tiers(self.tiers)
+        check_tiers(self.tiers)
         self.backend = backend
         self.books = BlockManager()
         self.counts: Counter[str] = Counter()
@@ -77,7 +69,7 @@ class HierarchyManager:
         self._migration = migration
         self._learn = getattr(migration, "observe_use", None)
         self._record = record
-        make = make_policy or _make_policy
+        make = make_policy or registry.make_policy
         self._policies = {spec.tier: make(spec.policy, spec.capacity, **spec.options) for spec in self.tiers}
         self._arriving: dict[BlockKey, tuple[Tier, CachedBlock]] = {}  # being saved or loaded, and to where
         self._num_arriving = dict.fromkeys(Tier, 0)
@@ -88,7 +80,7 @@ class HierarchyManager:
             self.books, limits, self._policies, migration, self.quota, self._num_arriving, self._num_occupied
         )
         if record is not None:
-            record("kv_open", format=FORMAT, tiers=[_tier_row(spec) for spec in self.tiers], **(origin or {}))
+            record("kv_open", format=FORMAT, tiers=[tier_row(spec) for spec in self.tiers], **(origin or {}))
 
     def num_free(self, tier: Tier) -> int:
         """Blocks for which the tier has room, those on their way there taken off; negative where it has none for these."""
@@ -408,25 +400,3 @@ class HierarchyManager:
     def _write(self, event: str, **fields: Any) -> None:
         if self._record is not None:
             self._record(f"kv_{event}", **line_fields(fields))
-
-
-def _check_tiers(tiers: Sequence[TierSpec]) -> None:
-    order = [tier for tier in Tier if tier in [spec.tier for spec in tiers]]
-    if [spec.tier for spec in tiers] != order or Tier.GPU not in order:
-        names = [spec.tier.value for spec in tiers]
-        raise PolicyError(f"tiers {names}: give gpu, then cpu and nvme where there are such, each once.")
-    for spec in tiers:
-        if isinstance(spec.capacity, bool) or not isinstance(spec.capacity, int) or spec.capacity < 1:
-            raise PolicyError(
-                f"tier {spec.tier.value} with room for {spec.capacity!r} blocks; leave it out, or give it 1 or more."
-            )
-
-
-def _tier_row(spec: TierSpec) -> dict[str, Any]:
-    return {**spec._asdict(), "tier": spec.tier.value, "options": dict(spec.options)}
-
-
-def _make_policy(name: str, capacity: int, **options: Any) -> EvictionPolicy:
-    from sagellm.kv_policy.registry import make_policy
-
-    return make_policy(name, capacity, **options)

@@ -12,7 +12,6 @@ from sagellm.core.errors import PluginError
 from sagellm.core.hooks import (
     BlockCounts,
     BlockId,
-    BlockState,
     EngineHandle,
     EvictionDecision,
     EvictionNotice,
@@ -22,20 +21,21 @@ from sagellm.core.hooks import (
     PrefixMatch,
     PrefixRelease,
     PrefixUpdate,
-    RequestId,
     StepResult,
     Tier,
     VictimRequest,
 )
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, MigrationPolicy
+from sagellm.kv_policy import registry
+from sagellm.kv_policy.base import BlockKey, EvictionPolicy, MigrationPolicy
+from sagellm.kv_runtime.agreement import Agreement
 from sagellm.kv_runtime.base import RoomDecision
 from sagellm.kv_runtime.costs import Copies, Costs
-from sagellm.kv_runtime.hierarchy import HierarchyManager, TierSpec
+from sagellm.kv_runtime.engine_blocks import EngineBlocks
+from sagellm.kv_runtime.hierarchy import HierarchyManager
 from sagellm.kv_runtime.quota import QuotaManager
+from sagellm.kv_runtime.tier_spec import TierSpec
 
 __all__ = ["TieredKV"]
-
-FOREIGN = 0xF0 << 56  # keys for blocks of the engine that no notice has named are looked for from here on
 
 
 class TieredKV(Plugin):
@@ -58,21 +58,15 @@ class TieredKV(Plugin):
             self._config = KVConfig(**options)
         except ValidationError as error:
             raise PluginError(f"options of a KV plug-in: {error}") from None
-        self._make_policy = type(self).make_policy or _registered_policy
-        self._make_migration = type(self).make_migration or _registered_migration
+        self._make_policy = type(self).make_policy or registry.make_policy
+        self._make_migration = type(self).make_migration or registry.make_migration_policy
         # Tried here, where a mistake keeps the server from starting.
         self._migration = self._make_migration(self._config.migration)
         for name, own in self._policies():
             self._make_policy(name, 16, **own)
         self._counts: Counter[str] = Counter()
-        self._key_of: dict[BlockId, BlockKey] = {}
-        self._id_of: dict[BlockKey, BlockId] = {}
         self._returning: dict[BlockKey, None] = {}  # matched on the host; the engine brings them back to the pool
-        self._num_lost = 0
-        self._num_foreign = 0
-        self._foreign: set[BlockKey] = set()  # names of blocks that no notice has named
         self._costs = Costs()
-        self._num_unlinked = 0  # blocks whose place among the others is not known yet
 
     def _policies(self) -> list[tuple[str, dict[str, Any]]]:
         config = self._config
@@ -91,6 +85,8 @@ class TieredKV(Plugin):
             record=engine.record if engine.is_recording else None, make_policy=self._make_policy, origin=origin,
         )  # fmt: skip
         self._books = self._manager.books
+        self._blocks = EngineBlocks(engine, self._manager, self._counts, self._forget_tokens)
+        self._agreement = Agreement(self._blocks)
 
     def _tiers(self) -> list[TierSpec]:
         config, counts = self._config, self._engine.block_counts()
@@ -126,65 +122,51 @@ class TieredKV(Plugin):
         """
         known: list[BlockKey] = []
         for place, (block_id, key) in enumerate(zip(match.block_ids, keys, strict=True), first):
-            named = self._key_of.get(block_id)
-            if named is None or (named != key and named not in self._foreign):
-                parent = known[-1] if known else self._held_key(match.request_id, place - 1)
-                self._forget_id(block_id)
-                if self._is_taken(key, block_id) or (parent is None and place):
+            named = self._blocks.key_of.get(block_id)
+            if named is None or (named != key and named not in self._blocks.foreign):
+                parent = known[-1] if known else self._books.held_at(match.request_id, place - 1)
+                self._blocks.forget(block_id)
+                if self._blocks.is_taken(key, block_id) or (parent is None and place):
                     break
                 self._counts["blocks_found_unknown"] += 1
                 if self._books.fast_tier(key) is None:
                     tier = self._engine.get_block_info([block_id])[0].tier
-                    block = self._block(key, parent, place + 1, match.tenant_id, match.time_s)
+                    block = self._blocks.block(key, parent, place + 1, match.tenant_id, match.time_s)
                     self._manager.adopted([block], tier, match.time_s)
                 if not self._books.is_child(key, parent):
                     break
-                self._name(block_id, key)
+                self._blocks.name(block_id, key)
                 named = key
             known.append(named)
         return known
 
-    def _is_taken(self, key: BlockKey, block_id: int) -> bool:
-        """Whether the key stands for another block of the engine, which continues the same one: the keys collide."""
-        other = self._id_of.get(key)
-        if other is None or other == block_id:
-            return False
-        if self._engine.get_block_info([other])[0].state is BlockState.FREE:
-            self._forget_id(other)
-            return False
-        self._counts["collisions"] += 1
-        return True
-
-    def _held_key(self, request_id: RequestId, place: int) -> BlockKey | None:
-        return self._books.held_at(request_id, place)
-
     def on_prefix_stored(self, update: PrefixUpdate) -> None:
         self._catch_up()
         depth = update.first_token // self._engine.block_size + 1
-        parent = self._held_key(update.request_id, depth - 2)
+        parent = self._books.held_at(update.request_id, depth - 2)
         if parent is None and depth > 1:
             self._counts["stored_unknown"] += len(update.block_ids)
             return  # behind a block that the books do not know; both are seen when a victim is wanted
         blocks = []
         num_named = len(update.block_ids)
-        digests = self._digests(update, parent)
+        digests = self._digests_of(update, parent)
         rows = zip(update.block_ids, update.block_hashes.tolist(), digests, strict=True)
         for place, (block_id, own, digest) in enumerate(rows):
-            named = self._key_of.get(block_id)
-            key = named if named is not None and named in self._foreign else BlockKey(own)
+            named = self._blocks.key_of.get(block_id)
+            key = named if named is not None and named in self._blocks.foreign else BlockKey(own)
             if named != key or self._is_of_others(key, digest):
-                self._forget_id(block_id)
-                if self._is_taken(key, block_id) or self._is_of_others(key, digest):
+                self._blocks.forget(block_id)
+                if self._blocks.is_taken(key, block_id) or self._is_of_others(key, digest):
                     num_named = min(num_named, place)
-            blocks.append(self._block(key, parent, depth + place, update.tenant_id, update.time_s))
+            blocks.append(self._blocks.block(key, parent, depth + place, update.tenant_id, update.time_s))
             parent = key
         num_refused = len(self._manager.stored(update.request_id, blocks[:num_named], update.time_s))
         named_blocks = blocks[: num_named - num_refused]
         for block_id, block, digest in zip(update.block_ids, named_blocks, digests, strict=False):
-            self._name(block_id, block.key)
+            self._blocks.name(block_id, block.key)
             self._set_digest(block.key, digest)
 
-    def _digests(self, update: PrefixUpdate, parent: BlockKey | None) -> Sequence[bytes]:
+    def _digests_of(self, update: PrefixUpdate, parent: BlockKey | None) -> Sequence[bytes]:
         """For a plug-in with a disk tier: what stands for all tokens up to each block's end; empty where that is not known.
         `parent`: the name of the block before the first."""
         return [b""] * len(update.block_ids)
@@ -196,6 +178,9 @@ class TieredKV(Plugin):
     def _set_digest(self, key: BlockKey, digest: bytes) -> None:
         """For a plug-in with a disk tier: the engine has just told which tokens the block of gpu with this name holds."""
 
+    def _forget_tokens(self, keys: Sequence[BlockKey]) -> None:
+        """For a plug-in with a disk tier: these keys name no block of the engine any more."""
+
     def on_prefix_released(self, release: PrefixRelease) -> None:
         self._catch_up()
         self._manager.released(release.request_id, release.num_kept, release.time_s)
@@ -203,7 +188,7 @@ class TieredKV(Plugin):
     def on_evicted(self, notice: EvictionNotice) -> None:
         self._catch_up()
         for block_id in notice.block_ids:  # those that were given up by our own answer have no name any more
-            self._forget_id(block_id, evicted=True)
+            self._blocks.forget(block_id, evicted=True)
 
     def on_step_end(self, result: StepResult) -> None:
         self._costs.add(result)
@@ -226,15 +211,15 @@ class TieredKV(Plugin):
         now_s = time.monotonic()
         counts = self._engine.block_counts()
         self._calibrate()
-        if not self._is_in_step(counts):
-            self._put_right(request, now_s)
+        if not self._agreement.is_in_step(counts):
+            self._agreement.put_right(request, now_s)
         self._look_at_host(counts, now_s)
         room = self._manager.make_room(Tier.GPU, request.count, (), now_s)
-        if self._is_stale(room, Tier.GPU):
-            self._put_right(request, now_s)
+        if self._agreement.is_stale(room, Tier.GPU):
+            self._agreement.put_right(request, now_s)
             self._look_at_host(counts, now_s)
             room = self._manager.make_room(Tier.GPU, request.count, (), now_s)
-            if self._is_stale(room, Tier.GPU):
+            if self._agreement.is_stale(room, Tier.GPU):
                 self._counts["answers_withheld"] += 1
                 return EvictionDecision((), "the books do not agree with the engine")
         chosen = self._follow(room, now_s)
@@ -266,7 +251,7 @@ class TieredKV(Plugin):
         return chosen
 
     def _offload(self, plan: MigrationPlan, keys: Sequence[BlockKey], now_s: float, chosen: dict[BlockId, str]) -> None:
-        ids = {self._id_of[key]: key for key in keys}
+        ids = {self._blocks.id_of[key]: key for key in keys}
         moves = MigrationPlan(plan.src_tier, plan.dst_tier, tuple(ids))
         result = self._engine.migrate_blocks(moves)
         moved = tuple(ids[BlockId(block)] for block in result.moved)
@@ -282,30 +267,22 @@ class TieredKV(Plugin):
     def _give_up(self, rows: Sequence[tuple[BlockKey, str]], now_s: float, chosen: dict[BlockId, str]) -> None:
         """Blocks of the pool, with reasons, are part of the answer."""
         for key, reason in rows:
-            chosen[self._id_of[key]] = reason
-        self._gone(Tier.GPU, [key for key, _ in rows], now_s)
+            chosen[self._blocks.id_of[key]] = reason
+        self._blocks.gone(Tier.GPU, [key for key, _ in rows], now_s)
 
     def _drop_from_host(self, keys: Sequence[BlockKey], reasons: Sequence[str], now_s: float) -> None:
         """Blocks of the host leave the engine now; one that it does not let go of stays in the books."""
         if not keys:
             return
-        dropped = self._engine.drop_blocks([self._id_of[key] for key in keys], reasons)
+        dropped = self._engine.drop_blocks([self._blocks.id_of[key] for key in keys], reasons)
         by_tier: dict[Tier, list[BlockKey]] = {Tier.CPU: [], Tier.GPU: []}
-        for key in (self._key_of[BlockId(block)] for block in dropped if BlockId(block) in self._key_of):
+        for key in (self._blocks.key_of[BlockId(block)] for block in dropped if BlockId(block) in self._blocks.key_of):
             tier = self._books.fast_tier(key)
             if tier is not None:
                 by_tier[tier].append(key)
         self._counts["drops_refused"] += len(set(keys).difference(by_tier[Tier.CPU]))
         for tier, gone in by_tier.items():
-            self._gone(tier, gone, now_s)
-
-    def _gone(self, tier: Tier, keys: Sequence[BlockKey], now_s: float) -> None:
-        """These blocks have no id in the engine any more, or will have none after this answer."""
-        for key in keys:
-            del self._key_of[self._id_of.pop(key)]
-        self._foreign.difference_update(keys)
-        if keys:
-            self._manager.dropped(tier, keys, now_s)
+            self._blocks.gone(tier, gone, now_s)
 
     def _drop_files(self, keys: Sequence[BlockKey], now_s: float) -> None:
         """For a plug-in with a disk tier."""
@@ -313,15 +290,13 @@ class TieredKV(Plugin):
     def _save(self, keys: Sequence[BlockKey], now_s: float) -> None:
         """For a plug-in with a disk tier: begin to write the blocks, which are about to leave the host tier."""
 
-    # books and engine
-
     def _catch_up(self) -> None:
         """Tell the books what the engine has brought back since the last call."""
         if not self._returning:
             return
-        ids = [self._id_of[key] for key in self._returning if key in self._id_of]
+        ids = [self._blocks.id_of[key] for key in self._returning if key in self._blocks.id_of]
         infos = self._engine.get_block_info(ids)
-        back = [self._key_of[info.block_id] for info in infos if info.tier is Tier.GPU]
+        back = [self._blocks.key_of[info.block_id] for info in infos if info.tier is Tier.GPU]
         if back:
             plan = MigrationPlan(Tier.CPU, Tier.GPU, tuple(back))
             self._manager.moved(plan, MigrationResult(tuple(back), {}), time.monotonic())
@@ -330,106 +305,3 @@ class TieredKV(Plugin):
             for key in self._returning
             if self._books.fast_tier(key) is Tier.CPU and self._books.num_locks(key)
         }
-
-    def _is_in_step(self, counts: BlockCounts) -> bool:
-        """Whether the engine counts as many blocks of the pool that nobody holds as the books do."""
-        is_even = counts.cached == self._books.num_unlocked(Tier.GPU)
-        return is_even and not self._num_unlinked and self._engine.num_lost_notices == self._num_lost
-
-    def _is_stale(self, room: RoomDecision, asked: Tier) -> bool:
-        """Whether a block that is to leave the pool or the host tier is not there, or in use. `asked`: the victims' tier."""
-        wanted: dict[BlockKey, Tier] = {key: asked for key, _ in room.victims}
-        wanted.update((BlockKey(key), plan.src_tier) for plan in room.demote for key in plan.block_ids)
-        wanted.update((key, tier) for tier, key, _ in room.drop if tier is not Tier.NVME)
-        ids = [self._id_of.get(key) for key in wanted]
-        if None in ids:
-            return True
-        infos = self._engine.get_block_info(ids)
-        return any(
-            info.state is not BlockState.CACHED or info.tier is not tier
-            for info, tier in zip(infos, wanted.values(), strict=True)
-        )
-
-    def _put_right(self, request: VictimRequest, now_s: float) -> None:
-        """Make the books agree with the candidates. O(all blocks)."""
-        self._counts["resynchronised"] += 1
-        on_device = dict(zip(request.block_ids.tolist(), request.on_device.tolist(), strict=True))
-        self._check_known(on_device, now_s)
-        rows = zip(request.depth.tolist(), request.block_ids.tolist(), request.parent_ids.tolist(), strict=True)
-        self._num_unlinked = 0
-        for depth, block_id, parent_id in sorted(rows):
-            if block_id not in self._key_of:
-                parent = self._key_of.get(parent_id)
-                if parent is None and depth > self._engine.block_size:
-                    self._num_unlinked += 1  # somebody holds the block before it, so that it is no candidate
-                    continue
-                key = self._foreign_key()
-                tier = Tier.GPU if on_device[block_id] else Tier.CPU
-                self._manager.adopted(
-                    [self._block(key, parent, depth // self._engine.block_size, "", now_s)], tier, now_s
-                )
-                self._name(block_id, key)
-        self._num_lost = self._engine.num_lost_notices
-
-    def _check_known(self, on_device: dict[int, bool], now_s: float) -> None:
-        """Of the blocks that the books know: where they are, and whether somebody holds them."""
-        infos = self._engine.get_block_info(list(self._key_of))
-        locked, unlocked = [], []
-        for info in infos:
-            key = self._key_of[info.block_id]
-            if info.state is BlockState.FREE:
-                self._forget_id(info.block_id)
-                continue
-            here = self._books.fast_tier(key)
-            if here is not info.tier:
-                plan = MigrationPlan(here, info.tier, (key,))
-                self._manager.moved(plan, MigrationResult((key,), {}), now_s)
-            is_held = self._books.num_locks(key) > 0
-            if is_held and info.block_id in on_device:
-                unlocked.append(key)
-            elif not is_held and info.block_id not in on_device:
-                locked.append(key)
-        if locked or unlocked:
-            self._manager.corrected(locked, unlocked, now_s)
-
-    def _foreign_key(self) -> BlockKey:
-        while True:
-            self._num_foreign += 1
-            key = BlockKey(FOREIGN + self._num_foreign)
-            if key not in self._books:
-                self._foreign.add(key)
-                return key
-
-    def _block(self, key: BlockKey, parent: BlockKey | None, depth: int, tenant_id: str, time_s: float) -> CachedBlock:
-        engine = self._engine
-        return CachedBlock(key, parent, depth, engine.block_size, engine.block_bytes, 0.0, tenant_id, time_s)
-
-    def _name(self, block_id: int, key: BlockKey) -> None:
-        """The block of this key has this id; of both it was the only one."""
-        before = self._id_of.pop(key, None)
-        if before is not None:
-            del self._key_of[before]
-        self._id_of[key] = BlockId(block_id)
-        self._key_of[BlockId(block_id)] = key
-
-    def _forget_id(self, block_id: int, *, evicted: bool = False) -> None:
-        """The id stands for no block that the books know, or for another one."""
-        key = self._key_of.pop(BlockId(block_id), None)
-        if key is not None:
-            del self._id_of[key]
-            self._foreign.discard(key)
-            tier = self._books.fast_tier(key)
-            if tier is not None:
-                self._manager.dropped(tier, [key], time.monotonic(), evicted=evicted)
-
-
-def _registered_policy(name: str, capacity: int, **options: Any) -> EvictionPolicy:
-    from sagellm.kv_policy.registry import make_policy
-
-    return make_policy(name, capacity, **options)
-
-
-def _registered_migration(name: str, **options: Any) -> MigrationPolicy | None:
-    from sagellm.kv_policy.registry import make_migration_policy
-
-    return make_migration_policy(name, **options)

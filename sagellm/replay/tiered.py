@@ -64,8 +64,9 @@ def build_manager(
         ConfigError: Belady, whose future is that of one tier.
     """
     from sagellm.kv_policy.registry import make_migration_policy
-    from sagellm.kv_runtime.hierarchy import HierarchyManager, TierSpec
+    from sagellm.kv_runtime.hierarchy import HierarchyManager
     from sagellm.kv_runtime.memory_backend import MemoryBackend
+    from sagellm.kv_runtime.tier_spec import TierSpec
 
     build = contestant.build
     if build is None:

@@ -16,9 +16,10 @@ from sagellm.core.errors import PolicyError, SageError, TraceError
 from sagellm.core.events import FORMAT as EVENTS_FORMAT
 from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
 from sagellm.kv_policy.base import BlockKey, MigrationPolicy
-from sagellm.kv_runtime.hierarchy import FORMAT, HierarchyManager, MakePolicy, TierSpec
+from sagellm.kv_runtime.hierarchy import FORMAT, HierarchyManager, MakePolicy
 from sagellm.kv_runtime.lines import block_of, keys_of
 from sagellm.kv_runtime.quota import QuotaManager
+from sagellm.kv_runtime.tier_spec import TierSpec
 from sagellm.replay.base import shortened
 from sagellm.replay.fields import check_fields
 from sagellm.replay.traces.lines import inflated

@@ -350,10 +350,10 @@ class FakeEngine:
         plugin, books = self.plugin, self.plugin._books
         books.check()
         for b in self.blocks.values():
-            key = plugin._key_of.get(b.id)
+            key = plugin._blocks.key_of.get(b.id)
             assert key is not None and books.fast_tier(key) is b.tier, f"block {b.id} is on {b.tier}"
             assert books.num_locks(key) == len(b.holders)
-        assert set(plugin._key_of) == set(self.blocks)
+        assert set(plugin._blocks.key_of) == set(self.blocks)
         assert books.num_blocks(Tier.GPU) + books.num_blocks(Tier.CPU) == len(self.blocks)
 
 

@@ -4,8 +4,9 @@ import pytest
 
 from sagellm.core.errors import PolicyError
 from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
-from sagellm.kv_runtime.hierarchy import HierarchyManager, TierSpec
+from sagellm.kv_runtime.hierarchy import HierarchyManager
 from sagellm.kv_runtime.quota import QuotaManager
+from sagellm.kv_runtime.tier_spec import TierSpec
 from tests.kv_runtime.policies import Chooses, KeepsEven, Lru, make_policy
 from tests.kv_runtime.workload import Engine, chain, manager_of, requests
 

@@ -126,9 +126,9 @@ def test_lost_notices_are_made_up_for(hook, host, tmp_path):
         engine.end(request)
     run(engine, 6, 40, check=False)
     engine.flush()
-    plugin._put_right(engine.candidates(1), 0.0)
+    plugin._agreement.put_right(engine.candidates(1), 0.0)
     plugin._books.check()
-    assert set(plugin._key_of) >= set(engine.blocks) - {b.id for b in engine.blocks.values() if b.holders}
+    assert set(plugin._blocks.key_of) >= set(engine.blocks) - {b.id for b in engine.blocks.values() if b.holders}
     assert not verify(engine, tmp_path / "log.jsonl").differences
 
 

@@ -11,10 +11,10 @@ import pytest
 from sagellm.core.errors import PluginError, TierError
 from sagellm.core.hooks import Tier
 from sagellm.kv_runtime import tiered_kv_disk
+from sagellm.kv_runtime.digests import token_digests
 from sagellm.kv_runtime.disk_store import DiskStore
 from sagellm.kv_runtime.opening import Opening
 from sagellm.kv_runtime.plugin import TieredKVWithDisk
-from sagellm.kv_runtime.tiered_kv_disk import token_digests
 from tests.kv_runtime.fake_engine import FakeEngine, plugin_with
 from tests.kv_runtime.policies import Chooses, make_policy
 from tests.kv_runtime.test_plugin import tokens_of, verify
@@ -52,7 +52,7 @@ def start(tmp_path):
 
 def settle(engine):
     """Until nothing is on its way between memory and files."""
-    migrator = engine.plugin._migrator
+    migrator = engine.plugin._link.migrator
     done = threading.Event()
     while migrator.queued_bytes(Tier.CPU, Tier.NVME) or migrator.queued_bytes(Tier.NVME, Tier.CPU):
         done.wait(0.001)
@@ -63,7 +63,7 @@ def settle(engine):
 def opened(engine):
     """The same, once its folder is open and known."""
     engine.plugin._opening.result(60.0)
-    while engine.plugin._store is None or engine.plugin._found:
+    while engine.plugin._link is None or engine.plugin._found:
         engine.plugin._catch_up()
     return engine
 
@@ -145,7 +145,7 @@ def test_a_damaged_file_is_computed_again(start):
 def test_a_load_that_is_late_is_given_up(start, monkeypatch):
     engine = start()
     push_out(engine)
-    plugin, store = engine.plugin, engine.plugin._store
+    plugin, store = engine.plugin, engine.plugin._link.store
     gate, read = threading.Event(), store.read
 
     def stuck(*args, **kwargs):
@@ -154,7 +154,7 @@ def test_a_load_that_is_late_is_given_up(start, monkeypatch):
 
     monkeypatch.setattr(store, "read", stuck)
     assert not engine.admitted(9, FIRST, tries=5), "it waits"
-    plugin._waits._waits[9].until_s = 0.0
+    plugin._loader._waits._waits[9].until_s = 0.0
     assert engine.admitted(9, FIRST), "until the deadline"
     assert plugin._counts["loads_late"] == 1 and engine.reserved, "somebody may still write there"
     assert engine.serve(9, FIRST)
@@ -175,7 +175,7 @@ def test_a_request_that_goes_while_its_blocks_are_read(start):
     settle(engine)
     while engine.reserved:
         engine.plugin._catch_up()
-    assert not engine.plugin._waits._waits and not engine.plugin._waits._load_of
+    assert not engine.plugin._loader._waits._waits and not engine.plugin._loader._waits._load_of
     engine.check()
 
 
@@ -190,16 +190,16 @@ def test_a_full_disk_stops_saving_for_a_while(start, monkeypatch):
     plugin = engine.plugin
 
     def full(key):
-        plugin._store.abort(key)
+        plugin._link.store.abort(key)
         raise TierError("no space left on device")
 
-    monkeypatch.setattr(plugin._store, "commit", full)
+    monkeypatch.setattr(plugin._link.store, "commit", full)
     push_out(engine)
     events = plugin.report()["events"]
     assert events["failed_saves"] >= 1 and not events.get("saved")
     assert plugin._counts["saves_paused"] >= 1, "later ones are not tried"
     monkeypatch.undo()
-    plugin._paused_until_s = 0.0
+    plugin._saver._paused_until_s = 0.0
     for request, tokens in enumerate([FIRST, *OTHERS], 20):
         assert admit(engine, request, tokens) <= 1
         engine.serve(request, tokens)
@@ -223,20 +223,20 @@ def test_on_a_full_device_old_files_make_way(start, monkeypatch):
             engine.serve(request, tokens)
             settle(engine)
 
-    monkeypatch.setattr(plugin._store, "_write", full)
+    monkeypatch.setattr(plugin._link.store, "_write", full)
     for tokens, request in zip(OTHERS, range(50, 60), strict=False):
         engine.serve(request, tokens[::-1])
         settle(engine)
     monkeypatch.undo()
-    assert plugin._store.counters()["lowered capacity"] >= 1
+    assert plugin._link.store.counters()["lowered capacity"] >= 1
     plugin._catch_up()
-    room = plugin._store.capacity_blocks(engine.block_bytes)
+    room = plugin._link.store.capacity_blocks(engine.block_bytes)
     assert plugin._manager.num_occupied(Tier.NVME) == plugin._capacity - room > 0
-    plugin._paused_until_s = 0.0
+    plugin._saver._paused_until_s = 0.0
     saved = plugin.report()["events"]["saved"]
     serve_again(70)
     assert plugin.report()["events"]["saved"] > saved, "for each that comes an old one goes"
-    assert len(plugin._store) <= room
+    assert len(plugin._link.store) <= room
     engine.check()
 
 
@@ -253,8 +253,8 @@ def test_the_disk_holds_no_more_than_it_may(start):
     for request in range(12):
         engine.serve(request, tokens_of(request, request + 20, request + 40))
         settle(engine)
-        assert plugin._store.used_bytes() <= plugin._store.capacity_bytes
-        assert plugin._books.num_blocks(Tier.NVME) == len(plugin._store) <= 5
+        assert plugin._link.store.used_bytes() <= plugin._link.store.capacity_bytes
+        assert plugin._books.num_blocks(Tier.NVME) == len(plugin._link.store) <= 5
     engine.check()
 
 
@@ -300,7 +300,7 @@ def test_a_folder_that_takes_long_to_open_stands_in_nobodys_way(start, monkeypat
     late = start(wait=False)
     for request, tokens in enumerate([FIRST, *OTHERS]):
         assert late.admitted(request, tokens) and late.serve(request, tokens)
-    assert late.plugin._store is None and late.plugin._counts["saves_paused"] > 0
+    assert late.plugin._link is None and late.plugin._counts["saves_paused"] > 0
     assert "disk" not in late.plugin.report()
     gate.set()
     opened(late)
@@ -365,7 +365,7 @@ def test_requests_that_begin_alike_share_a_load(start):
     engine.call("on_request_end", 9)  # who asked first does not want it any more
     settle(engine)
     assert engine.admitted(10, longer) and engine.admitted(11, FIRST)
-    assert not engine.reserved and not plugin._waits._waits
+    assert not engine.reserved and not plugin._loader._waits._waits
     computed = engine.num_computed
     assert engine.serve(10, longer) and engine.num_computed == computed + 1
     engine.check()
@@ -374,10 +374,11 @@ def test_requests_that_begin_alike_share_a_load(start):
 def test_who_shares_a_load_waits_no_longer_than_for_its_own(start, monkeypatch):
     engine = start()
     push_out(engine)
-    gate, read = threading.Event(), engine.plugin._store.read
-    monkeypatch.setattr(engine.plugin._store, "read", lambda *args, **kwargs: gate.wait(60) and read(*args, **kwargs))
+    gate, store = threading.Event(), engine.plugin._link.store
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda *args, **kwargs: gate.wait(60) and read(*args, **kwargs))
     assert not engine.admitted(9, FIRST) and not engine.admitted(10, FIRST)
-    engine.plugin._waits._waits[10].until_s = 0.0
+    engine.plugin._loader._waits._waits[10].until_s = 0.0
     assert engine.admitted(10, FIRST) and not engine.admitted(9, FIRST), "the load goes on for the other one"
     gate.set()
     settle(engine)
@@ -421,18 +422,18 @@ def test_a_key_that_two_prefixes_share_names_one_of_them_only(start):
     others.pop(key(first), None)
     others = itertools.cycle(others.values())
     serve(first)
-    while key(first) not in plugin._store or books.fast_tier(key(first)):
+    while key(first) not in plugin._link.store or books.fast_tier(key(first)):
         serve(next(others))
     serve(alike)
     assert plugin.report()["plugin"]["collisions"] == 1 and books.fast_tier(key(first)) is None
-    while key(first) in plugin._store:  # until its file makes way
+    while key(first) in plugin._link.store:  # until its file makes way
         serve(next(others))
         serve(alike)
     for _ in range(9):  # now files of the other one are written
         serve(alike)
         for _ in range(4):
             serve(next(others))
-    assert plugin._key_of_digest.get(token_digests(np.array(alike), "", 4)[0]) == key(first)
+    assert plugin._digests.key_of(token_digests(np.array(alike), "", 4)[0]) == key(first)
     serve(first)
 
 
@@ -455,7 +456,7 @@ def test_two_prefixes_of_one_key_cannot_get_each_others_files_over_restarts(star
 def test_a_file_that_was_replaced_behind_the_books_is_not_loaded(start):
     engine = start()
     push_out(engine)
-    store = engine.plugin._store
+    store = engine.plugin._link.store
     for key in list(store.keys()):
         stored = store.describe(key)
         store.remove(key)
@@ -477,7 +478,7 @@ def test_a_block_whose_notices_were_lost_is_not_saved(start):
         engine.serve(request, tokens)
         settle(engine)
     firsts = set(engine.keys(FIRST, "").tolist())
-    assert not firsts & set(engine.plugin._store.keys())
+    assert not firsts & set(engine.plugin._link.store.keys())
     assert engine.plugin.report()["plugin"]["saves_without_digest"]
 
 
@@ -490,7 +491,7 @@ def test_an_orderly_end_saves_what_lies_on_the_host(start):
     assert books.num_blocks(Tier.CPU) == 3 and not books.num_blocks(Tier.NVME)
     engine.plugin.close()
     again = start(pool=3, host=6)
-    assert set(again.plugin._store.keys()) == set(again.keys(FIRST, "").tolist())
+    assert set(again.plugin._link.store.keys()) == set(again.keys(FIRST, "").tolist())
     assert admit(again, 1, FIRST) == 1
     again.serve(1, FIRST)
     assert again.num_matched == 3
@@ -500,4 +501,4 @@ def test_an_end_with_a_full_disk_keeps_what_was_used_last(start):
     engine = start(pool=3, host=6, disk_gib=2 * 8192 / 2**30)
     push_out(engine)
     engine.plugin.close()
-    assert len(start(pool=3, host=6, disk_gib=2 * 8192 / 2**30).plugin._store) == 2
+    assert len(start(pool=3, host=6, disk_gib=2 * 8192 / 2**30).plugin._link.store) == 2

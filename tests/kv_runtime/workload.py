@@ -4,8 +4,9 @@ import random
 
 from sagellm.core.hooks import MigrationPlan, Tier
 from sagellm.kv_policy.base import CachedBlock
-from sagellm.kv_runtime.hierarchy import HierarchyManager, TierSpec
+from sagellm.kv_runtime.hierarchy import HierarchyManager
 from sagellm.kv_runtime.memory_backend import MemoryBackend
+from sagellm.kv_runtime.tier_spec import TierSpec
 from tests.kv_runtime.policies import make_policy
 
 

@@ -54,7 +54,7 @@ def served_in_turn(engine, reference):
         assert answers(engine, [chat], SHORT) == reference([chat], 8)
         check_pool(engine)
         found.append(hit_tokens(engine) - before)
-        migrator = plugin_of(engine)._migrator
+        migrator = plugin_of(engine)._link.migrator
         while migrator.queued_bytes(Tier.CPU, Tier.NVME):
             time.sleep(0.001)
     return found
@@ -85,14 +85,14 @@ def test_what_the_host_gives_up_comes_back_from_files(start_engine, reference, t
 def test_two_who_begin_with_the_same_files_share_a_load(start_engine, reference, tmp_path, monkeypatch):
     engine = disk_engine(start_engine, tmp_path / "tier")
     served_in_turn(engine, reference)
-    plugin, read = plugin_of(engine), plugin_of(engine)._store.read
+    plugin, read = plugin_of(engine), plugin_of(engine)._link.store.read
 
     def read_once_both_wait(*args, **kwargs):
         while not plugin._counts["loads_shared"]:
             time.sleep(0.001)
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(plugin._store, "read", read_once_both_wait)
+    monkeypatch.setattr(plugin._link.store, "read", read_once_both_wait)
     tails = make_prompts([20, 30], seed=11)
     pair = [CHATS[0][:144] + tail for tail in tails]
     before = hit_tokens(engine)

@@ -64,6 +64,6 @@ def test_with_files_that_are_damaged_and_a_disk_that_fills(start_engine, referen
     def full(*args):
         raise OSError(ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(plugin._store, "_write", full)
+    monkeypatch.setattr(plugin._link.store, "_write", full)
     serve(engine, reference, rounds=1)
     assert plugin.report()["disk"]["dropped corrupt"] > 0 and plugin._counts["saves_paused"] > 0, plugin.report()
