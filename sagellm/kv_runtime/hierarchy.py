@@ -17,6 +17,7 @@ from sagellm.kv_policy.base import (
 from sagellm.kv_runtime.base import FetchDecision, KVBackendProtocol, RoomDecision
 from sagellm.kv_runtime.blocks import BlockManager
 from sagellm.kv_runtime.lines import kind_of, line_fields
+from sagellm.kv_runtime.placement import Placement
 from sagellm.kv_runtime.quota import QuotaManager
 from sagellm.kv_runtime.room import RoomMaker, TierLimits, check_migration
 from sagellm.kv_runtime.tier_spec import TierSpec, check_tiers, tier_row
@@ -71,13 +72,12 @@ class HierarchyManager:
         self._record = record
         make = make_policy or registry.make_policy
         self._policies = {spec.tier: make(spec.policy, spec.capacity, **spec.options) for spec in self.tiers}
-        self._arriving: dict[BlockKey, tuple[Tier, CachedBlock]] = {}  # being saved or loaded, and to where
-        self._num_arriving = dict.fromkeys(Tier, 0)
+        self._place = Placement(self.books, self._policies, self.quota)
         self._num_occupied = dict.fromkeys(Tier, 0)
         lower = [spec.tier for spec in self.tiers[1:]] + [None]
         limits = {spec.tier: TierLimits(spec.capacity, below) for spec, below in zip(self.tiers, lower, strict=True)}
         self._room = RoomMaker(
-            self.books, limits, self._policies, migration, self.quota, self._num_arriving, self._num_occupied
+            self.books, limits, self._policies, migration, self.quota, self._place.num_arriving, self._num_occupied
         )
         if record is not None:
             record("kv_open", format=FORMAT, tiers=[tier_row(spec) for spec in self.tiers], **(origin or {}))
@@ -92,7 +92,7 @@ class HierarchyManager:
 
     def is_arriving(self, key: BlockKey) -> bool:
         """Whether the block is being saved or loaded."""
-        return key in self._arriving
+        return key in self._place.arriving
 
     # events
 
@@ -108,8 +108,9 @@ class HierarchyManager:
         found = keys[num_held:num_found]
         self.books.lock(request_id, num_held, found)
         for key in reversed(found):
-            self._policies[self._tier(key)].on_hit(key, time_s)
-            self.books.touch(key)
+            tier = self.books.fast_tier(key)
+            assert tier is not None
+            self._place.hit(key, tier, time_s)
         self._observe_use(found, time_s)
         self.counts["lookups"] += 1
         self.counts["blocks_asked"] += len(keys)
@@ -135,9 +136,9 @@ class HierarchyManager:
         for block in reversed(blocks[:num_taken]):
             tier = self.books.fast_tier(block.key)
             if tier is None:
-                self._insert(block, Tier.GPU)
+                self._place.insert(block, Tier.GPU)
             elif tier is not Tier.GPU:
-                self._shift(block.key, tier, Tier.GPU)
+                self._place.shift(block.key, tier, Tier.GPU)
         if request_id is not None and num_taken:
             self.books.lock(request_id, blocks[0].depth - 1, [block.key for block in blocks[:num_taken]])
         self._observe_use([block.key for block in blocks[:num_taken]], time_s)
@@ -156,7 +157,7 @@ class HierarchyManager:
         num_unknown = 0
         for key in keys:
             if self.books.is_on(key, tier):
-                self._remove(key, tier, evicted)
+                self._place.remove(key, tier, evicted=evicted)
             else:
                 num_unknown += 1
         self.counts[f"dropped_{tier.value}"] += len(keys) - num_unknown
@@ -170,7 +171,7 @@ class HierarchyManager:
         is_down = plan.src_tier is Tier.GPU
         keys = [BlockKey(key) for key in result.moved if self.books.is_on(key, plan.src_tier)]
         for key in keys if is_down else reversed(keys):
-            self._shift(key, plan.src_tier, plan.dst_tier, evicted=is_down)
+            self._place.shift(key, plan.src_tier, plan.dst_tier, evicted=is_down)
         pair = f"{plan.src_tier.value}_{plan.dst_tier.value}"
         self.counts[f"moved_{pair}"] += len(keys)
         self.counts[f"refused_{pair}"] += len(result.refused)
@@ -182,37 +183,36 @@ class HierarchyManager:
         """Copies of blocks of gpu or cpu are on their way to nvme, which keeps room for them."""
         for key in keys:
             if key in self.books and not self.books.is_on(key, Tier.NVME):
-                self._await(key, Tier.NVME)
+                self._place.begin_arrival(key, Tier.NVME)
         self._write("saving", keys=keys, time_s=time_s)
 
     def saved(self, keys: Sequence[BlockKey], time_s: float) -> None:
         """The copies are on nvme; their blocks may have left their own tier meanwhile."""
-        self._arrive(keys, Tier.NVME)
+        self._place.arrive(keys, Tier.NVME)
         self.counts["saved"] += len(keys)
         self._write("saved", keys=keys, time_s=time_s)
 
     def loading(self, keys: Sequence[BlockKey], time_s: float) -> None:
         """Blocks of nvme are read, to be on cpu; that keeps room for them, and nvme keeps the files."""
         for key in reversed(keys):
-            if self.books.is_on(key, Tier.NVME) and self.books.fast_tier(key) is None and key not in self._arriving:
-                self._policies[Tier.NVME].on_hit(key, time_s)
-                self.books.touch(key)
+            if self._slow_tier(key) is Tier.NVME and key not in self._place.arriving:
+                self._place.hit(key, Tier.NVME, time_s)
                 self.books.begin_read(key)
-                self._await(key, Tier.CPU)
+                self._place.begin_arrival(key, Tier.CPU)
         self._write("loading", keys=keys, time_s=time_s)
 
     def loaded(self, keys: Sequence[BlockKey], time_s: float) -> None:
         """What was read can be found on cpu; its files stay."""
-        self._arrive(keys, Tier.CPU)
+        self._place.arrive(keys, Tier.CPU)
         self.counts["loaded"] += len(keys)
         self._write("loaded", keys=keys, time_s=time_s)
 
     def failed(self, keys: Sequence[BlockKey], reason: str, time_s: float) -> None:
         """What was being saved or loaded did not arrive."""
         for key in keys:
-            arriving = self._arriving.get(key)
+            arriving = self._place.arriving.get(key)
             if arriving is not None:
-                self._end_arrival(key)
+                self._place.end_arrival(key)
                 self.counts["failed_saves" if arriving[0] is Tier.NVME else "failed_loads"] += 1
         self._write("failed", keys=keys, reason=reason, time_s=time_s)
 
@@ -228,7 +228,7 @@ class HierarchyManager:
         for block in blocks:
             if not self.books.is_on(block.key, tier) and not self.books.collides(block):
                 if tier is Tier.NVME or self.books.fast_tier(block.key) is None:
-                    self._insert(block, tier)
+                    self._place.insert(block, tier)
         self._write("adopted", blocks=blocks, tier=tier, time_s=time_s)
 
     def corrected(self, locked: Sequence[BlockKey], unlocked: Sequence[BlockKey], time_s: float) -> None:
@@ -298,7 +298,7 @@ class HierarchyManager:
         source = self._slow_tier(keys[first])
         blocks: list[CachedBlock] = []
         for key in keys[first:]:
-            if source is None or self._slow_tier(key) is not source or key in self._arriving:
+            if source is None or self._slow_tier(key) is not source or key in self._place.arriving:
                 break
             blocks.append(self.books.block(key))
         return tuple(blocks)
@@ -341,7 +341,7 @@ class HierarchyManager:
             "capacity_blocks": {spec.tier.value: spec.capacity for spec in self.tiers},
             "blocks": {tier.value: books.tenants(tier) for tier in tiers},  # by tenant
             "bytes": {tier.value: books.num_bytes(tier) for tier in tiers},
-            "arriving_blocks": {tier.value: self._num_arriving[tier] for tier in tiers},
+            "arriving_blocks": {tier.value: self._place.num_arriving[tier] for tier in tiers},
             "events": dict(self.counts),
             "victims": victims,
         }
@@ -350,52 +350,6 @@ class HierarchyManager:
         """Some migration policies learn from which blocks come back."""
         if self._learn is not None and keys:
             self._learn(keys, time_s)
-
-    # changes of the books, each with its policy and quota
-
-    def _tier(self, key: BlockKey) -> Tier:
-        tier = self.books.fast_tier(key)
-        assert tier is not None
-        return tier
-
-    def _insert(self, block: CachedBlock, tier: Tier) -> None:
-        self.books.add(block, tier)
-        self._policies[tier].on_insert(block)
-        self.quota.charge(block.tenant_id, tier)
-
-    def _remove(self, key: BlockKey, tier: Tier, evicted: bool) -> None:
-        tenant = self.books.block(key).tenant_id
-        self.books.remove(key, tier)
-        self._policies[tier].on_remove(key, evicted)
-        self.quota.release(tenant, tier)
-
-    def _shift(self, key: BlockKey, src: Tier, dst: Tier, *, evicted: bool = False) -> None:
-        block = self.books.block(key)
-        self.books.move(key, src, dst)
-        self._policies[src].on_remove(key, evicted)
-        self._policies[dst].on_insert(block)
-        self.quota.release(block.tenant_id, src)
-        self.quota.charge(block.tenant_id, dst)
-
-    def _await(self, key: BlockKey, tier: Tier) -> None:
-        if key not in self._arriving:
-            self._arriving[key] = tier, self.books.block(key)
-            self._num_arriving[tier] += 1
-
-    def _end_arrival(self, key: BlockKey) -> CachedBlock:
-        tier, block = self._arriving.pop(key)
-        self._num_arriving[tier] -= 1
-        if tier is not Tier.NVME:
-            self.books.end_read(key)
-        return block
-
-    def _arrive(self, keys: Sequence[BlockKey], tier: Tier) -> None:
-        for key in reversed(keys):
-            if self._arriving.get(key, (None,))[0] is tier:
-                block = self._end_arrival(key)
-                is_there = self.books.is_on(key, tier) or (tier is Tier.CPU and self.books.fast_tier(key) is not None)
-                if not is_there and not self.books.collides(block):
-                    self._insert(block, tier)
 
     def _write(self, event: str, **fields: Any) -> None:
         if self._record is not None:

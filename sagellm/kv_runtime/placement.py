@@ -1,0 +1,76 @@
+"""Changes of the books, each told to the tier's policy and to the quotas; and blocks that are on their way to a tier."""
+
+from collections.abc import Mapping, Sequence
+
+from sagellm.core.hooks import Tier
+from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy
+from sagellm.kv_runtime.blocks import BlockManager
+from sagellm.kv_runtime.quota import QuotaManager
+
+__all__ = ["Placement"]
+
+
+class Placement:
+    """Keeps books, policies and quotas in step. O(1) a block, plus what the policies take.
+
+    Attributes:
+        arriving: blocks that are being saved or loaded, and to where.
+        num_arriving: how many these are, by tier.
+    """
+
+    def __init__(self, books: BlockManager, policies: Mapping[Tier, EvictionPolicy], quota: QuotaManager) -> None:
+        self._books = books
+        self._policies = policies
+        self._quota = quota
+        self.arriving: dict[BlockKey, tuple[Tier, CachedBlock]] = {}
+        self.num_arriving = dict.fromkeys(Tier, 0)
+
+    def insert(self, block: CachedBlock, tier: Tier) -> None:
+        """The block is on the tier now."""
+        self._books.add(block, tier)
+        self._policies[tier].on_insert(block)
+        self._quota.charge(block.tenant_id, tier)
+
+    def remove(self, key: BlockKey, tier: Tier, *, evicted: bool) -> None:
+        """The block is not on the tier any more. `evicted`: to make room."""
+        tenant = self._books.block(key).tenant_id
+        self._books.remove(key, tier)
+        self._policies[tier].on_remove(key, evicted)
+        self._quota.release(tenant, tier)
+
+    def shift(self, key: BlockKey, src: Tier, dst: Tier, *, evicted: bool = False) -> None:
+        """The block went from gpu to cpu or back. `evicted`: to make room."""
+        block = self._books.block(key)
+        self._books.move(key, src, dst)
+        self._policies[src].on_remove(key, evicted)
+        self._policies[dst].on_insert(block)
+        self._quota.release(block.tenant_id, src)
+        self._quota.charge(block.tenant_id, dst)
+
+    def hit(self, key: BlockKey, tier: Tier, time_s: float) -> None:
+        """The block of the tier is used."""
+        self._policies[tier].on_hit(key, time_s)
+        self._books.touch(key)
+
+    def begin_arrival(self, key: BlockKey, tier: Tier) -> None:
+        """A copy of the block is on its way to the tier; of two ways the first counts."""
+        if key not in self.arriving:
+            self.arriving[key] = tier, self._books.block(key)
+            self.num_arriving[tier] += 1
+
+    def end_arrival(self, key: BlockKey) -> CachedBlock:
+        """The copy has arrived, or never will. Raises KeyError: none was on its way."""
+        tier, block = self.arriving.pop(key)
+        self.num_arriving[tier] -= 1
+        if tier is not Tier.NVME:
+            self._books.end_read(key)
+        return block
+
+    def arrive(self, keys: Sequence[BlockKey], tier: Tier) -> None:
+        """Of these, what was on its way to the tier is there."""
+        for key in reversed(keys):
+            if self.arriving.get(key, (None,))[0] is tier:
+                block = self.end_arrival(key)
+                is_there = self._books.is_on(key, tier) or (tier is Tier.CPU and self._books.fast_tier(key) is not None)
+                if not is_there and not self._books.collides(block):
+                    self.insert(block, tier)
