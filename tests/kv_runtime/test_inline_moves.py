@@ -14,9 +14,9 @@ from sagellm.kv_runtime.host_store import HostStore
 from sagellm.kv_runtime.migrator import KVMigrator
 from sagellm.kv_runtime.pool import KVPool
 from tests.kv_runtime.faulty_store import LIMIT_S, FaultyStore
+from tests.kv_runtime.migration_setup import LOAD, SAVE, Setup
 from tests.kv_runtime.store_contract import BLOCK_BYTES, NUM_BLOCKS, content, put
 
-DOWN, UP = (Tier.CPU, Tier.NVME), (Tier.NVME, Tier.CPU)
 
 
 class Between:
@@ -29,7 +29,7 @@ class Between:
         for key in (1, 2, 3):
             put(self.source, key)
 
-    def move(self, *keys: int, tiers: tuple[Tier, Tier] = DOWN, **options: Any) -> Future[MigrationResult]:
+    def move(self, *keys: int, tiers: tuple[Tier, Tier] = SAVE, **options: Any) -> Future[MigrationResult]:
         return self.migrator.migrate(MigrationPlan(*tiers, keys), **options)
 
 
@@ -49,15 +49,15 @@ def test_a_few_bytes_have_moved_when_the_call_returns(between: Between):
     assert future.done() and future.result() == MigrationResult((2, 3), {9: "missing"})
     assert told == [(future.result(), threading.current_thread())]
     assert sorted(between.target.keys()) == [2, 3] and between.source.keys() == [1]
-    assert between.move(3, tiers=UP).done() and between.migrator.queued_bytes(*UP) == 0
-    assert between.migrator.bandwidth(*DOWN) > 0
+    assert between.move(3, tiers=LOAD).done() and between.migrator.queued_bytes(*LOAD) == 0
+    assert between.migrator.bandwidth(*SAVE) > 0
 
 
 def test_more_than_a_few_bytes_are_left_to_a_thread(between: Between, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "INLINE_BYTES", 2 * BLOCK_BYTES)
     told: list[threading.Thread] = []
     for keys in ((1, 2, 3), (1, 2)):
-        tiers = DOWN if len(keys) == 3 else UP
+        tiers = SAVE if len(keys) == 3 else LOAD
         future = between.move(*keys, tiers=tiers, on_done=lambda result: told.append(threading.current_thread()))
         assert future.result(LIMIT_S).moved == keys
     between.migrator.close()
@@ -99,3 +99,12 @@ def test_close_waits_for_a_caller_in_the_middle_of_a_move(between: Between):
         assert moving.result(LIMIT_S).result().refused == {2: "closed"}
     assert 2 in between.source and 2 not in between.target
     assert between.move(3).result().refused == {3: "closed"}
+
+
+def test_moves_to_files_are_left_to_a_thread(setup: Setup):
+    put(setup.host, 1)
+    told: list[threading.Thread] = []
+    future = setup.move(SAVE, 1, on_done=lambda result: told.append(threading.current_thread()))
+    assert future.result().moved == (1,)
+    setup.migrator.close()
+    assert told != [threading.current_thread()]
