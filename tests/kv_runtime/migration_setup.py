@@ -53,6 +53,7 @@ def late(migrator: KVMigrator, plan: MigrationPlan, arrived: threading.Event, **
         done: Future[MigrationResult] = Future()
         future = migrator.migrate(plan, deadline_s=deadline_s, on_done=done.set_result, **options)
         assert future.result(LIMIT_S) == MigrationResult((), dict.fromkeys(plan.block_ids, "deadline"))
-        if arrived.is_set():
-            return future, done
+        while not done.done():  # the thread may come there, or out of the move, after the future has ended
+            if arrived.wait(0.001):
+                return future, done
         deadline_s *= 2  # another process had the core

@@ -18,7 +18,6 @@ from tests.kv_runtime.migration_setup import LOAD, SAVE, Setup
 from tests.kv_runtime.store_contract import BLOCK_BYTES, NUM_BLOCKS, content, put
 
 
-
 class Between:
     """Two host stores, of which the second one may fail, with three blocks in the first, and a migrator between them."""
 
