@@ -50,3 +50,7 @@ class TierError(SageError):
 
 class TraceError(SageError, ValueError):
     """A trace or a log that cannot be read; the message names the file and the line."""
+
+
+class PlanError(SageError, ValueError):
+    """A node, graph or plan that makes no sense, or a strategy that is unknown or breaks its contract."""

@@ -16,19 +16,27 @@ from typing import Any, NamedTuple, NewType, Protocol
 
 import numpy as np
 
+from sagellm.core.scheduling import (
+    Phase,
+    RequestId,
+    RequestMetadata,
+    ScheduleDecision,
+    ServiceLevel,
+    StepResult,
+    StepView,
+)
 from sagellm.core.victims import VictimRequest
 
 __all__ = [
     "COALESCE_S", "COMM_HOOKS", "DECISIONS", "NOTICES", "BlockCounts", "BlockId", "BlockState", "CommOp", "EngineHandle",
     "EvictionDecision", "EvictionNotice", "EvictionReason", "KVBlockInfo", "MigrationPlan", "MigrationResult", "Phase",
     "Plugin", "PrefixMatch", "PrefixQuery", "PrefixRelease", "PrefixUpdate", "RequestId", "RequestMetadata", "ScheduleDecision",
-    "StepResult", "StepView", "Tier", "VictimRequest", "overrides",
+    "ServiceLevel", "StepResult", "StepView", "Tier", "VictimRequest", "overrides",
 ]  # fmt: skip
 
 COALESCE_S = 0.01
 
 BlockId = NewType("BlockId", int)
-RequestId = NewType("RequestId", int)
 
 
 class Tier(str, Enum):
@@ -49,11 +57,6 @@ class EvictionReason(str, Enum):
     PREFIX = "prefix"  # cached prefix blocks gave way
     RECOMPUTE = "recompute"  # a request that is not running lost its blocks; it is computed again if it goes on
     ABORTED = "aborted"  # a request needs more blocks than there are
-
-
-class Phase(str, Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,76 +185,6 @@ class PrefixRelease(NamedTuple):
     request_id: RequestId
     num_kept: int
     time_s: float
-
-
-class RequestMetadata(NamedTuple):  # as StepView and StepResult: made in every step, cheaper than a frozen dataclass
-    """A request as the scheduler sees it. Lengths in tokens; `arrival_s` on the clock of `time.perf_counter`."""
-
-    request_id: RequestId
-    phase: Phase
-    num_tokens: int
-    num_computed: int
-    num_generated: int
-    num_blocks: int
-    arrival_s: float
-    adapter: str = ""
-    tenant_id: str = ""
-
-
-class StepView(NamedTuple):
-    """The engine is about to choose among `requests`, given in its own order.
-
-    `token_budget` is the engine's limit of new tokens in this step; a plug-in may lower it, not raise it. `free_blocks`
-    leaves out what the prefix cache would give up: `EngineHandle.block_counts` tells that too, and costs more.
-    """
-
-    step: int
-    phase: Phase
-    requests: tuple[RequestMetadata, ...]
-    free_blocks: int
-    token_budget: int
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleDecision:
-    """How to go on.
-
-    Attributes:
-        order: every request id of the step once, most urgent first; None keeps the engine's order. Under memory
-            pressure requests are preempted from the end.
-        hold: ids that take no part in this step. A held request keeps its blocks, so holding one until another, which
-            needs those blocks, has ended waits in vain.
-        token_budget: new tokens in this step, at least 1; None for the engine's limit. The first request always runs.
-    """
-
-    order: Sequence[int] | None = None
-    hold: frozenset[int] = field(default_factory=frozenset)
-    token_budget: int | None = None
-    reason: str = ""
-
-
-class StepResult(NamedTuple):
-    """A step is done: one of prompts, or one decode step of those that were sent together.
-
-    Attributes:
-        num_tokens: computed in it.
-        end_s: when, on the clock of `time.perf_counter`.
-        duration_s: of the step alone, from when it was sent or the step before it had ended; 0 where nobody measures it.
-        num_context_tokens: tokens that were computed before, summed over its requests.
-        bytes_in, bytes_out: of blocks copied from the host tier to the pool, and back, at its beginning.
-        swap_s: seconds of these copies; 0 where nobody measures them.
-    """
-
-    step: int
-    phase: Phase
-    num_requests: int
-    num_tokens: int
-    end_s: float
-    duration_s: float = 0.0
-    num_context_tokens: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    swap_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +344,7 @@ class Plugin:
         raise NotImplementedError
 
     def schedule(self, view: StepView) -> ScheduleDecision | None:
-        """Order, hold and bound a step.
+        """Choose the phase of a step; order, hold, cut and bound its requests.
 
         None leaves it to the engine, and is not asked for again until a request has come or gone, or `COALESCE_S` have
         passed; `ScheduleDecision()` says the same for one step only.

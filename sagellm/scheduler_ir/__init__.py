@@ -1,0 +1,1 @@
+"""Schedules as data: a graph of typed nodes, passes over it, plans that an engine carries out, and strategies that decide."""

@@ -1,0 +1,1 @@
+"""Who runs next, and with how much: one strategy a file."""
