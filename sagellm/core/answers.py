@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.core.hooks import EvictionDecision, ScheduleDecision, StepView, VictimRequest
+from sagellm.core.hooks import EvictionDecision, Phase, ScheduleDecision, StepView, VictimRequest
 from sagellm.core.host import Nonsense
 from sagellm.core.victims import Candidates
 
@@ -74,4 +74,20 @@ def check_schedule(answer: Any, view: StepView) -> ScheduleDecision | None:
     budget = None if answer.token_budget is None else index(answer.token_budget)
     if budget is not None and not budget >= 1:
         raise Nonsense(f"token budget {budget}; allowed are 1 to {view.token_budget}, or None")
-    return ScheduleDecision(order, frozenset(hold), budget, str(answer.reason))
+    if answer.phase is not None and answer.phase not in (Phase.PREFILL, Phase.DECODE):
+        raise Nonsense(f"phase {answer.phase!r}; allowed are Phase.PREFILL, Phase.DECODE, or None")
+    chunks = {request: index(tokens) for request, tokens in _by_request(answer.chunk_tokens, "chunk_tokens", ids)}
+    if any(tokens < 1 for tokens in chunks.values()):
+        raise Nonsense(f"chunk_tokens {chunks}; a request gets at least 1 token")
+    reasons = {request: str(reason) for request, reason in _by_request(answer.reasons, "reasons", ids)}
+    phase = None if answer.phase is None else Phase(answer.phase)
+    return ScheduleDecision(order, frozenset(hold), budget, str(answer.reason), phase, chunks, reasons)
+
+
+def _by_request(given: Any, what: str, ids: list[int]) -> list[tuple[int, Any]]:
+    if not given:
+        return []
+    rows = [(int(request), value) for request, value in islice(given.items(), len(ids) + 1)]
+    if unknown := {request for request, _ in rows}.difference(ids):
+        raise Nonsense(f"{what} names {sorted(unknown)}, which are not in this step")
+    return rows

@@ -43,7 +43,7 @@ class KVConfig(Model):
     `policy`, `cpu_policy`, `disk_policy`: names of eviction policies, or `module:Class`. `disk`: the folder of the disk tier,
     of one server at a time; `disk_gib` bounds it. `migration`: whether a block is worth a move: always, never, by measured
     cost, or `module:Class`. `deadline_s`: what was not saved or loaded by then is given up. `quotas`: tenant -> tier ->
-    blocks (an integer) or share of the tier (below 1). Requests of LMDeploy name no tenant; only "" can have a limit there.
+    blocks (an integer) or share of the tier (below 1); "" is the tenant of requests that name none.
     """
 
     policy: str = "lru"

@@ -71,6 +71,10 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
     yield waits
     if "preempted" in report:
         yield CounterMetricFamily("sagellm_preemptions", "Running requests sent back.", value=report["preempted"])
+    if "chunks" in report:
+        yield CounterMetricFamily(
+            "sagellm_prompt_cuts", "Times that a prompt was left off for another step.", value=report["chunks"]
+        )
     yield _gauge(
         "sagellm_plugin_enabled", "1 while the plug-in is called, 0 once switched off.", "plugin", report["enabled"]
     )

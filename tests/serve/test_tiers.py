@@ -96,10 +96,10 @@ def test_tiers_of_a_server_that_is_started_again(launch, tmp_path):
     assert loaded[1] > 0, "nothing of the first server was found by the second"
 
 
-def test_quotas_that_would_limit_nobody_are_refused():
-    with pytest.raises(ConfigError, match="tenant 'team-a': no request"):
-        check_tiers(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}, "team-a": {"gpu": 3}})))
-    check_tiers(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}})))
+def test_quotas_of_a_tier_that_is_not_there_are_refused():
+    with pytest.raises(ConfigError, match="team-a.*no tier cpu"):
+        check_tiers(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}, "team-a": {"cpu": 3}})))
+    check_tiers(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}, "team-a": {"gpu": 3}})))
 
 
 @pytest.mark.parametrize(

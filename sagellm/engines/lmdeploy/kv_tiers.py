@@ -40,17 +40,7 @@ def check_tiers(config: SageConfig) -> None:
         _refuse_unused(kv, "deadline_s", "there is no disk tier, whose saves and loads it bounds; give --kv-disk")
     else:
         _check_disk(config, kv, kv.disk)
-    _check_tenants(kv)
     _check_policies(config, kv)
-
-
-def _check_tenants(kv: KVConfig) -> None:
-    named = sorted(tenant for tenant in kv.quotas if tenant)
-    if named:
-        raise ConfigError(
-            f"kv.quotas limits tenant {named[0]!r}: no request of this engine can name its tenant, so that would limit nobody; "
-            'leave it out (--kv-quotas), or limit all requests together, which are of tenant "".'
-        )
 
 
 def _refuse_unused(kv: KVConfig, prefix: str, why: str) -> None:

@@ -1,10 +1,12 @@
 """Lines of the record that say what engine it was and what became of requests. `seq` is LMDeploy's `SchedulerSequence`."""
 
+import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sagellm.core.config import HookConfig
 from sagellm.core.events import FORMAT
+from sagellm.core.scheduling import NO_SERVICE
 from sagellm.engines.lmdeploy.prefix_cache import namespace_of
 
 
@@ -26,10 +28,18 @@ def open_line(scheduler: Any, config: HookConfig, prefix_caching: bool) -> dict[
 
 def arrive_line(seq: Any) -> dict[str, Any]:
     """Fields of `arrive`."""
-    max_new = seq.sampling_param.max_new_tokens
+    service, asked = seq.sage_service, {}
+    if service is not NO_SERVICE:
+        now_s = {"deadline_s": time.perf_counter()}
+        asked = {
+            name: value - now_s.get(name, 0.0)
+            for name, value in service._asdict().items()
+            if name != "tenant_id" and value != getattr(NO_SERVICE, name)
+        }
     return dict(
-        request=seq.session_id, tokens=seq.num_valid_ids, max_new=max_new, namespace=namespace_of(seq), tenant=""
-    )
+        request=seq.session_id, tokens=seq.num_valid_ids, max_new=seq.sampling_param.max_new_tokens,
+        namespace=namespace_of(seq), tenant=service.tenant_id, **({"service": asked} if asked else {}),
+    )  # fmt: skip
 
 
 def end_line(request_id: int, seqs: list[Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from sagellm.core.host import Nonsense, PluginHost
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache, namespace_of, num_shareable
 from sagellm.engines.lmdeploy.prefix_keys import PrefixKeys, hexadecimal
+from sagellm.engines.lmdeploy.requests import tenant_of
 
 
 @dataclass(slots=True)
@@ -124,7 +125,7 @@ class PrefixHooks:
             keys.flags.writeable = False
             match = PrefixMatch(
                 seq.session_id, seq.num_valid_ids, num_matched, tuple(blocks.tolist()), source, keys, limit, first,
-                time_s=time.monotonic(),
+                tenant_of(seq), time.monotonic(),
             )  # fmt: skip
             self._host.post("on_prefix_matched", match)
 
@@ -175,7 +176,7 @@ class PrefixHooks:
             tokens = _read_only(seq.all_ids[first_token : last * self._block_size])
             update = PrefixUpdate(
                 seq.session_id, namespace_of(seq), first_token, tokens, tuple(blocks.tolist()), keys, parent,
-                time_s=time.monotonic(),
+                tenant_of(seq), time.monotonic(),
             )  # fmt: skip
             self._host.post("on_prefix_stored", update)
 

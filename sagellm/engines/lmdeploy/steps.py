@@ -7,10 +7,12 @@ from typing import Any
 from sagellm.core.hooks import Phase, StepResult
 from sagellm.engines.lmdeploy.host_memory import SwapTimes
 
-# A step, or a round of decode steps: its number, whether it decodes, the ids of its sequences, their tokens and those computed
-# before (counted only if somebody is told), the number of decode steps, when it was sent; of its forward pass the number and
-# how many blocks it copies in and out. A tuple, as it is made for every step: a dataclass takes five times as long.
-SentStep = tuple[int, bool, list[int], int, int, int, float, int, int, int]
+# A step, or a round of decode steps: its number, whether it decodes, the ids of its sequences; what it computes of each
+# request, what was refused, tokens computed before (these only if somebody is told); the number of decode steps, when it was
+# sent; of its forward pass the number and how many blocks it copies in and out. A tuple, as it is made for every step: a
+# dataclass takes five times as long.
+Rows = tuple[tuple[int, Any], ...]  # by request
+SentStep = tuple[int, bool, list[int], Rows, Rows, int, int, float, int, int, int]
 
 
 class Steps:
@@ -34,7 +36,7 @@ class Steps:
             return None
         step, loop = found
         end_s = time.perf_counter()
-        duration_s = end_s - max(step[6], self._last_end_s)
+        duration_s = end_s - max(step[7], self._last_end_s)
         self.seconds += duration_s
         self._last_end_s = end_s
         return step, loop, end_s, duration_s
@@ -43,7 +45,7 @@ class Steps:
         """Steps end in the order in which they were sent; a round may end before its last loop."""
         while self._sent:
             step, loop = self._sent[0], self._num_loops_ended
-            was_decoding, sent_ids, num_loops = step[1], step[2], step[5]
+            was_decoding, sent_ids, num_loops = step[1], step[2], step[6]
             found = was_decoding == is_decoding and sent_ids == seq_ids
             self._num_loops_ended = loop + 1 if found else num_loops
             if self._num_loops_ended == num_loops:
@@ -54,23 +56,26 @@ class Steps:
         return None
 
     def result(self, step: SentStep, loop: int, num_requests: int, end_s: float, duration_s: float) -> StepResult:
-        number, is_decoding, _, num_tokens, num_before, _, _, _, num_in, num_out = step
-        if loop:  # the copies were made before the first one
+        number, is_decoding, _, computed, refused, num_before, _, _, _, num_in, num_out = step
+        if loop:  # the copies were made before the first one, and what was refused was told with it
             num_in = num_out = 0
+            refused = ()
         swap_s = 0.0
         if self.swap_times is not None and num_in + num_out:
             swap_s = self.swap_times.take(bool(num_in) + bool(num_out))
         phase = Phase.DECODE if is_decoding else Phase.PREFILL
         return StepResult(
-            number, phase, num_requests, num_tokens, end_s, duration_s, num_before + loop * num_requests,
-            num_in * self._block_bytes, num_out * self._block_bytes, swap_s,
+            number, phase, num_requests, sum([tokens for _, tokens in computed]), end_s, duration_s,
+            num_before + loop * num_requests, num_in * self._block_bytes, num_out * self._block_bytes, swap_s,
+            computed, refused,
         )  # fmt: skip
 
 
 def step_line(result: StepResult) -> dict[str, Any]:
     """Fields of the record's `step` line."""
+    refused = {"refused": dict(result.refused)} if result.refused else {}
     return dict(
         step=result.step, phase=result.phase.value, requests=result.num_requests, tokens=result.num_tokens,
         context=result.num_context_tokens, seconds=round(result.duration_s, 6), bytes_in=result.bytes_in,
-        bytes_out=result.bytes_out, swap_seconds=round(result.swap_s, 6),
+        bytes_out=result.bytes_out, swap_seconds=round(result.swap_s, 6), computed=result.computed, **refused,
     )  # fmt: skip

@@ -269,7 +269,10 @@ class TurboMindHooks:
     def _on_step_end(self, notice: Any) -> None:
         # A step that decodes computes one token a sequence; one with prompts in it nearly always more.
         phase = Phase.PREFILL if notice.step_tokens > notice.step_sequences else Phase.DECODE
-        result = StepResult(notice.step, phase, notice.step_sequences, notice.step_tokens, notice.time_ns / 1e9)
+        refused = self._steps.refused((notice.engine, notice.group), notice.step)
+        result = StepResult(
+            notice.step, phase, notice.step_sequences, notice.step_tokens, notice.time_ns / 1e9, refused=refused
+        )
         self._host.post("on_step_end", result)
 
     def _on_collective(self, notice: Any) -> None:

@@ -18,6 +18,7 @@ from sagellm.core.hooks import COALESCE_S, Phase, RequestMetadata, StepView
 from sagellm.core.host import PluginHost
 
 HOLD = np.uint64(2**64 - 1)  # SAGE_PRIORITY_HOLD
+UNCUT = "TurboMind cuts prompts by the token budget alone"
 
 Where = tuple[int, int]  # engine, group
 
@@ -43,6 +44,7 @@ class StepDecisions:
         self._waiting: dict[Where, dict[int, _Known]] = {}
         self._running: dict[Where, dict[int, _Known]] = {}
         self._left: dict[Where, tuple[float, list[int]]] = {}  # steps left to the engine: until when, which requests
+        self._refused: dict[Where, tuple[int, tuple[tuple[int, str], ...]]] = {}  # of the step decided last
 
     def admit(self, question: Any, until_s: float) -> list[int] | None:
         """Places of the requests that may join the batch; None leaves it to the engine.
@@ -110,7 +112,9 @@ class StepDecisions:
             return None
         requests = self._requests(where, question, ids)
         phase = Phase.PREFILL if any(r.phase is Phase.PREFILL for r in requests) else Phase.DECODE
-        view = StepView(question.step, phase, requests, question.free_blocks, question.default_budget)
+        view = StepView(
+            question.step, phase, requests, question.free_blocks, question.default_budget, now_s=time.perf_counter()
+        )
         decided = self._host.decide("schedule", view, lambda answer: check_schedule(answer, view), until_s)
         known = self._running[where]
         if decided is None or decided[1] is None:
@@ -122,12 +126,19 @@ class StepDecisions:
         name, decision = decided
         if self._holds_too_long(decision.hold, known):
             return None
+        self._refused[where] = question.step, tuple((request, UNCUT) for request in decision.chunk_tokens)
         budget = min(decision.token_budget or question.default_budget, question.default_budget)
         self._host.recorder.write(
             "schedule", policy=name, step=question.step, phase=phase.value, order=list(decision.order),
-            hold=decision.hold, token_budget=decision.token_budget, reason=decision.reason,
+            hold=decision.hold, token_budget=decision.token_budget, chunk_tokens=decision.chunk_tokens,
+            reason=decision.reason, reasons=decision.reasons,
         )  # fmt: skip
         return _priorities(question.priorities, ids, decision.order, decision.hold), max(budget, 1)
+
+    def refused(self, where: Where, step: int) -> tuple[tuple[int, str], ...]:
+        """What the decision about this step asked for and the engine could not do."""
+        decided, refused = self._refused.get(where, (-1, ()))
+        return refused if decided == step else ()
 
     def _requests(self, where: Where, question: Any, ids: list[int]) -> tuple[RequestMetadata, ...]:
         """In the engine's own order, which is that of the priorities."""

@@ -80,6 +80,12 @@ FAULTS = {
     "invents": lambda plugin, v: ScheduleDecision(order=[*_ids(v)[1:], 10**6]),
     "endless_order": lambda plugin, v: ScheduleDecision(order=itertools.count()),
     "holds_unknown": lambda plugin, v: ScheduleDecision(hold=frozenset([10**6])),
+    "phase": lambda plugin, v: ScheduleDecision(phase="sleep"),
+    "no_part": lambda plugin, v: ScheduleDecision(chunk_tokens={_ids(v)[0]: 0}),
+    "half_a_part": lambda plugin, v: ScheduleDecision(chunk_tokens={_ids(v)[0]: 1.5}),
+    "cuts_unknown": lambda plugin, v: ScheduleDecision(chunk_tokens={10**6: 5}),
+    "cuts_number": lambda plugin, v: ScheduleDecision(chunk_tokens=5),
+    "reasons_unknown": lambda plugin, v: ScheduleDecision(reasons={10**6: "why"}),
     "holds_number": lambda plugin, v: ScheduleDecision(hold=3),
     # lookup
     "foreign": lambda plugin, q: [plugin.foreign(q)] if plugin.stored else None,

@@ -137,7 +137,7 @@ def test_the_view_tells_the_truth(start_engine, reference, monkeypatch):
 
 @pytest.mark.parametrize(("answer", "decodes"), [(ScheduleDecision(), 11), (None, 1)], ids=["each step", "left alone"])
 def test_none_stands_until_the_requests_change(start_engine, reference, monkeypatch, answer, decodes):
-    monkeypatch.setattr("sagellm.engines.lmdeploy.scheduler.COALESCE_S", 60.0)
+    monkeypatch.setattr("sagellm.engines.lmdeploy.step_choice.COALESCE_S", 60.0)
     engine = start_engine("tests.plugins:LastFirst")
     views = []
     plugin_of(engine).schedule = lambda view: views.append(view) or answer
@@ -147,7 +147,7 @@ def test_none_stands_until_the_requests_change(start_engine, reference, monkeypa
 
 
 def test_none_stands_for_a_moment_only(start_engine, reference, monkeypatch):
-    monkeypatch.setattr("sagellm.engines.lmdeploy.scheduler.COALESCE_S", 0.0)
+    monkeypatch.setattr("sagellm.engines.lmdeploy.step_choice.COALESCE_S", 0.0)
     engine = start_engine("tests.plugins:LastFirst")
     views = []
     plugin_of(engine).schedule = views.append
@@ -176,7 +176,7 @@ def test_steps_carry_the_numbers_under_which_they_were_chosen(start_engine, refe
     original = engine.hooks.dispatch
 
     def dispatch(running, num_loops):
-        sent.append((engine.hooks._step, len(running), sum(seq.num_token_ids for seq in running)))
+        sent.append((engine.hooks.choice._step + 1, len(running), sum(seq.num_token_ids for seq in running)))
         return original(running, num_loops)
 
     engine.hooks.dispatch = dispatch

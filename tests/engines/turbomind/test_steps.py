@@ -1,11 +1,13 @@
 """Order, hold, budget and admission, from the contract's terms to priorities and back."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from sagellm.core.hooks import COALESCE_S, Phase, ScheduleDecision
+from sagellm.engines.lmdeploy.turbomind_steps import UNCUT
 from tests.engines.turbomind import abi
 from tests.engines.turbomind.conftest import plugin_of
 from tests.engines.turbomind.played import PlayedRank
@@ -103,6 +105,18 @@ def test_decisions_that_make_no_sense(asked, decision):
     plugin.answers.append(decision)
     assert schedule(SEQUENCES) is None and schedule(SEQUENCES) is None
     assert [fault.kind for fault in hooks._host.faults] == ["nonsense"] and len(plugin.views) == 1
+
+
+def test_what_the_engine_cannot_do_is_told_with_the_step(asked, monkeypatch):
+    plugin, schedule, hooks = asked
+    told = []
+    monkeypatch.setattr(hooks._host, "post", lambda hook, result: told.append(result))
+    plugin.answers += [ScheduleDecision(chunk_tokens={22: 4}), ScheduleDecision()]
+    for step in (5, 6):
+        assert schedule(SEQUENCES, step=step) == ([30, 10, 20], 64)
+        notice = SimpleNamespace(engine=7, group=0, step=step, step_tokens=60, step_sequences=3, time_ns=1)
+        hooks._on_step_end(notice)
+    assert [(result.step, result.refused) for result in told] == [(5, ((22, UNCUT),)), (6, ())]
 
 
 def test_a_step_left_to_the_engine_is_left_for_a_while(asked, monkeypatch):

@@ -1,0 +1,37 @@
+"""What is known of a request beside what LMDeploy knows. `seq` is its `SchedulerSequence`, which carries it."""
+
+import logging
+import math
+from typing import Any
+
+from pydantic import ValidationError
+
+from sagellm.core.scheduling import NO_SERVICE, ServiceLevel
+from sagellm.core.service import ServiceRequest
+
+logger = logging.getLogger("sagellm")
+
+
+def service_of(seq: Any) -> ServiceLevel:
+    """What the client asked for, which came with the sampling parameters as the JSON of a `ServiceRequest`."""
+    text = getattr(seq.sampling_param, "sage", None)
+    if text is None:
+        return NO_SERVICE
+    try:
+        return ServiceRequest.model_validate_json(text).level()
+    except ValidationError as error:  # whoever takes requests has checked it, so that this is a mistake of ours
+        logger.error("request %s goes on without its service level: %s", seq.session_id, error)
+        return NO_SERVICE
+
+
+def tenant_of(seq: Any) -> str:
+    return getattr(seq, "sage_service", NO_SERVICE).tenant_id
+
+
+def note_tokens(running: list[Any], end_s: float) -> None:
+    """A step of these requests ended then: those of them that have got a token have it since."""
+    for seq in running:
+        if seq.num_new_tokens:
+            seq.sage_last_s = end_s
+            if getattr(seq, "sage_first_s", math.inf) == math.inf:
+                seq.sage_first_s = end_s

@@ -1,0 +1,246 @@
+"""Which step of the PyTorch engine comes next, and who takes part: what plug-ins decide, applied to LMDeploy's queues."""
+
+import asyncio
+import math
+import time
+from operator import attrgetter
+from typing import Any
+
+from sagellm.core.answers import check_admission, check_schedule
+from sagellm.core.hooks import (
+    COALESCE_S,
+    Phase,
+    RequestMetadata,
+    ScheduleDecision,
+    StepView,
+)
+from sagellm.core.host import PluginHost
+from sagellm.engines.lmdeploy.chunks import Chunks
+
+# How long until requests that plug-ins hold back are looked at again: this share of the time it has been so, within bounds.
+HELD_SHARE, SHORTEST_HELD_S, LONGEST_HELD_S = 10, 0.001, 0.02
+
+_arrival = attrgetter("arrive_time")
+
+
+class StepChoice:
+    """Asks the owners of `admit` and `schedule`, once for each step, about the whole queue.
+
+    `chunks`: of prompts that are computed in several steps. `is_decoding`: what the step chosen last does.
+    """
+
+    def __init__(self, scheduler: Any, host: PluginHost, num_free_blocks: Any, hold_limit_s: float) -> None:
+        self._scheduler = scheduler
+        self._host = host
+        self._recorder = host.recorder
+        self._num_free_blocks = num_free_blocks
+        self._hold_limit_s = hold_limit_s
+        self.chunks = Chunks(scheduler)
+        self.is_decoding = False
+        self._step = 0  # the last one that was sent
+        self._admitted: set[int] = set()
+        # seq id -> since when, without a break, it has not been admitted, or was held
+        self._refused_since: dict[int, float] = {}
+        self._held_since: dict[int, float] = {}
+        self._left: tuple[float, list[tuple[int, bool]]] = 0.0, []  # the queue that is left to the engine, and until when
+        self._decision: ScheduleDecision | None = None  # about the step that comes next
+        self._unused: set[Phase] = set()  # what the decision has not been applied to yet
+        self._rank: dict[int, int] = {}  # of the decision: request id -> its place
+        self._held: set[int] = set()  # request ids that take no part in the step chosen last
+
+    @property
+    def budget(self) -> int | None:
+        """New tokens of the step that comes next; None for the engine's own limit."""
+        return None if self._decision is None else self._decision.token_budget
+
+    def sent(self) -> int:
+        """A step is about to be sent. Returns its number."""
+        self._step += 1
+        self._unused.clear()
+        return self._step
+
+    def ended(self, seq_id: int) -> None:
+        self._admitted.discard(seq_id)
+        self._refused_since.pop(seq_id, None)
+        self._held_since.pop(seq_id, None)
+
+    # ---- called by the inserted lines
+
+    def choose_phase(self, prefill: bool) -> bool:
+        """Whether the next step is one of prompts. `prefill`: what LMDeploy would do."""
+        if self._host.plugins:
+            self._ask(Phase.PREFILL if prefill else Phase.DECODE)
+            if self._decision is not None and self._decision.phase is not None:
+                return self._is_prefill_next(self._decision.phase)
+        return prefill
+
+    def order_waiting(self, waiting: list[Any]) -> list[Any]:
+        """The waiting requests that may start in this step, most urgent first."""
+        self.is_decoding = False
+        return self._ordered(Phase.PREFILL, waiting)
+
+    def order_running(self, running: list[Any]) -> list[Any]:
+        """The running requests that decode in this step; the others keep their blocks and wait."""
+        self.is_decoding = True
+        self._held = set()
+        order = self._ordered(Phase.DECODE, running)
+        if self.budget is not None:
+            order = order[: self.budget]
+        if len(order) < len(running):
+            self._held = {seq.session_id for seq in running}.difference([seq.session_id for seq in order])
+        return order
+
+    def over_budget(self, num_tokens: int, seq: Any, running: list[Any]) -> bool:
+        """Whether `seq` must wait for the next step; the first request of a step always goes."""
+        return self.budget is not None and bool(running) and num_tokens + seq.num_token_ids > self.budget
+
+    def cut(self, seq: Any, running: list[Any]) -> None:
+        """The request joins a step of prompts: with all of its tokens, or with as many as the decision lets it have."""
+        if self._decision is not None and self._decision.chunk_tokens:
+            limit = self._decision.chunk_tokens.get(seq.session_id)
+            if limit is not None:
+                self.chunks.cut(seq, limit, is_first=not running)
+
+    def released(self, running: list[Any]) -> list[Any]:
+        return [seq for seq in running if seq.session_id not in self._held] if self._held else running
+
+    def holds_all(self) -> bool:
+        """Whether nothing runs because plug-ins keep every request waiting."""
+        return not self._scheduler.has_running() and self._is_holding()
+
+    async def wait_for_plugins(self, may_run: asyncio.Event) -> bool:
+        """Nothing may run now. Where plug-ins hold requests back, look again soon: LMDeploy would in a tenth of a second.
+
+        Returns whether that was so, after a pause that grows with the time they have been holding.
+        """
+        if not self._is_holding():
+            return False
+        waited_s = time.monotonic() - max([*self._refused_since.values(), *self._held_since.values()])
+        may_run.set()
+        await asyncio.sleep(min(max(waited_s / HELD_SHARE, SHORTEST_HELD_S), LONGEST_HELD_S))
+        may_run.clear()
+        return True
+
+    def _is_holding(self) -> bool:
+        return bool(self._refused_since or self._held_since)
+
+    # ---- decisions
+
+    def _is_prefill_next(self, wanted: Phase) -> bool:
+        """The phase that was asked for, where there is somebody for it; the engine would take nobody for a full cache."""
+        scheduler = self._scheduler
+        if wanted is Phase.PREFILL:
+            return any(seq.session_id not in self._decision.hold for seq in scheduler.waiting if self._may_join(seq))
+        is_busy = scheduler.num_locked() > 0
+        return not is_busy and not any(seq.session_id not in self._decision.hold for seq in scheduler.running)
+
+    def _may_join(self, seq: Any) -> bool:
+        return seq.seq_id in self._admitted or not self._host.decides("admit")
+
+    def _ordered(self, phase: Phase, seqs: list[Any]) -> list[Any]:
+        if not self._host.plugins:
+            return seqs
+        if phase not in self._unused:  # nobody chose the phase of this step, or the step was not sent
+            self._ask(phase)
+        self._unused.discard(phase)
+        if phase is Phase.PREFILL:
+            seqs = [seq for seq in seqs if self._may_join(seq)]
+        decision = self._decision
+        if decision is None:
+            return seqs
+        taken = [seq for seq in seqs if seq.session_id not in decision.hold]
+        taken.sort(key=lambda seq: self._rank[seq.session_id])
+        if taken or decision.hold:
+            self._write(phase, decision)
+        return taken
+
+    def _ask(self, phase: Phase) -> None:
+        """Admit who may join, then ask about all of them. `phase`: what the engine would do."""
+        waiting = sorted(self._scheduler.waiting, key=_arrival)
+        if self._host.decides("admit"):
+            waiting = [seq for seq in waiting if self._admits(seq)]
+        self._decision = None
+        self._unused = set(Phase)
+        self.chunks.forget_refusals()
+        held, self._held_since = self._held_since, {}
+        if not self._host.decides("schedule"):
+            self._host.flush(COALESCE_S)
+            return
+        running = sorted(self._scheduler.running, key=_arrival)
+        queue = [(seq.seq_id, True) for seq in waiting] + [(seq.seq_id, False) for seq in running]
+        until_s, left = self._left
+        decided = None
+        if queue and not (left == queue and time.monotonic() < until_s):
+            decided = self._decide(phase, waiting, running)
+            if decided is not None and decided[1] is None:
+                self._left = time.monotonic() + COALESCE_S, queue
+        self._host.flush(COALESCE_S)
+        if decided is not None and decided[1] is not None:
+            self._take(*decided, {seq.session_id: seq for seq in (*waiting, *running)}, held)
+
+    def _decide(self, phase: Phase, waiting: list[Any], running: list[Any]) -> tuple[str, ScheduleDecision | None] | None:
+        scheduler = self._scheduler
+        rows = [_metadata(seq, Phase.PREFILL) for seq in waiting]
+        rows += [_metadata(seq, Phase.DECODE) for seq in running]
+        self._view = view = StepView(
+            self._step + 1, phase, tuple(rows), self._num_free_blocks(), scheduler.cache_config.max_prefill_token_num,
+            scheduler.scheduler_config.max_batches, scheduler.num_locked(), time.perf_counter(),
+        )  # fmt: skip
+        return self._host.decide("schedule", view, lambda answer: check_schedule(answer, view))
+
+    def _take(self, name: str, decision: ScheduleDecision, by_request: dict[int, Any], held: dict[int, float]) -> None:
+        """Go by this decision, unless it has kept somebody waiting for too long. `held`: since when others were."""
+        now = time.monotonic()
+        self._held_since = {by_request[request].seq_id: 0.0 for request in decision.hold}
+        for request in decision.hold:
+            seq = by_request[request]
+            since_s = self._held_since[seq.seq_id] = held.get(seq.seq_id, now)
+            if self._overdue(seq, since_s, "schedule"):
+                self._held_since = {}
+                return
+        self._decision, self._name = decision, name
+        self._rank = {request: place for place, request in enumerate(decision.order or ())}
+
+    def _admits(self, seq: Any) -> bool:
+        if seq.seq_id in self._admitted:
+            return True
+        decided = self._host.decide("admit", _metadata(seq, Phase.PREFILL), check_admission)
+        if decided is None or decided[1]:
+            self._admitted.add(seq.seq_id)
+            self._refused_since.pop(seq.seq_id, None)
+        elif self._overdue(seq, self._refused_since.setdefault(seq.seq_id, time.monotonic()), "admit"):
+            return True
+        if decided is not None:
+            self._recorder.write("admit", policy=decided[0], request=seq.session_id, admitted=decided[1])
+        return seq.seq_id in self._admitted
+
+    def _overdue(self, seq: Any, since_s: float, hook: str) -> bool:
+        """True once a request was kept waiting for too long; the plug-in that did it is then off."""
+        waited = time.monotonic() - since_s
+        if waited <= self._hold_limit_s:
+            return False
+        self._host.blame(hook, f"request {seq.session_id} was kept waiting for {waited:.1f} s")
+        return True
+
+    def _write(self, phase: Phase, decision: ScheduleDecision) -> None:
+        if not self._recorder.enabled:
+            return
+        view = self._view
+        queue = [
+            [row.request_id, row.phase.value, row.num_tokens, row.num_computed, row.num_generated, row.num_blocks]
+            for row in view.requests
+        ]
+        self._recorder.write(
+            "schedule", policy=self._name, step=view.step, phase=phase.value, order=list(decision.order or ()),
+            hold=decision.hold, token_budget=decision.token_budget, chunk_tokens=decision.chunk_tokens,
+            reason=decision.reason, reasons=decision.reasons, queue=queue, free_blocks=view.free_blocks,
+            in_flight=view.num_in_flight, limit=view.token_budget, max_batch=view.max_batch_size,
+        )  # fmt: skip
+
+
+def _metadata(seq: Any, phase: Phase) -> RequestMetadata:
+    return RequestMetadata(
+        seq.session_id, phase, seq.num_valid_ids, seq.num_history_ids, seq.num_new_tokens, seq.num_blocks, seq.arrive_time,
+        seq.adapter_name or "", seq.sage_service, seq.sampling_param.max_new_tokens,
+        getattr(seq, "sage_first_s", math.inf), getattr(seq, "sage_last_s", math.inf),
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""What requests ask of the scheduler, as plug-ins of a running engine see it."""
+
+import json
+import math
+import time
+
+from sagellm.core.config import PluginSpec
+from sagellm.core.hooks import Phase, Plugin, ServiceLevel
+from sagellm.core.service import ServiceRequest
+from tests.pool import settle
+
+PROMPT = list(range(5, 55))
+
+
+class Sees(Plugin):
+    def __init__(self) -> None:
+        self.views, self.matches = [], []
+
+    def admit(self, request):
+        self.views.append(request)
+        return True
+
+    def schedule(self, view):
+        self.views.extend(view.requests)
+        assert view.now_s <= time.perf_counter() and view.max_batch_size == 8
+
+    def on_prefix_matched(self, match):
+        self.matches.append(match.tenant_id)
+
+
+SEES = PluginSpec(name="tests.engines.lmdeploy.test_service:Sees")
+
+
+def generate(engine, service: ServiceRequest | None, max_new_tokens: int = 5, prompt: list[int] = PROMPT) -> None:
+    from lmdeploy.messages import GenerationConfig
+
+    async def one():
+        instance = engine.engine.create_instance()
+        config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, top_k=1)
+        if service is not None:
+            config.sage = service.model_dump_json(exclude_defaults=True)
+        session = next(engine._sessions)
+        async for _ in instance.async_stream_infer(session, prompt, gen_config=config):
+            pass
+        await instance.async_end(session)
+
+    engine._on_loop(one())
+    settle(engine)
+
+
+def test_a_request_that_asks_for_nothing(start_engine):
+    engine = start_engine(SEES)
+    generate(engine, None)
+    seen = engine.hooks._host.plugins[0][1].views
+    assert {row.service for row in seen} == {ServiceLevel()} and {row.max_new_tokens for row in seen} == {5}
+
+
+def test_what_it_asks_for_is_seen_everywhere(start_engine, tmp_path):
+    record = tmp_path / "events.jsonl"
+    engine = start_engine(SEES, record=record)
+    due = time.time() + 100
+    generate(engine, ServiceRequest(priority=-5, tenant="acme", deadline=due, ttft_slo_ms=250, tpot_slo_ms=40))
+    plugin = engine.hooks._host.plugins[0][1]
+    (service,) = {row.service for row in plugin.views}
+    assert service[:2] == (-5, "acme") and service[3:] == (0.25, 0.04)
+    assert abs(service.deadline_s - time.perf_counter() - (due - time.time())) < 1
+    assert plugin.matches == ["acme"]
+    engine.close()
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    (arrive,) = [line for line in lines if line["event"] == "arrive"]
+    asked = arrive["service"]
+    assert arrive["tenant"] == "acme" and 90 < asked.pop("deadline_s") <= 100
+    assert asked == {"priority": -5, "ttft_s": 0.25, "tpot_s": 0.04}
+
+
+def test_when_tokens_came_is_seen(start_engine):
+    engine = start_engine(SEES, decode_round=1)
+    generate(engine, None, max_new_tokens=200)  # a step that is left to the engine is not asked about for a moment
+    rows = engine.hooks._host.plugins[0][1].views
+    waiting = [row for row in rows if row.phase is Phase.PREFILL]
+    running = [row for row in rows if row.phase is Phase.DECODE]
+    assert waiting and all(row.first_token_s == row.last_token_s == math.inf for row in waiting)
+    assert len(running) > 2 and len({row.first_token_s for row in running}) == 1
+    last = [row.last_token_s for row in running]
+    assert last == sorted(last) and last[0] >= running[0].first_token_s > running[0].arrival_s and last[-1] > last[0]
+
+
+def test_a_level_that_nobody_can_read_is_passed_over(start_engine):
+    engine = start_engine(SEES)
+
+    class Broken:
+        def model_dump_json(self, **_):
+            return '{"priority": "high"}'
+
+    generate(engine, Broken())
+    assert {row.service for row in engine.hooks._host.plugins[0][1].views} == {ServiceLevel()}
