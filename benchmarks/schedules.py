@@ -1,0 +1,182 @@
+"""Strategies in the real engine, against LMDeploy's own scheduler and each other, on the same requests.
+
+    python -m benchmarks.schedules [--scene mixed,long,fair,burst] [--rounds 3] [--shape small] [--out FILE]
+
+Random weights in bfloat16 on the CPU engine, greedy, no prefix caching, so that a request costs the same wherever it runs. The
+contestants of a scene take turns, round by round, each round on new requests that all of them get alike. Scenes:
+
+- *mixed*: short chats with a target for the first token, and long documents, at a load that the engine can just bear;
+- *long*: streams decode while a long prompt arrives; their inter-token latency until its first token;
+- *fair*: two tenants with requests waiting all the time, of which one sends ten times as many;
+- *burst*: requests of all lengths at once: whether `fifo`, through graph, passes and lowering, does step by step what
+  LMDeploy's own scheduler does, and what that costs: CPU time of the process over its steps.
+"""
+
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from benchmarks.contestants import Contestant, paired_ratio, summary
+from benchmarks.machine import describe
+from benchmarks.scheduling.engine import ENGINE, build, write_shape
+from benchmarks.scheduling.measures import figures, gaps_during, shares
+from benchmarks.scheduling.workloads import Job, burst, long_prompt, mixed, two_tenants
+
+SCENES = ("mixed", "long", "fair", "burst")
+CONTESTANTS = {
+    "mixed": (ENGINE, "fifo", "priority", "slo_aware", "hybrid"),
+    "long": (ENGINE, "adaptive"),
+    "fair": (ENGINE, "fair"),
+    "burst": (ENGINE, "fifo"),
+}
+SECONDS, CHATS_PER_S, DOCUMENTS_PER_S = 40.0, 2.0, 0.35  # of the small shape on two cores: about 0.9 of what it can bear
+STREAMS, STREAM_NEW, LONG_TOKENS, LONG_AT_S = 4, 160, 4096, 1.0
+LIGHT_JOBS = 6
+BURST = 48
+
+
+@click.command()
+@click.option("--scene", "scenes", default=",".join(SCENES), show_default=True, help="Names, by commas.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True)
+@click.option("--threads", default=2, show_default=True)
+@click.option("--chats-per-s", default=CHATS_PER_S, show_default=True, help="Load of the scene mixed.")
+@click.option("--documents-per-s", default=DOCUMENTS_PER_S, show_default=True)
+@click.option("--strategy-options", default="{}", metavar="JSON", help='By strategy: {"adaptive": {...}}.')
+@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
+def main(
+    scenes: str, rounds: int, shape: str, threads: int, chats_per_s: float, documents_per_s: float, strategy_options: str,
+    out: Path | None,
+) -> None:  # fmt: skip
+    """Measure, print, and write the result."""
+    options = json.loads(strategy_options)
+    result: dict[str, Any] = {"shape": shape, "threads": threads, "rounds": rounds, "machine": describe()}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_shape(Path(scratch), shape)
+        for scene in scenes.split(","):
+            if scene not in SCENES:
+                raise click.BadParameter(f"{scene!r} is no scene; known are {', '.join(SCENES)}.")
+            settings = {name: _settings(scene, Path(scratch), name) for name in CONTESTANTS[scene]}
+            contestants = [
+                Contestant(name, build, str(model), threads, name, options.get(name, {}), settings[name])
+                for name in CONTESTANTS[scene]
+            ]
+            try:
+                rows = [_round(contestants, _jobs(scene, seed, chats_per_s, documents_per_s), seed) for seed in range(rounds)]
+            finally:
+                for contestant in contestants:
+                    contestant.close()
+            result[scene] = REPORTS[scene](rows, settings)
+            click.echo(f"{scene}:\n{json.dumps(result[scene], indent=1)}")
+            if out is not None:
+                out.write_text(json.dumps(result, indent=1))
+
+
+def _settings(scene: str, scratch: Path, name: str) -> dict[str, Any]:
+    return {"record": str(scratch / f"{name}.jsonl")} if scene == "burst" else {}
+
+
+def _jobs(scene: str, seed: int, chats_per_s: float, documents_per_s: float) -> list[Job]:
+    if scene == "mixed":
+        return mixed(seed, SECONDS, chats_per_s, documents_per_s)
+    if scene == "long":
+        return long_prompt(seed, STREAMS, STREAM_NEW, LONG_TOKENS, LONG_AT_S)
+    return two_tenants(seed, LIGHT_JOBS) if scene == "fair" else burst(seed, BURST)
+
+
+def _round(contestants: Sequence[Contestant], jobs: list[Job], seed: int) -> tuple[list[Job], dict[str, dict[str, Any]]]:
+    """Each contestant is the first one now and then."""
+    turn = seed % len(contestants)
+    order = [*contestants[turn:], *contestants[:turn]]
+    answers = {contestant.name: contestant.ask([list(job) for job in jobs]) for contestant in order}
+    for name, answer in answers.items():
+        if answer["faults"]:
+            raise click.ClickException(f"{name} was switched off: {answer['faults']}")
+    return jobs, answers
+
+
+Rows = Sequence[tuple[list[Job], dict[str, dict[str, Any]]]]
+
+
+def _each(rows: Rows, name: str) -> list[dict[str, Any]]:
+    return [figures(jobs, answers[name]["token_s"]) for jobs, answers in rows]
+
+
+def _ratios(of: Sequence[float], to: Sequence[float]) -> dict[str, float]:
+    return paired_ratio(of, to)
+
+
+def report_mixed(rows: Rows, _: Any) -> dict[str, Any]:
+    found = {name: _each(rows, name) for name in CONTESTANTS["mixed"]}
+    table = {
+        name: {
+            group: {key: statistics.median(each[group][key] for each in every) for key in every[0][group]}
+            for group in ("chat", "document", "all")
+        }
+        for name, every in found.items()
+    }
+    goodput = {name: [each["all"]["goodput_per_s"] for each in every] for name, every in found.items()}
+    chat_p95 = {name: [each["chat"]["ttft_p95_s"] for each in every] for name, every in found.items()}
+    return {
+        "load": {"jobs": [len(jobs) for jobs, _ in rows], "seconds": SECONDS},
+        "medians": table,
+        "goodput_over_fifo": {name: _ratios(goodput[name], goodput["fifo"]) for name in found},
+        "chat_ttft_p95_fifo_over": {name: _ratios(chat_p95["fifo"], chat_p95[name]) for name in found},
+        "document_ttft_max_s": {
+            name: max(each["document"]["ttft_max_s"] for each in every) for name, every in found.items()
+        },
+    }
+
+
+def report_long(rows: Rows, _: Any) -> dict[str, Any]:
+    gaps = {
+        name: [gaps_during(jobs, answers[name]["token_s"], "stream", "prompt") for jobs, answers in rows]
+        for name in CONTESTANTS["long"]
+    }
+    p99 = {name: [float(np.percentile(each, 99)) for each in every] for name, every in gaps.items()}
+    speed = {name: [each["all"]["tokens_per_s"] for each in _each(rows, name)] for name in p99}
+    first = {name: [each["prompt"]["ttft_mean_s"] for each in _each(rows, name)] for name in p99}
+    return {
+        "itl_p99_s": {name: summary(values) for name, values in p99.items()},
+        "times_better": _ratios(p99[ENGINE], p99["adaptive"]),
+        "throughput_over_engine": _ratios(speed["adaptive"], speed[ENGINE]),
+        "prompt_ttft_s": {name: summary(values) for name, values in first.items()},
+        "cuts": [answers["adaptive"]["chunks"] for _, answers in rows],
+    }
+
+
+def report_fair(rows: Rows, _: Any) -> dict[str, Any]:
+    found = {
+        name: [shares(jobs, answers[name]["token_s"], ("heavy", "light")) for jobs, answers in rows]
+        for name in CONTESTANTS["fair"]
+    }
+    return {name: {"light": summary([each["light"] for each in every])} for name, every in found.items()}
+
+
+def report_burst(rows: Rows, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    steps = {name: _steps(Path(values["record"])) for name, values in settings.items()}
+    num_steps = [len(each) for each in steps.values()]
+    equal = sum(a == b for a, b in zip(*steps.values(), strict=False))
+    cpu = {name: [answers[name]["cpu_s"] for _, answers in rows] for name in CONTESTANTS["burst"]}
+    return {
+        "steps": num_steps, "steps_equal": equal,
+        "tokens_equal": all(answers["fifo"]["tokens"] == answers[ENGINE]["tokens"] for _, answers in rows),
+        "cpu_over_engine": _ratios(cpu["fifo"], cpu[ENGINE]),
+    }  # fmt: skip
+
+
+def _steps(record: Path) -> list[tuple[str, list[Any]]]:
+    lines = (json.loads(line) for line in record.read_text().splitlines())
+    return [(line["phase"], line["computed"]) for line in lines if line["event"] == "step"]
+
+
+REPORTS = {"mixed": report_mixed, "long": report_long, "fair": report_fair, "burst": report_burst}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Workloads for strategies, and what is measured of them, for `benchmarks.schedules`."""

@@ -1,0 +1,58 @@
+"""A contestant: the real engine under one strategy, or under none, in a process of its own."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.scheduling.workloads import Job
+
+STRATEGY = "sagellm.scheduler_ir.strategy_plugin:StrategyPlugin"
+ENGINE = "engine"  # LMDeploy's own scheduler, nothing asked
+
+
+def write_shape(folder: Path, shape: str) -> Path:
+    """Random weights in bfloat16 of a Qwen2 of 0.5B parameters, or of a sixth of that."""
+    from benchmarks.cpu_engine import write_half_billion
+    from sagellm.demo_model.random_model import write_random_model
+
+    if shape == "0.5B":
+        return write_half_billion(folder)
+    return write_random_model(
+        folder / "qwen2-small", architecture="qwen2", hidden_size=640, num_layers=12, num_heads=10, num_kv_heads=2,
+        intermediate_size=1728, vocab_size=32000, tie_embeddings=True, dtype="bfloat16", max_position_embeddings=32768,
+    )  # fmt: skip
+
+
+def build(model: str, threads: int, strategy: str, options: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """Answers {"jobs": [...], "record": path} with the times of every token, CPU seconds and the number of steps."""
+    from sagellm.core.config import PluginSpec, SageConfig
+    from sagellm.core.service import ServiceRequest
+    from sagellm.engines.base import SamplingParams
+    from sagellm.engines.lmdeploy.engine import LMDeployEngine
+
+    spec = PluginSpec(name=STRATEGY, options={"strategy": strategy, "options": options})
+    sizes = {"context_length": 8192, "max_batch_size": 16, "block_size": 64, "kv_blocks": 640, "prefix_caching": False}
+    plugins = () if strategy == ENGINE else (spec,)
+    config = SageConfig(device="cpu", threads=threads, plugins=plugins, **sizes | settings)
+    engine = LMDeployEngine(config, Path(model))
+    warm_up = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    for length in (16, 64, 512, 2048):
+        engine.generate([[5] * length], warm_up)
+
+    def answer(jobs: list[list[Any]]) -> dict[str, Any]:
+        wanted = [Job(*job) for job in jobs]
+        params = [
+            SamplingParams(max_new_tokens=job.new_tokens, ignore_eos=True, service=ServiceRequest(**job.service))
+            for job in wanted
+        ]
+        before_s, start_s = time.process_time(), time.perf_counter()
+        found = engine.generate([job.prompt for job in wanted], params, [job.arrival_s for job in wanted])
+        report = engine.hooks.report()
+        return {
+            "token_s": [one.token_s for one in found], "tokens": [one.token_ids for one in found],
+            "cpu_s": time.process_time() - before_s, "wall_s": time.perf_counter() - start_s,
+            "faults": report["faults"], "preempted": report["preempted"], "chunks": report["chunks"],
+        }  # fmt: skip
+
+    answer.close = engine.close  # type: ignore[attr-defined]
+    return answer

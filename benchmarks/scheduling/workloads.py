@@ -1,0 +1,69 @@
+"""Requests with arrival times and service levels: what strategies are told apart by."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+VOCABULARY = 30_000
+
+
+class Job(NamedTuple):
+    """One request. `group`: whose figures it counts among; `service`: fields of a `ServiceRequest`."""
+
+    arrival_s: float
+    prompt: list[int]
+    new_tokens: int
+    group: str
+    service: dict[str, Any]
+
+
+def mixed(
+    seed: int, seconds: float, chats_per_s: float, documents_per_s: float, *, chat_tokens: int = 64, chat_new: int = 24,
+    document_tokens: int = 2048, document_new: int = 24, ttft_slo_ms: float = 1000.0, tpot_slo_ms: float = 400.0,
+) -> list[Job]:  # fmt: skip
+    """Short chats, urgent and with targets, among long documents, with a loose target and no hurry. Poisson arrivals."""
+    random = np.random.default_rng(seed)
+    chat = {"priority": -10, "ttft_slo_ms": ttft_slo_ms, "tpot_slo_ms": tpot_slo_ms}
+    document = {"priority": 10, "ttft_slo_ms": 30 * ttft_slo_ms, "tpot_slo_ms": 10 * tpot_slo_ms}
+    jobs = [
+        Job(at, _prompt(random, chat_tokens), chat_new, "chat", chat)
+        for at in _arrivals(random, seconds, chats_per_s)
+    ] + [
+        Job(at, _prompt(random, document_tokens), document_new, "document", document)
+        for at in _arrivals(random, seconds, documents_per_s)
+    ]  # fmt: skip
+    return sorted(jobs, key=lambda job: job.arrival_s)
+
+
+def long_prompt(seed: int, streams: int, stream_new: int, prompt_tokens: int, arrival_s: float) -> list[Job]:
+    """Streams that decode, and one prompt that arrives in their midst."""
+    random = np.random.default_rng(seed)
+    jobs = [Job(0.0, _prompt(random, 32), stream_new, "stream", {}) for _ in range(streams)]
+    return [*jobs, Job(arrival_s, _prompt(random, prompt_tokens), 4, "prompt", {})]
+
+
+def two_tenants(seed: int, jobs: int, ratio: int = 10, tokens: int = 96, new_tokens: int = 24) -> list[Job]:
+    """All at once: tenant `heavy` sends `ratio` times as many requests as `light`, the heavy ones first."""
+    random = np.random.default_rng(seed)
+    heavy = [Job(0.0, _prompt(random, tokens), new_tokens, "heavy", {"tenant": "heavy"}) for _ in range(jobs * ratio)]
+    light = [Job(0.001, _prompt(random, tokens), new_tokens, "light", {"tenant": "light"}) for _ in range(jobs)]
+    return heavy + light
+
+
+def burst(seed: int, count: int) -> list[Job]:
+    """All at once, of many lengths: what an engine does with them depends on nothing but its scheduler."""
+    random = np.random.default_rng(seed)
+    return [
+        Job(0.0, _prompt(random, int(random.integers(8, 300))), int(random.integers(4, 40)), "burst", {})
+        for _ in range(count)
+    ]
+
+
+def _arrivals(random: np.random.Generator, seconds: float, per_s: float) -> list[float]:
+    gaps = random.exponential(1 / per_s, int(3 * seconds * per_s) + 20)
+    times = np.cumsum(gaps)
+    return times[times < seconds].tolist()
+
+
+def _prompt(random: np.random.Generator, tokens: int) -> list[int]:
+    return random.integers(10, VOCABULARY, tokens).tolist()
