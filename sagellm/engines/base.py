@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from sagellm.core.service import ServiceRequest
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """`temperature` 0 is greedy; `top_k` 0 means all tokens; `seed` None draws a fresh one."""
+    """`temperature` 0 is greedy; `top_k` 0 means all tokens; `seed` None draws a fresh one; `service` is for the scheduler."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -17,6 +19,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    service: ServiceRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class BaseEngine(ABC):
         """Continue token sequences, all at once or each after its delay.
 
         Raises:
-            EngineError: the engine refused a request or stopped.
+            EngineError: the engine refused a request (a deadline that has passed, too) or stopped.
         """
 
     @abstractmethod

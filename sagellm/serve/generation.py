@@ -1,4 +1,5 @@
-"""What happens between LMDeploy's handlers and its `AsyncEngine.generate`: stop strings, errors, and clients that leave.
+"""What happens between LMDeploy's handlers and its `AsyncEngine.generate`: stop strings, what the request asks of the
+scheduler, errors, and clients that leave.
 
 LMDeploy stops at single tokens whose text contains the stop word, which cuts text before it, and ignores words of
 several tokens without a word. Here the text decides, as in OpenAI's API: the answer ends in front of the first match.
@@ -10,6 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import HTTPException
+
+from sagellm.serve.service import SERVICE
 
 END = object()
 LOOP_IS_DEAD = "HANDLER_NOT_EXIST"  # LMDeploy's name for a request that nobody will ever work on
@@ -67,6 +70,8 @@ class Generation:
         stops = StopStrings(words, bool(words) and gen_config.include_stop_str_in_output)
         if words:
             gen_config = dataclasses.replace(gen_config, stop_words=None, include_stop_str_in_output=False)
+        if gen_config is not None and (asked := SERVICE.get()) is not None:
+            gen_config.sage = asked  # no field of it: copies and pickles keep it, `dataclasses.replace` would not
         outputs: asyncio.Queue = asyncio.Queue()
         inner = self._generate(messages, session_id, gen_config=gen_config, **options)
         # A task of its own: when a client leaves, the server cancels every `await` of its handler, also those with which

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from sagellm.serve.formats import check_format
 from sagellm.serve.parameters import Refused, check_parameters
 from sagellm.serve.prompts import Prompts, in_turn
+from sagellm.serve.service import SERVICE, take_service
 
 CHAT, COMPLETION, GENERATE, ENCODE = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/encode"
 POST_PATHS = (CHAT, COMPLETION, GENERATE, ENCODE)
@@ -54,6 +55,8 @@ class RequestValidation:
                 if path == ENCODE:
                     await _answer(send, 200, await self._encoded(request, len(body)))
                     return
+                # Also where nothing is asked for: a pipelined request begins in the context of the one before it.
+                SERVICE.set(take_service(raw, headers.raw))
                 raw = await self._checked(path, raw, request, len(body))
                 receive = _replay(json.dumps(raw).encode(), receive)
         except Refused as refused:

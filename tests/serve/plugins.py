@@ -1,5 +1,7 @@
 """Plug-ins that the tests of the server name as module:Class."""
 
+import json
+import os
 import time
 
 from sagellm.core.hooks import EvictionDecision, Plugin, ScheduleDecision
@@ -42,3 +44,22 @@ class Evicting(Plugin):
 class AlsoEvicting(Plugin):
     def select_victims(self, request):
         return request.leaf_first()
+
+
+class Door(Plugin):
+    """Writes down, where the engine process takes requests in, how long each answer may be and what it asks for."""
+
+    def __init__(self):
+        from lmdeploy.pytorch.messages import SamplingParam
+
+        build, file = SamplingParam.from_gen_config, os.environ["SAGELLM_TEST_DOOR"]
+
+        def noting(gen_config):
+            with open(file, "a") as lines:
+                lines.write(json.dumps([gen_config.max_new_tokens, getattr(gen_config, "sage", None)]) + "\n")
+            return build(gen_config)
+
+        SamplingParam.from_gen_config = noting
+
+    def on_step_end(self, result):
+        pass

@@ -15,6 +15,7 @@ from sagellm.core.config import HookConfig, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES
 from sagellm.core.registry import find_plugin
+from sagellm.core.service import NOTHING_ASKED
 from sagellm.demo_model.cache import default_cache_dir
 from sagellm.engines.base import BaseEngine, CapabilityDescriptor, EngineInfo, Generation, SamplingParams
 from sagellm.engines.lmdeploy import patch_state
@@ -142,6 +143,7 @@ class LMDeployEngine(BaseEngine):
     ) -> list[Generation]:
         every = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         delays = list(delays_s) if delays_s is not None else [0.0] * len(prompts)
+        _check_deadlines(every)
         return self._on_loop(self._generate(prompts, every, delays))
 
     def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> str:
@@ -223,7 +225,7 @@ def _gen_config(params: SamplingParams) -> Any:
     from lmdeploy.messages import GenerationConfig
 
     greedy = params.temperature == 0
-    return GenerationConfig(
+    gen_config = GenerationConfig(
         max_new_tokens=params.max_new_tokens,
         do_sample=not greedy,
         top_k=1 if greedy else params.top_k,
@@ -233,6 +235,18 @@ def _gen_config(params: SamplingParams) -> Any:
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
     )
+    if params.service is not None and params.service != NOTHING_ASKED:
+        gen_config.sage = params.service.model_dump_json(exclude_defaults=True)
+    return gen_config
+
+
+def _check_deadlines(every: Sequence[SamplingParams]) -> None:
+    for number, params in enumerate(every):
+        if params.service is not None and params.service.is_past():
+            raise EngineError(
+                f"the deadline of prompt {number}, {params.service.deadline}, has passed: it is Unix time in seconds, now "
+                f"{time.time():.0f}. Give a later one, or none."
+            )
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
