@@ -1,15 +1,23 @@
-"""What requests ask of the scheduler, as plug-ins of a running engine see it."""
+"""What requests ask of the scheduler: it goes with them, plug-ins of a running engine see it, what cannot be met is refused."""
 
 import json
 import math
 import time
 
+import pytest
+
 from sagellm.core.config import PluginSpec
+from sagellm.core.errors import EngineError
 from sagellm.core.hooks import Phase, Plugin, ServiceLevel
 from sagellm.core.service import ServiceRequest
+from sagellm.engines.base import SamplingParams
+from tests.engines.lmdeploy.test_exactness import answers
 from tests.pool import settle
+from tests.reference import make_prompts
 
 PROMPT = list(range(5, 55))
+PROMPTS = make_prompts((20, 30, 10))
+URGENT = ServiceRequest(priority=-3, tenant="team.a", deadline=int(time.time()) + 3600, ttft_slo_ms=250, tpot_slo_ms=40.5)
 
 
 class Sees(Plugin):
@@ -94,3 +102,27 @@ def test_a_level_that_nobody_can_read_is_passed_over(start_engine):
 
     generate(engine, Broken())
     assert {row.service for row in engine.hooks._host.plugins[0][1].views} == {ServiceLevel()}
+
+
+def test_it_comes_to_the_engine_with_its_request(start_engine, reference, monkeypatch):
+    from lmdeploy.pytorch.messages import SamplingParam
+
+    build, seen = SamplingParam.from_gen_config, []
+
+    def noting(gen_config):
+        seen.append(getattr(gen_config, "sage", None))
+        return build(gen_config)
+
+    monkeypatch.setattr(SamplingParam, "from_gen_config", noting)
+    params = [SamplingParams(8, ignore_eos=True, service=service) for service in (URGENT, None, ServiceRequest())]
+    assert answers(start_engine(), PROMPTS, params) == reference(PROMPTS, 8)
+    assert seen[1:] == [None, None]
+    assert ServiceRequest.model_validate_json(seen[0]) == URGENT
+
+
+def test_a_deadline_that_has_passed_is_refused_before_anything_runs(start_engine, reference):
+    engine = start_engine()
+    late = SamplingParams(8, ignore_eos=True, service=ServiceRequest(deadline=1.5))
+    with pytest.raises(EngineError, match=r"deadline of prompt 1, 1\.5, has passed: it is Unix time in seconds"):
+        engine.generate(PROMPTS, [SamplingParams(8, ignore_eos=True), late, late])
+    assert answers(engine, PROMPTS, SamplingParams(8, ignore_eos=True)) == reference(PROMPTS, 8)
