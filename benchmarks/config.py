@@ -1,5 +1,6 @@
 """What a benchmark run is told: frozen pydantic models, read from YAML. Lengths are in tokens."""
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from benchmarks.errors import BenchmarkError
 from sagellm.core.config import SageConfig
+from sagellm.core.service import ServiceRequest
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -93,9 +95,48 @@ class Trace(Model):
 Arrivals = Annotated[Closed | Poisson | Trace, Field(discriminator="kind")]
 
 
+class Slo(Model):
+    """What a request must keep to count as good, in seconds."""
+
+    ttft_s: float = Field(gt=0)
+    tpot_s: float = Field(gt=0)
+
+
+class LoadClass(Model):
+    """One kind of request in a mixed load.
+
+    `share`: of the requests, in proportion to the other classes' shares. With Poisson arrivals a class with the half of all
+    shares comes at half the rate.
+    `service`: what each of its requests asks of the server's scheduler. They are good within the targets that they ask for.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
+    share: float = Field(1.0, gt=0)
+    prompt_tokens: Length
+    output_tokens: Length
+    reuse: float = Field(0.0, ge=0, lt=1)
+    num_prefixes: int = Field(1, ge=1)
+    service: ServiceRequest = ServiceRequest()
+
+    @model_validator(mode="after")
+    def _lasting(self) -> "LoadClass":
+        if self.service.deadline is not None:
+            raise ValueError("service.deadline is a time of the clock, which one run alone could keep; leave it out")
+        return self
+
+    def slo(self, otherwise: Slo) -> Slo:
+        """What its requests ask for, in seconds, and where they do not, `otherwise`."""
+        ttft_ms, tpot_ms = self.service.ttft_slo_ms, self.service.tpot_slo_ms
+        return Slo(
+            ttft_s=otherwise.ttft_s if ttft_ms is None else ttft_ms / 1000,
+            tpot_s=otherwise.tpot_s if tpot_ms is None else tpot_ms / 1000,
+        )
+
+
 class Workload(Model):
     """Requests of one round.
 
+    `classes`: kinds of requests that come mixed, each with its own lengths and `reuse`.
     `reuse`: share of each prompt's tokens that it begins with and has in common with others, of `num_prefixes` kinds.
     `cache`: cold, nothing of this round was sent before; warm, everything was, once, before the clock starts.
     """
@@ -109,23 +150,40 @@ class Workload(Model):
     cache: Literal["cold", "warm"] = "cold"
     endpoint: Literal["generate", "completions", "chat"] = "generate"
     warmup_requests: int = Field(2, ge=0)
+    classes: tuple[LoadClass, ...] = ()
+
+    @model_validator(mode="after")
+    def _mixed(self) -> "Workload":
+        names = [each.name for each in self.classes]
+        if len(set(names)) != len(names):
+            raise ValueError(f"classes need names of their own, got {names}")
+        for each, count in zip(self.classes, self.class_counts(), strict=True):
+            if count == 0:
+                raise ValueError(f"class {each.name} has no request among {self.num_requests}: raise num_requests or its share")
+        return self
+
+    def class_counts(self) -> list[int]:
+        """Requests of each class, the same in every round: shares are rounded so that all are `num_requests`."""
+        total = sum(each.share for each in self.classes)
+        ends = [round(self.num_requests * share / total) for share in accumulate(each.share for each in self.classes)]
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
     @model_validator(mode="after")
     def _lengths(self) -> "Workload":
         traced = isinstance(self.arrivals, Trace)
+        if self.classes:
+            if traced or self.prompt_tokens or self.output_tokens or self.reuse or self.num_prefixes > 1:
+                raise ValueError(
+                    "classes bring their own lengths and prefixes; leave out prompt_tokens, output_tokens, reuse, "
+                    "num_prefixes and a trace"
+                )
+            return self
         given = self.prompt_tokens is not None and self.output_tokens is not None
         if traced and (self.prompt_tokens or self.output_tokens or self.reuse):
             raise ValueError("a trace brings its own lengths and prefixes; leave out prompt_tokens, output_tokens, reuse")
         if not traced and not given:
             raise ValueError("prompt_tokens and output_tokens are needed unless arrivals come from a trace")
         return self
-
-
-class Slo(Model):
-    """What a request must keep to count as good, in seconds."""
-
-    ttft_s: float = Field(gt=0)
-    tpot_s: float = Field(gt=0)
 
 
 class Price(Model):
@@ -204,9 +262,9 @@ class BenchmarkConfig(Model):
 
     def _longest(self) -> int:
         workload = self.workload
-        if workload is None or workload.prompt_tokens is None or workload.output_tokens is None:
-            return 0
-        return workload.prompt_tokens.largest + workload.output_tokens.largest
+        kinds = () if workload is None else workload.classes or (workload,)
+        known = [of for of in kinds if of.prompt_tokens is not None and of.output_tokens is not None]
+        return max([of.prompt_tokens.largest + of.output_tokens.largest for of in known], default=0)
 
 
 def read_yaml(file: Path) -> Any:

@@ -29,7 +29,7 @@ from benchmarks.config import BenchmarkConfig, Closed, load_config, make_config,
 from benchmarks.environment import environment
 from benchmarks.errors import BenchmarkError, ServerDied
 from benchmarks.load.samples import read_samples
-from benchmarks.metrics.definitions import DEFINITIONS
+from benchmarks.metrics.classes import definitions_with
 from benchmarks.metrics.flops import peak_flops
 from benchmarks.report.markdown import markdown
 from benchmarks.result import Definition, Result, Run
@@ -99,7 +99,7 @@ class BenchmarkRunner:
                 with contextlib.ExitStack() as servers:
                     subjects = self._subjects(config, result, servers, launch)
                     for run in self._rounds(config, subjects, launch, bar):
-                        yield run, DEFINITIONS
+                        yield run, definitions_with(config.workload.classes)
         for number in range(config.rounds * config.launches):
             for name, module in components.items():
                 options = {**module.OPTIONS, **config.components[name]}

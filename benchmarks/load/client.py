@@ -204,6 +204,8 @@ def encode(plan: Plan, request: PlannedRequest) -> bytes:
     body: dict[str, Any] = {
         "max_tokens": request.max_tokens, "temperature": 0, "ignore_eos": True, "stream": True
     }  # fmt: skip
+    if request.service is not None:
+        body |= request.service.model_dump(exclude_defaults=True)
     if plan.endpoint == "generate":
         body |= {"input_ids": request.prompt_ids} if request.prompt_ids else {"prompt": request.text}
         return json.dumps(body).encode()

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from benchmarks.errors import BenchmarkError
+from sagellm.core.service import ServiceRequest
 
 
 class Model(BaseModel):
@@ -16,6 +17,7 @@ class PlannedRequest(Model):
     """One request. Answers are `max_tokens` long where the server knows `ignore_eos`; decoding is greedy.
 
     `scheduled_s`: seconds since the start; None in a closed loop, where the answer before sets the time.
+    `service`: what it asks of the server's scheduler, if anything.
     """
 
     scheduled_s: float | None = Field(None, ge=0)
@@ -23,6 +25,7 @@ class PlannedRequest(Model):
     text: str | None = None
     max_tokens: int = Field(ge=1)
     seed: int | None = None
+    service: ServiceRequest | None = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> "PlannedRequest":

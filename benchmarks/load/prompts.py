@@ -1,7 +1,7 @@
 """Prompts of a round as token ids: lengths, shared prefixes, and what a cold prefix cache could make of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -11,15 +11,17 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.load.arrivals import TRACE_BLOCK, read_trace
 
 FIRST_ID = 300  # special tokens and single bytes lie below in most vocabularies
-_LENGTHS, _PREFIX, _TAIL, _HASHED = range(1, 5)  # streams of random numbers; arrivals have stream 0
+_LENGTHS, _PREFIX, _TAIL, _HASHED, _ORDER = range(1, 6)  # streams of random numbers; arrivals have stream 0
+_CLASS_SEEDS = 10**15  # between the seeds of two classes; rounds, warm-ups and points of a sweep lie closer together
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of one request and the number of tokens asked for."""
+    """Token ids of one request, the number of tokens asked for, and which of the workload's classes it is of."""
 
     ids: list[int]
     max_tokens: int
+    load_class: int = 0
 
 
 def allowed_ids(vocab_size: int) -> range:
@@ -31,7 +33,8 @@ def make_prompts(workload: Workload, seed: int, ids: range) -> list[Prompt]:
     """The prompts of one round, in the order of sending. Every token depends on `seed`: seeds share no block.
 
     With `reuse`, the first round(reuse * length) tokens of a prompt come from one of `num_prefixes` prefixes, drawn
-    evenly; a shorter share is the beginning of a longer one. In a trace, equal hash_ids are equal tokens.
+    evenly; a shorter share is the beginning of a longer one. In a trace, equal hash_ids are equal tokens. Classes come
+    in random order, as many of each in every round, and share nothing with each other.
 
     Raises:
         BenchmarkError: a trace that cannot be read or is too short; fewer than 16 ids.
@@ -40,6 +43,8 @@ def make_prompts(workload: Workload, seed: int, ids: range) -> list[Prompt]:
         raise BenchmarkError(f"prompts can be made of {len(ids)} token ids; at least 16 are needed to tell them apart")
     if isinstance(workload.arrivals, Trace):
         return _traced(workload.arrivals, workload.num_requests, seed, ids)
+    if workload.classes:
+        return _mixed(workload, seed, ids)
     rng = np.random.default_rng([seed, _LENGTHS])
     lengths = draw_lengths(workload.prompt_tokens, workload.num_requests, rng)
     outputs = draw_lengths(workload.output_tokens, workload.num_requests, rng)
@@ -98,6 +103,19 @@ def _traced(trace: Trace, num_requests: int, seed: int, ids: range) -> list[Prom
         tokens = np.concatenate([blocks[name] for name in row.hash_ids])[:length]
         prompts.append(Prompt(tokens.tolist(), max(1, round(row.output_length * trace.scale))))
     return prompts
+
+
+def _mixed(workload: Workload, seed: int, ids: range) -> list[Prompt]:
+    """Each class has the prompts that it would have alone."""
+    counts = workload.class_counts()
+    queues = []
+    for number, (each, count) in enumerate(zip(workload.classes, counts, strict=True)):
+        lengths = {"prompt_tokens": each.prompt_tokens, "output_tokens": each.output_tokens}
+        reuse = {"reuse": each.reuse, "num_prefixes": each.num_prefixes}
+        alone = workload.model_copy(update={"classes": (), "num_requests": count} | lengths | reuse)
+        queues.append(iter(make_prompts(alone, seed + _CLASS_SEEDS * number, ids)))
+    order = np.random.default_rng([seed, _ORDER]).permutation(np.repeat(np.arange(len(counts)), counts))
+    return [replace(next(queues[number]), load_class=int(number)) for number in order]
 
 
 def _tokens(ids: range, count: int, *seed: int) -> np.ndarray:

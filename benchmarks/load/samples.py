@@ -36,6 +36,18 @@ class Samples:
     chunk_tokens: np.ndarray
     errors: np.ndarray
 
+    def only(self, wanted: np.ndarray) -> "Samples":
+        """Those of some requests, in their order; `wanted`: bool [n]."""
+        counts = np.diff(self.chunk_offsets)
+        chunks = np.repeat(wanted, counts)
+        alone = {field.name: getattr(self, field.name)[wanted] for field in fields(self) if not field.name.startswith("chunk_")}
+        return Samples(
+            **alone,
+            chunk_offsets=np.concatenate([[0], np.cumsum(counts[wanted])]).astype(np.int64),
+            chunk_s=self.chunk_s[chunks],
+            chunk_tokens=self.chunk_tokens[chunks],
+        )
+
     def write(self, file: Path) -> None:
         np.savez_compressed(file, **{field.name: getattr(self, field.name) for field in fields(self)})
 

@@ -44,8 +44,10 @@ def latencies(samples: Samples) -> dict[str, np.ndarray]:
     }
 
 
-def request_metrics(samples: Samples, slo: Slo) -> Measured:
+def request_metrics(samples: Samples, slo: Slo, round_s: float | None = None) -> Measured:
     """Latency percentiles, rates, goodput and failures of one round. O(n log n) in requests and tokens.
+
+    `round_s`: the wall time of the whole round, where the samples are a part of it: then no answer is a rate of 0.
 
     Raises:
         BenchmarkError: no answer of several tokens was streamed, so that TTFT would be the total latency.
@@ -59,13 +61,13 @@ def request_metrics(samples: Samples, slo: Slo) -> Measured:
             metrics.update(zip(names, np.percentile(values, PERCENTILES).tolist(), strict=True))
         else:
             absent.update(dict.fromkeys(names, _why_none(name, samples)))
-    wall = wall_s(samples)
+    wall = wall_s(samples) if round_s is None else round_s
     rates = {
         "output_tokens_per_s": output_tokens(samples),
         "requests_per_s": np.count_nonzero(samples.ok),
         "goodput_rps": np.count_nonzero(good(samples, slo)),
     }
-    if wall > 0 and samples.ok.any():
+    if wall > 0 and (samples.ok.any() or round_s is not None):
         metrics.update({name: float(count / wall) for name, count in rates.items()})
     else:
         absent.update(dict.fromkeys(rates, NO_ANSWER if not samples.ok.any() else "no token arrived"))

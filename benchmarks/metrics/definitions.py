@@ -74,7 +74,8 @@ DEFINITIONS: dict[str, Definition] = {
         better="higher",
         text=(
             "Requests that were answered whole and met every SLO of the config (TTFT <= `slo.ttft_s` and, with two or "
-            f"more output tokens, TPOT <= `slo.tpot_s`) / wall time. A request without a token is not good. {_WALL}"
+            "more output tokens, TPOT <= `slo.tpot_s`) / wall time. In a mixed load the targets that a request's class asks "
+            f"for take the place of the config's. A request without a token is not good. {_WALL}"
         ),
     ),
     "failed_requests": Definition(

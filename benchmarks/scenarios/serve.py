@@ -22,6 +22,7 @@ from benchmarks.load.plan import Plan, PlannedRequest
 from benchmarks.load.prompts import Prompt, allowed_ids, make_prompts, shared_tokens
 from benchmarks.load.samples import Samples, read_samples
 from benchmarks.metrics import compute, flops
+from benchmarks.metrics.classes import class_metrics
 from benchmarks.result import Run
 from benchmarks.server import Server
 
@@ -78,7 +79,7 @@ class ServeScenario:
         after = self._counters(subject)
         samples = read_samples(file)
         run.samples = f"samples/{file.name}"
-        self._measure(run, subject, samples, before, after)
+        self._measure(run, subject, samples, np.array([prompt.load_class for prompt in prompts]), before, after)
         run.metrics["peak_memory_bytes"] = float(subject.server.peak_memory_bytes())
         self._judge(run, subject, prompts, samples, before, after)
         return run
@@ -112,6 +113,7 @@ class ServeScenario:
                 _drive(plan, Path(folder) / "warm-up.npz", subject.server, lambda done, of: None)
 
     def _plan(self, subject: Subject, prompts: list[Prompt], seed: int, workload: Workload | None = None) -> Plan:
+        asking = workload is None  # a warm-up asks the scheduler for nothing
         workload = workload or self._workload
         times = send_times(workload.arrivals, len(prompts), seed)
         as_text = _decoder(subject.model) if workload.endpoint != "generate" else None
@@ -121,6 +123,7 @@ class ServeScenario:
                 prompt_ids=None if as_text else prompt.ids,
                 text=as_text(prompt.ids) if as_text else None,
                 max_tokens=prompt.max_tokens,
+                service=workload.classes[prompt.load_class].service if workload.classes and asking else None,
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -135,13 +138,15 @@ class ServeScenario:
         )
 
     def _measure(
-        self, run: Run, subject: Subject, samples: Samples, before: dict[str, float], after: dict[str, float]
-    ) -> None:
+        self, run: Run, subject: Subject, samples: Samples, load_class: np.ndarray,
+        before: dict[str, float], after: dict[str, float],
+    ) -> None:  # fmt: skip
         wall = compute.wall_s(samples)
         parallel = self._config.sage_config(subject.contestant).tensor_parallel
         try:
             parts = [
                 compute.request_metrics(samples, self._config.slo),
+                class_metrics(samples, load_class, self._workload.classes, self._config.slo),
                 compute.counter_metrics(before, after, parallel),
                 compute.cost_metrics(subject.devices, wall, compute.output_tokens(samples), self._config.price),
             ]

@@ -19,6 +19,9 @@ WORKLOAD = {
     "output_tokens": {"kind": "uniform", "low": 4, "high": 16},
 }
 TRACE = {"kind": "trace", "file": "trace.jsonl"}
+CHAT = {"name": "chat", "prompt_tokens": {"kind": "constant", "value": 48}, "output_tokens": {"kind": "constant", "value": 8}}
+DOCUMENT = CHAT | {"name": "document", "prompt_tokens": {"kind": "constant", "value": 500}}
+MIXED = {"prompt_tokens": None, "output_tokens": None, "classes": [CHAT, DOCUMENT]}
 
 
 def values(**changes: Any) -> dict[str, Any]:
@@ -61,6 +64,27 @@ MISTAKES = {
     "trace with reuse": (
         only(workload={"arrivals": TRACE, "num_requests": 4, "reuse": 0.5}),
         "a trace brings its own lengths and prefixes",
+    ),
+    "classes and lengths": (values(workload={"classes": [CHAT]}), "classes bring their own lengths and prefixes"),
+    "classes of a trace": (values(workload=MIXED | {"arrivals": TRACE}), "classes bring their own lengths and prefixes"),
+    "classes of one name": (values(workload=MIXED | {"classes": [CHAT, CHAT]}), "names of their own, got ['chat', 'chat']"),
+    "a class with a dot": (values(workload=MIXED | {"classes": [CHAT | {"name": "a.b"}]}), "classes.0.name"),
+    "a class without requests": (
+        values(workload=MIXED | {"classes": [CHAT, DOCUMENT | {"share": 0.01}]}),
+        "class document has no request among 4: raise num_requests or its share",
+    ),
+    "a class without a share": (values(workload=MIXED | {"classes": [CHAT | {"share": 0}]}), "classes.0.share"),
+    "a class asks for too much": (
+        values(workload=MIXED | {"classes": [CHAT | {"service": {"priority": 1000}}]}),
+        "classes.0.service.priority: Input should be less than or equal to 100, got 1000",
+    ),
+    "a class with a deadline": (
+        values(workload=MIXED | {"classes": [CHAT | {"service": {"deadline": 4e9}}]}),
+        "service.deadline is a time of the clock",
+    ),
+    "a class beyond the context": (
+        values(workload=MIXED, server={"context_length": 500}),
+        "may take 508 tokens; the server's context_length is 500",
     ),
     "unknown endpoint": (values(workload={"endpoint": "batch"}), "endpoint"),
     "sweep of an open loop": (
@@ -186,7 +210,7 @@ def test_an_unknown_preset_is_told_the_known_ones(tmp_path: Path, run: Any):
     with pytest.raises(BenchmarkError, match="'huge' is unknown") as caught:
         preset("huge")
     assert all(name in str(caught.value) for name in preset_names())
-    assert_misuse(run("--preset", "huge"), "ci, high_concurrency, long_context, planted_slowdown, small")
+    assert_misuse(run("--preset", "huge"), "ci, high_concurrency, long_context, mixed, planted_slowdown, small")
     assert not (tmp_path / "out").exists()
 
 

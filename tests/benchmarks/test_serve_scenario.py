@@ -15,6 +15,7 @@ from benchmarks.load.samples import read_samples
 from benchmarks.metrics.definitions import DEFINITIONS
 from benchmarks.result import Run, read_result
 from benchmarks.runner import main
+from benchmarks.scenarios import serve
 from benchmarks.scenarios.serve import ServeScenario, Subject
 from benchmarks.server import Server
 
@@ -87,6 +88,34 @@ def test_a_cold_round_counts_and_says_everything(run: Callable[..., Run], tmp_pa
     assert result.cache == {"hit_tokens": 4 * 48, "cold_limit_tokens": 4 * 48, "warm_limit_tokens": 5 * 64}
     assert result.metrics["kv_hit_rate_tokens"] == 4 * 48 / (5 * 80)
     assert result.metrics["kv_hit_rate_blocks"] == 4 * 3 / (5 * 5)
+
+
+def test_a_mixed_round_is_told_apart(run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A target that every request meets, and one that none can, for the same server."""
+    plans, drive = [], serve._drive
+    monkeypatch.setattr(serve, "_drive", lambda plan, *rest: (plans.append(plan), drive(plan, *rest))[1])
+    chat, document = (
+        {"name": name, "prompt_tokens": {"kind": "constant", "value": size}, "output_tokens": WORKLOAD["output_tokens"]}
+        for name, size in (("chat", 32), ("document", 200))
+    )
+    classes = [
+        chat | {"share": 3, "service": {"priority": -5, "tenant": "chat", "ttft_slo_ms": 3_600_000}},
+        document | {"service": {"ttft_slo_ms": 0.001}},
+    ]
+    patient = {"slo": {"ttft_s": 3600, "tpot_s": 3600}}
+    lengths = {"prompt_tokens": None, "output_tokens": None, "reuse": 0.0}
+    result = run(5, config=patient, classes=classes, num_requests=8, warmup_requests=2, **lengths)
+    assert (result.status, result.reason) == ("valid", "")
+    warm_up, plan = [[request.service for request in plan.requests] for plan in plans]
+    assert warm_up == [None, None]
+    assert [service.priority for service in plan] == [-5 if len(r.prompt_ids) == 32 else 0 for r in plans[1].requests]
+    samples = read_samples(tmp_path / result.samples)
+    assert sorted(samples.prompt_tokens.tolist()) == [32] * 6 + [200] * 2
+    metrics = result.metrics
+    assert metrics["chat.requests_per_s"] == pytest.approx(3 * metrics["document.requests_per_s"])
+    assert metrics["chat.goodput_rps"] == metrics["chat.requests_per_s"] > 0
+    assert metrics["document.goodput_rps"] == 0
+    assert metrics["goodput_rps"] == pytest.approx(metrics["chat.goodput_rps"])
 
 
 def test_the_same_round_again_is_contaminated(run: Callable[..., Run]):

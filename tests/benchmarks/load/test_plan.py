@@ -14,7 +14,10 @@ CLOSED = {"text": "Hello", "max_tokens": 3}
 
 
 def test_round_trip(tmp_path):
-    for options in (dict(requests=[OPEN], headers={"A": "b"}), dict(requests=[CLOSED], concurrency=2, grace_s=1.0)):
+    asking = OPEN | {"service": {"priority": -3, "ttft_slo_ms": 250}}
+    for options in (
+        dict(requests=[OPEN], headers={"A": "b"}), dict(requests=[asking]), dict(requests=[CLOSED], concurrency=2, grace_s=1.0)
+    ):  # fmt: skip
         plan = Plan(url=URL, **options)
         plan.write(tmp_path / "plan.json")
         assert read_plan(tmp_path / "plan.json") == plan
@@ -71,3 +74,12 @@ def test_bodies(endpoint, request_, expected):
     if endpoint != "generate":
         always["stream_options"] = {"include_usage": True}
     assert body == always | expected
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "completions", "chat"])
+def test_what_a_request_asks_for_stands_in_its_body(endpoint):
+    asked = {"priority": -3, "tenant": "chat", "ttft_slo_ms": 250, "tpot_slo_ms": 40.5}
+    for service in (asked, {}, None):
+        plan = Plan(url=URL, endpoint=endpoint, requests=[CLOSED | {"service": service}], concurrency=1)
+        body = json.loads(encode(plan, plan.requests[0]))
+        assert {name: value for name, value in body.items() if name in asked} == (service or {})

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.config import Closed, Constant, LogNormal, Trace, Uniform, Workload
+from benchmarks.config import Closed, Constant, LoadClass, LogNormal, Trace, Uniform, Workload
 from benchmarks.errors import BenchmarkError
 from benchmarks.load.prompts import allowed_ids, draw_lengths, make_prompts, shared_tokens
 
@@ -142,3 +142,43 @@ def test_shared_tokens_equals_the_naive_one(prompts, block_size):
 def test_one_token_of_a_repeated_prompt_is_left():
     prompt = list(range(32))
     assert shared_tokens([prompt, prompt, prompt + [1]], 16) == [0, 16, 32]
+
+
+def mixed(num_requests, **shares):
+    classes = [
+        LoadClass(name=name, share=share, prompt_tokens=Constant(value=100 + number), output_tokens=HUNDRED, reuse=0.5)
+        for number, (name, share) in enumerate(shares.items())
+    ]
+    return Workload(arrivals=Closed(concurrency=1), num_requests=num_requests, classes=tuple(classes))
+
+
+@given(st.integers(2, 60), st.lists(st.floats(1, 20), min_size=1, max_size=4), st.integers(0, 3))
+def test_a_mixed_load_has_its_shares(num_requests, shares, seed):
+    names = dict(zip("abcd", shares, strict=False))
+    expected = [num_requests * share / sum(shares) for share in shares]
+    try:
+        prompts = make_prompts(mixed(num_requests, **names), seed, IDS)
+    except ValueError as error:
+        assert "has no request among" in str(error) and min(expected) < 1
+        return
+    counts = np.bincount([prompt.load_class for prompt in prompts], minlength=len(shares))
+    assert counts.sum() == num_requests and np.abs(counts - expected).max() <= 1
+    assert all(len(prompt.ids) == 100 + prompt.load_class for prompt in prompts)
+
+
+def test_classes_are_mixed_and_share_nothing():
+    prompts = make_prompts(mixed(40, a=1, b=1), 3, IDS)
+    order = [prompt.load_class for prompt in prompts]
+    assert sorted(order) == [0] * 20 + [1] * 20 and order not in (sorted(order), sorted(order)[::-1])
+    assert order != [prompt.load_class for prompt in make_prompts(mixed(40, a=1, b=1), 4, IDS)]
+    assert prompts == make_prompts(mixed(40, a=1, b=1), 3, IDS)
+    for one in prompts:
+        for other in prompts:
+            if one.load_class != other.load_class:
+                assert common(one.ids, other.ids) < 3
+    assert shared_tokens([prompt.ids for prompt in prompts if prompt.load_class == 1], 16).count(48) == 19
+
+
+def test_a_class_alone_is_a_plain_load():
+    plain = workload(20, prompt=HUNDRED, output=HUNDRED, reuse=0.5)
+    assert make_prompts(mixed(20, a=1), 5, IDS) == make_prompts(plain, 5, IDS)
