@@ -12,6 +12,7 @@ __all__ = ["MAX_PRIORITY", "MIN_PRIORITY", "ServiceRequest"]
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
 LONGEST_MS = 24 * 3600 * 1000
+LATEST = 2**33  # the year 2242
 
 
 class ServiceRequest(Model):
@@ -26,7 +27,7 @@ class ServiceRequest(Model):
 
     priority: StrictInt = Field(0, ge=MIN_PRIORITY, le=MAX_PRIORITY)
     tenant: str = Field("", max_length=64, pattern=r"^[A-Za-z0-9_.:@-]*$")
-    deadline: StrictFloat | StrictInt | None = Field(None, gt=0)
+    deadline: StrictFloat | StrictInt | None = Field(None, gt=0, le=LATEST)
     ttft_slo_ms: StrictFloat | StrictInt | None = Field(None, gt=0, le=LONGEST_MS)
     tpot_slo_ms: StrictFloat | StrictInt | None = Field(None, gt=0, le=LONGEST_MS)
 
