@@ -1,0 +1,1 @@
+"""A recorded run under another scheduling strategy, on a virtual clock."""

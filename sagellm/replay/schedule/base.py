@@ -1,0 +1,120 @@
+"""What a log says of an engine, its requests and its steps, and what a run makes of them. Times in seconds from the first
+arrival; lengths in tokens."""
+
+import math
+from dataclasses import dataclass, field
+
+from sagellm.core.hooks import Phase, RequestId, ServiceLevel
+from sagellm.core.scheduling import NO_SERVICE
+
+__all__ = ["ENGINE", "EngineShape", "RecordedRequest", "RecordedRun", "RequestTimes", "Run", "StepRun"]
+
+ENGINE = "engine"  # the name of the engine's own scheduler, where no strategy decides
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """Limits of an engine. `decode_round`: decode steps that are sent together."""
+
+    block_size: int
+    num_blocks: int
+    max_prefill_tokens: int
+    max_batch_size: int
+    decode_round: int = 1
+    prefix_caching: bool = True
+
+    def blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """What arrives: `num_generated` is how long its answer was in the log, and is in every run.
+
+    Attributes:
+        cached_tokens: of the prompt, found in the prefix cache at the first admission.
+        service: `deadline_s` on this log's clock.
+    """
+
+    request_id: RequestId
+    arrival_s: float
+    prompt_tokens: int
+    num_generated: int
+    cached_tokens: int = 0
+    service: ServiceLevel = NO_SERVICE
+    max_new_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """A step of prompts, or one decode step.
+
+    Attributes:
+        seconds: of the step alone.
+        attention: sum over its requests of new tokens times the tokens that each looks at on average.
+        computed: (request id, new tokens) of each of them; None where a log does not say.
+    """
+
+    step: int
+    phase: Phase
+    end_s: float
+    seconds: float
+    num_requests: int
+    num_tokens: int
+    attention: float
+    computed: tuple[tuple[RequestId, int], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """When a request got its tokens. `token_s`: of each, or empty where a log says nothing but the first and the last."""
+
+    request_id: RequestId
+    arrival_s: float
+    num_tokens: int
+    first_token_s: float
+    last_token_s: float
+    token_s: tuple[float, ...] = ()
+    service: ServiceLevel = NO_SERVICE
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds a further token took on average; NaN where there was but one."""
+        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1) if self.num_tokens > 1 else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of all requests, measured or virtual. `requests` by arrival, `steps` in the order in which they ended."""
+
+    name: str
+    requests: tuple[RequestTimes, ...]
+    steps: tuple[StepRun, ...]
+    num_preempted: int = 0
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A log: what arrived, at what engine, and what became of it.
+
+    Attributes:
+        requests: by arrival, those that got a token; `num_left_out` did not, or did not end.
+        measured: the engine's own run of them.
+        gap_s: from the end of a step to the beginning of one that had not been sent before that end.
+        decided_by: whose decisions the log holds, or `ENGINE`.
+        plugins: names and options of the engine's plug-ins, as its `open` line has them.
+    """
+
+    path: str
+    shape: EngineShape
+    requests: tuple[RecordedRequest, ...]
+    measured: Run
+    gap_s: float = 0.0
+    num_left_out: int = 0
+    num_skipped: int = 0
+    decided_by: str = ENGINE
+    plugins: tuple[dict, ...] = field(default_factory=tuple)
