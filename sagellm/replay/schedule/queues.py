@@ -145,14 +145,15 @@ class Queues:
         self.in_flight.extend(taken)
 
     def finish(self, request: VirtualRequest) -> None:
-        """It has all its tokens and leaves; its full blocks stay cached."""
+        """It has all its tokens and leaves, also in the middle of a round; its full blocks stay cached."""
+        self.in_flight.remove(request)
         self.pool.release(request)
 
     def back(self, taken: list[VirtualRequest]) -> None:
         """The step of these is over: who was cut waits, who has not ended runs."""
         for request in taken:
-            self.in_flight.remove(request)
             if request.has_ended:
                 continue
+            self.in_flight.remove(request)
             (self.running if request.chunk is None else self.waiting).append(request)
             request.chunk = None
