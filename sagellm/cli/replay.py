@@ -1,8 +1,9 @@
-"""`sagellm replay`: a trace through eviction policies, or a recorded log through the modules that made it."""
+"""`sagellm replay`: a trace through eviction policies, a recorded log through the modules that made it, or a recorded run under
+other scheduling strategies."""
 
 import json
-import math
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import click
 from click.core import ParameterSource
 
 from sagellm.cli.current_folder import look_in_current_folder
+from sagellm.cli.replay_schedule import OWN_OPTIONS, SHARED_OPTIONS, run_schedule, schedule_options
+from sagellm.cli.values import Finite
 from sagellm.core.errors import SageError
 from sagellm.replay.base import DEFAULT_BLOCK_SIZE, MAX_BLOCKS, Semantics, num_blocks, shortened
 
@@ -42,19 +45,6 @@ class _Numbers(click.ParamType):
                     context,
                 )
         return tuple(dict.fromkeys(map(int, parts)))
-
-
-class _Finite(click.FloatRange):
-    """A finite number above 0."""
-
-    def __init__(self) -> None:
-        super().__init__(min=0, min_open=True)
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
-        number = super().convert(value, param, context)
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a finite number above 0.", param, context)
-        return number
 
 
 class _Rates(click.ParamType):
@@ -112,7 +102,7 @@ class _Rates(click.ParamType):
 @click.option(
     "--load-gb-per-s", "load_rates", type=_Rates(), help="Speed of slower tiers, for TTFT [loads take no time]."
 )
-@click.option("--prefill-tokens-per-s", "prefill", type=_Finite(), help="For TTFT [10000].")
+@click.option("--prefill-tokens-per-s", "prefill", type=Finite(), help="For TTFT [10000].")
 @click.option("--policy-options", metavar="JSON", help='Options of the policy, or by policy: {"arc": {...}}.')
 @click.option("--reference", is_flag=True, help="Plain Python in place of native code.")
 @click.option("--no-belady", is_flag=True, help="No bound, and so no regret.")
@@ -121,22 +111,30 @@ class _Rates(click.ParamType):
     "--plot", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write plots into this folder."
 )
 @click.option("--verify", type=click.Path(path_type=Path), metavar="LOG", help="Check what an engine recorded instead.")
+@schedule_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def replay(trace_name: str | None, verify: Path | None, as_json: bool, **given: Any) -> None:
-    """Run a trace through policies, or check a recorded log.
+def replay(trace_name: str | None, verify: Path | None, schedule: Path | None, as_json: bool, **given: Any) -> None:
+    """Run a trace through policies, check a recorded log, or run one under other scheduling strategies.
 
     FILE: Mooncake's JSON lines, an event log of the engine, or a CSV of lengths; plain or gzip. Generators: zipf,
-    conversation, agentic, scan, with parameters as in zipf:requests=10000,alpha=0.8,seed=1. Modules of policies are looked
-    for in the current folder too.
+    conversation, agentic, scan, with parameters as in zipf:requests=10000,alpha=0.8,seed=1. Modules of policies
+    and strategies are looked for in the current folder too.
 
     Exit code 0: done, or the log was followed in every decision; 1: the log differs; 2: misuse, or a trace or policy that
     cannot be used.
     """
-    if (trace_name is None) == (verify is None):
-        raise click.UsageError("give either --trace and --capacity, or --verify LOG.")
+    if [trace_name, verify, schedule].count(None) != 2:
+        raise click.UsageError("give one of --trace with --capacity, --verify LOG and --schedule LOG.")
     if verify is not None:
         _refuse_others("--verify", ("verify", "as_json"))
+    if schedule is not None:
+        _refuse_others("--schedule", ("schedule", *OWN_OPTIONS, *SHARED_OPTIONS))
+    else:
+        _refuse("--trace", OWN_OPTIONS)
     try:
+        if schedule is not None:
+            run_schedule(schedule, as_json, given)
+            return
         if verify is not None:
             sys.exit(_verify(verify, as_json))
         _run(trace_name, as_json, **given)
@@ -150,9 +148,13 @@ def replay(trace_name: str | None, verify: Path | None, as_json: bool, **given: 
 
 def _refuse_others(what: str, taken: tuple[str, ...]) -> None:
     """Raises UsageError: an option was given that has no meaning here."""
+    _refuse(what, [option.name for option in click.get_current_context().command.params if option.name not in taken])
+
+
+def _refuse(what: str, names: Sequence[str]) -> None:
     context = click.get_current_context()
     for option in context.command.params:
-        if option.name not in taken and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
+        if option.name in names and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{option.opts[0]} has no meaning with {what}; leave it out.")
 
 

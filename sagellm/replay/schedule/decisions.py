@@ -101,7 +101,8 @@ def _parse(line: bytes) -> DecisionLine | None:
     phase, hold, budget = member(row, "phase"), member(row, "hold"), member(row, "token_budget")
     if phase not in ("prefill", "decode"):
         raise Broken(f"phase is {shortened(phase)}; prefill or decode was expected.")
-    counts = {name: whole(member(row, name), name, MAX_KEY) for name in ("step", "free_blocks", "in_flight", "limit", "max_batch")}
+    names = ("step", "free_blocks", "in_flight", "limit", "max_batch")
+    counts = {name: whole(member(row, name), name, MAX_KEY) for name in names}
     chunks = {key: whole(tokens, "chunk_tokens") for key, tokens in _by_request(row, "chunk_tokens").items()}
     return DecisionLine(
         whole(member(row, "t_ns"), "t_ns", MAX_KEY) / 1e9, str(member(row, "policy")), counts["step"], Phase(phase),

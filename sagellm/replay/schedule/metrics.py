@@ -41,7 +41,9 @@ class Figures:
         return asdict(self)
 
 
-def figures(requests: Sequence[RequestTimes], targets: Targets, preempted: int | None = None, span_s: float | None = None) -> Figures:
+def figures(
+    requests: Sequence[RequestTimes], targets: Targets, preempted: int | None = None, span_s: float | None = None
+) -> Figures:
     """`span_s`: of the run that these are part of; by default from their first arrival to their last token."""
     ttft = np.array([each.ttft_s for each in requests])
     tpot = np.array([each.tpot_s for each in requests if each.num_tokens > 1])

@@ -32,10 +32,8 @@ class BlockPool:
         if request.num_computed or not self._shape.prefix_caching:
             return
         size = self._shape.block_size
-        if request.has_run:
-            found = self._cached.pop(request.request_id, 0)
-        else:
-            found = self._take_newest(request.cached_tokens // size)
+        first = request.cached_tokens // size
+        found = self._cached.pop(request.request_id, 0) if request.has_run else self._take_newest(first)
         request.num_blocks += found
         request.num_computed = min(found * size, request.num_tokens - 1)
 

@@ -19,8 +19,8 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Replayed:
-    """`runs`: by strategy, in the order given. `prediction`: None where the log's own strategy is not known here; `predicted_by`
-    names it all the same."""
+    """`runs`: by strategy, in the order given. `predicted_by`: what decided in the log; `prediction`: None where that is not
+    known here."""
 
     log: RecordedRun
     times: StepTimes
@@ -46,7 +46,8 @@ class Replayed:
         rows = []
         for name, run, found in self.rows():
             parts = [
-                {"tenant": tenant, "priority": priority, **part.to_dict()} for tenant, priority, part in groups(run, self.targets)
+                {"tenant": tenant, "priority": priority, **part.to_dict()}
+                for tenant, priority, part in groups(run, self.targets)
             ]
             rows.append({"strategy": name, "steps": len(run.steps), **found.to_dict(), "groups": parts})
         about = {

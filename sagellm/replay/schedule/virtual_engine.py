@@ -179,7 +179,8 @@ class VirtualEngine:
     def _blame(self, request: RequestId, since_s: float, what: str) -> None:
         if self._now_s - since_s > HOLD_LIMIT_S:
             raise PlanError(
-                f"strategy {self._name}: request {request} has been kept waiting by {what} for {HOLD_LIMIT_S:.0f} s; let it go on."
+                f"strategy {self._name}: request {request} has been kept waiting by {what} for {HOLD_LIMIT_S:.0f} s; let it "
+                "go on."
             )
 
     def _wait(self) -> None:

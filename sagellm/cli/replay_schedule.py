@@ -1,0 +1,110 @@
+"""`sagellm replay --schedule`: a recorded run under other strategies, on a virtual clock."""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sagellm.cli.current_folder import look_in_current_folder
+from sagellm.cli.values import Finite
+
+__all__ = ["OWN_OPTIONS", "SHARED_OPTIONS", "run_schedule", "schedule_options"]
+
+OWN_OPTIONS = ("strategies", "strategy_options", "ttft_slo_ms", "tpot_slo_ms", "speedup", "decisions")
+SHARED_OPTIONS = ("as_json", "skip_bad", "plot")  # with other ways of replaying
+
+_OPTIONS = (
+    click.option(
+        "--schedule", type=click.Path(path_type=Path), metavar="LOG", help="Run a recorded log under other strategies."
+    ),
+    click.option(
+        "--strategy", "strategies", default="engine", show_default=True, metavar="NAME,...",
+        help="Names, module:Class, or engine for its own choice.",
+    ),
+    click.option("--strategy-options", metavar="JSON", help='Options, or by strategy: {"adaptive": {...}}.'),
+    click.option("--ttft-slo-ms", type=Finite(), help="First token in time, for requests that asked for nothing."),
+    click.option("--tpot-slo-ms", type=Finite(), help="Likewise each further token, on average."),
+    click.option("--speedup", type=Finite(), default=1.0, show_default=True, help="Arrivals come so many times as fast."),
+    click.option(
+        "--decisions", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+        help="Write each decision with inputs and reason; of several strategies, a file each.",
+    ),
+)  # fmt: skip
+
+
+def schedule_options(command: Callable) -> Callable:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def run_schedule(log_path: Path, as_json: bool, given: dict[str, Any]) -> None:
+    """Raises SageError: the log or a strategy cannot be used; UsageError: options that make no sense."""
+    from sagellm.replay.report import min_width, progress_bar
+    from sagellm.replay.schedule import report
+    from sagellm.replay.schedule.decisions import write_decisions
+    from sagellm.replay.schedule.log import read_log
+    from sagellm.replay.schedule.metrics import Targets
+    from sagellm.replay.schedule.session import replay_schedule
+
+    look_in_current_folder()
+    names = list(dict.fromkeys(name.strip() for name in given["strategies"].split(",") if name.strip()))
+    if not names:
+        raise click.UsageError("--strategy names no strategy.")
+    strategies = _options_by_name(names, given["strategy_options"])
+    targets = Targets(**{
+        f"{what}_s": given[f"{what}_slo_ms"] / 1e3 for what in ("ttft", "tpot") if given[f"{what}_slo_ms"] is not None
+    })  # fmt: skip
+    log = read_log(log_path, skip_bad=given["skip_bad"])
+    with nullcontext() if as_json else progress_bar() as told:
+        found = replay_schedule(
+            log, strategies, targets=targets, speedup=given["speedup"], keep_decisions=given["decisions"] is not None,
+            report=told,
+        )  # fmt: skip
+    files = []
+    if given["decisions"] is not None:
+        for name, lines in found.decisions.items():
+            files.append(_file_of(given["decisions"], name, len(names)))
+            write_decisions(files[-1], lines)
+    if given["plot"] is not None:
+        files += report.write_plot(found, given["plot"])
+    if as_json:
+        click.echo(json.dumps({**found.to_dict(), "files": [str(file) for file in files]}, indent=1))
+        return
+    from rich.console import Console
+
+    console, table = Console(), report.table(found)
+    for line in report.caption(found):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.width = max(console.width, min_width(table, console))
+    console.print(table)
+    for file in files:
+        console.print(f"wrote {file}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _file_of(file: Path, name: str, num_names: int) -> Path:
+    if num_names == 1:
+        return file
+    safe = "".join(char if char.isalnum() or char in "_-." else "-" for char in name)
+    return file.with_name(f"{file.stem}-{safe}{file.suffix}")
+
+
+def _options_by_name(names: list[str], text: str | None) -> dict[str, dict[str, Any]]:
+    if text is None:
+        return {name: {} for name in names}
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"--strategy-options is not JSON: {error}.") from None
+    if not isinstance(given, dict):
+        raise click.UsageError(f"--strategy-options is a {type(given).__name__}; a JSON object was expected.")
+    if given and all(isinstance(value, dict) for value in given.values()):
+        if unknown := sorted(set(given) - set(names)):
+            raise click.UsageError(f"--strategy-options names {', '.join(unknown)}; --strategy has {', '.join(names)}.")
+        return {name: given.get(name, {}) for name in names}
+    if len(names) > 1 and given:
+        raise click.UsageError('with several strategies --strategy-options goes by strategy: {"adaptive": {...}}.')
+    return {name: given for name in names}
