@@ -124,7 +124,7 @@ def replay(trace_name: str | None, verify: Path | None, schedule: Path | None, a
     cannot be used.
     """
     if [trace_name, verify, schedule].count(None) != 2:
-        raise click.UsageError("give one of --trace with --capacity, --verify LOG and --schedule LOG.")
+        raise click.UsageError("give either --trace and --capacity, or --verify LOG, or --schedule LOG.")
     if verify is not None:
         _refuse_others("--verify", ("verify", "as_json"))
     if schedule is not None:

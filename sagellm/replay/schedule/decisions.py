@@ -56,7 +56,7 @@ def decision_line(policy: str, view: StepView, decision: ScheduleDecision, phase
     )
     order = tuple(decision.order) if decision.order is not None else tuple(row[0] for row in queue)
     return DecisionLine(
-        view.now_s, policy, view.step, phase, order, tuple(sorted(decision.hold)), decision.token_budget,
+        round(view.now_s, 9), policy, view.step, phase, order, tuple(sorted(decision.hold)), decision.token_budget,
         dict(decision.chunk_tokens), decision.reason, dict(decision.reasons), queue, view.free_blocks, view.num_in_flight,
         view.token_budget, view.max_batch_size,
     )  # fmt: skip

@@ -55,7 +55,7 @@ class BlockPool:
         full = min(request.num_computed // self._shape.block_size, request.num_blocks) if self._shape.prefix_caching else 0
         self.num_free += request.num_blocks - full
         if full:
-            self._cached[request.request_id] = full
+            self._cached[request.request_id] = self._cached.pop(request.request_id, 0) + full
         request.num_blocks = request.num_computed = 0
 
     def evict_cached(self, count: int) -> None:

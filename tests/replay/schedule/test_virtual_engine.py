@@ -1,0 +1,229 @@
+"""Schedules that can be worked out on paper, and what holds for every one."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.core.errors import PlanError
+from sagellm.core.hooks import Phase, ScheduleDecision
+from sagellm.replay.schedule.base import EngineShape
+from sagellm.replay.schedule.compare import compare
+from sagellm.replay.schedule.log import read_log
+from sagellm.replay.schedule.step_times import fit_step_times
+from sagellm.replay.schedule.virtual_engine import VirtualEngine
+from tests.replay.schedule.made import SHAPE, TIMES, Answers, Cuts, Fifo, LastFirst, request
+
+RECORDED = Path(__file__).with_name("engine.jsonl.gz")
+
+
+def run(requests, strategy=None, shape=SHAPE, **options):
+    return VirtualEngine(shape, TIMES, strategy, name="tested", **options).run(requests)
+
+
+def tokens_of(run):
+    return {each.request_id: pytest.approx(each.token_s) for each in run.requests}
+
+
+def steps_of(run):
+    return [(step.phase.value, dict(step.computed), pytest.approx(step.end_s)) for step in run.steps]
+
+
+def test_a_step_is_chosen_while_another_runs():
+    found = run([request(0, 0.0, 100, 3), request(1, 0.5, 50, 2)])
+    # While the second prompt runs, the decode step of request 0 has been sent; request 1 joins the one after it.
+    assert steps_of(found) == [
+        ("prefill", {0: 100}, 2.0), ("prefill", {1: 50}, 3.5), ("decode", {0: 1}, 4.0), ("decode", {0: 1, 1: 1}, 4.5)
+    ]  # fmt: skip
+    assert tokens_of(found) == {0: (2.0, 4.0, 4.5), 1: (3.5, 4.5)}
+
+
+def test_gap_before_a_step_that_was_not_sent_ahead():
+    found = run([request(0, 0.0, 100, 3), request(1, 0.5, 50, 2)], gap_s=0.1)
+    assert [step.end_s for step in found.steps] == pytest.approx([2.1, 3.7, 4.2, 4.8])
+
+
+def test_round_of_decode_steps():
+    shape = replace(SHAPE, decode_round=4)
+    found = run([request(0, 0.0, 10, 6), request(1, 1.2, 10, 1)], shape=shape)
+    # Request 1 is seen when the last decode step of the round begins; request 0's second round goes on after its end.
+    assert steps_of(found) == [
+        ("prefill", {0: 10}, 1.1), *[("decode", {0: 1}, 1.1 + 0.5 * number) for number in (1, 2, 3, 4)],
+        ("prefill", {1: 10}, 4.2), *[("decode", {0: 1}, 4.2 + 0.5 * number) for number in (1, 2, 3, 4)],
+    ]  # fmt: skip
+    assert tokens_of(found) == {0: (1.1, 1.6, 2.1, 2.6, 3.1, 4.7), 1: (4.2,)}
+
+
+def test_who_comes_last_is_preempted_and_computed_again():
+    shape = replace(SHAPE, num_blocks=6)
+    found = run([request(0, 0.0, 8, 12), request(1, 0.0, 8, 12)], shape=shape)
+    both = {0: 1, 1: 1}
+    assert steps_of(found) == [
+        ("prefill", {0: 8, 1: 8}, 1.16), *[("decode", both, 1.16 + 0.5 * number) for number in (1, 2, 3)],
+        *[("decode", {0: 1}, 2.66 + 0.5 * number) for number in range(1, 9)],
+        ("prefill", {1: 12}, 7.78), *[("decode", {1: 1}, 7.78 + 0.5 * number) for number in range(1, 8)],
+    ]  # fmt: skip
+    assert found.num_preempted == 1
+
+
+def test_what_was_cached_is_not_computed():
+    shape = replace(SHAPE, prefix_caching=True)
+    found = run([request(0, 0.0, 40, 1), request(1, 5.0, 50, 1, cached_tokens=40)], shape=shape)
+    assert steps_of(found) == [("prefill", {0: 40}, 1.4), ("prefill", {1: 10}, 6.1)]
+
+
+def test_a_prompt_joins_until_the_budget_is_full():
+    prompts = [request(number, 0.0, tokens, 1) for number, tokens in enumerate((60, 40, 10, 250, 5))]
+    found = run(prompts)
+    assert [dict(step.computed) for step in found.steps] == [{0: 60, 1: 40}, {2: 10}, {3: 250}, {4: 5}]
+    lowered = run(prompts, Answers(lambda view: ScheduleDecision(token_budget=50)))
+    assert [dict(step.computed) for step in lowered.steps] == [{0: 60}, {1: 40, 2: 10}, {3: 250}, {4: 5}]
+
+
+def test_batch_limit():
+    shape = replace(SHAPE, max_batch_size=2)
+    found = run([request(number, 0.0, 10, 2) for number in range(3)], shape=shape)
+    assert [dict(step.computed) for step in found.steps] == [{0: 10, 1: 10}, {0: 1, 1: 1}, {2: 10}, {2: 1}]
+
+
+def test_a_prompt_is_cut():
+    strategy = Cuts(40)
+    found = run([request(0, 0.0, 100, 2), request(1, 0.0, 50, 1)], strategy)
+    # A cut one keeps its place; who follows in its step is not cut, which is told.
+    assert [dict(step.computed) for step in found.steps] == [{0: 40, 1: 50}, {0: 40}, {0: 20}, {0: 1}]
+    assert [dict(result.refused) for result in strategy.results] == [
+        {1: "its prompt is not cut: it is not the first of its step"}, {}, {}, {}
+    ]  # fmt: skip
+    assert tokens_of(found)[0] == (1.9 + 1.4 + 1.2, 5.0)
+
+
+def test_phase_is_the_strategys():
+    requests = [request(0, 0.0, 10, 4), request(1, 1.0, 100, 1)]
+    found = run(requests, Cuts(40, in_turn=True))
+    assert [dict(step.computed) for step in found.steps] == [{0: 10}, {0: 1}, {1: 40}, {0: 1}, {1: 40}, {0: 1}, {1: 20}]
+
+
+def test_who_is_held_waits():
+    def first_alone(view):
+        return ScheduleDecision(hold=frozenset([1])) if any(each.request_id == 0 for each in view.requests) else None
+
+    held = Answers(lambda view: first_alone(view) if view.num_in_flight == 0 else ScheduleDecision(hold=frozenset(
+        each.request_id for each in view.requests if each.request_id == 1
+    )))  # fmt: skip
+    found = run([request(0, 0.0, 10, 3), request(1, 0.0, 10, 1)], held)
+    assert [dict(step.computed) for step in found.steps] == [{0: 10}, {0: 1}, {0: 1}, {1: 10}]
+    assert held.ended == [0, 1]
+
+
+def test_admission_is_asked_again():
+    found = run([request(0, 0.0, 10, 1)], Answers(admits=lambda each, now_s: now_s >= 2.0))
+    assert 3.1 <= found.steps[0].end_s < 3.13  # looked at again every 20 ms at the latest
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        (lambda view: ScheduleDecision(order=[0]), "order"),
+        (lambda view: ScheduleDecision(order=[0, 0]), "order"),
+        (lambda view: ScheduleDecision(hold=frozenset([5])), "hold names"),
+        (lambda view: ScheduleDecision(token_budget=0), "budget 0"),
+        (lambda view: ScheduleDecision(chunk_tokens={0: 0}), "at least 1 token"),
+        (lambda view: ScheduleDecision(chunk_tokens={9: 4}), "9"),
+        (lambda view: "no", "schedule answered"),
+        (lambda view: ScheduleDecision(hold=frozenset(each.request_id for each in view.requests)), "waiting by hold for 60 s"),
+    ],
+)
+def test_nonsense_is_told(answer, words):
+    with pytest.raises(PlanError, match="strategy tested") as caught:
+        run([request(0, 0.0, 10, 2), request(1, 0.0, 10, 2)], Answers(answer))
+    assert words in str(caught.value)
+
+
+def test_views_are_the_engines():
+    views = []
+    run([request(0, 0.0, 100, 3), request(1, 0.5, 50, 2)], Answers(lambda view: views.append(view)))
+    assert [(view.step, view.phase, view.num_in_flight, [each.request_id for each in view.requests]) for view in views] == [
+        (1, Phase.PREFILL, 0, [0]), (2, Phase.PREFILL, 0, [1, 0]), (3, Phase.DECODE, 1, [0]), (4, Phase.DECODE, 1, [1]),
+        (4, Phase.DECODE, 0, [0, 1]),
+    ]  # fmt: skip
+    last = views[-1]
+    assert (last.free_blocks, last.token_budget, last.max_batch_size) == (1000 - 26 - 13, 100, 8)
+    assert [each.last_token_s for each in last.requests] == pytest.approx([4.0, 3.5])
+
+
+def test_arrivals_come_faster():
+    found = run([request(0, 0.0, 10, 1), request(1, 8.0, 10, 1)], speedup=4.0)
+    assert [each.arrival_s for each in found.requests] == [0.0, 2.0] and found.steps[-1].end_s == pytest.approx(3.1)
+
+
+class _Recorded:
+    """Step times of a log as they were, each step's until its recorded end."""
+
+    def __init__(self, log):
+        self.steps, self.fitted = iter(log.measured.steps), fit_step_times(log.measured.steps, "log")
+
+    def seconds(self, phase, num_requests, num_tokens, attention):
+        step = next(self.steps)
+        if (step.phase, step.num_requests, step.num_tokens) != (phase, num_requests, num_tokens):
+            return self.fitted.seconds(phase, num_requests, num_tokens, attention)
+        return step.end_s - self.engine._now_s
+
+
+def test_an_engines_own_schedule_comes_out_again():
+    """40 requests of LMDeploy on a CPU with 60 blocks, two of them preempted: each step with its requests and its tokens."""
+    log = read_log(RECORDED)
+    times = _Recorded(log)
+    times.engine = VirtualEngine(log.shape, times)
+    found = times.engine.run(log.requests)
+    agreed = compare(log.measured, found)
+    assert agreed.first_difference is None and agreed.num_steps_recorded == 223
+    assert found.num_preempted == log.measured.num_preempted == 2
+    assert [each.first_token_s for each in found.requests] == pytest.approx(
+        [each.first_token_s for each in log.measured.requests]
+    )
+
+
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(1, 60), st.integers(1, 20), st.integers(0, 59)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=60)
+@given(
+    REQUESTS, st.sampled_from([20, 24, 40, 400]), st.integers(1, 4), st.integers(1, 5), st.booleans(),
+    st.sampled_from([None, Fifo, LastFirst, Cuts]),
+)  # fmt: skip
+def test_what_holds_for_every_run(rows, num_blocks, decode_round, max_batch, caching, kind):
+    shape = EngineShape(4, num_blocks, 50, max_batch, decode_round, caching)
+    requests = [
+        request(number, arrival / 4, prompt, generated, cached_tokens=min(cached, prompt - 1) if caching else 0)
+        for number, (arrival, prompt, generated, cached) in enumerate(rows)
+    ]
+    engine = VirtualEngine(shape, TIMES, kind and kind(), gap_s=0.01)
+    found = engine.run(requests)
+    assert engine._queues.pool.num_free + sum(engine._queues.pool._cached.values()) == num_blocks
+    end_s = 0.0
+    for step in found.steps:  # one after the other
+        assert step.end_s - step.seconds >= end_s - 1e-9
+        end_s = step.end_s
+    done = dict.fromkeys(range(len(requests)), 0)
+    for step in found.steps:
+        for number, tokens in step.computed:
+            done[number] += tokens
+    by_id = {each.request_id: each for each in found.requests}
+    for each in requests:
+        times = by_id[each.request_id]
+        assert times.num_tokens == each.num_generated and list(times.token_s) == sorted(times.token_s)
+        assert times.first_token_s > each.arrival_s
+        least = each.prompt_tokens + each.num_generated - 1 - each.cached_tokens
+        assert done[each.request_id] >= least
+        if not found.num_preempted and not each.cached_tokens and decode_round == 1 and kind is not Cuts:
+            assert done[each.request_id] == least  # every token once; cut prompts may lose their blocks without preemption
+    assert found == VirtualEngine(shape, TIMES, kind and kind(), gap_s=0.01).run(requests)
+    if kind is None:
+        assert replace(found, name="f") == replace(VirtualEngine(shape, TIMES, Fifo(), gap_s=0.01).run(requests), name="f")
+        if not found.num_preempted:
+            begun = [number for step in found.steps if step.phase is Phase.PREFILL for number, _ in step.computed]
+            assert begun == [each.request_id for each in found.requests]
