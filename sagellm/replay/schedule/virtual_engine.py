@@ -8,6 +8,7 @@ Source: LMDeploy 0.11.0, pytorch/engine/engine.py, `_async_loop_main` and `Input
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sagellm.core.answers import check_schedule
 from sagellm.core.errors import PlanError
@@ -129,7 +130,7 @@ class VirtualEngine:
         held, self._held_since = self._held_since, {}
         if self._strategy is None or not rows:
             return is_prefill
-        self._decision = decision = self._checked(self._strategy.decide(self._view), self._view)
+        self._decision = decision = self._checked(self._told("decide", self._view), self._view)
         if decision is None:
             return is_prefill
         for request in sorted(decision.hold):
@@ -154,10 +155,19 @@ class VirtualEngine:
         return [request for request in waiting if request.is_admitted]
 
     def _admits(self, request: VirtualRequest) -> bool:
-        answer = self._strategy.admit(request.metadata(Phase.PREFILL), self._now_s)
+        answer = self._told("admit", request.metadata(Phase.PREFILL), self._now_s)
         if type(answer) is not bool:
             raise PlanError(f"strategy {self._name}: admit answered {answer!r}; it must answer True or False.")
         return answer
+
+    def _told(self, method: str, *arguments: Any) -> Any:
+        """The strategy's answer. An engine would go on without a strategy that raises; here its figures would be another's."""
+        try:
+            return getattr(self._strategy, method)(*arguments)
+        except Exception as error:
+            raise PlanError(
+                f"strategy {self._name}: {method} raised {type(error).__name__}: {error} at {self._now_s:.3f} s."
+            ) from error
 
     def _checked(self, answer: ScheduleDecision | None, view: StepView) -> ScheduleDecision | None:
         try:
@@ -221,14 +231,13 @@ class VirtualEngine:
         ended = [request for request, new, _ in batch if self._progress(request, new)]
         if self._strategy is None:
             return
-        self._strategy.on_step_end(
-            StepResult(
-                sent.step, phase, len(batch), num_tokens, self._now_s, seconds, num_before, computed=computed,
-                refused=sent.refused if loop == 0 else (),
-            )
+        result = StepResult(
+            sent.step, phase, len(batch), num_tokens, self._now_s, seconds, num_before, computed=computed,
+            refused=sent.refused if loop == 0 else (),
         )  # fmt: skip
+        self._told("on_step_end", result)
         for request in ended:
-            self._strategy.on_request_end(request.request_id)
+            self._told("on_request_end", request.request_id)
 
     def _progress(self, request: VirtualRequest, new: int) -> bool:
         """Its tokens of this step are computed. Returns whether it ends with that. A round goes on for who has ended."""

@@ -65,7 +65,7 @@ def test_a_run_is_read_as_it_was(tmp_path, decode_round, kind):
 
 
 def test_what_lines_do_not_tell_is_found_out(tmp_path):
-    """Without `computed`: requests of prompts by their lookups, the round by the numbers of steps, the last token by the end."""
+    """Without `computed`: requests of prompts by their lookups, rounds by the numbers of steps, last tokens by the end."""
     shape = replace(SHAPE, decode_round=2)
     run = VirtualEngine(shape, TIMES, name="log").run(REQUESTS)
     text = log_of(REQUESTS, run, shape, tells_rows=False).replace('"decode_round": 2', '"other": 2')
@@ -129,7 +129,8 @@ def test_who_decided(tmp_path):
 
 
 GOOD = [
-    (0.0, open_fields()), (1.0, arrive(0)), (1.0, lookup(0)), (2.0, step(1, "prefill", 1, 8, computed=[[0, 8]])), (2.1, end(0, 1)),
+    (0.0, open_fields()), (1.0, arrive(0)), (1.0, lookup(0)), (2.0, step(1, "prefill", 1, 8, computed=[[0, 8]])),
+    (2.1, end(0, 1)),
 ]  # fmt: skip
 
 

@@ -117,6 +117,23 @@ def test_who_is_held_waits():
     assert held.ended == [0, 1]
 
 
+def test_a_budget_bounds_decode_steps_too():
+    found = run([request(0, 0.0, 10, 2), request(1, 0.0, 10, 2)], Answers(lambda view: ScheduleDecision(token_budget=1)))
+    assert [dict(step.computed) for step in found.steps] == [{0: 10}, {1: 10}, {0: 1}, {1: 1}]
+
+
+def test_what_is_lost_stays_cached_until_it_goes_for_room():
+    """As above with prefix caching: of the two full blocks of request 1, one goes for request 0, one is found again."""
+    shape = replace(SHAPE, num_blocks=6, prefix_caching=True)
+    found = run([request(0, 0.0, 8, 9), request(1, 0.0, 8, 9)], shape=shape)
+    assert [dict(step.computed) for step in found.steps if step.phase is Phase.PREFILL] == [{0: 8, 1: 8}, {1: 12 - 4}]
+
+
+def test_a_strategy_that_raises_is_named():
+    with pytest.raises(PlanError, match="strategy tested: decide raised ZeroDivisionError"):
+        run([request(0, 0.0, 10, 2)], Answers(lambda view: 1 / 0))
+
+
 def test_admission_is_asked_again():
     found = run([request(0, 0.0, 10, 1)], Answers(admits=lambda each, now_s: now_s >= 2.0))
     assert 3.1 <= found.steps[0].end_s < 3.13  # looked at again every 20 ms at the latest
