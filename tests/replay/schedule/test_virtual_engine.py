@@ -118,8 +118,27 @@ def test_who_is_held_waits():
 
 
 def test_a_budget_bounds_decode_steps_too():
-    found = run([request(0, 0.0, 10, 2), request(1, 0.0, 10, 2)], Answers(lambda view: ScheduleDecision(token_budget=1)))
-    assert [dict(step.computed) for step in found.steps] == [{0: 10}, {1: 10}, {0: 1}, {1: 1}]
+    found = run([request(0, 0.0, 10, 4), request(1, 0.0, 10, 3)], Answers(lambda view: ScheduleDecision(token_budget=1)))
+    assert [dict(step.computed) for step in found.steps] == [{0: 10}, {1: 10}, *[{0: 1}] * 3, *[{1: 1}] * 2]
+
+
+@pytest.mark.parametrize("num_later, generated, phases", [(3, 4, "PDDPD"), (4, 3, "PDPD")])
+def test_four_that_wait_go_before_those_that_run(num_later, generated, phases):
+    """Half of the batch runs. Three that come to wait are computed once a decode step is on its way, four before it."""
+    early = [request(number, 0.0, 10, generated) for number in range(4)]
+    found = run(early + [request(4 + number, 1.5, 10, 1) for number in range(num_later)])
+    assert "".join(step.phase.value[0].upper() for step in found.steps) == phases
+
+
+def test_who_waits_gives_its_blocks_to_who_goes_first():
+    shape = replace(SHAPE, num_blocks=10)
+
+    def youngest(view):
+        order = sorted((each.request_id for each in view.requests), reverse=True)
+        return ScheduleDecision(order, chunk_tokens={each.request_id: 20 for each in view.waiting})
+
+    found = run([request(0, 0.0, 36, 1), request(1, 0.5, 20, 1)], Answers(youngest), shape=shape)
+    assert [dict(step.computed) for step in found.steps] == [{0: 20}, {1: 20}, {0: 20}, {0: 16}]
 
 
 def test_what_is_lost_stays_cached_until_it_goes_for_room():
