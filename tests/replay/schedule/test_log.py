@@ -106,6 +106,17 @@ def test_preempted_and_computed_again(tmp_path):
     assert [each.attention for each in found.measured.steps] == [4 * (4 + 2), 8, 6 * (4 + 3)]
 
 
+def test_a_round_goes_on_after_an_end(tmp_path):
+    rows = [
+        (0.0, open_fields()), (1.0, arrive(0)), (1.0, lookup(0)), (2.0, step(1, "prefill", 1, 8, computed=[[0, 8]])),
+        (2.5, step(2, "decode", 1, 1, 8, computed=[[0, 1]])), (3.0, step(2, "decode", 1, 1, 9, computed=[[0, 1]])),
+        (3.1, end(0, 2)),
+    ]  # fmt: skip
+    found = read(tmp_path, text_of(rows))
+    assert found.shape.decode_round == 2 and found.measured.requests[0].token_s == pytest.approx((1.0, 1.5))
+    assert found.measured.requests[0].last_token_s == pytest.approx(1.5)
+
+
 def test_who_got_nothing_or_did_not_end_is_left_out(tmp_path):
     rows = [
         (0.0, open_fields()), (1.0, arrive(0)), (1.0, arrive(1)), (1.0, arrive(2)), (1.0, lookup(0)), (1.0, lookup(2)),

@@ -12,6 +12,8 @@ from sagellm.core.hooks import Phase, ScheduleDecision
 from sagellm.replay.schedule.base import EngineShape
 from sagellm.replay.schedule.compare import compare
 from sagellm.replay.schedule.log import read_log
+from sagellm.replay.schedule.pool import BlockPool
+from sagellm.replay.schedule.requests import VirtualRequest
 from sagellm.replay.schedule.step_times import fit_step_times
 from sagellm.replay.schedule.virtual_engine import VirtualEngine
 from tests.replay.schedule.made import SHAPE, TIMES, Answers, Cuts, Fifo, LastFirst, request
@@ -54,6 +56,29 @@ def test_round_of_decode_steps():
         ("prefill", {1: 10}, 4.2), *[("decode", {0: 1}, 4.2 + 0.5 * number) for number in (1, 2, 3, 4)],
     ]  # fmt: skip
     assert tokens_of(found) == {0: (1.1, 1.6, 2.1, 2.6, 3.1, 4.7), 1: (4.2,)}
+
+
+def test_the_next_step_is_chosen_when_the_last_of_a_round_begins():
+    shape, strategy = replace(SHAPE, decode_round=4), Cuts()
+    found = run([request(0, 0.0, 10, 5), request(1, 2.3, 10, 1)], strategy, shape=shape, gap_s=0.25)
+    # Prompt, round, prompt: no gap before the last, which was sent ahead.
+    assert [step.end_s for step in found.steps] == pytest.approx([1.35, 2.1, 2.6, 3.1, 3.6, 4.7])
+    assert [result.num_context_tokens for result in strategy.results] == [0, 10, 11, 12, 13, 0]
+
+
+def test_the_longest_unused_goes_for_room():
+    pool = BlockPool(replace(SHAPE, num_blocks=10, prefix_caching=True))
+    first, second = (VirtualRequest.of(request(number, 0.0, 20, 1), 1.0) for number in (0, 1))
+    for each in (first, second):
+        pool.hold(each, 5)
+        each.num_computed, each.has_run = 20, True
+    for each in (first, second):
+        pool.release(each)
+    assert pool.num_free == 0
+    pool.evict_cached(3)
+    pool.find(first)
+    pool.find(second)
+    assert (pool.num_free, first.num_blocks, second.num_blocks, first.num_computed) == (3, 2, 5, 8)
 
 
 def test_who_comes_last_is_preempted_and_computed_again():
@@ -151,6 +176,21 @@ def test_what_is_lost_stays_cached_until_it_goes_for_room():
 def test_a_strategy_that_raises_is_named():
     with pytest.raises(PlanError, match="strategy tested: decide raised ZeroDivisionError"):
         run([request(0, 0.0, 10, 2)], Answers(lambda view: 1 / 0))
+
+
+def test_decode_is_kept_to_while_a_step_is_on_its_way():
+    found = run([request(0, 0.0, 10, 4), request(1, 1.2, 10, 1)], Answers(lambda view: ScheduleDecision(phase=Phase.DECODE)))
+    assert [dict(step.computed) for step in found.steps] == [{0: 10}, {0: 1}, {0: 1}, {0: 1}, {1: 10}]
+
+
+@pytest.mark.parametrize("until_s, is_fine", [(59.0, True), (62.0, False)])
+def test_a_minute_is_too_long(until_s, is_fine):
+    strategy = Answers(lambda view: ScheduleDecision(hold=frozenset([0] if view.now_s < until_s else [])))
+    if is_fine:
+        assert run([request(0, 0.0, 10, 1)], strategy).steps[0].end_s == pytest.approx(60.1, abs=0.03)
+    else:
+        with pytest.raises(PlanError, match="request 0 has been kept waiting by hold"):
+            run([request(0, 0.0, 10, 1)], strategy)
 
 
 def test_admission_is_asked_again():
