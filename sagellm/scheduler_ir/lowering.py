@@ -1,0 +1,119 @@
+"""From a graph to the decision for the next step of an engine."""
+
+from collections.abc import Mapping
+
+from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision, StepView
+from sagellm.scheduler_ir.builder import ENGINE_CHOICE
+from sagellm.scheduler_ir.graph import IRGraph
+from sagellm.scheduler_ir.kinds import COMPUTE, WITH_THE_STEP
+from sagellm.scheduler_ir.nodes import IRNode, NodeType
+
+__all__ = ["is_done", "lower"]
+
+
+def lower(graph: IRGraph, view: StepView, device: str | None = None) -> ScheduleDecision:
+    """What the graph wants of the engine in the step that `view` tells of.
+
+    How far the graph has come is read from the view: a chunk is done once its tokens have keys and values, a decode step or a
+    sample once the value it gives is there (`kv:7:100`, `token:7:100`); names of another form are never done. A request that
+    the view has not, as it is in flight or has ended, is left out and keeps no other waiting. So one graph does for several
+    steps.
+
+    The decision: phase, of the first node that computes and is ready, or what it remarks (`builder.IRBuilder`); order, of the
+    requests of ready nodes, then of the others in the graph, then the rest; hold, the requests without a ready node, and
+    those of decode steps that would be more than `view.max_batch_size` with the ones before; chunk_tokens, where a ready chunk
+    ends before its request's prompt; token_budget, the least that a ready node remarks. An empty graph holds everybody.
+
+    Args:
+        device: only nodes on it, and those that say none, are for this engine; None takes all. Others' nodes count as done
+            once the view shows what they give.
+
+    Raises:
+        PlanError: a cycle.
+
+    Complexity: O(nodes + requests).
+    """
+    requests: dict[int, RequestMetadata] = {request.request_id: request for request in view.requests}
+    ready, later = _ready(graph, requests, device)
+    hold = set(requests)
+    order: dict[int, None] = {}
+    chunks: dict[int, int] = {}
+    budgets: list[int] = []
+    num_decoding = 0
+    for node in ready:
+        config, present = node.config, [name for name in node.requests if name in requests]
+        if "token_budget" in config:
+            budgets.append(config["token_budget"])
+        order.update(dict.fromkeys(present))
+        if node.node_type is NodeType.PREFILL_CHUNK:
+            _cut(node, requests[present[0]], chunks)
+        else:
+            if num_decoding and 0 < view.max_batch_size < num_decoding + len(present):
+                continue
+            num_decoding += len(present)
+        hold.difference_update(present)
+    for names in (*later, requests):
+        order.update(dict.fromkeys(name for name in names if name in requests))
+    return ScheduleDecision(
+        order=tuple(order), hold=frozenset(hold), token_budget=min(budgets, default=None), phase=_phase(ready, requests),
+        chunk_tokens=chunks, reason=f"{ready[0].node_id} is the first that is ready" if ready else "no node is ready",
+    )  # fmt: skip
+
+
+def is_done(node: IRNode, requests: Mapping[int, RequestMetadata]) -> bool:
+    """Whether these requests, by id, show that the node's work is done. Of requests that are not there nothing is to do."""
+    config, kind = node.config, node.node_type
+    if "request" in config and "tokens" in config:
+        request = requests.get(config["request"])
+        return request is None or request.num_computed >= config.get("start", 0) + config["tokens"]
+    prefix = "token" if kind is NodeType.SAMPLE else "kv"
+    left = {name for name in node.requests if name in requests}
+    for value in node.outputs if left else ():
+        what, _, rest = value.partition(":")
+        name, _, place = rest.partition(":")
+        if what == prefix and name.isdecimal() and place.isdecimal() and int(name) in left:
+            request = requests[int(name)]
+            if request.num_tokens > int(place) if prefix == "token" else request.num_computed >= int(place):
+                left.discard(int(name))
+    return not left
+
+
+def _ready(
+    graph: IRGraph, requests: Mapping[int, RequestMetadata], device: str | None
+) -> tuple[list[IRNode], list[tuple[int, ...]]]:
+    """Nodes to compute now, and the requests of those that wait for others."""
+    blocked: set[str] = set()  # values that are still to come
+    ready: list[IRNode] = []
+    later: list[tuple[int, ...]] = []
+    for node in graph.topological_order():
+        waits = bool(blocked) and not blocked.isdisjoint(node.inputs)
+        if node.node_type in WITH_THE_STEP:
+            if waits:
+                blocked.update(node.outputs)
+            continue
+        if is_done(node, requests):
+            continue
+        blocked.update(node.outputs)
+        if node.node_type in COMPUTE:
+            if waits or not (device is None or node.device in ("", device)):
+                later.append(node.requests)
+            else:
+                ready.append(node)
+    return ready, later
+
+
+def _cut(node: IRNode, request: RequestMetadata, chunks: dict[int, int]) -> None:
+    end = node.config["start"] + node.config["tokens"]
+    if end < request.num_tokens:
+        chunks[request.request_id] = end - max(node.config["start"], request.num_computed)
+
+
+def _phase(ready: list[IRNode], requests: Mapping[int, RequestMetadata]) -> Phase | None:
+    """A request that was preempted must have its prompt computed again before its decode step."""
+    if not ready:
+        return None
+    first = ready[0]
+    decodes = any(requests[name].phase is Phase.DECODE for name in first.requests if name in requests)
+    own = Phase.DECODE if decodes and first.node_type is not NodeType.PREFILL_CHUNK else Phase.PREFILL
+    said = first.config.get("phase", own)
+    return None if said == ENGINE_CHOICE else Phase(said)
