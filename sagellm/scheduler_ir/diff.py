@@ -66,7 +66,7 @@ def diff_graphs(before: Iterable[IRNode], after: Iterable[IRNode]) -> GraphDiff:
     old = {node.node_id: node for node in before}
     new = {node.node_id: node for node in after}
     kept = [name for name in new if name in old]
-    changes = (_change(old[name], new[name]) for name in kept if old[name] != new[name])
+    changes = (_change(old[name], new[name]) for name in kept if old[name] is not new[name])
     return GraphDiff(
         added=tuple(node for name, node in new.items() if name not in old),
         removed=tuple(node for name, node in old.items() if name not in new),
@@ -77,7 +77,8 @@ def diff_graphs(before: Iterable[IRNode], after: Iterable[IRNode]) -> GraphDiff:
 
 def _change(before: IRNode, after: IRNode) -> NodeChange:
     old, new = _fields(before), _fields(after)
-    names = [name for name in old | new if (name in old) != (name in new) or old[name] != new[name]]
+    # Python takes 1, 1.0 and True for the same, JSON does not.
+    names = [name for name in old | new if (name in old) != (name in new) or repr(old[name]) != repr(new[name])]
     return NodeChange(before.node_id, {name: (old.get(name), new.get(name)) for name in names})
 
 

@@ -55,7 +55,8 @@ def node_from_dict(document: Any, index: int) -> IRNode:
 
 
 def plain(value: Any, where: str) -> Any:
-    """A copy of dicts, lists, texts, numbers, truth values and None. Raises PlanError: anything else is in it."""
+    """A copy of dicts, lists, texts, numbers, truth values and None, keys sorted, so that equal configs have equal JSON. Raises
+    PlanError: anything else is in it."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
@@ -68,5 +69,5 @@ def plain(value: Any, where: str) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise PlanError(f"{where} has the key {key!r}; JSON has only texts as keys.")
-        return {key: plain(each, f"{where}.{key}") for key, each in value.items()}
+        return {key: plain(each, f"{where}.{key}") for key, each in sorted(value.items())}
     raise PlanError(f"{where} is {value!r}; use what JSON can say: texts, numbers, lists and objects.")
