@@ -2,8 +2,9 @@
 
 The order of the default ones has its reasons. Recomputation goes first, so that only what is left is cut into chunks. Chunks
 come before loads are placed, as a load runs beside one chunk and not beside a whole prompt. Decode steps are merged before
-their samples, which belong together once their steps are one. Loads are placed last: their remark names a node, and no pass may
-take that node away after it. Each pass, and all of them in this order, change nothing when they run again.
+their samples, which belong together once their steps are one. Loads are placed when the nodes that compute are what they
+will be, as their remark names one of these. Collectives come last, because a load that moves away may leave neighbours.
+Run again, each pass and all of them in this order change nothing.
 """
 
 from sagellm.scheduler_ir.passes.base import Pass, PassSettings
@@ -20,5 +21,5 @@ __all__ = [
 ]  # fmt: skip
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
-    drop_cached_recompute, chunk_prefills, merge_decode_steps, merge_samples, fuse_collectives, overlap_loads
+    drop_cached_recompute, chunk_prefills, merge_decode_steps, merge_samples, overlap_loads, fuse_collectives
 )  # fmt: skip

@@ -27,8 +27,8 @@ Spans = dict[int, int]  # request -> bits of its tokens
 def check_same_work(before: IRGraph, after: IRGraph, by: str = "the pass") -> None:
     """Raises PlanError, naming `by` and the first rule that is broken. O(nodes x (values + requests)): not for every step."""
     after.topological_order()
-    for broken in (_values(before, after), _prompts(before, after), _counts(before, after), _rests(before, after)):
-        if broken:
+    for rule in (_values, _prompts, _counts, _rests):  # a rule may rely on those before it
+        if broken := rule(before, after):
             raise PlanError(f"{by} changed what is computed: {broken}.")
 
 
