@@ -7,6 +7,7 @@ from sagellm.core.errors import PlanError
 from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
+from sagellm.scheduler_ir.trusted import trusted_node
 
 __all__ = ["ENGINE_CHOICE", "STEP_REMARKS", "IRBuilder"]
 
@@ -101,8 +102,8 @@ def _decode(nodes: list[IRNode], request: RequestMetadata, device: str) -> None:
     logits = "logits" + place
     inputs = ("kv" + last, "token" + last) if tokens > 1 else ("token" + last,)
     outputs = ("kv" + place, logits)
-    nodes.append(_node("decode" + place, NodeType.DECODE_STEP, inputs, outputs, {"requests": [name]}, device))
-    nodes.append(_node("sample" + place, NodeType.SAMPLE, (logits,), ("token" + place,), {"requests": [name]}, device))
+    nodes.append(trusted_node("decode" + place, NodeType.DECODE_STEP, inputs, outputs, {"requests": [name]}, device))
+    nodes.append(trusted_node("sample" + place, NodeType.SAMPLE, (logits,), ("token" + place,), {"requests": [name]}, device))
 
 
 def _fetch(
@@ -117,7 +118,7 @@ def _fetch(
     start = min(found, last)
     if start:
         config = {"request": name, "tokens": start}
-        nodes.append(_node(f"fetch:{name}", NodeType.PREFIX_FETCH, (), (f"kv:{name}:{start}",), config, device))
+        nodes.append(trusted_node(f"fetch:{name}", NodeType.PREFIX_FETCH, (), (f"kv:{name}:{start}",), config, device))
     for tier, tokens in lower.get(name, NOTHING).items():
         if tokens < 0:
             raise PlanError(f"request {name} has {tokens!r} tokens on {tier}; give a whole number from 0 on.")
@@ -126,7 +127,7 @@ def _fetch(
             config = {"request": name, "start": start, "tokens": end - start, "src_tier": tier, "dst_tier": fast_tier,
                       "bytes": (end - start) * bytes_per_token}  # fmt: skip
             inputs = (f"kv:{name}:{start}",) if start else ()
-            nodes.append(_node(f"load:{name}:{start}", NodeType.KV_LOAD, inputs, (f"kv:{name}:{end}",), config, device))
+            nodes.append(trusted_node(f"load:{name}:{start}", NodeType.KV_LOAD, inputs, (f"kv:{name}:{end}",), config, device))
         start = end
     return start
 
@@ -139,11 +140,11 @@ def _prefill(nodes: list[IRNode], request: RequestMetadata, start: int, cut: int
         inputs = (f"kv:{name}:{start}",) if start else ()
         outputs = (f"kv:{name}:{stop}", f"logits:{name}:{stop}") if stop == end else (f"kv:{name}:{stop}",)
         config = {"request": name, "start": start, "tokens": stop - start}
-        nodes.append(_node(f"prefill:{name}:{start}", NodeType.PREFILL_CHUNK, inputs, outputs, config, device))
+        nodes.append(trusted_node(f"prefill:{name}:{start}", NodeType.PREFILL_CHUNK, inputs, outputs, config, device))
         start = stop
     config = {"requests": [name]}
     logits, token = (f"logits:{name}:{end}",), (f"token:{name}:{end}",)
-    nodes.append(_node(f"sample:{name}:{end}", NodeType.SAMPLE, logits, token, config, device))
+    nodes.append(trusted_node(f"sample:{name}:{end}", NodeType.SAMPLE, logits, token, config, device))
 
 
 def _remark(nodes: Sequence[IRNode], decision: ScheduleDecision) -> None:
@@ -156,25 +157,3 @@ def _remark(nodes: Sequence[IRNode], decision: ScheduleDecision) -> None:
             if decision.token_budget is not None:
                 node.config["token_budget"] = decision.token_budget  # type: ignore[index]
             return
-
-
-# A node is checked when it is made, which costs more than everything else here. These are right by their making, and the tests
-# hold each against a checked one, so they are filled in past the check.
-_new = object.__new__
-_set_id, _set_type, _set_inputs, _set_outputs, _set_config, _set_device = (
-    getattr(IRNode, name).__set__
-    for name in ("node_id", "node_type", "inputs", "outputs", "config", "device")
-)  # fmt: skip
-
-
-def _node(
-    node_id: str, node_type: NodeType, inputs: tuple[str, ...], outputs: tuple[str, ...], config: dict[str, Any], device: str
-) -> IRNode:
-    node = _new(IRNode)
-    _set_id(node, node_id)
-    _set_type(node, node_type)
-    _set_inputs(node, inputs)
-    _set_outputs(node, outputs)
-    _set_config(node, config)
-    _set_device(node, device)
-    return node

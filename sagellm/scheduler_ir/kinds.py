@@ -4,7 +4,6 @@ from sagellm.scheduler_ir.nodes import NodeType
 
 __all__ = ["COMPUTE", "FETCHES", "WITH_THE_STEP"]
 
-# Tuples, as `in` then finds a member by identity, while the hash of an enumeration's member runs in Python.
 COMPUTE = (NodeType.DECODE_STEP, NodeType.PREFILL_CHUNK, NodeType.VERIFY)
 FETCHES = (NodeType.PREFIX_FETCH, NodeType.KV_LOAD, NodeType.KV_TRANSFER)  # give keys and values that were computed before
 # An engine does these together with the step that needs them. What else a step needs must be done before it.

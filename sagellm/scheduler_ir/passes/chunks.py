@@ -1,11 +1,10 @@
 """Prefills that are longer than a step may be."""
 
-from dataclasses import replace
-
 from sagellm.scheduler_ir.builder import STEP_REMARKS
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.nodes import IRNode, NodeType, kv_value
 from sagellm.scheduler_ir.passes.base import PassSettings
+from sagellm.scheduler_ir.trusted import trusted_node
 
 __all__ = ["chunk_prefills"]
 
@@ -40,6 +39,6 @@ def _pieces(graph: IRGraph, node: IRNode, limit: int) -> list[IRNode]:
     for index, stop in enumerate(stops):
         config = {**(later if index else node.config), "start": start, "tokens": stop - start, "token_budget": budget}
         outputs = (names[index],) if stop < end else node.outputs
-        pieces.append(replace(node, node_id=ids[index], inputs=taken, outputs=outputs, config=config))
+        pieces.append(trusted_node(ids[index], node.node_type, taken, outputs, config, node.device))
         start, taken = stop, outputs
     return pieces

@@ -1,7 +1,6 @@
 """Several nodes that one step can do become one."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from sagellm.scheduler_ir.builder import STEP_REMARKS
@@ -9,6 +8,7 @@ from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.kinds import COMPUTE
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
 from sagellm.scheduler_ir.passes.base import PassSettings
+from sagellm.scheduler_ir.trusted import trusted_node
 
 __all__ = ["merge_decode_steps", "merge_samples", "merged"]
 
@@ -23,7 +23,7 @@ def merge_decode_steps(graph: IRGraph, settings: PassSettings) -> IRGraph:
     """
     if not graph.has((NodeType.DECODE_STEP,)):
         return graph
-    depths: dict[str, int] = {}  # of values
+    depths: dict[str, int] = {}  # of values; none is 0
     groups: dict[tuple[Any, ...], list[IRNode]] = {}
     for node in graph.topological_order():
         depth = 0
@@ -35,8 +35,9 @@ def merge_decode_steps(graph: IRGraph, settings: PassSettings) -> IRGraph:
             depth += 1
             if kind is NodeType.DECODE_STEP:
                 groups.setdefault((depth, node.device, _remarks(node.config)), []).append(node)
-        for name in node.outputs:
-            depths[name] = depth
+        if depth:
+            for name in node.outputs:
+                depths[name] = depth
     batches = [batch for group in groups.values() for batch in _batches(group, settings.max_batch_size)]
     return _replaced(graph, batches)
 
@@ -48,9 +49,9 @@ def merge_samples(graph: IRGraph, settings: PassSettings) -> IRGraph:
     groups: dict[tuple[Any, ...], list[IRNode]] = {}
     for node in graph:
         if node.node_type is NodeType.SAMPLE:
-            givers = graph.predecessors(node.node_id)
+            givers = {graph.giver(name) for name in node.inputs} - {None}
             if len(givers) == 1:
-                groups.setdefault((givers[0], node.device, _remarks(node.config)), []).append(node)
+                groups.setdefault((*givers, node.device, _remarks(node.config)), []).append(node)
     return _replaced(graph, [batch for group in groups.values() for batch in _batches(group, 0)])
 
 
@@ -58,7 +59,8 @@ def merged(nodes: list[IRNode], **config: Any) -> IRNode:
     """The first of them with the values of all, and this in its config; what one gives to another is no longer taken."""
     outputs = dict.fromkeys([name for node in nodes for name in node.outputs])
     inputs = dict.fromkeys([name for node in nodes for name in node.inputs if name not in outputs])
-    return replace(nodes[0], inputs=tuple(inputs), outputs=tuple(outputs), config={**nodes[0].config, **config})
+    first, config = nodes[0], {**nodes[0].config, **config}
+    return trusted_node(first.node_id, first.node_type, tuple(inputs), tuple(outputs), config, first.device)
 
 
 def _remarks(config: Mapping[str, Any]) -> str:
@@ -104,5 +106,4 @@ def _replaced(graph: IRGraph, batches: list[list[IRNode]]) -> IRGraph:
         step = {name: value for node in batch if len(node.config) > 1 for name, value in _of_step(node).items()}
         new.update(dict.fromkeys([node.node_id for node in batch]))
         new[batch[0].node_id] = merged(batch, requests=requests, **step)
-    nodes = [new.get(node.node_id, node) for node in graph]
-    return IRGraph(node for node in nodes if node is not None)
+    return IRGraph([node for node in [new.get(each.node_id, each) for each in graph] if node is not None])
