@@ -85,6 +85,11 @@ def test_ids_and_values_are_of_one_node():
     assert (ids(graph), graph.giver("fresh")) == (["a"], None)
     with pytest.raises(PlanError, match="'b' is no node"):
         graph.add("b")  # type: ignore[arg-type]
+    for nodes, message in ((["b"], "'b' is no node"), ([*graph, *graph], "node a is in the graph already")):
+        with pytest.raises(PlanError, match=message):
+            IRGraph(nodes)
+    with pytest.raises(PlanError, match="node b gives a, as a does"):
+        IRGraph([*graph, node("b", NodeType.SAMPLE, "", "a", requests=[1])])
 
 
 @pytest.mark.parametrize("ask", ["predecessors", "successors", "__getitem__"])
