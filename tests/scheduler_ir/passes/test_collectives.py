@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from sagellm.scheduler_ir.passes import PassSettings, check_same_work, fuse_collectives
-from tests.scheduler_ir.passes.parts import collective, decode, graph, ids
+from tests.scheduler_ir.passes.parts import collective, decode, graph, ids, load
 
 
 def test_neighbours_become_one():
@@ -57,3 +57,9 @@ def test_neighbours_in_topological_order_not_in_insertion():
 def test_dependence_through_others_is_no_neighbourhood():
     before = graph(collective("a"), replace(decode(1, 5), inputs=("a!",)), collective("b", "kv:1:5"))
     assert fuse_collectives(before, PassSettings()) is before
+
+
+def test_a_load_that_moves_away_leaves_neighbours():
+    plan = graph(decode(1, 5), collective("a"), load(2, 0, 4), collective("b"))
+    best = plan.optimize(check=True)
+    assert ids(best) == ["l2.0", "d1.5", "a"] and best.optimize() == best
