@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from sagellm.scheduler_ir.graph import IRGraph
-
 from sagellm.core.errors import PlanError
 from sagellm.core.hooks import RequestId
+from sagellm.scheduler_ir.graph import IRGraph
 
 __all__ = ["ExecutionPlan", "ExecutorAPI", "NodeState", "NodeStatus", "PlanState", "PlanStatus"]
 

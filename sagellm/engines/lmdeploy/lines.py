@@ -21,7 +21,7 @@ def open_line(scheduler: Any, config: HookConfig, prefix_caching: bool) -> dict[
         format=FORMAT, version=own_version, engine="lmdeploy.pytorch", model=config.model, layout=config.layout,
         block_size=cache.block_size, block_bytes=config.block_bytes, num_blocks=cache.num_gpu_blocks,
         host_blocks=cache.num_cpu_blocks, prefix_caching=prefix_caching, max_prefill_tokens=cache.max_prefill_token_num,
-        max_batch_size=scheduler.scheduler_config.max_batches,
+        max_batch_size=scheduler.scheduler_config.max_batches, decode_round=scheduler.scheduler_config.prefill_interval,
         plugins=[spec.model_dump(mode="json") for spec in config.plugins],
     )  # fmt: skip
 
