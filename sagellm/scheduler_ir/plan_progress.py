@@ -1,0 +1,366 @@
+"""What becomes of the nodes of one plan on an engine: which can run now, and what views and results say of them."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from sagellm.core.hooks import Phase, RequestId, RequestMetadata, StepResult
+from sagellm.scheduler_ir.nodes import IRNode, NodeType
+from sagellm.scheduler_ir.plan import ExecutionPlan, NodeState, NodeStatus, PlanState, PlanStatus
+from sagellm.scheduler_ir.request_progress import RequestProgress, Seen
+
+__all__ = ["CANNOT", "NodeRun", "PlanProgress", "Work"]
+
+# The hooks reach requests and steps. What lies beside them cannot be asked of an engine that way.
+CANNOT: Mapping[NodeType, str] = MappingProxyType({
+    NodeType.KV_TRANSFER: "no hook moves keys and values to or from another engine; what is missing here is computed here",
+    NodeType.KV_STORE: "the engine's KV plug-in says what goes to a slower tier, not a plan",
+    NodeType.COLLECTIVE: "the engine's workers run the collectives of their model by themselves",
+    NodeType.VERIFY: "the engine checks no proposed tokens; it decodes one token a step",
+})  # fmt: skip
+# The engine does these with its lookup, just before it computes: they hold nobody up, and it is seen afterwards what was found.
+WITH_LOOKUP = (NodeType.PREFIX_FETCH, NodeType.KV_LOAD)
+OPEN = (NodeState.WAITING, NodeState.RUNNING)
+
+
+@dataclass(slots=True, eq=False)
+class NodeRun:
+    """One node's way. `pending`: requests that it is still to be done for. `steps`: in which it was computed, or a part of it.
+
+    `asked`: the step that it was asked of last, `begun`, `limit`: how many of a prompt's tokens were there
+    then, and how many it has. `ran`: something was
+    computed, or was there. `is_again`: it was done, and its request lost its blocks. `is_unnamed`: the step it was asked of has
+    ended, and the engine does not say who was in it.
+    """
+
+    node: IRNode
+    before: list["NodeRun"]
+    pending: set[RequestId]
+    state: NodeState = NodeState.WAITING
+    detail: str = ""
+    asked: int = -1
+    begun: int = 0
+    limit: int = 0
+    why: str = ""
+    steps: list[int] = field(default_factory=list)
+    ran: bool = False
+    is_again: bool = False
+    is_unnamed: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in OPEN
+
+    @property
+    def end(self) -> int:
+        """Of a node that names a range of tokens: one behind its last."""
+        return self.node.config.get("start", 0) + self.node.config["tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a node needs of the next step. `chunk`: cut the prompt there. `is_extra`: a decode step's requests have prompt
+    tokens left that no node computes, so that they come first."""
+
+    run: NodeRun
+    phase: Phase
+    requests: tuple[RequestId, ...]
+    chunk: int | None = None
+    is_extra: bool = False
+
+
+class PlanProgress:
+    """A state for every node. Not thread-safe: its owner has a lock.
+
+    Args:
+        devices: what a node may name as its device and still be done as asked.
+
+    Raises:
+        PlanError: the graph has a cycle.
+    """
+
+    def __init__(self, plan: ExecutionPlan, devices: Collection[str] = ("",)) -> None:
+        self.plan = plan
+        self.is_cancelled = False
+        self._told = -1  # the last step with a result
+        self._devices = frozenset(devices)
+        self.runs: dict[str, NodeRun] = {}
+        for node in plan.ir_graph.topological_order():
+            before = [self.runs[name] for name in plan.ir_graph.predecessors(node.node_id)]
+            run = self.runs[node.node_id] = NodeRun(node, before, set(node.requests))
+            if node.node_type in CANNOT:
+                self._settle(run, NodeState.REFUSED, CANNOT[node.node_type])
+        self._open = list(self.runs.values())
+        self._index()
+        self._settle_samples()
+
+    # ---- asked by the owner
+
+    @property
+    def open(self) -> list[NodeRun]:
+        """What is neither done nor given up, in topological order."""
+        self._open = [run for run in self._open if run.is_open]
+        return self._open
+
+    def waiting_requests(self) -> set[RequestId]:
+        """Those that something is still to be computed for."""
+        return {
+            request for run in self.open if run.node.node_type not in WITH_LOOKUP for request in run.pending
+        }  # fmt: skip
+
+    def status(self) -> PlanStatus:
+        nodes = {
+            node.node_id: NodeStatus(self.runs[node.node_id].state, self.runs[node.node_id].detail)
+            for node in self.plan.ir_graph
+        }
+        states = {run.state for run in self.runs.values()}
+        if self.is_cancelled or states == {NodeState.CANCELLED}:
+            state = PlanState.CANCELLED
+        elif not states.intersection(OPEN):
+            state = PlanState.DONE
+        elif any(run.asked >= 0 or run.ran for run in self.runs.values()):
+            state = PlanState.RUNNING
+        else:
+            state = PlanState.QUEUED
+        return PlanStatus(self.plan.plan_id, state, nodes)
+
+    def ready(self, rows: Mapping[RequestId, RequestMetadata]) -> Iterator[Work]:
+        """What could be in the next step, in topological order. A node's requests go together, so all of them must be there."""
+        passed: set[int] = set()  # of those that the lookup does: what they hang on is done
+        for run in self.open:
+            kind = run.node.node_type
+            if any(one.is_open and id(one) not in passed for one in run.before):
+                continue
+            if kind in WITH_LOOKUP:
+                passed.add(id(run))
+            elif kind is not NodeType.SAMPLE and all(request in rows for request in run.pending):
+                yield from self._work(run, rows)
+
+    # ---- told by the owner
+
+    def asked(self, work: Work, step: int, rows: Mapping[RequestId, RequestMetadata]) -> None:
+        run = work.run
+        if work.is_extra:
+            run.detail = f"requests {list(work.requests)} had tokens left that no node computes; computed first"
+            return
+        run.state, run.asked = NodeState.RUNNING, step
+        if run.node.node_type is NodeType.PREFILL_CHUNK and not run.steps:
+            run.begun, run.limit = rows[work.requests[0]].num_computed, rows[work.requests[0]].num_tokens
+
+    def view(
+        self,
+        step: int,
+        rows: Mapping[RequestId, RequestMetadata],
+        progress: Mapping[RequestId, RequestProgress],
+        seen: Mapping[RequestId, Seen],
+    ) -> None:
+        """The queue before `step`. Who is in it has no step on its way: what ran is known now."""
+        for request in self.plan.request_ids:
+            if request not in rows:
+                continue
+            if seen[request].is_preempted:
+                self._reopen(request, rows[request].num_computed, step)
+            for _ in range(seen[request].num_decoded):
+                self._decoded(request, step - 1)
+            self._reached(progress[request], is_exact=True)
+        for run in self.open:
+            ended = {each for each in run.pending if each in progress and progress[each].has_ended}
+            for request in ended:
+                self._leave(run, request)
+            if run.is_open and run.state is NodeState.RUNNING and run.pending.intersection(rows):
+                run.state = NodeState.WAITING
+                if self.is_cancelled:
+                    self._settle(run, NodeState.CANCELLED, "the plan was cancelled")
+                elif run.asked < step and run.asked not in run.steps:
+                    again = "the request lost its blocks; " if run.is_again else ""
+                    run.detail = f"{again}the engine had no room for it in step {run.asked}, or took another step"
+        self._settle_samples()
+
+    def result(self, result: StepResult, progress: Mapping[RequestId, RequestProgress]) -> None:
+        """A step has ended; `progress` knows of it. Where it names nobody, the next view tells."""
+        self._told = result.step
+        if not result.computed:
+            for run in self.open:
+                is_prompt = run.node.node_type is NodeType.PREFILL_CHUNK
+                run.is_unnamed = run.asked == result.step and is_prompt is (result.phase is Phase.PREFILL)
+        refused = dict(result.refused)
+        own = set(self.plan.request_ids)
+        for request, _ in result.computed:
+            if request not in own:
+                continue
+            if result.phase is Phase.DECODE:
+                self._decoded(request, result.step)
+                continue
+            for run in self._open_of(request):
+                if run.node.node_type is NodeType.PREFILL_CHUNK and run.state is NodeState.RUNNING:
+                    run.steps.append(result.step)
+                    run.why = refused.get(request, run.why)
+            self._reached(progress[request])
+        for run in self.open:
+            if run.asked <= result.step:
+                for request in [each for each in run.pending if each in progress and progress[each].has_ended]:
+                    self._leave(run, request)
+        self._settle_samples()
+
+    def end(self, request: RequestId) -> None:
+        """It is complete, cancelled or failed. What is on its way stays so: the result may come after this."""
+        for run in self._open_of(request):
+            if run.state is NodeState.WAITING or run.asked <= self._told:
+                self._leave(run, request)
+        self._settle_samples()
+
+    def give_up(self, request: RequestId, why: str) -> None:
+        """Its nodes are not waited for any more; it goes on as a request of no plan."""
+        for run in self._open_of(request):
+            run.pending.discard(request)
+            run.detail = run.why = why
+            if not run.pending:
+                self._settle(run, NodeState.REFUSED, why)
+        self._settle_samples()
+
+    def cancel(self, why: str, with_running: bool = False) -> None:
+        """What waits is not begun. `with_running`: nor will anybody hear of what is on its way."""
+        self.is_cancelled = True
+        for run in self.open:
+            if with_running or run.state is NodeState.WAITING:
+                self._settle(run, NodeState.CANCELLED, why)
+
+    # ---- what follows
+
+    def _work(self, run: NodeRun, rows: Mapping[RequestId, RequestMetadata]) -> Iterator[Work]:
+        requests = tuple(request for request in run.node.requests if request in run.pending)
+        behind = tuple(request for request in requests if rows[request].phase is Phase.PREFILL)
+        if run.node.node_type is NodeType.DECODE_STEP:
+            if behind:
+                yield Work(run, Phase.PREFILL, behind, is_extra=True)
+            elif requests:
+                yield Work(run, Phase.DECODE, requests)
+        elif behind:
+            row = rows[behind[0]]
+            # One that lost its blocks has its answer's tokens behind the prompt: the last chunk takes them along.
+            is_rest = run.is_again and all(
+                one is run or one.node.node_type is not NodeType.PREFILL_CHUNK for one in self._open_of(behind[0])
+            )
+            is_whole = is_rest or run.end >= row.num_tokens
+            yield Work(run, Phase.PREFILL, behind, None if is_whole else max(1, run.end - row.num_computed))
+
+    def _index(self) -> None:
+        self._of: dict[RequestId, list[NodeRun]] = {request: [] for request in self.plan.request_ids}
+        for run in self._open:
+            for request in run.node.requests:
+                self._of[request].append(run)
+
+    def _open_of(self, request: RequestId) -> list[NodeRun]:
+        """What is still to be done for it, in topological order."""
+        self._of[request] = [run for run in self._of.get(request, ()) if run.is_open and request in run.pending]
+        return list(self._of[request])
+
+    def _reached(self, progress: RequestProgress, is_exact: bool = False) -> None:
+        """Settle what lies within the tokens that are there by now. `is_exact`: a view has just told how many these are."""
+        for run in self._open_of(progress.request_id):
+            if run.node.node_type is NodeType.PREFILL_CHUNK:
+                if progress.position >= run.end or (is_exact and progress.phase is Phase.DECODE):
+                    self._settle_prefill(run, progress)
+            elif run.node.node_type in WITH_LOOKUP:
+                if progress.num_found >= run.end:
+                    self._settle(run, NodeState.DONE, f"{progress.num_found} tokens were there")
+                elif progress.num_heard and is_exact:
+                    text = f"{progress.num_found} tokens were found in the engine's cache; the rest of {run.end} is computed"
+                    self._settle(run, NodeState.REFUSED, text)
+
+    def _settle_prefill(self, run: NodeRun, progress: RequestProgress) -> None:
+        start, end = run.node.config["start"], run.end
+        run.ran = True
+        if run.why:
+            self._settle(run, NodeState.REFUSED, f"{run.why}; computed in step {_steps(run.steps)}")
+        elif not run.steps and progress.num_found >= min(end, progress.num_tokens):
+            self._settle(run, NodeState.DONE, "its keys and values were there")
+        elif not run.steps:
+            text = "computed with tokens beside it, or before it was asked for; not in a step of its own"
+            self._settle(run, NodeState.REFUSED, text)
+        elif len(run.steps) > 1:
+            self._settle(run, NodeState.REFUSED, f"computed in steps {_steps(run.steps)}, not in one")
+        elif run.begun < start:
+            text = f"computed from token {run.begun} on: tokens {run.begun} to {start - 1} were not there"
+            self._settle(run, NodeState.REFUSED, text)
+        elif end > run.limit:
+            self._settle(run, NodeState.REFUSED, f"the request has {run.limit} tokens; computed up to there")
+        elif run.begun > start:
+            self._settle(run, NodeState.DONE, f"from token {run.begun} on; those before were there")
+        else:
+            self._settle(run, NodeState.DONE, run.detail)
+
+    def _decoded(self, request: RequestId, step: int) -> None:
+        """It has one further token: the first decode step that waits for one of this request has it."""
+        for run in self._open_of(request):
+            if run.node.node_type is NodeType.DECODE_STEP:
+                if run.state is NodeState.WAITING and run.asked < 0:
+                    run.detail = f"decoded in step {step}, before it was asked for"
+                run.pending.discard(request)
+                run.steps.append(step)
+                run.ran = True
+                if not run.pending:
+                    self._settle_decode(run)
+                return
+
+    def _settle_decode(self, run: NodeRun) -> None:
+        if len(set(run.steps)) > 1:
+            self._settle(run, NodeState.REFUSED, f"its requests were decoded in steps {_steps(run.steps)}, not in one")
+        elif run.why:  # a request that it was given up for
+            self._settle(run, NodeState.REFUSED, run.why)
+        else:
+            self._settle(run, NodeState.DONE, run.detail)
+
+    def _leave(self, run: NodeRun, request: RequestId) -> None:
+        """The request has ended."""
+        run.pending.discard(request)
+        if run.node.node_type is NodeType.PREFILL_CHUNK and run.steps:
+            run.ran = True
+            self._settle(run, NodeState.DONE, run.detail)
+        elif run.is_unnamed and not run.pending:
+            run.ran = True
+            text = f"request {request} ended with step {run.asked}, and the engine does not say who was in it"
+            self._settle(run, NodeState.DONE, text)
+        elif not run.pending and run.steps:
+            run.detail = f"request {request} ended before"
+            self._settle_decode(run)
+        elif run.node.node_type in WITH_LOOKUP:
+            self._settle(run, NodeState.CANCELLED, f"request {request} ended before it was told what was found")
+        elif not run.pending and run.node.node_type is not NodeType.SAMPLE:
+            self._settle(run, NodeState.CANCELLED, f"request {request} ended before")
+
+    def _reopen(self, request: RequestId, num_computed: int, step: int) -> None:
+        """Its blocks were taken. What the plan still wants of it needs them again."""
+        if not self._open_of(request):
+            return
+        for run in self.runs.values():
+            if run.node.node_type is NodeType.PREFILL_CHUNK and run.node.requests == (request,):
+                if run.state is not NodeState.CANCELLED and run.end > num_computed and (run.ran or run.steps):
+                    run.state, run.pending, run.steps, run.why, run.ran = NodeState.WAITING, {request}, [], "", False
+                    run.is_again = True
+                    run.detail = f"the request lost its blocks before step {step}; computed again"
+        self._open = list(self.runs.values())
+        self._index()
+
+    def _settle_samples(self) -> None:
+        """A token is drawn in the step that computes what it is drawn from."""
+        for run in self.open:
+            if run.node.node_type is not NodeType.SAMPLE or any(one.is_open for one in run.before):
+                continue
+            run.pending.clear()
+            if any(one.ran for one in run.before):
+                self._settle(run, NodeState.DONE, "")
+            elif run.before and all(one.state is NodeState.CANCELLED for one in run.before):
+                self._settle(run, NodeState.CANCELLED, "nothing that it draws from was computed")
+            else:
+                text = "no node gives what it draws from" if not run.before else "nothing that it draws from was computed"
+                self._settle(run, NodeState.REFUSED, f"{text}; the engine draws with every step")
+
+    def _settle(self, run: NodeRun, state: NodeState, detail: str) -> None:
+        if state is NodeState.DONE and run.node.device not in self._devices:
+            state, detail = NodeState.REFUSED, f"ran on this engine, not on device {run.node.device!r}"
+        run.state, run.detail = state, detail
+
+
+def _steps(steps: list[int]) -> str:
+    return ", ".join(map(str, sorted(set(steps))))

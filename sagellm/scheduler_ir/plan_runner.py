@@ -1,0 +1,327 @@
+"""Runs plans on any engine that has the `schedule` hook."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from sagellm.core.errors import PlanError
+from sagellm.core.hooks import (
+    EngineHandle,
+    Phase,
+    Plugin,
+    RequestId,
+    RequestMetadata,
+    ScheduleDecision,
+    StepResult,
+    StepView,
+)
+from sagellm.scheduler_ir.plan import ExecutionPlan, PlanState, PlanStatus
+from sagellm.scheduler_ir.plan_progress import PlanProgress, Work
+from sagellm.scheduler_ir.request_progress import RequestProgress
+from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
+
+__all__ = ["PlanRunner"]
+
+NUM_ENDED = 10_000  # requests of which it is remembered that they have ended
+
+
+class PlanRunner(Plugin):
+    """An `ExecutorAPI` as a plug-in. Each step is that of the first plan which has a node ready: its phase, its requests first,
+    its cut. Ready nodes of the same phase go along, of later plans too, and behind them requests of no plan. Requests of
+    a plan with no node in the step are held. A prompt that is to be cut goes first or waits for another step.
+
+    A plan may be submitted from any thread at any time; it counts from the next step that the engine chooses, where no plan
+    was there before up to 10 ms later (`Plugin.schedule`).
+
+    Args:
+        instance_id: of this engine. Plans for another one are refused; one that names none may run anywhere.
+        devices: names of this engine that a node may have as its device, beside none and `instance_id`.
+        wait_for_requests: whether a plan may name requests that the engine has not told of yet. It then waits for them. Else
+            such a plan is refused.
+        patience_s: a request that the runner has held for so long goes on as one of no plan, its nodes refused. Must be less
+            than what the engine allows, a minute, since that would switch the runner off. Waiting in vain is possible: for a
+            request that never comes, or for blocks that a held request keeps.
+        keep_plans: finished plans whose status can still be asked for; older ones are forgotten, with their ids.
+        strategy: of the requests of no plan: a name or `module:Class`; None leaves them to the engine.
+        strategy_options: its keyword arguments.
+
+    Raises:
+        PlanError: an option that makes no sense, or as the strategy's.
+    """
+
+    def __init__(
+        self,
+        instance_id: str = "",
+        devices: Sequence[str] = (),
+        wait_for_requests: bool = False,
+        patience_s: float = 20.0,
+        keep_plans: int = 1000,
+        strategy: str | SchedulingStrategy | None = None,
+        strategy_options: dict[str, Any] | None = None,
+    ) -> None:
+        if isinstance(patience_s, bool) or not isinstance(patience_s, (int, float)) or not 0 < patience_s < 60:
+            raise PlanError(f"patience_s={patience_s!r}; give seconds above 0 and below 60.")
+        if isinstance(keep_plans, bool) or not isinstance(keep_plans, int) or keep_plans < 0:
+            raise PlanError(f"keep_plans={keep_plans!r}; give a whole number from 0 on.")
+        if isinstance(strategy, str):
+            # Many modules, of which most runs need none.
+            from sagellm.scheduler_ir.strategies.registry import make_strategy
+
+            strategy = make_strategy(strategy, **(strategy_options or {}))
+        self.instance_id = instance_id
+        self._devices = frozenset(["", instance_id, *devices])
+        self._may_wait = wait_for_requests
+        self._patience_s = patience_s
+        self._keep_plans = keep_plans
+        self._strategy = strategy
+        self._engine: EngineHandle | None = None
+        self._lock = threading.RLock()
+        self._active: dict[str, PlanProgress] = {}  # with open nodes, in the order of submission
+        self._finished: dict[str, PlanProgress] = {}  # oldest first
+        self._owner: dict[RequestId, PlanProgress] = {}
+        self._requests: dict[RequestId, RequestProgress] = {}
+        self._ended: deque[RequestId] = deque(maxlen=NUM_ENDED)
+        self._is_closed = False
+        self._num_plans = self._num_refused = self._num_given_up = 0
+
+    # ---- ExecutorAPI
+
+    def submit_plan(self, plan: ExecutionPlan) -> PlanStatus:
+        """As `ExecutorAPI.submit_plan`. Unknown requests: see `wait_for_requests`. What this engine can never do is refused
+        in the status that is returned; the rest runs."""
+        with self._lock:
+            self._check(plan)
+            progress = PlanProgress(plan, self._devices)
+            self._num_plans += 1
+            self._active[plan.plan_id] = progress
+            for request in plan.request_ids:
+                self._owner[request] = progress
+            self._retire()
+            return progress.status()
+
+    def cancel(self, plan_id: str) -> PlanStatus:
+        with self._lock:
+            progress = self._find(plan_id)
+            state = progress.status().state
+            if state in (PlanState.DONE, PlanState.CANCELLED):
+                raise PlanError(f"plan {plan_id} is {state.value}; only one that is queued or running can be cancelled.")
+            progress.cancel("the plan was cancelled")
+            self._disown(progress)
+            self._retire()
+            return progress.status()
+
+    def status(self, plan_id: str) -> PlanStatus:
+        with self._lock:
+            return self._find(plan_id).status()
+
+    # ---- hooks
+
+    def attach(self, engine: EngineHandle) -> None:
+        self._engine = engine
+
+    def admit(self, request: RequestMetadata) -> bool:
+        # A request of a plan joins: how long it waits is for the plan to say.
+        if self._strategy is None or request.request_id in self._owner:
+            return True
+        return self._strategy.admit(request, time.perf_counter())
+
+    def schedule(self, view: StepView) -> ScheduleDecision | None:
+        with self._lock:
+            rows = {row.request_id: row for row in view.requests}
+            self._take_view(view, rows)
+            works = self._choose(rows)
+            taken = dict.fromkeys(request for work in works for request in work.requests)
+            held = self._held(view.now_s, taken, rows)
+            free = tuple([row for row in view.requests if row.request_id not in taken and row.request_id not in held])
+            rest = self._strategy.decide(view._replace(requests=free)) if self._strategy is not None and free else None
+            if not self._active and rest is None:
+                return None
+            decision = self._decision(view, works, taken, held, free, rest or ScheduleDecision())
+            for work in works:
+                self._owner[work.requests[0]].asked(work, view.step, rows)
+            return decision
+
+    def on_step_end(self, result: StepResult) -> None:
+        with self._lock:
+            for request, num_tokens in result.computed:
+                progress = self._requests.setdefault(request, RequestProgress(request))
+                progress.computed(result.phase, num_tokens)
+            for plan in list(self._active.values()):
+                plan.result(result, self._requests)
+            self._retire()
+            self._forget_ended()
+            if self._strategy is not None:
+                self._strategy.on_step_end(result)
+
+    def on_request_end(self, request_id: RequestId) -> None:
+        with self._lock:
+            self._requests.setdefault(request_id, RequestProgress(request_id)).has_ended = True
+            self._ended.append(request_id)
+            for plan in list(self._active.values()):
+                plan.end(request_id)
+            self._retire()
+            self._forget_ended()
+            if self._strategy is not None:
+                self._strategy.on_request_end(request_id)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for plan in self._active.values():
+                plan.cancel("the engine has ended, or the runner was switched off", with_running=True)
+            self._retire()
+
+    def report(self) -> dict[str, Any]:
+        with self._lock:
+            own = {
+                "plans": self._num_plans, "active": len(self._active), "nodes_refused": self._num_refused,
+                "requests_given_up": self._num_given_up,
+            }  # fmt: skip
+            return own if self._strategy is None else {**own, "strategy": self._strategy.report()}
+
+    # ---- plans
+
+    def _check(self, plan: ExecutionPlan) -> None:
+        name = f"plan {plan.plan_id}"
+        if self._is_closed:
+            raise PlanError(f"{name}: the engine has ended, or the runner was switched off; see the log of the engine.")
+        if plan.plan_id in self._active or plan.plan_id in self._finished:
+            raise PlanError(f"{name} was submitted before; give each plan an id of its own.")
+        if plan.target_instance_id not in ("", self.instance_id):
+            raise PlanError(
+                f"{name} is for instance {plan.target_instance_id!r}; this one is {self.instance_id!r}. Submit it there."
+            )
+        for request in plan.request_ids:
+            known = self._requests.get(request)
+            if request in self._ended if known is None else known.has_ended:
+                raise PlanError(f"{name}: request {request} has ended; leave it out.")
+            if request in self._owner:
+                other = self._owner[request].plan.plan_id
+                raise PlanError(f"{name}: request {request} is of plan {other}; cancel that, or wait until it is done.")
+            if known is None and not self._may_wait:
+                raise PlanError(
+                    f"{name}: request {request} is unknown; submit the plan when the engine has it, or build the runner with "
+                    "wait_for_requests=True."
+                )
+
+    def _find(self, plan_id: str) -> PlanProgress:
+        found = self._active.get(plan_id) or self._finished.get(plan_id)
+        if found is None:
+            raise PlanError(f"unknown plan {plan_id!r}; submit it first. Of finished plans {self._keep_plans} are kept.")
+        return found
+
+    def _disown(self, progress: PlanProgress) -> None:
+        for request in progress.plan.request_ids:
+            if self._owner.get(request) is progress:
+                del self._owner[request]
+
+    def _retire(self) -> None:
+        """Plans that have come to their end give their requests back."""
+        for name, plan in list(self._active.items()):
+            if not plan.open:
+                del self._active[name]
+                self._disown(plan)
+                self._finished[name] = plan
+                self._num_refused += len(plan.status().refused())
+        while len(self._finished) > self._keep_plans:
+            del self._finished[next(iter(self._finished))]
+
+    def _forget_ended(self) -> None:
+        """Nobody asks again about a request that has ended and is in no plan."""
+        for request in [name for name, each in self._requests.items() if each.has_ended and name not in self._owner]:
+            del self._requests[request]
+
+    # ---- steps
+
+    def _take_view(self, view: StepView, rows: dict[RequestId, RequestMetadata]) -> None:
+        seen = {}
+        for request, row in rows.items():
+            known = self._requests.get(request)
+            if known is None or (known.has_ended and request not in self._owner):  # new, or an id that is used again
+                known = self._requests[request] = RequestProgress(
+                    request, row.num_computed, row.num_tokens, 0, row.num_generated, row.phase
+                )
+            seen[request] = known.view(row)
+        for plan in list(self._active.values()):
+            plan.view(view.step, rows, self._requests, seen)
+        self._retire()
+
+    def _choose(self, rows: dict[RequestId, RequestMetadata]) -> list[Work]:
+        """The works of the next step, those of the first plan that has any first."""
+        works: list[Work] = []
+        taken: set[RequestId] = set()
+        for plan in self._active.values():
+            if plan.is_cancelled:
+                continue
+            for work in plan.ready(rows):
+                is_first = not works
+                if not is_first and (work.phase is not works[0].phase or work.chunk is not None):
+                    continue
+                if taken.isdisjoint(work.requests):
+                    works.append(work)
+                    taken.update(work.requests)
+        return works
+
+    def _held(
+        self, now_s: float, taken: dict[RequestId, None], rows: dict[RequestId, RequestMetadata]
+    ) -> dict[RequestId, str]:
+        """Who waits for a node of its plan, with the reason. Who has waited for too long does not any more."""
+        held: dict[RequestId, str] = {}
+        for plan in list(self._active.values()):
+            if plan.is_cancelled:
+                continue
+            waiting = plan.waiting_requests().difference(taken)
+            for request in [each for each in rows if each in waiting]:
+                if self._is_patient(request, now_s):
+                    held[request] = f"plan {plan.plan.plan_id}: its next node is not ready"
+                else:
+                    self._num_given_up += 1
+                    plan.give_up(request, f"held for {self._patience_s:g} s in vain; the request goes on without its plan")
+        self._retire()
+        return held
+
+    def _is_patient(self, request: RequestId, now_s: float) -> bool:
+        progress = self._requests[request]
+        if progress.held_since_s is None:
+            progress.held_since_s = now_s
+        return now_s - progress.held_since_s <= self._patience_s
+
+    def _decision(
+        self,
+        view: StepView,
+        works: list[Work],
+        taken: dict[RequestId, None],
+        held: dict[RequestId, str],
+        free: Sequence[RequestMetadata],
+        rest: ScheduleDecision,
+    ) -> ScheduleDecision:
+        """The plans' requests first, then the free ones as `rest` has them, then the held ones."""
+        behind = [row.request_id for row in free] if rest.order is None else list(rest.order)
+        hold = {*held, *rest.hold}
+        reasons = {**rest.reasons, **held}
+        chunks = dict(rest.chunk_tokens)
+        if works:
+            # Only the first of a step can be cut. A free one that is to be cut waits for a step that no plan begins,
+            # but no longer than it may: then it goes whole.
+            if works[0].phase is Phase.PREFILL:
+                hold.update(request for request in chunks if self._is_patient(request, view.now_s))
+            chunks = {}
+            if works[0].chunk is not None:
+                chunks[works[0].requests[0]] = works[0].chunk
+            for work in works:
+                plan_id = self._owner[work.requests[0]].plan.plan_id
+                reasons.update((request, f"plan {plan_id}: {work.run.node.node_id}") for request in work.requests)
+        for row in view.requests:
+            if row.request_id not in hold:
+                self._requests[row.request_id].held_since_s = None
+        return ScheduleDecision(
+            order=[*taken, *behind, *held],
+            hold=frozenset(hold),
+            token_budget=None if works else rest.token_budget,
+            reason=f"plan {self._owner[works[0].requests[0]].plan.plan_id}" if works else rest.reason,
+            phase=works[0].phase if works else rest.phase,
+            chunk_tokens=chunks,
+            reasons=reasons,
+        )

@@ -1,0 +1,490 @@
+"""Plans on an engine: who runs in which step, and what is said of each node."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sagellm.core.config import HookConfig, PluginSpec
+from sagellm.core.errors import PlanError
+from sagellm.core.hooks import Phase, Plugin, ScheduleDecision
+from sagellm.core.host import PluginHost
+from sagellm.scheduler_ir.graph import IRGraph
+from sagellm.scheduler_ir.nodes import IRNode, NodeType
+from sagellm.scheduler_ir.plan import ExecutionPlan, NodeState, PlanState
+from sagellm.scheduler_ir.plan_runner import PlanRunner
+from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
+from tests.scheduler_ir.fake_engine import FakeEngine
+
+PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
+PLANS = Path(__file__).parent / "plans"
+
+
+def prefill(name, request, start, tokens, after=()):
+    return IRNode(name, NodeType.PREFILL_CHUNK, tuple(after), (name,), {"request": request, "start": start, "tokens": tokens})
+
+
+def decode(name, requests, after=()):
+    return IRNode(name, NodeType.DECODE_STEP, tuple(after), (name,), {"requests": list(requests)})
+
+
+def sample(name, requests, after):
+    return IRNode(name, NodeType.SAMPLE, tuple(after), (name,), {"requests": list(requests)})
+
+
+def plan(name, *nodes, requests=None, target=""):
+    known = requests or sorted({request for node in nodes for request in node.requests})
+    return ExecutionPlan(name, IRGraph(nodes), tuple(known), target)
+
+
+def states(runner, name="p"):
+    return {node: each.state.value for node, each in runner.status(name).nodes.items()}
+
+
+def detail(runner, node, name="p"):
+    return runner.status(name).nodes[node].detail
+
+
+def start(*plans, requests=((1, 100), (2, 100)), options=None, **engine):
+    runner = PlanRunner(wait_for_requests=True, **(options or {}))
+    fake = FakeEngine(runner, **engine)
+    for number, prompt, *rest in requests:
+        fake.add(number, prompt, *rest)
+    for each in plans:
+        runner.submit_plan(each)
+    return runner, fake
+
+
+TWO_CHUNKS = plan(
+    "p", prefill("a", 1, 0, 60), prefill("b", 1, 60, 40, ["a"]), sample("s", [1], ["b"]), decode("d", [1], ["s"]),
+    sample("t", [1], ["d"]),
+)  # fmt: skip
+
+
+# ---- order, phase, cuts
+
+
+def test_the_steps_are_those_of_the_plan():
+    runner, fake = start(TWO_CHUNKS, requests=[(1, 100)])
+    fake.run()
+    assert fake.steps[:3] == [(PREFILL, {1: 60}), (PREFILL, {1: 40}), (DECODE, {1: 1})]
+    status = runner.status("p")
+    assert status.state is PlanState.DONE and not status.refused()
+    assert set(states(runner).values()) == {"done"}
+
+
+def test_requests_of_plans_run_in_the_order_of_plans_and_before_others():
+    first, second = plan("p", prefill("a", 3, 0, 400)), plan("q", prefill("b", 2, 0, 400))
+    _, fake = start(first, second, requests=[(1, 400), (2, 400), (3, 400)])
+    fake.run()
+    assert [list(computed) for phase, computed in fake.steps if phase is PREFILL] == [[3], [2], [1]]
+
+
+def test_others_go_along_behind():
+    _, fake = start(plan("p", prefill("a", 2, 0, 100)), requests=[(1, 100), (2, 100)])
+    fake.run()
+    assert list(fake.steps[0][1]) == [2, 1]
+
+
+def test_a_request_whose_node_is_not_ready_is_held():
+    waits = plan("p", prefill("a", 1, 0, 100), decode("d", [1], ["a"]), prefill("b", 2, 0, 100, ["d"]))
+    runner, fake = start(waits)
+    fake.run()
+    assert fake.steps[:3] == [(PREFILL, {1: 100}), (DECODE, {1: 1}), (PREFILL, {2: 100})]
+    assert set(states(runner).values()) == {"done"}
+    assert fake.decisions[0].hold == {2} and "plan p" in fake.decisions[0].reasons[2]
+
+
+def test_of_two_cuts_one_waits():
+    runner, fake = start(plan("p", prefill("a", 1, 0, 60), prefill("b", 2, 0, 60)))
+    fake.run()
+    assert fake.steps[:2] == [(PREFILL, {1: 60}), (PREFILL, {2: 60, 1: 40})]
+    assert states(runner) == {"a": "done", "b": "done"}
+
+
+def test_nodes_that_may_run_together_share_a_step():
+    nodes = [prefill("a", 1, 0, 100), prefill("b", 2, 0, 100), decode("d", [1], ["a"]), decode("e", [2], ["b"])]
+    runner, fake = start(plan("p", *nodes))
+    fake.run()
+    assert fake.steps[:2] == [(PREFILL, {1: 100, 2: 100}), (DECODE, {1: 1, 2: 1})]
+    assert set(states(runner).values()) == {"done"}
+
+
+@pytest.mark.parametrize("engine", [{}, {"names_requests": False}, {"is_ahead": True}])
+def test_a_decode_step_takes_all_of_its_requests_at_once(engine):
+    nodes = [prefill("a", 1, 0, 100), prefill("b", 2, 0, 100, ["a"]), decode("d", [1, 2], ["a", "b"]), decode("e", [2], ["d"])]
+    runner, fake = start(plan("p", *nodes), **engine)
+    fake.run()
+    assert fake.steps[:4] == [(PREFILL, {1: 100}), (PREFILL, {2: 100}), (DECODE, {1: 1, 2: 1}), (DECODE, {2: 1, 1: 1})]
+    assert set(states(runner).values()) == {"done"}
+
+
+# ---- what the engine does otherwise
+
+
+def test_an_engine_that_cuts_no_prompt_says_so_of_the_node():
+    runner, fake = start(TWO_CHUNKS, requests=[(1, 100)], can_cut=False)
+    fake.run()
+    assert fake.steps[0] == (PREFILL, {1: 100})
+    assert states(runner) == {"a": "refused", "b": "refused", "s": "done", "d": "done", "t": "done"}
+    assert "cuts no prompt" in detail(runner, "a") and "step 1" in detail(runner, "a")
+    assert "not in a step of its own" in detail(runner, "b")
+
+
+def test_what_the_cache_holds_is_not_computed():
+    fetch = IRNode("f", NodeType.PREFIX_FETCH, (), ("f",), {"request": 1, "tokens": 64})
+    wanted = plan("p", fetch, prefill("a", 1, 64, 36, ["f"]), decode("d", [1], ["a"]))
+    runner, fake = start(wanted, requests=[])
+    fake.add(1, 100, cached=64)
+    fake.run()
+    assert fake.steps[0] == (PREFILL, {1: 36}) and set(states(runner).values()) <= {"done", "refused"}
+    assert states(runner)["f"] == "done" and "64 tokens were there" in detail(runner, "f")
+
+
+def test_a_prefix_that_is_not_there_is_computed_and_it_is_said():
+    fetch = IRNode("f", NodeType.PREFIX_FETCH, (), ("f",), {"request": 1, "tokens": 64})
+    runner, fake = start(plan("p", fetch, prefill("a", 1, 64, 36, ["f"]), decode("d", [1], ["a"])), requests=[(1, 100)])
+    fake.run()
+    assert fake.steps[0] == (PREFILL, {1: 100})
+    assert states(runner) == {"f": "refused", "a": "refused", "d": "done"}
+    assert "0 tokens were found" in detail(runner, "f") and "tokens 0 to 63 were not there" in detail(runner, "a")
+
+
+def test_a_longer_plan_than_the_prompt():
+    runner, fake = start(plan("p", prefill("a", 1, 0, 500)), requests=[(1, 100)])
+    fake.run()
+    assert states(runner) == {"a": "refused"} and "has 100 tokens" in detail(runner, "a")
+
+
+def test_a_decode_step_with_no_prefill_before_it_computes_the_prompt_first():
+    runner, fake = start(plan("p", decode("d", [1])), requests=[(1, 100)])
+    fake.run()
+    assert fake.steps[:2] == [(PREFILL, {1: 100}), (DECODE, {1: 1})]
+    assert states(runner) == {"d": "done"} and "no node computes" in detail(runner, "d")
+
+
+@pytest.mark.parametrize("kind, config", [
+    (NodeType.KV_TRANSFER, {"start": 0, "tokens": 9, "src_instance": "a", "dst_instance": "b", "bytes": 1, "request": 1}),
+    (NodeType.KV_STORE, {"start": 0, "tokens": 9, "src_tier": "gpu", "dst_tier": "cpu", "bytes": 1, "request": 1}),
+    (NodeType.COLLECTIVE, {"op": "all_reduce", "bytes": 1, "group": "g"}),
+    (NodeType.VERIFY, {"requests": [1], "drafts": [2]}),
+])  # fmt: skip
+def test_what_no_hook_can_do_is_refused_at_once_and_the_rest_goes_on(kind, config):
+    other = IRNode("x", kind, (), ("x",), config)
+    runner = PlanRunner(wait_for_requests=True)
+    fake = FakeEngine(runner)
+    fake.add(1, 100)
+    status = runner.submit_plan(plan("p", other, sample("s", [1], ["x"]), decode("d", [1], ["x"]), requests=[1]))
+    assert status.nodes["x"].state is NodeState.REFUSED and len(status.nodes["x"].detail) > 20
+    assert status.nodes["s"].state is NodeState.REFUSED  # nothing to draw from
+    fake.run()
+    assert states(runner)["d"] == "done"
+
+
+def test_a_node_for_another_device_ran_here_and_it_is_said():
+    there = IRNode("a", NodeType.PREFILL_CHUNK, (), ("a",), {"request": 1, "start": 0, "tokens": 100}, "gpu:7")
+    here = IRNode("d", NodeType.DECODE_STEP, ("a",), ("d",), {"requests": [1]}, "cpu:0")
+    runner, fake = start(plan("p", there, here), requests=[(1, 100)], options={"devices": ["cpu:0"]})
+    fake.run()
+    assert states(runner) == {"a": "refused", "d": "done"} and "gpu:7" in detail(runner, "a")
+
+
+def test_a_preempted_request_is_computed_again_and_its_nodes_say_so():
+    nodes = [prefill("a", 1, 0, 60), prefill("b", 2, 0, 60, ["a"])]
+    for number in range(8):
+        nodes.append(decode(f"d{number}", [1, 2], [nodes[-1].node_id]))
+    runner, fake = start(plan("p", *nodes), requests=[(1, 60, 40), (2, 60, 40)], blocks=8)
+    seen = set()
+    for _ in range(300):
+        if fake.queue:
+            fake.once()
+            seen.add((states(runner)["b"], detail(runner, "b")))
+    assert fake.preempted and fake.ended and not fake.queue
+    assert any(state in ("waiting", "running") and "lost its blocks" in text for state, text in seen)
+    assert not {"waiting", "running"} & set(states(runner).values())
+
+
+def test_a_request_that_ends_cancels_what_is_left_of_it():
+    nodes = [prefill("a", 1, 0, 100), *(decode(f"d{number}", [1], ["a"]) for number in range(5))]
+    runner, fake = start(plan("p", *nodes), requests=[(1, 100, 3)])
+    fake.run()
+    assert list(states(runner).values()) == ["done"] * 3 + ["cancelled"] * 3
+    assert "request 1 ended" in detail(runner, "d4")
+    assert runner.status("p").state is PlanState.DONE
+
+
+def test_an_aborted_request_does_not_stop_the_others():
+    wanted = plan("p", prefill("a", 1, 0, 100), prefill("b", 2, 0, 100, ["a"]), decode("d", [1, 2], ["b"]))
+    runner, fake = start(wanted)
+    fake.once()
+    fake.abort(1)
+    fake.run()
+    assert states(runner) == {"a": "done", "b": "done", "d": "done"}
+    assert fake.ended == [1, 2]
+
+
+def test_who_is_held_in_vain_goes_on_without_the_plan():
+    wanted = plan("p", prefill("a", 9, 0, 100), prefill("b", 1, 0, 100, ["a"]))  # 9 never comes
+    runner, fake = start(wanted, requests=[(1, 100)], options={"patience_s": 5})
+    fake.run()
+    assert states(runner)["b"] == "refused" and "held for 5 s" in detail(runner, "b")
+    assert runner.status("p").state is PlanState.QUEUED  # still there for 9
+    assert runner.report()["requests_given_up"] == 1
+
+
+def test_no_deadlock_where_a_held_request_keeps_the_blocks():
+    nodes = [prefill("a", 1, 0, 100), prefill("b", 2, 0, 100, ["a"]), decode("d", [1], ["b"])]
+    runner, fake = start(plan("p", *nodes), blocks=8, options={"patience_s": 3})
+    fake.run()
+    assert sorted(fake.ended) == [1, 2] and states(runner)["d"] == "refused"
+
+
+# ---- submitting
+
+
+def test_bad_plans_say_what_is_wrong():
+    runner, fake = start(requests=[(1, 100), (2, 100), (3, 100)], options={"instance_id": "here"})
+    runner._may_wait = False
+    fake.once()
+    runner.submit_plan(plan("p", decode("d", [1])))
+    with pytest.raises(PlanError, match="submitted before"):
+        runner.submit_plan(plan("p", decode("d", [2])))
+    with pytest.raises(PlanError, match="request 1 is of plan p"):
+        runner.submit_plan(plan("q", decode("d", [1])))
+    with pytest.raises(PlanError, match="request 77 is unknown"):
+        runner.submit_plan(plan("q", decode("d", [77])))
+    with pytest.raises(PlanError, match="for instance 'there'; this one is 'here'"):
+        runner.submit_plan(plan("q", decode("d", [2]), target="there"))
+    with pytest.raises(PlanError, match="->"):
+        runner.submit_plan(plan("q", decode("d", [2], ["e"]), decode("e", [2], ["d"])))
+    with pytest.raises(PlanError, match="unknown plan 'z'"):
+        runner.status("z")
+    with pytest.raises(PlanError, match="unknown plan 'z'"):
+        runner.cancel("z")
+    fake.run()
+    with pytest.raises(PlanError, match="request 2 has ended"):
+        runner.submit_plan(plan("q", decode("d", [2])))
+    with pytest.raises(PlanError, match="plan p is done"):
+        runner.cancel("p")
+    runner.close()
+    with pytest.raises(PlanError, match="switched off"):
+        runner.submit_plan(plan("r", decode("d", [2])))
+
+
+def test_a_refused_plan_leaves_nothing_behind():
+    runner, fake = start(requests=[(1, 100)])
+    with pytest.raises(PlanError):
+        runner.submit_plan(plan("p", decode("d", [1], ["e"]), decode("e", [1], ["d"])))
+    runner.submit_plan(plan("p", prefill("a", 1, 0, 100)))
+    fake.run()
+    assert states(runner) == {"a": "done"}
+
+
+def test_a_cancelled_plan_lets_its_requests_go():
+    runner, fake = start(plan("p", prefill("a", 1, 0, 60), prefill("b", 2, 0, 100, ["a"])))
+    fake.once()
+    status = runner.cancel("p")
+    assert status.state is PlanState.CANCELLED
+    assert {name: each.state.value for name, each in status.nodes.items()} == {"a": "done", "b": "cancelled"}
+    with pytest.raises(PlanError, match="is cancelled"):
+        runner.cancel("p")
+    runner.submit_plan(plan("q", decode("d", [2])))
+    fake.run()
+    assert states(runner, "q") == {"d": "done"} and sorted(fake.ended) == [1, 2]
+
+
+def test_what_is_on_its_way_when_a_plan_is_cancelled_is_finished():
+    runner, fake = start(plan("p", prefill("a", 1, 0, 100), decode("d", [1], ["a"])), requests=[(1, 100)], is_ahead=True)
+    fake.once()
+    assert states(runner)["a"] == "running"
+    runner.cancel("p")
+    assert states(runner) == {"a": "running", "d": "cancelled"}
+    fake.once()
+    assert states(runner) == {"a": "done", "d": "cancelled"}
+
+
+@pytest.mark.parametrize("options", [
+    {"patience_s": 0}, {"patience_s": 60}, {"patience_s": True}, {"patience_s": "1"}, {"keep_plans": -1}, {"keep_plans": 1.5},
+])  # fmt: skip
+def test_bad_options(options):
+    with pytest.raises(PlanError, match=next(iter(options))):
+        PlanRunner(**options)
+
+
+def test_finished_plans_are_forgotten_in_the_end():
+    runner = PlanRunner(keep_plans=1, wait_for_requests=True)
+    for name in "abc":
+        node = IRNode("x", NodeType.COLLECTIVE, config={"op": "sum", "bytes": 1, "group": "g"})
+        runner.submit_plan(plan(name, node, requests=[1]))
+    assert runner.status("c").state is PlanState.DONE
+    with pytest.raises(PlanError, match="1 are kept"):
+        runner.status("b")
+
+
+def test_plans_come_from_any_thread_while_the_engine_runs():
+    runner, fake = start(requests=[(number, 50, 30) for number in range(40)], max_batch=64)
+    errors = []
+
+    def submit(first):
+        for number in range(first, 40, 4):
+            try:
+                runner.submit_plan(plan(f"p{number}", decode("d", [number]), decode("e", [number], ["d"])))
+                runner.status(f"p{number}")
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=submit, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        fake.once()
+    for thread in threads:
+        thread.join()
+    fake.run()
+    assert not errors and sorted(fake.ended) == list(range(40))
+    assert all(not runner.status(f"p{number}").refused() for number in range(40))
+
+
+# ---- with a strategy for the rest
+
+
+class LastFirst(SchedulingStrategy):
+    name = "last-first"
+
+    def decide(self, view):
+        ids = [row.request_id for row in view.requests]
+        cut = {row.request_id: 10 for row in view.waiting[-1:] if row.num_tokens - row.num_computed > 10}
+        return ScheduleDecision(ids[::-1], phase=PREFILL if view.waiting else None, chunk_tokens=cut, reason="last first")
+
+
+class Raises(SchedulingStrategy):
+    name = "raises"
+
+    def decide(self, view):
+        raise RuntimeError("planted")
+
+
+def test_a_strategy_orders_who_is_in_no_plan_and_cuts_where_no_plan_begins_the_step():
+    wanted = plan("p", prefill("a", 1, 0, 60), prefill("b", 1, 60, 40, ["a"]))
+    runner, fake = start(wanted, requests=[(1, 100), (2, 20), (3, 20)], options={"strategy": LastFirst()})
+    fake.run()
+    assert fake.steps[:3] == [(PREFILL, {1: 60, 2: 20}), (PREFILL, {1: 40}), (PREFILL, {3: 10})]
+    assert states(runner) == {"a": "done", "b": "done"} and sorted(fake.ended) == [1, 2, 3]
+
+
+class RaisesInRunner(PlanRunner):
+    def __init__(self):
+        super().__init__(strategy=Raises(), wait_for_requests=True)
+
+
+class Hosted(Plugin):
+    """Asks as an engine does: through the host, which switches a plug-in off that raises."""
+
+    def __init__(self, host):
+        self.host = host
+
+    def schedule(self, view):
+        decided = self.host.decide("schedule", view, lambda answer: answer)
+        return None if decided is None else decided[1]
+
+    def on_step_end(self, result):
+        self.host.notify("on_step_end", result)
+
+    def on_request_end(self, request_id):
+        self.host.notify("on_request_end", request_id)
+
+
+def test_a_strategy_that_raises_costs_no_request_and_the_plan_says_so():
+    host = PluginHost(HookConfig(plugins=(PluginSpec(name=f"{__name__}:RaisesInRunner"),), time_limit_s=5))
+    runner = host.plugins[0][1]
+    runner.submit_plan(plan("p", prefill("a", 1, 0, 60), prefill("b", 1, 60, 40, ["a"])))
+    fake = FakeEngine(Hosted(host))
+    fake.add(1, 100)
+    fake.add(2, 100)
+    fake.run()
+    assert sorted(fake.ended) == [1, 2] and [fault.kind for fault in host.faults] == ["raised"]
+    assert list(fake.steps[0][1]) == [1, 2]  # the engine's own order in the very step
+    host.close()
+    assert runner.status("p").state is PlanState.CANCELLED
+
+
+# ---- any plan
+
+
+@st.composite
+def workloads(draw):
+    requests = [
+        (number, draw(st.integers(1, 200)), draw(st.integers(1, 6)), draw(st.integers(0, 64)))
+        for number in range(draw(st.integers(1, 5)))
+    ]
+    owned = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5, unique=True))  # some never come
+    nodes = []
+    for number in range(draw(st.integers(1, 12))):
+        earlier = [node.node_id for node in nodes]
+        after = draw(st.lists(st.sampled_from(earlier), max_size=2, unique=True)) if earlier else []
+        kind = draw(st.sampled_from(["prefill", "decode", "sample", "fetch", "verify"]))
+        one = draw(st.sampled_from(owned))
+        some = draw(st.lists(st.sampled_from(owned), min_size=1, max_size=3, unique=True))
+        name = f"n{number}"
+        if kind == "prefill":
+            nodes.append(prefill(name, one, draw(st.integers(0, 150)), draw(st.integers(1, 150)), after))
+        elif kind == "decode":
+            nodes.append(decode(name, some, after))
+        elif kind == "sample":
+            nodes.append(sample(name, some, after))
+        elif kind == "fetch":
+            nodes.append(IRNode(name, NodeType.PREFIX_FETCH, tuple(after), (name,), {"request": one, "tokens": 16}))
+        else:
+            nodes.append(IRNode(name, NodeType.VERIFY, tuple(after), (name,), {"requests": some, "drafts": [1] * len(some)}))
+    half = draw(st.integers(0, len(nodes)))
+    engine = {
+        "blocks": draw(st.sampled_from([16, 24, 1000])), "can_cut": draw(st.booleans()),
+        "budget": draw(st.sampled_from([64, 512])), "names_requests": draw(st.booleans()), "is_ahead": draw(st.booleans()),
+        "max_batch": draw(st.sampled_from([1, 8])),
+    }  # fmt: skip
+    return requests, owned, nodes[:half], nodes[half:], engine, draw(st.integers(0, 20))
+
+
+@settings(max_examples=300, deadline=None)
+@given(workloads())
+def test_every_request_ends_and_every_node_of_known_requests_is_settled_with_a_word(drawn):
+    requests, owned, first, second, engine, when = drawn
+    runner = PlanRunner(wait_for_requests=True, patience_s=5)
+    fake = FakeEngine(runner, **engine)
+    for number, prompt, max_new, cached in requests:
+        fake.add(number, prompt, max_new, cached)
+    if first:
+        runner.submit_plan(plan("p", *first, requests=owned))
+    for _ in range(when):
+        fake.once()
+    if second:
+        try:
+            runner.submit_plan(plan("q", *second, requests=owned))
+        except PlanError:
+            second = ()
+    fake.run()
+    known = {number for number, *_ in requests}
+    for name, nodes in (("p", first), ("q", second)):
+        for node in nodes:
+            status = runner.status(name).nodes[node.node_id]
+            if status.state in (NodeState.REFUSED, NodeState.CANCELLED):
+                assert status.detail
+            elif status.state is NodeState.RUNNING:
+                raise AssertionError(f"{node} is still running")
+    if not set(owned) - known:
+        for name, nodes in (("p", first), ("q", second)):
+            assert not nodes or runner.status(name).state in (PlanState.DONE, PlanState.CANCELLED)
+
+
+@pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_plans_in_files_run_as_they_say(path):
+    wanted = ExecutionPlan.from_json(path.read_text())
+    assert json.loads(wanted.to_json()) == json.loads(path.read_text())
+    runner, fake = start(wanted, requests=[(number, 100) for number in wanted.request_ids])
+    fake.run()
+    assert runner.status(wanted.plan_id).state is PlanState.DONE
+    expected = {node.node_id: node.config["expect"] for node in wanted.ir_graph}
+    assert states(runner, wanted.plan_id) == expected
