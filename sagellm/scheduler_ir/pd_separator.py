@@ -128,8 +128,10 @@ class PDSeparator:
             if (estimate := self._estimate(plan, of_decode, *pair, costs)) is not None
         ]  # fmt: skip
         if not found:
+            free = {one.instance_id: one.free_blocks for one in instances}
             raise PlanError(
-                f"plan {plan.plan_id}: no instance has blocks for its {sum(_lengths(plan).values())} tokens; free are {[(one.instance_id, one.free_blocks) for one in instances]}. Wait, or add one."
+                f"plan {plan.plan_id}: no instance has blocks for its {sum(_lengths(plan).values())} tokens; free are {free}. "
+                "Wait, or add one."
             )
         together = min((each for each, (first, second) in found if first is second), key=_cost, default=None)
         apart = min((each for each, (first, second) in found if first is not second), key=_cost, default=None)

@@ -43,6 +43,7 @@ class FakeEngine:
         self.steps, self.preempted, self.ended, self.views, self.decisions = [], [], [], [], []
         self.step, self.now_s = 0, 0.0
         self._flight = None
+        self._away: set[int] = set()  # who is in it
 
     def add(self, number, prompt=100, max_new=4, cached=0):
         self.queue.append(Request(number, prompt, max_new, self.now_s + len(self.queue) * 1e-6, cached))
@@ -62,7 +63,7 @@ class FakeEngine:
 
     def once(self):
         self.now_s += 1.0
-        away = self._flight[1] if self._flight else {}
+        away = self._away = set(self._flight[1]) if self._flight else set()
         here = sorted((each for each in self.queue if each.number not in away), key=lambda each: each.arrival_s)
         sent = self._send(here, len(away)) if here else None
         if self._flight:
@@ -119,6 +120,7 @@ class FakeEngine:
                 else:
                     end = found + chunk
             need = -(-end // BLOCK) - each.blocks
+            self._make_room(need, {each.number, *computed})
             if need > self.blocks:
                 break
             self.blocks -= need
@@ -132,6 +134,7 @@ class FakeEngine:
         while group and len(computed) < self.max_batch:
             each = group.pop(0)
             need = -(-each.tokens // BLOCK) - each.blocks
+            self._make_room(need, set())
             while need > self.blocks and group:
                 self._preempt(group.pop())
             if need > self.blocks:
@@ -143,6 +146,12 @@ class FakeEngine:
             computed[each.number] = 1
             each.computed = each.tokens
         return computed
+
+    def _make_room(self, need, spared):
+        """Of prompts that are computed in part the latest lose their blocks first."""
+        for each in sorted(self.queue, key=lambda each: -each.arrival_s):
+            if need > self.blocks and each.blocks and not each.is_running and each.number not in spared | self._away:
+                self._preempt(each)
 
     def _preempt(self, each):
         self.preempted.append(each.number)
