@@ -105,7 +105,11 @@ class PlanProgress:
     def waiting_requests(self) -> set[RequestId]:
         """Those that something is still to be computed for."""
         return {
-            request for run in self.open if run.node.node_type not in WITH_LOOKUP for request in run.pending
+            request for request in self.plan.request_ids
+            if any(
+                run.is_open and request in run.pending and run.node.node_type not in WITH_LOOKUP
+                for run in self._left(self._of, request)
+            )
         }  # fmt: skip
 
     def status(self) -> PlanStatus:
@@ -245,10 +249,24 @@ class PlanProgress:
             yield Work(run, Phase.PREFILL, behind, None if is_whole else max(1, run.end - row.num_computed))
 
     def _index(self) -> None:
+        """All nodes by request, and those of ranges of tokens and of decode steps: a step must not look at every node."""
         self._of: dict[RequestId, list[NodeRun]] = {request: [] for request in self.plan.request_ids}
+        self._ranges: dict[RequestId, list[NodeRun]] = {request: [] for request in self.plan.request_ids}
+        self._decodes: dict[RequestId, list[NodeRun]] = {request: [] for request in self.plan.request_ids}
         for run in self._open:
             for request in run.node.requests:
                 self._of[request].append(run)
+                if run.node.node_type is NodeType.DECODE_STEP:
+                    self._decodes[request].append(run)
+                elif "tokens" in run.node.config:
+                    self._ranges[request].append(run)
+
+    def _left(self, index: dict[RequestId, list[NodeRun]], request: RequestId) -> list[NodeRun]:
+        """Of these, from the first on that is still to be done for it."""
+        runs = index.get(request, [])
+        while runs and not (runs[0].is_open and request in runs[0].pending):
+            del runs[0]
+        return runs
 
     def _open_of(self, request: RequestId) -> list[NodeRun]:
         """What is still to be done for it, in topological order."""
@@ -257,7 +275,9 @@ class PlanProgress:
 
     def _reached(self, progress: RequestProgress, is_exact: bool = False) -> None:
         """Settle what lies within the tokens that are there by now. `is_exact`: a view has just told how many these are."""
-        for run in self._open_of(progress.request_id):
+        for run in list(self._left(self._ranges, progress.request_id)):
+            if not run.is_open or progress.request_id not in run.pending:
+                continue
             if run.node.node_type is NodeType.PREFILL_CHUNK:
                 if progress.position >= run.end or (is_exact and progress.phase is Phase.DECODE):
                     self._settle_prefill(run, progress)
@@ -292,16 +312,14 @@ class PlanProgress:
 
     def _decoded(self, request: RequestId, step: int) -> None:
         """It has one further token: the first decode step that waits for one of this request has it."""
-        for run in self._open_of(request):
-            if run.node.node_type is NodeType.DECODE_STEP:
-                if run.state is NodeState.WAITING and run.asked < 0:
-                    run.detail = f"decoded in step {step}, before it was asked for"
-                run.pending.discard(request)
-                run.steps.append(step)
-                run.ran = True
-                if not run.pending:
-                    self._settle_decode(run)
-                return
+        for run in self._left(self._decodes, request)[:1]:
+            if run.state is NodeState.WAITING and run.asked < 0:
+                run.detail = f"decoded in step {step}, before it was asked for"
+            run.pending.discard(request)
+            run.steps.append(step)
+            run.ran = True
+            if not run.pending:
+                self._settle_decode(run)
 
     def _settle_decode(self, run: NodeRun) -> None:
         if len(set(run.steps)) > 1:
