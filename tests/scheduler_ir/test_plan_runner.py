@@ -1,61 +1,18 @@
 """Plans on an engine: who runs in which step, and what is said of each node."""
 
-import json
 import threading
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sagellm.core.config import HookConfig, PluginSpec
 from sagellm.core.errors import PlanError
-from sagellm.core.hooks import Phase, Plugin, ScheduleDecision
-from sagellm.core.host import PluginHost
-from sagellm.scheduler_ir.graph import IRGraph
+from sagellm.core.hooks import Phase
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
-from sagellm.scheduler_ir.plan import ExecutionPlan, NodeState, PlanState
+from sagellm.scheduler_ir.plan import NodeState, PlanState
 from sagellm.scheduler_ir.plan_runner import PlanRunner
-from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from tests.scheduler_ir.fake_engine import FakeEngine
+from tests.scheduler_ir.made_plans import decode, detail, plan, prefill, sample, start, states
 
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
-PLANS = Path(__file__).parent / "plans"
-
-
-def prefill(name, request, start, tokens, after=()):
-    return IRNode(name, NodeType.PREFILL_CHUNK, tuple(after), (name,), {"request": request, "start": start, "tokens": tokens})
-
-
-def decode(name, requests, after=()):
-    return IRNode(name, NodeType.DECODE_STEP, tuple(after), (name,), {"requests": list(requests)})
-
-
-def sample(name, requests, after):
-    return IRNode(name, NodeType.SAMPLE, tuple(after), (name,), {"requests": list(requests)})
-
-
-def plan(name, *nodes, requests=None, target=""):
-    known = requests or sorted({request for node in nodes for request in node.requests})
-    return ExecutionPlan(name, IRGraph(nodes), tuple(known), target)
-
-
-def states(runner, name="p"):
-    return {node: each.state.value for node, each in runner.status(name).nodes.items()}
-
-
-def detail(runner, node, name="p"):
-    return runner.status(name).nodes[node].detail
-
-
-def start(*plans, requests=((1, 100), (2, 100)), options=None, **engine):
-    runner = PlanRunner(wait_for_requests=True, **(options or {}))
-    fake = FakeEngine(runner, **engine)
-    for number, prompt, *rest in requests:
-        fake.add(number, prompt, *rest)
-    for each in plans:
-        runner.submit_plan(each)
-    return runner, fake
 
 
 TWO_CHUNKS = plan(
@@ -346,145 +303,3 @@ def test_plans_come_from_any_thread_while_the_engine_runs():
     fake.run()
     assert not errors and sorted(fake.ended) == list(range(40))
     assert all(not runner.status(f"p{number}").refused() for number in range(40))
-
-
-# ---- with a strategy for the rest
-
-
-class LastFirst(SchedulingStrategy):
-    name = "last-first"
-
-    def decide(self, view):
-        ids = [row.request_id for row in view.requests]
-        cut = {row.request_id: 10 for row in view.waiting[-1:] if row.num_tokens - row.num_computed > 10}
-        return ScheduleDecision(ids[::-1], phase=PREFILL if view.waiting else None, chunk_tokens=cut, reason="last first")
-
-
-class Raises(SchedulingStrategy):
-    name = "raises"
-
-    def decide(self, view):
-        raise RuntimeError("planted")
-
-
-def test_a_strategy_orders_who_is_in_no_plan_and_cuts_where_no_plan_begins_the_step():
-    wanted = plan("p", prefill("a", 1, 0, 60), prefill("b", 1, 60, 40, ["a"]))
-    runner, fake = start(wanted, requests=[(1, 100), (2, 20), (3, 20)], options={"strategy": LastFirst()})
-    fake.run()
-    assert fake.steps[:3] == [(PREFILL, {1: 60, 2: 20}), (PREFILL, {1: 40}), (PREFILL, {3: 10})]
-    assert states(runner) == {"a": "done", "b": "done"} and sorted(fake.ended) == [1, 2, 3]
-
-
-class RaisesInRunner(PlanRunner):
-    def __init__(self):
-        super().__init__(strategy=Raises(), wait_for_requests=True)
-
-
-class Hosted(Plugin):
-    """Asks as an engine does: through the host, which switches a plug-in off that raises."""
-
-    def __init__(self, host):
-        self.host = host
-
-    def schedule(self, view):
-        decided = self.host.decide("schedule", view, lambda answer: answer)
-        return None if decided is None else decided[1]
-
-    def on_step_end(self, result):
-        self.host.notify("on_step_end", result)
-
-    def on_request_end(self, request_id):
-        self.host.notify("on_request_end", request_id)
-
-
-def test_a_strategy_that_raises_costs_no_request_and_the_plan_says_so():
-    host = PluginHost(HookConfig(plugins=(PluginSpec(name=f"{__name__}:RaisesInRunner"),), time_limit_s=5))
-    runner = host.plugins[0][1]
-    runner.submit_plan(plan("p", prefill("a", 1, 0, 60), prefill("b", 1, 60, 40, ["a"])))
-    fake = FakeEngine(Hosted(host))
-    fake.add(1, 100)
-    fake.add(2, 100)
-    fake.run()
-    assert sorted(fake.ended) == [1, 2] and [fault.kind for fault in host.faults] == ["raised"]
-    assert list(fake.steps[0][1]) == [1, 2]  # the engine's own order in the very step
-    host.close()
-    assert runner.status("p").state is PlanState.CANCELLED
-
-
-# ---- any plan
-
-
-@st.composite
-def workloads(draw):
-    requests = [
-        (number, draw(st.integers(1, 200)), draw(st.integers(1, 6)), draw(st.integers(0, 64)))
-        for number in range(draw(st.integers(1, 5)))
-    ]
-    owned = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5, unique=True))  # some never come
-    nodes = []
-    for number in range(draw(st.integers(1, 12))):
-        earlier = [node.node_id for node in nodes]
-        after = draw(st.lists(st.sampled_from(earlier), max_size=2, unique=True)) if earlier else []
-        kind = draw(st.sampled_from(["prefill", "decode", "sample", "fetch", "verify"]))
-        one = draw(st.sampled_from(owned))
-        some = draw(st.lists(st.sampled_from(owned), min_size=1, max_size=3, unique=True))
-        name = f"n{number}"
-        if kind == "prefill":
-            nodes.append(prefill(name, one, draw(st.integers(0, 150)), draw(st.integers(1, 150)), after))
-        elif kind == "decode":
-            nodes.append(decode(name, some, after))
-        elif kind == "sample":
-            nodes.append(sample(name, some, after))
-        elif kind == "fetch":
-            nodes.append(IRNode(name, NodeType.PREFIX_FETCH, tuple(after), (name,), {"request": one, "tokens": 16}))
-        else:
-            nodes.append(IRNode(name, NodeType.VERIFY, tuple(after), (name,), {"requests": some, "drafts": [1] * len(some)}))
-    half = draw(st.integers(0, len(nodes)))
-    engine = {
-        "blocks": draw(st.sampled_from([16, 24, 1000])), "can_cut": draw(st.booleans()),
-        "budget": draw(st.sampled_from([64, 512])), "names_requests": draw(st.booleans()), "is_ahead": draw(st.booleans()),
-        "max_batch": draw(st.sampled_from([1, 8])),
-    }  # fmt: skip
-    return requests, owned, nodes[:half], nodes[half:], engine, draw(st.integers(0, 20))
-
-
-@settings(max_examples=300, deadline=None)
-@given(workloads())
-def test_every_request_ends_and_every_node_of_known_requests_is_settled_with_a_word(drawn):
-    requests, owned, first, second, engine, when = drawn
-    runner = PlanRunner(wait_for_requests=True, patience_s=5)
-    fake = FakeEngine(runner, **engine)
-    for number, prompt, max_new, cached in requests:
-        fake.add(number, prompt, max_new, cached)
-    if first:
-        runner.submit_plan(plan("p", *first, requests=owned))
-    for _ in range(when):
-        fake.once()
-    if second:
-        try:
-            runner.submit_plan(plan("q", *second, requests=owned))
-        except PlanError:
-            second = ()
-    fake.run()
-    known = {number for number, *_ in requests}
-    for name, nodes in (("p", first), ("q", second)):
-        for node in nodes:
-            status = runner.status(name).nodes[node.node_id]
-            if status.state in (NodeState.REFUSED, NodeState.CANCELLED):
-                assert status.detail
-            elif status.state is NodeState.RUNNING:
-                raise AssertionError(f"{node} is still running")
-    if not set(owned) - known:
-        for name, nodes in (("p", first), ("q", second)):
-            assert not nodes or runner.status(name).state in (PlanState.DONE, PlanState.CANCELLED)
-
-
-@pytest.mark.parametrize("path", sorted(PLANS.glob("*.json")), ids=lambda path: path.stem)
-def test_the_plans_in_files_run_as_they_say(path):
-    wanted = ExecutionPlan.from_json(path.read_text())
-    assert json.loads(wanted.to_json()) == json.loads(path.read_text())
-    runner, fake = start(wanted, requests=[(number, 100) for number in wanted.request_ids])
-    fake.run()
-    assert runner.status(wanted.plan_id).state is PlanState.DONE
-    expected = {node.node_id: node.config["expect"] for node in wanted.ir_graph}
-    assert states(runner, wanted.plan_id) == expected

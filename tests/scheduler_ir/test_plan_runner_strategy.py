@@ -1,0 +1,74 @@
+"""A strategy for the requests of no plan."""
+
+
+
+from sagellm.core.config import HookConfig, PluginSpec
+from sagellm.core.hooks import Phase, Plugin, ScheduleDecision
+from sagellm.core.host import PluginHost
+from sagellm.scheduler_ir.plan import PlanState
+from sagellm.scheduler_ir.plan_runner import PlanRunner
+from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
+from tests.scheduler_ir.fake_engine import FakeEngine
+from tests.scheduler_ir.made_plans import plan, prefill, start, states
+
+PREFILL = Phase.PREFILL
+
+
+class LastFirst(SchedulingStrategy):
+    name = "last-first"
+
+    def decide(self, view):
+        ids = [row.request_id for row in view.requests]
+        cut = {row.request_id: 10 for row in view.waiting[-1:] if row.num_tokens - row.num_computed > 10}
+        return ScheduleDecision(ids[::-1], phase=PREFILL if view.waiting else None, chunk_tokens=cut, reason="last first")
+
+
+class Raises(SchedulingStrategy):
+    name = "raises"
+
+    def decide(self, view):
+        raise RuntimeError("planted")
+
+
+def test_a_strategy_orders_who_is_in_no_plan_and_cuts_where_no_plan_begins_the_step():
+    wanted = plan("p", prefill("a", 1, 0, 60), prefill("b", 1, 60, 40, ["a"]))
+    runner, fake = start(wanted, requests=[(1, 100), (2, 20), (3, 20)], options={"strategy": LastFirst()})
+    fake.run()
+    assert fake.steps[:3] == [(PREFILL, {1: 60, 2: 20}), (PREFILL, {1: 40}), (PREFILL, {3: 10})]
+    assert states(runner) == {"a": "done", "b": "done"} and sorted(fake.ended) == [1, 2, 3]
+
+
+class RaisesInRunner(PlanRunner):
+    def __init__(self):
+        super().__init__(strategy=Raises(), wait_for_requests=True)
+
+
+class Hosted(Plugin):
+    """Asks as an engine does: through the host, which switches a plug-in off that raises."""
+
+    def __init__(self, host):
+        self.host = host
+
+    def schedule(self, view):
+        decided = self.host.decide("schedule", view, lambda answer: answer)
+        return None if decided is None else decided[1]
+
+    def on_step_end(self, result):
+        self.host.notify("on_step_end", result)
+
+    def on_request_end(self, request_id):
+        self.host.notify("on_request_end", request_id)
+
+
+def test_a_strategy_that_raises_costs_no_request_and_the_plan_says_so():
+    host = PluginHost(HookConfig(plugins=(PluginSpec(name=f"{__name__}:RaisesInRunner"),), time_limit_s=5))
+    runner = host.plugins[0][1]
+    runner.submit_plan(plan("p", prefill("a", 1, 0, 60), prefill("b", 1, 60, 40, ["a"])))
+    fake = FakeEngine(Hosted(host))
+    fake.add(1, 100)
+    fake.add(2, 100)
+    fake.run()
+    assert sorted(fake.ended) == [1, 2] and [fault.kind for fault in host.faults] == ["raised"]
+    assert list(fake.steps[0][1]) == [1, 2]  # the engine's own order in the very step
+    host.close()
+    assert runner.status("p").state is PlanState.CANCELLED
