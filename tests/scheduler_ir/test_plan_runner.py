@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from sagellm.core.errors import PlanError
-from sagellm.core.hooks import Phase
+from sagellm.core.hooks import Phase, StepResult
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
 from sagellm.scheduler_ir.plan import NodeState, PlanState
 from sagellm.scheduler_ir.plan_runner import PlanRunner
@@ -261,6 +261,23 @@ def test_what_is_on_its_way_when_a_plan_is_cancelled_is_finished():
     assert states(runner) == {"a": "running", "d": "cancelled"}
     fake.once()
     assert states(runner) == {"a": "done", "d": "cancelled"}
+
+
+def test_what_was_asked_and_not_begun_when_a_plan_is_cancelled_is_cancelled():
+    runner, fake = start(plan("p", prefill("a", 1, 0, 100)), requests=[(1, 100)], blocks=1)  # no room for it
+    fake.once()
+    runner.cancel("p")
+    assert states(runner) == {"a": "running"}  # for all that is known
+    fake.once()
+    assert states(runner) == {"a": "cancelled"}
+
+
+def test_a_request_ahead_of_the_others_goes_on_with_its_next_node():
+    runner, fake = start(plan("p", decode("d", [1, 2]), decode("e", [1])))
+    fake.once()
+    for step in (5, 6):
+        runner.on_step_end(StepResult(step, DECODE, 1, 1, 0.0, computed=((1, 1),)))
+    assert states(runner) == {"d": "waiting", "e": "done"} and "step 6" in detail(runner, "e")
 
 
 @pytest.mark.parametrize("options", [
