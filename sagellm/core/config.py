@@ -91,7 +91,8 @@ class SageConfig(Model):
     """One engine and its server. `None` means: decide from the machine and the model.
 
     `kv_blocks` and `kv_memory_share` size the engine's KV pool and exclude each other; `host_kv_blocks` is the host tier
-    that plug-ins may migrate blocks to. Lengths are in tokens.
+    that plug-ins may migrate blocks to. `strategy` names who schedules, or is `module:Class`; None leaves it to the engine. Lengths
+    are in tokens.
     """
 
     model: Path | None = None
@@ -114,6 +115,8 @@ class SageConfig(Model):
     decode_round: int | None = Field(None, ge=1, le=256)
     tensor_parallel: int = Field(1, ge=1, le=64)
     threads: int | None = Field(None, ge=1)
+    strategy: str | None = Field(None, min_length=1)
+    strategy_options: dict[str, Any] = Field(default_factory=dict)
     plugins: tuple[PluginSpec, ...] = ()
     plugin_time_limit_s: float = Field(1.0, gt=0)
     record: Path | None = None

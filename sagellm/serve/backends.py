@@ -9,7 +9,7 @@ from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import find_plugin
 from sagellm.engines.lmdeploy.engine import build_engine_config, hook_config, require_patched, set_threads
-from sagellm.engines.lmdeploy.kv_tiers import check_tiers
+from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device
 from sagellm.serve.metrics import TurboMindCollector, register
 
@@ -56,7 +56,7 @@ class PytorchBackend:
 
     def require(self) -> str:
         require_patched()
-        check_tiers(self._config)
+        check_settings_plugins(self._config)
         return resolve_device(self._config.device)
 
     def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path) -> Any:
@@ -92,7 +92,8 @@ class TurboMindBackend:
         probe().require()
         require_patched()
         check_settings(self._config)
-        kinds = [(spec.name, find_plugin(spec.name)) for spec in self._config.plugins]
+        check_settings_plugins(self._config)
+        kinds = [(spec.name, find_plugin(spec.name)) for spec in all_plugins(self._config)]
         refuse_impossible((name, object.__new__(kind)) for name, kind in kinds)
         return resolve_device("cuda")
 

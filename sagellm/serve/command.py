@@ -9,7 +9,7 @@ import click
 from sagellm.core.config import DEVICES, DTYPES, ENGINES, read_config
 from sagellm.core.errors import SageError
 from sagellm.serve.early import stop_at_once
-from sagellm.serve.tiers import with_tiers
+from sagellm.serve.objects import with_objects
 
 
 @click.command()
@@ -47,6 +47,8 @@ from sagellm.serve.tiers import with_tiers
 @click.option(
     "--plugin", "plugins", multiple=True, help="module:Class or entry point name; may be given several times."
 )
+@click.option("--strategy", help="Who schedules: a name of `sagellm strategy list`, or module:Class. Default: the engine.")
+@click.option("--strategy-options", help="Its options, as JSON.")
 @click.option("--plugin-time-limit-s", type=float, help="Longest a hook may take. Default: 1.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write every decision to this file, as JSON lines.")
 @click.option("--comm-metrics", is_flag=True, default=None, help="Measure the time spent in collectives.")
@@ -58,7 +60,7 @@ def serve(config: Path | None, as_json: bool, **flags: Any) -> None:
     stop_at_once()
     given = {name: value for name, value in flags.items() if value is not None and value != ()}
     try:
-        settings = read_config(config, with_tiers(given))
+        settings = read_config(config, with_objects(given))
         from sagellm.serve.server import run
 
         code = run(settings, as_json=as_json)

@@ -17,7 +17,7 @@ import uvicorn
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError, PluginError
 from sagellm.core.registry import check_owners, find_plugin
-from sagellm.engines.lmdeploy.kv_tiers import all_plugins
+from sagellm.engines.lmdeploy.settings_plugins import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
 from sagellm.serve.backends import Backend, backend_of
 from sagellm.serve.following import following

@@ -10,13 +10,13 @@ from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.kv_tiers import check_tiers
 from sagellm.serve.command import serve
 from sagellm.serve.metrics import families
-from sagellm.serve.tiers import PART_OF, with_tiers
+from sagellm.serve.objects import PART_OF, with_objects
 
 
 def test_flags_become_one_value(tmp_path):
     quotas = tmp_path / "quotas.yaml"
     quotas.write_text("team-a: {gpu: 0.5}\n")
-    given = with_tiers(
+    given = with_objects(
         {
             "port": 1, "host_kv_blocks": 8, "kv_policy": "s3fifo", "kv_policy_options": '{"small_ratio": 0.2}',
             "kv_cpu_policy": "arc", "kv_disk": tmp_path, "kv_disk_gib": 0.5, "kv_migration": "always", "kv_deadline": 0.2,
@@ -28,8 +28,8 @@ def test_flags_become_one_value(tmp_path):
     assert (kv.policy, kv.policy_options, kv.cpu_policy) == ("s3fifo", {"small_ratio": 0.2}, "arc")
     assert (kv.disk, kv.disk_gib, kv.migration, kv.deadline_s) == (tmp_path, 0.5, "always", 0.2)
     assert kv.quotas == {"team-a": {"gpu": 0.5}}
-    assert with_tiers({"kv_quotas": json.dumps({"b": {"cpu": 3}})})["kv"]["quotas"] == {"b": {"cpu": 3}}
-    assert with_tiers({"port": 1}) == {"port": 1}
+    assert with_objects({"kv_quotas": json.dumps({"b": {"cpu": 3}})})["kv"]["quotas"] == {"b": {"cpu": 3}}
+    assert with_objects({"port": 1}) == {"port": 1}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_flags_become_one_value(tmp_path):
 )
 def test_flags_that_cannot_be_read(flags, message):
     with pytest.raises(ConfigError, match=message):
-        with_tiers(flags)
+        with_objects(flags)
 
 
 def test_what_plugins_report_is_among_the_metrics():
@@ -118,4 +118,4 @@ def test_every_part_has_a_flag_and_no_folder_is_not_the_current_one():
     flags = {option.name for option in serve.params}
     assert set(PART_OF) <= flags and set(PART_OF.values()) == set(KVConfig.model_fields)
     with pytest.raises(ConfigError, match="kv.disk: .*name a folder"):
-        read_config(None, with_tiers({"kv_disk": ""}))
+        read_config(None, with_objects({"kv_disk": ""}))

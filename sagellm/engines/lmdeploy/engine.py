@@ -19,8 +19,9 @@ from sagellm.core.service import NOTHING_ASKED
 from sagellm.demo_model.cache import default_cache_dir
 from sagellm.engines.base import BaseEngine, CapabilityDescriptor, EngineInfo, Generation, SamplingParams
 from sagellm.engines.lmdeploy import patch_state
-from sagellm.engines.lmdeploy.kv_tiers import all_plugins, check_sizes, check_tiers
+from sagellm.engines.lmdeploy.kv_tiers import check_sizes
 from sagellm.engines.lmdeploy.layout import layout_of
+from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
 
 # One decode step of a CPU takes long enough that scheduling between steps costs nothing, and a new request must not wait
@@ -109,7 +110,7 @@ class LMDeployEngine(BaseEngine):
 
     def __init__(self, config: SageConfig, model: Path | None = None) -> None:
         require_patched()
-        check_tiers(config)
+        check_settings_plugins(config)
         model = model or config.model
         if model is None:
             raise ConfigError("no model: pass a folder, or set `model`; `sagellm demo-model` builds one.")

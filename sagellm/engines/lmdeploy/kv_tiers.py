@@ -11,12 +11,12 @@ TIERED = "sagellm.kv_runtime.plugin:TieredKV"
 TIERED_WITH_DISK = "sagellm.kv_runtime.plugin:TieredKVWithDisk"
 
 
-def all_plugins(config: SageConfig) -> tuple[PluginSpec, ...]:
-    """Those that were named, and the one that the tiers need."""
+def tier_plugins(config: SageConfig) -> list[PluginSpec]:
+    """The one that the tiers need, if there are any."""
     if config.kv is None:
-        return config.plugins
+        return []
     name = TIERED if config.kv.disk is None else TIERED_WITH_DISK
-    return (*config.plugins, PluginSpec(name=name, options=config.kv.model_dump(mode="json"), required=True))
+    return [PluginSpec(name=name, options=config.kv.model_dump(mode="json"), required=True)]
 
 
 def check_tiers(config: SageConfig) -> None:

@@ -1,4 +1,4 @@
-"""The flags of the KV tiers, `--kv-*`, as the configuration has them: one value with parts."""
+"""Flags whose values are objects, and those of the KV tiers, `--kv-*`, as the configuration has them: one value with parts."""
 
 import json
 from pathlib import Path
@@ -13,8 +13,8 @@ PART_OF = {  # flag -> field of `KVConfig`
 }  # fmt: skip
 
 
-def with_tiers(given: dict[str, Any]) -> dict[str, Any]:
-    """The flags that were given, those of the tiers as `kv`.
+def with_objects(given: dict[str, Any]) -> dict[str, Any]:
+    """The flags that were given: objects read from their JSON, those of the tiers as `kv`.
 
     Raises:
         ConfigError: a value that is no JSON, or a file that cannot be read.
@@ -26,6 +26,8 @@ def with_tiers(given: dict[str, Any]) -> dict[str, Any]:
     if "quotas" in kv:
         kv["quotas"] = _quotas(kv["quotas"])
     rest = {flag: value for flag, value in given.items() if flag not in PART_OF}
+    if "strategy_options" in rest:
+        rest["strategy_options"] = _json("--strategy-options", rest["strategy_options"])
     return rest | {"kv": kv} if kv else rest
 
 

@@ -1,0 +1,33 @@
+"""From settings to plug-ins: those that were named, and those that other settings stand for."""
+
+from sagellm.core.config import PluginSpec, SageConfig
+from sagellm.core.errors import ConfigError
+from sagellm.engines.lmdeploy.kv_tiers import check_tiers, tier_plugins
+
+__all__ = ["all_plugins", "check_settings_plugins"]
+
+STRATEGY = "sagellm.scheduler_ir.strategy_plugin:StrategyPlugin"
+
+
+def all_plugins(config: SageConfig) -> tuple[PluginSpec, ...]:
+    strategy = []
+    if config.strategy is not None:
+        options = {"strategy": config.strategy, "options": config.strategy_options}
+        strategy = [PluginSpec(name=STRATEGY, options=options, required=True)]
+    return (*config.plugins, *strategy, *tier_plugins(config))
+
+
+def check_settings_plugins(config: SageConfig) -> None:
+    """Refuse what would end the engine process after the model is loaded, or serve without a word of it.
+
+    Raises:
+        ConfigError, PolicyError, TierError: as `check_tiers`; or options of no strategy.
+        PlanError: an unknown strategy, or options that it does not take.
+    """
+    check_tiers(config)
+    if config.strategy is not None:
+        from sagellm.scheduler_ir.strategies.registry import make_strategy
+
+        make_strategy(config.strategy, **config.strategy_options)
+    elif config.strategy_options:
+        raise ConfigError(f"strategy_options {config.strategy_options}: there is no strategy; give --strategy.")
