@@ -1,14 +1,18 @@
-"""Finds plug-ins by entry point or `module:Class`; an unknown name fails at once and lists the known ones."""
+"""Finds plug-ins, and classes of other kinds, by entry point or `module:Class`; an unknown name fails at once and lists the
+known ones."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
 
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import ConfigError, PluginError, SageError
 from sagellm.core.hooks import DECISIONS, Plugin, overrides
 
 GROUP = "sagellm.plugins"
+Kind = TypeVar("Kind")
 
 
 def known_plugins() -> list[str]:
@@ -93,3 +97,69 @@ def _from_entry_point(name: str) -> object:
         known = ", ".join(known_plugins()) or "none installed"
         raise PluginError(f"unknown plug-in {name!r}; known are: {known}. Or name a class as module:Class.")
     return found
+
+
+class Registry(Generic[Kind]):
+    """Classes by name. Capitals, `-` and `_` do not count; a name of `own` goes before one that others offer.
+
+    Args:
+        what: they are, for messages.
+        base: a class that all of them extend.
+        error: raised where one cannot be found or built.
+        group: of the entry points by which installed packages offer more.
+        own: classes of the project, each with a text `name`.
+        aliases: another name -> a name of `own`.
+    """
+
+    def __init__(
+        self, what: str, base: type[Kind], error: type[SageError], group: str, own: tuple[type[Kind], ...], **aliases: str
+    ) -> None:
+        self._what = what
+        self._base = base
+        self._error = error
+        self._group = group
+        self._own = {kind.name: kind for kind in own}
+        self._aliases = aliases
+
+    def names(self) -> list[str]:
+        """Those of `own`, in the order of the documentation, then those that installed packages offer."""
+        known = {_plain(name) for name in self._own}
+        return [*self._own, *(name for name in offered_names(self._group) if _plain(name) not in known)]
+
+    def find(self, name: str) -> type[Kind]:
+        """The class of that name, or of `module:Class`. Raises `error`: unknown, cannot be loaded, or none of `base`."""
+        found = load_object(name, self._what, self._error) if ":" in name else self._find_named(name)
+        if not (isinstance(found, type) and issubclass(found, self._base)):
+            base = f"{self._base.__module__}.{self._base.__name__}"
+            raise self._error(f"{name} is {found!r}, no {self._what}; give a subclass of {base}.")
+        if missing := sorted(getattr(found, "__abstractmethods__", ())):
+            raise self._error(f"{self._what} {name} is abstract; define {', '.join(missing)}.")
+        if not (isinstance(own_name := getattr(found, "name", None), str) and own_name):
+            raise self._error(f"{self._what} {name} has no name; give the class a text `name`.")
+        return found
+
+    def make(self, kind: Callable[..., Kind], name: str, *arguments: Any, **options: Any) -> Kind:
+        """`kind(*arguments, **options)`. Raises `error`: it cannot be built."""
+        try:
+            return kind(*arguments, **options)
+        except SageError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise self._error(f"{self._what} {name} cannot be built with options {options}: {error!r}") from error
+
+    def _find_named(self, name: str) -> object:
+        wanted = _plain(name)
+        wanted = _plain(self._aliases.get(wanted, wanted))
+        for own_name, kind in self._own.items():  # first, since looking through what is installed takes milliseconds
+            if _plain(own_name) == wanted:
+                return kind
+        for offered in offered_names(self._group):
+            if _plain(offered) == wanted:
+                return load_offered(offered, self._group, self._what, self._error)
+        raise self._error(
+            f"unknown {self._what} {name!r}; known are: {', '.join(self.names())}. Or name a class as module:Class."
+        )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_\s]", "", name.lower())

@@ -1,11 +1,9 @@
 """Finds policies and predictors by name: those of this package, those that installed packages offer, and `module:Class`."""
 
-import re
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from sagellm.core.errors import PolicyError, SageError
-from sagellm.core.registry import load_object, load_offered, offered_names
+from sagellm.core.errors import PolicyError
+from sagellm.core.registry import Registry
 from sagellm.kv_policy.base import EvictionPolicy, LifetimePredictor, MigrationPolicy
 from sagellm.kv_policy.eviction.arc import Arc
 from sagellm.kv_policy.eviction.belady import Belady
@@ -34,69 +32,16 @@ __all__ = [
     "make_migration_policy", "make_policy", "migration_policy_names", "policy_names",
 ]  # fmt: skip
 
-Kind = TypeVar("Kind", EvictionPolicy, MigrationPolicy, LifetimePredictor)
-
-
-class _Registry(Generic[Kind]):
-    """Classes by name. Capitals, `-` and `_` do not count; a name of this package goes before one that others offer."""
-
-    def __init__(self, what: str, base: type[Kind], group: str, own: tuple[type[Kind], ...], **aliases: str) -> None:
-        self._what = what
-        self._base = base
-        self._group = group
-        self._own = {kind.name: kind for kind in own}
-        self._aliases = aliases
-
-    def names(self) -> list[str]:
-        """Names of this package, in the order of the documentation, then those that installed packages offer."""
-        known = {_plain(name) for name in self._own}
-        return [*self._own, *(name for name in offered_names(self._group) if _plain(name) not in known)]
-
-    def find(self, name: str) -> type[Kind]:
-        found = load_object(name, self._what, PolicyError) if ":" in name else self._find_named(name)
-        if not (isinstance(found, type) and issubclass(found, self._base)):
-            base = f"{self._base.__module__}.{self._base.__name__}"
-            raise PolicyError(f"{name} is {found!r}, no {self._what}; give a subclass of {base}.")
-        if missing := sorted(getattr(found, "__abstractmethods__", ())):
-            raise PolicyError(f"{self._what} {name} is abstract; define {', '.join(missing)}.")
-        if not (isinstance(own_name := getattr(found, "name", None), str) and own_name):
-            raise PolicyError(f"{self._what} {name} has no name; give the class a text `name`.")
-        return found
-
-    def make(self, kind: Callable[..., Kind], name: str, *arguments: Any, **options: Any) -> Kind:
-        try:
-            return kind(*arguments, **options)
-        except SageError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise PolicyError(f"{self._what} {name} cannot be built with options {options}: {error!r}") from error
-
-    def _find_named(self, name: str) -> object:
-        wanted = _plain(name)
-        wanted = _plain(self._aliases.get(wanted, wanted))
-        for own_name, kind in self._own.items():  # first, since looking through what is installed takes milliseconds
-            if _plain(own_name) == wanted:
-                return kind
-        for offered in offered_names(self._group):
-            if _plain(offered) == wanted:
-                return load_offered(offered, self._group, self._what, PolicyError)
-        raise PolicyError(
-            f"unknown {self._what} {name!r}; known are: {', '.join(self.names())}. Or name a class as module:Class."
-        )
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_\s]", "", name.lower())
-
-
-_EVICTION = _Registry(
-    "eviction policy", EvictionPolicy, "sagellm.kv_policies",
+_EVICTION = Registry(
+    "eviction policy", EvictionPolicy, PolicyError, "sagellm.kv_policies",
     (Fifo, Lru, Lfu, Arc, S3Fifo, Sieve, TwoQ, Slru, WTinyLfu, Gdsf, PrefixLru, PrefixDepth, PrefixReuse, Belady),
     **{"2q": "twoq"},
 )  # fmt: skip
-_MIGRATION = _Registry("migration policy", MigrationPolicy, "sagellm.migration_policies", (Always, Never, CostBenefit))
-_LIFETIME = _Registry(
-    "lifetime predictor", LifetimePredictor, "sagellm.lifetime_predictors",
+_MIGRATION = Registry(
+    "migration policy", MigrationPolicy, PolicyError, "sagellm.migration_policies", (Always, Never, CostBenefit)
+)
+_LIFETIME = Registry(
+    "lifetime predictor", LifetimePredictor, PolicyError, "sagellm.lifetime_predictors",
     (ExponentialLifetime, HistoryLifetime, LearnedLifetime),
 )  # fmt: skip
 

@@ -4,15 +4,11 @@ Each rule is held against random sequences of events; a rule that is broken says
 shows it again.
 """
 
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable
 
+from sagellm.core.contract import ContractReport, Played, Report, RuleResult, Scenario, run_scenarios
 from sagellm.kv_policy.base import EvictionPolicy
-from sagellm.kv_policy.contract.scenarios import SCENARIOS, Played, Scenario
+from sagellm.kv_policy.contract.scenarios import SCENARIOS
 from sagellm.kv_policy.contract.world import PolicyBroke
 
 __all__ = ["RULES", "ContractReport", "RuleResult", "check_policy"]
@@ -34,31 +30,6 @@ RULES = {
 }
 
 
-class RuleResult(NamedTuple):
-    """One rule. `message` is empty where the policy keeps to it; `seen`: whether anything happened that could break it."""
-
-    rule: str
-    says: str
-    message: str
-    seen: bool = True
-
-    @property
-    def passed(self) -> bool:
-        return not self.message
-
-
-class ContractReport(NamedTuple):
-    """What came out for one policy. `event_us`: microseconds an event or question, for information."""
-
-    results: tuple[RuleResult, ...]
-    event_us: float
-    num_events: int
-
-    @property
-    def passed(self) -> bool:
-        return all(result.passed for result in self.results)
-
-
 def check_policy(
     make: Callable[[int], EvictionPolicy],
     *,
@@ -78,61 +49,13 @@ def check_policy(
         limit_s: for one run of a scenario; a policy that takes longer, in Python, is stopped and nothing else is tried. Only
             in a process's main thread, on systems that have signals.
     """
-    messages: dict[str, str] = {}
-    seen: set[str] = set()
-    num_events, seconds = 0, 0.0
-    try:
-        for name, scenario in SCENARIOS.items():
-            if progress is not None:
-                progress(name)
-            for number in range(seed, seed + (rounds if scenario.is_random else 1)):
-                start = time.perf_counter()
-                with _limit(limit_s):
-                    played = _run(scenario, name, make, number, messages)
-                seen |= played.seen
-                if scenario.is_random:
-                    num_events, seconds = num_events + played.num_events, seconds + time.perf_counter() - start
-    except _TimedOut:
-        messages.setdefault("raises_nothing", f"no end within {limit_s:g} s [scenario {name}, seed {number}]")
-    is_built = "builds" not in messages or num_events > 0
-    why = "not seen: other faults came first." if is_built else "not checked: the policy could not be built."
-    results = tuple(
-        RuleResult(rule, says, messages.get(rule, "" if rule in seen else why), rule in seen or rule in messages)
-        for rule, says in RULES.items()
-    )
-    return ContractReport(results, seconds / num_events * 1e6 if num_events else 0.0, num_events)
+    return run_scenarios(
+        RULES, SCENARIOS, lambda scenario, number, report: _run(scenario, make, number, report),
+        seed=seed, rounds=rounds, progress=progress, limit_s=limit_s,
+    )  # fmt: skip
 
 
-class _TimedOut(BaseException):
-    """No Exception, so that neither the policy nor a scenario takes it for one of the policy's."""
-
-
-@contextmanager
-def _limit(limit_s: float | None) -> Iterator[None]:
-    """Raises _TimedOut in what runs longer."""
-    if limit_s is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise _TimedOut
-
-    before = signal.signal(signal.SIGALRM, stop)
-    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)  # again, should the policy swallow the first
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _run(
-    scenario: Scenario, name: str, make: Callable[[int], EvictionPolicy], seed: int, messages: dict[str, str]
-) -> Played:
-    def report(rule: str, message: str) -> None:
-        assert rule in RULES, rule
-        messages.setdefault(rule, f"{message} [scenario {name}, seed {seed}]")
-
+def _run(scenario: Scenario, make: Callable[[int], EvictionPolicy], seed: int, report: Report) -> Played:
     def build(capacity: int) -> EvictionPolicy:
         try:
             return make(capacity)

@@ -7,36 +7,21 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
 
+from sagellm.core.contract import Played, Report, Scenario
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext
 from sagellm.kv_policy.contract.world import MASK, PolicyBroke, World
 
-__all__ = ["SCENARIOS", "Played", "Scenario"]
+__all__ = ["SCENARIOS"]
 
 Make = Callable[[int], EvictionPolicy]
-Report = Callable[[str, str], None]
 
 NUM_STEPS = 100
 NUM_TENANTS = 12
 CAPACITIES = (1, 2, 7, 40)
 CHAIN = 300
 CHURN = 3000  # blocks that come and go in a phase of the memory check
-
-
-class Played(NamedTuple):
-    """How many events and questions there were, and the rules that could have been broken."""
-
-    num_events: int
-    seen: frozenset[str] | set[str]
-
-
-class Scenario(NamedTuple):
-    """`is_random`: worth repeating with another seed."""
-
-    run: Callable[[Make, int, Report], Played]
-    is_random: bool = False
 
 
 def random_path(chance: random.Random, longest: int) -> list[CachedBlock]:
