@@ -1,0 +1,1 @@
+"""What every strategy must keep, as checks that anyone can run on their own."""

@@ -1,0 +1,268 @@
+"""The scenarios of the contract checks: each plays a queue on a strategy and reports the rules that it breaks."""
+
+import gc
+import inspect
+import math
+import random
+from collections.abc import Callable
+from contextlib import suppress
+
+from sagellm.core.contract import Played, Report, Scenario
+from sagellm.core.errors import PlanError
+from sagellm.core.hooks import Phase, RequestId, RequestMetadata, StepResult, StepView
+from sagellm.core.scheduling import NO_SERVICE, ServiceLevel
+from sagellm.scheduler_ir.contract.judge import Judge, StrategyBroke
+from sagellm.scheduler_ir.contract.virtual_queue import Job, StepCosts, VirtualQueue
+from sagellm.scheduler_ir.contract.watch import watched
+from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
+
+__all__ = ["SCENARIOS"]
+
+Make = Callable[..., SchedulingStrategy]
+
+NUM_JOBS = 40
+NUM_CHURN = 400  # requests that come and go in each phase of the memory check
+TENANTS, ADAPTERS = ("", "alpha", "beta"), ("", "", "small", "large")
+BIG = 2**62
+
+
+def random_jobs(chance: random.Random, num_jobs: int, per_s: float = 15.0) -> list[Job]:
+    """Short and long prompts of some tenants, some with targets; arrivals in bursts, several at the very same time."""
+    jobs = []
+    now_s = 0.0
+    for number in range(num_jobs):
+        if chance.random() < 0.7:
+            now_s += chance.expovariate(per_s)
+        service = NO_SERVICE
+        if chance.random() < 0.7:
+            ttft_s, tpot_s = chance.choice((math.inf, 0.05, 0.5)), chance.choice((math.inf, 0.02, 0.2))
+            deadline_s = now_s + chance.choice((math.inf, 0.1, 5.0))
+            service = ServiceLevel(chance.choice((-100, -1, 0, 7, 100)), chance.choice(TENANTS), deadline_s, ttft_s, tpot_s)
+        prompt = chance.choice((1, 30, 60, 100, 400, 1200))
+        output, spare = chance.randint(1, 40), chance.choice((0, 0, 100))
+        job = Job(RequestId(1000 + number), now_s, prompt, output, service, chance.choice(ADAPTERS), output + spare)
+        jobs.append(job)
+    return jobs
+
+
+def play(judge: SchedulingStrategy, seed: int, num_blocks: int, report: Report, hides: bool = False) -> VirtualQueue:
+    """Jobs until all are complete. A bound of steps that even the smallest chunks do not reach stands for ever."""
+    chance = random.Random(seed)
+    jobs = random_jobs(chance, NUM_JOBS)
+
+    def hide(running: list[Job]) -> set[RequestId]:
+        return {job.request_id for job in running if chance.random() < 0.2} if chance.random() < 0.3 else set()
+
+    queue = VirtualQueue(
+        judge, jobs, num_blocks=num_blocks, token_budget=512, max_batch_size=8, hide=hide if hides else None,
+        costs=StepCosts(prefill_s=chance.choice((0.001, 0.01)), decode_s=chance.choice((0.005, 0.03))),
+    )  # fmt: skip
+    bound = 20 * sum(job.prompt + job.output for job in jobs)
+    num_idle_before = -1
+    while queue.unfinished and queue.num_steps < bound:
+        if queue.num_steps % 2000 == 1999:
+            if queue.num_idle - num_idle_before > 1990:  # nothing at all happens any more
+                break
+            num_idle_before = queue.num_idle
+        queue.step()
+        if hides and chance.random() < 0.05:
+            queue.cancel(chance.choice(jobs).request_id)
+    if queue.unfinished:
+        names = [job.request_id for job in queue.unfinished]
+        report("completes", f"{len(names)} requests, as {names[0]}, are not complete after {queue.num_steps} steps.")
+    return queue
+
+
+def workload(make: Make, seed: int, report: Report) -> Played:
+    """Enough memory, little, and so little that requests are preempted all the time."""
+    num_events, seen = 0, set()
+    for num_blocks in (2000, 160, 90):
+        judge = Judge(make(), report)
+        with suppress(StrategyBroke):
+            play(judge, seed, num_blocks, report)
+            judge.seen.add("completes")
+        num_events, seen = num_events + judge.num_events, seen | judge.seen
+    return Played(num_events, seen)
+
+
+def vanishing(make: Make, seed: int, report: Report) -> Played:
+    """Requests are cancelled wherever they are, and those on the device are in no view."""
+    judge = Judge(make(), report)
+    with suppress(StrategyBroke):
+        play(judge, seed, 160, report, hides=True)
+    return Played(judge.num_events, judge.seen)
+
+
+def twice(make: Make, seed: int, report: Report) -> Played:
+    """The same events on three instances; the third sees equal requests as objects that are never the same."""
+    judges = []
+    for renew in (False, False, True):
+        judge = Judge(make(), lambda rule, message: None, renew)
+        try:
+            play(judge, seed, 120, lambda rule, message: None)
+        except StrategyBroke:
+            return Played(0, frozenset())  # another scenario reports it
+        judges.append(judge)
+    first = judges[0].decisions
+    for rule, judge, why in (
+        ("deterministic", judges[1], "in a second run"),
+        ("identity", judges[2], "where the requests were equal, not identical"),
+    ):
+        for number, (one, other) in enumerate(zip(first, judge.decisions, strict=False)):
+            if one != other:
+                report(rule, f"step {number} was decided {_short(one)}, {why} {_short(other)}; let values alone decide.")
+                return Played(0, {"deterministic", "identity"} if rule == "identity" else {"deterministic"})
+    return Played(sum(judge.num_events for judge in judges), {"deterministic", "identity"})
+
+
+def clocks(make: Make, seed: int, report: Report) -> Played:
+    def read(name: str) -> None:
+        report("reads_nothing", f"{name} was called; times come with views and results, random numbers from a seed.")
+
+    strategy = _Watched(make, read)
+    judge = Judge(strategy, lambda rule, message: None)
+    with suppress(StrategyBroke):
+        play(judge, seed, 160, lambda rule, message: None)
+    return Played(judge.num_events, {"reads_nothing"})
+
+
+class _Watched(SchedulingStrategy):
+    """Reports what the calls of a strategy read, and those alone."""
+
+    name = "watched"
+
+    def __init__(self, make: Make, read: Callable[[str], None]) -> None:
+        self._read = read
+        with watched(read):
+            self._strategy = make()
+
+    def decide(self, view):
+        with watched(self._read):
+            return self._strategy.decide(view)
+
+    def admit(self, request, now_s):
+        with watched(self._read):
+            return self._strategy.admit(request, now_s)
+
+    def on_step_end(self, result):
+        with watched(self._read):
+            self._strategy.on_step_end(result)
+
+    def on_request_end(self, request_id):
+        with watched(self._read):
+            self._strategy.on_request_end(request_id)
+
+
+def extremes(make: Make, seed: int, report: Report) -> Played:
+    """Views that no engine may ever give, and that must do no harm."""
+    odd = ServiceLevel(-100, "", -math.inf, 1e-300, 1e-300)
+    first = RequestMetadata(RequestId(0), Phase.PREFILL, 1, 0, 0, 0, 0.0)
+    huge = first._replace(request_id=RequestId(BIG), num_tokens=BIG, max_new_tokens=BIG, arrival_s=1e300, service=odd)
+    run = first._replace(request_id=RequestId(BIG + 1), phase=Phase.DECODE, num_computed=1, first_token_s=0.0, last_token_s=0.0)
+    tired = run._replace(
+        request_id=RequestId(7), num_tokens=BIG, num_computed=BIG, num_generated=BIG, service=odd, first_token_s=math.inf
+    )
+    groups = (
+        (), (first,), (run,), (first, huge), (huge, tired), (first, huge, run, tired),
+        tuple(first._replace(request_id=RequestId(number)) for number in range(20)), (),
+    )  # fmt: skip
+    judge = Judge(make(), lambda rule, message: None if rule == "completes" else report(rule, message))  # the clock jumps
+    with suppress(StrategyBroke):
+        for step, requests in enumerate(groups * 2):
+            for now_s, budget in ((0.0, 1), (1e300, BIG), (-5.0, 4096)):
+                view = StepView(step, Phase.PREFILL, requests, BIG * (step % 2), budget, step % 3, step % 2, now_s)
+                judge.decide(view)
+                for phase in Phase:
+                    computed = ((RequestId(99), BIG), (RequestId(0), 1))
+                    for duration_s in (0.0, -1.0, 1e-300, 1e300, math.inf):
+                        judge.on_step_end(StepResult(step, phase, 2, BIG + 1, now_s, duration_s, BIG, computed=computed))
+            judge.admit(huge, 0.0)
+        for request_id in (0, 99, BIG, 7, 7):  # also one that nobody saw, and one twice
+            judge.on_request_end(RequestId(request_id))
+        judge.decide(StepView(0, Phase.DECODE, (), 0, 1))
+    return Played(judge.num_events, judge.seen)
+
+
+def building(make: Make, seed: int, report: Report) -> Played:
+    """A name, and options that are refused in words where they make no sense."""
+    strategy = make()
+    if not (isinstance(name := getattr(strategy, "name", None), str) and name):
+        report("builds", f"its name is {name!r}; give the class a text `name`.")
+    if not isinstance(strategy, SchedulingStrategy):
+        report("builds", f"{strategy!r} was built; extend sagellm.scheduler_ir.strategies.base.SchedulingStrategy.")
+    parameters = inspect.signature(type(strategy).__init__).parameters.values()
+    options = [item.name for item in parameters if item.kind is inspect.Parameter.KEYWORD_ONLY]
+    for option in ("no_such_option", *options):
+        value = object()  # nothing that any option could mean
+        try:
+            make(**{option: value})
+        except PlanError:
+            pass
+        except TypeError as error:
+            if option in options:
+                report("options", f"option {option}={value!r} raised {error!r}; raise PlanError.")
+        except (Exception, SystemExit) as error:
+            report("options", f"option {option}={value!r} raised {error!r}; raise PlanError.")
+        else:
+            report("options", f"option {option}={value!r} was accepted; raise PlanError.")
+    return Played(len(options) + 2, {"builds", "options"})
+
+
+class _Id(int):
+    """A request id that is counted as long as anybody holds it."""
+
+    num_alive = 0
+
+    def __new__(cls, value: int) -> "_Id":
+        cls.num_alive += 1
+        return super().__new__(cls, value)
+
+    def __del__(self) -> None:
+        type(self).num_alive -= 1
+
+
+def churn(make: Make, seed: int, report: Report) -> Played:
+    """Requests come and go; who is gone must not be kept."""
+    strategy = make()
+    gc.collect()
+    before = _Id.num_alive
+    try:
+        for number in range(NUM_CHURN):
+            name = RequestId(_Id(10_000 + number))
+            service = ServiceLevel(0, f"tenant-{number % 5}")
+            now_s = float(number)
+            request = RequestMetadata(name, Phase.PREFILL, 10, 0, 0, 1, now_s, "a" * (number % 2), service, 2)
+            for _ in range(100):
+                if strategy.admit(request, now_s):
+                    break
+            strategy.decide(StepView(number, Phase.PREFILL, (request,), 9, 512, 8, 0, now_s))
+            strategy.on_step_end(StepResult(number, Phase.PREFILL, 1, 10, now_s, 0.01, computed=((name, 10),)))
+            request = request._replace(phase=Phase.DECODE, num_computed=10, num_tokens=11, num_generated=1)
+            request = request._replace(first_token_s=now_s, last_token_s=now_s)
+            strategy.decide(StepView(number, Phase.DECODE, (request,), 9, 512, 8, 0, now_s))
+            strategy.on_step_end(StepResult(number, Phase.DECODE, 1, 1, now_s, 0.01, 10, computed=((name, 1),)))
+            strategy.on_request_end(name)
+            del request, name
+    except (Exception, SystemExit) as error:
+        report("raises_nothing", f"requests that come and go: {type(error).__name__}: {error}; it has to answer.")
+        return Played(0, frozenset())
+    gc.collect()
+    if (num_held := _Id.num_alive - before) > NUM_CHURN // 4:
+        report("forgets", f"{num_held} of {NUM_CHURN} requests that ended are held; let them go in on_request_end.")
+    return Played(6 * NUM_CHURN, {"forgets"})
+
+
+def _short(decision: tuple) -> str:
+    text = repr(decision)
+    return text if len(text) < 160 else text[:160] + "..."
+
+
+SCENARIOS = {
+    "building": Scenario(building),
+    "extremes": Scenario(extremes),
+    "workload": Scenario(workload, is_random=True),
+    "vanishing": Scenario(vanishing, is_random=True),
+    "twice": Scenario(twice, is_random=True),
+    "clocks": Scenario(clocks),
+    "churn": Scenario(churn),
+}

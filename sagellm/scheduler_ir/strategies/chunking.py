@@ -1,0 +1,80 @@
+"""How many prompt tokens fit between two decode steps."""
+
+import math
+
+from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision, StepView
+from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
+from sagellm.scheduler_ir.strategies.step_times import StepTimes
+
+__all__ = ["ChunkSizer"]
+
+DEFAULT_STEPS = 3  # decode steps that a stream may wait for a token, where nobody asks for anything
+
+
+class ChunkSizer:
+    """Cuts prompts so that streams get a token at least every `target_itl_s` seconds.
+
+    The chunk fills what a decode step leaves of that time. It is never so small that the constant part of its step is more
+    than `max_overhead` of it: then the gap grows to one decode step and the smallest chunk. The pieces of one prompt are of
+    about equal length, so that none is a crumb. While nobody decodes nothing is cut.
+
+    Args:
+        target_itl_s: infinity: the least TPOT that a stream asks for, or three decode steps where none asks.
+    """
+
+    def __init__(self, times: StepTimes, target_itl_s: float, max_overhead: float) -> None:
+        self._times = times
+        self._target_s = target_itl_s
+        self._max_overhead = max_overhead
+        self._was_prefill = False
+        self.chunk = 0  # tokens of the last one
+
+    def choose(self, view: StepView, waiting: list[RequestMetadata]) -> ScheduleDecision:
+        """Phase, budget, cut and reason of the next step, without an order.
+
+        Args:
+            waiting: those that wait, in the order in which they will go.
+        """
+        running = view.running
+        if not waiting or not (running or view.num_in_flight):
+            self._was_prefill = False
+            return ScheduleDecision(
+                phase=Phase.PREFILL if waiting else None, reason="nobody decodes: no cuts" if waiting else "nobody waits"
+            )
+        decode_s = self._times.decode_s(
+            len(running) + view.num_in_flight, sum(request.num_tokens for request in running)
+        )
+        target_s = self._target(running, decode_s)
+        gap_s = max((view.now_s - request.last_token_s for request in running), default=0.0)
+        left_s = target_s - decode_s - max(gap_s, 0.0)
+        first = waiting[0]
+        computed = max(first.num_computed, 0)
+        fits, least = self._times.tokens_within(left_s, computed), self._least_chunk(computed)
+        if running and self._was_prefill and fits < min(least, unfinished_tokens(first)):
+            self._was_prefill = False
+            return ScheduleDecision(phase=Phase.DECODE, reason=f"streams wait for a token every {target_s:.4g} s")
+        self._was_prefill = True
+        return self._cut(view, first, min(max(fits, least), max(view.token_budget, 1)), target_s)
+
+    def _cut(self, view: StepView, first: RequestMetadata, tokens: int, target_s: float) -> ScheduleDecision:
+        whole = unfinished_tokens(first)
+        chunks = {}
+        if whole > tokens:
+            tokens = -(-whole // -(-whole // tokens))
+            chunks = {first.request_id: tokens}
+        self.chunk = tokens
+        return ScheduleDecision(
+            token_budget=tokens, phase=Phase.PREFILL, chunk_tokens=chunks,
+            reason=f"{tokens} prompt tokens between tokens every {target_s:.4g} s",
+        )  # fmt: skip
+
+    def _target(self, running: tuple[RequestMetadata, ...], decode_s: float) -> float:
+        asked_s = self._target_s
+        if asked_s == math.inf:
+            asked_s = min((request.service.tpot_s for request in running), default=math.inf)
+        return DEFAULT_STEPS * decode_s if asked_s == math.inf else asked_s
+
+    def _least_chunk(self, context: int) -> int:
+        """Tokens whose own time outweighs the constant part of a step as `max_overhead` asks for."""
+        constant_s = self._times.prefill_s(0)
+        return max(self._times.tokens_within(constant_s / self._max_overhead, context), 1)

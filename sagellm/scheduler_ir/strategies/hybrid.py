@@ -1,0 +1,56 @@
+"""Order by slack, prompts in chunks, and a turn for who has waited longest."""
+
+from sagellm.core.hooks import ScheduleDecision, StepResult, StepView
+from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
+from sagellm.scheduler_ir.strategies.chunking import ChunkSizer
+from sagellm.scheduler_ir.strategies.options import check_number
+from sagellm.scheduler_ir.strategies.slack import SlackOrder, optional_seconds
+from sagellm.scheduler_ir.strategies.step_times import StepTimes
+
+__all__ = ["Hybrid"]
+
+
+class Hybrid(SchedulingStrategy):
+    """Which prompt: as `slo_aware` (least slack; late ones behind; each `rescue_every`-th step the oldest). How much of it: as
+    `adaptive` (chunks between decode steps). One estimate of step times serves both.
+
+    A prompt that is cut keeps its blocks, and one that becomes more urgent goes before its rest; where memory runs out, the
+    least urgent of these gives its blocks back.
+
+    Args:
+        default_ttft_s, default_tpot_s, rescue_every: as `SloAware`.
+        target_itl_s, max_overhead: as `Adaptive`.
+    """
+
+    name = "hybrid"
+
+    def __init__(
+        self,
+        *,
+        default_ttft_s: float | None = None,
+        default_tpot_s: float | None = None,
+        rescue_every: int = 8,
+        target_itl_s: float | None = None,
+        max_overhead: float = 0.05,
+    ) -> None:
+        self.times = StepTimes()
+        ttft_s = optional_seconds(self.name, "default_ttft_s", default_ttft_s)
+        tpot_s = optional_seconds(self.name, "default_tpot_s", default_tpot_s)
+        target_s = optional_seconds(self.name, "target_itl_s", target_itl_s)
+        self._slack = SlackOrder(self.name, self.times, ttft_s, tpot_s, rescue_every)
+        self._chunks = ChunkSizer(self.times, target_s, check_number(self.name, "max_overhead", max_overhead, 1e-3, 0.9))
+
+    def decide(self, view: StepView) -> ScheduleDecision:
+        ranked = self._slack.rank(view)
+        step = self._chunks.choose(view, ranked.waiting)
+        return ScheduleDecision(
+            ranked.order, token_budget=step.token_budget, reason=step.reason, phase=step.phase,
+            chunk_tokens=step.chunk_tokens, reasons=ranked.reasons,
+        )  # fmt: skip
+
+    def on_step_end(self, result: StepResult) -> None:
+        self.times.observe(result)
+        self._slack.on_step_end(result)
+
+    def report(self) -> dict[str, float]:
+        return {"chunk_tokens": self._chunks.chunk, **self.times.report()}

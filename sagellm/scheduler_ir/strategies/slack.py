@@ -1,0 +1,143 @@
+"""Who can still meet its target, and how long each can wait: the order by least slack."""
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from sagellm.core.hooks import Phase, RequestId, RequestMetadata, StepResult, StepView
+from sagellm.scheduler_ir.strategies.options import check_count, check_number
+from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
+from sagellm.scheduler_ir.strategies.step_times import StepTimes
+
+__all__ = ["Ranked", "SlackOrder", "optional_seconds"]
+
+LOST_TOKENS = 8  # a stream so many tokens behind, whose end nobody knows, does not catch up
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """The queue by urgency. Times in seconds.
+
+    Attributes:
+        waiting, running: most urgent first.
+        slack_s: of who waits: how long its prefill may be put off; infinity without a target, below 0 too late.
+        stream_slack_s: how long the next decode step may be put off, so that no stream that can be saved misses its target.
+        decode_s: expected of one decode step of all that run.
+    """
+
+    waiting: list[RequestMetadata]
+    running: list[RequestMetadata]
+    slack_s: dict[RequestId, float]
+    stream_slack_s: list[float]
+    decode_s: float
+    reasons: dict[RequestId, str] = field(default_factory=dict)
+
+    @property
+    def order(self) -> list[RequestId]:
+        return [request.request_id for request in (*self.waiting, *self.running)]
+
+
+class SlackOrder:
+    """Orders a queue by slack: time until the target less the time that the work takes.
+
+    A request that waits is behind those that can meet their target if it cannot any more, be it alone or after those with less
+    slack; then the longest of these gives way (as in Moore and Hodgson's rule, which keeps the most jobs on time). Between both
+    are those that have no target. So that nobody waits for ever, each `rescue_every`-th step of prompts begins with the
+    request that has waited longest: with n older ones waiting, after `rescue_every` * (n + 1) such steps at the latest.
+    """
+
+    def __init__(self, name: str, times: StepTimes, ttft_s: float, tpot_s: float, rescue_every: object) -> None:
+        self._times = times
+        self._ttft_s, self._tpot_s = ttft_s, tpot_s
+        self._rescue_every = check_count(name, "rescue_every", rescue_every, 2)
+        self._num_prefills = 0
+
+    def on_step_end(self, result: StepResult) -> None:
+        self._num_prefills += result.phase is Phase.PREFILL
+
+    def rank(self, view: StepView) -> Ranked:
+        """O(n log n) in requests."""
+        waiting, running = view.waiting, view.running
+        decode_s = self._times.decode_s(max(len(running), 1), sum(request.num_tokens for request in running))
+        dues = {request.request_id: self._due_s(request, decode_s) for request in (*waiting, *running)}
+        in_time, free, late, slack_s = self._admit(waiting, dues, view.now_s)
+        ordered = [*in_time, *free, *late]
+        reasons = {request.request_id: "cannot meet its target: behind those that can" for request in late}
+        if ordered and self._num_prefills % self._rescue_every == self._rescue_every - 1:
+            oldest = min(ordered, key=lambda request: request.arrival_s)
+            ordered.remove(oldest)
+            ordered.insert(0, oldest)
+            reasons[oldest.request_id] = "waited longest: its turn"
+        streams = [
+            dues[request.request_id] - view.now_s - decode_s
+            for request in running
+            if not self._is_lost(request, dues[request.request_id], view.now_s, decode_s)
+        ]
+        by_due = sorted(running, key=lambda request: (dues[request.request_id], request.arrival_s))
+        return Ranked(ordered, by_due, slack_s, streams, decode_s, reasons)
+
+    def _admit(
+        self, waiting: Sequence[RequestMetadata], dues: dict[RequestId, float], now_s: float
+    ) -> tuple[list[RequestMetadata], list[RequestMetadata], list[RequestMetadata], dict[RequestId, float]]:
+        """Those that can be in time by slack, those without a target and those that cannot by arrival, and each one's slack."""
+        base_s = self._times.prefill_s(0)
+        costs = {
+            request.request_id: max(
+                self._times.prefill_s(unfinished_tokens(request), max(request.num_computed, 0)) - base_s, 0.0
+            )
+            for request in waiting
+        }
+        slack_s = {
+            request.request_id: dues[request.request_id] - now_s - base_s - costs[request.request_id] for request in waiting
+        }
+        aimed = [request for request in waiting if dues[request.request_id] != math.inf]
+        aimed.sort(key=lambda request: (slack_s[request.request_id], request.arrival_s))
+        late: set[RequestId] = set()
+        taken: list[tuple[float, int, RequestId]] = []  # a heap, the longest first
+        elapsed_s = base_s
+        for place, request in enumerate(aimed):
+            name = request.request_id
+            if slack_s[name] < 0:
+                late.add(name)
+                continue
+            heapq.heappush(taken, (-costs[name], -place, name))
+            elapsed_s += costs[name]
+            if now_s + elapsed_s > dues[name]:
+                cost, _, longest = heapq.heappop(taken)
+                elapsed_s += cost
+                late.add(longest)
+        free = _by_arrival(request for request in waiting if dues[request.request_id] == math.inf)
+        behind = _by_arrival(request for request in aimed if request.request_id in late)
+        return [request for request in aimed if request.request_id not in late], free, behind, slack_s
+
+    def _due_s(self, request: RequestMetadata, decode_s: float) -> float:
+        """When its next token should be there. TPOT is an average: who was quick has time left."""
+        service = request.service
+        left = max(request.max_new_tokens - request.num_generated - 1, 0)
+        if request.num_generated > 0:
+            due_s = request.first_token_s + request.num_generated * min(service.tpot_s, self._tpot_s)
+        else:
+            due_s = request.arrival_s + min(service.ttft_s, self._ttft_s)
+        return min(due_s, service.deadline_s - left * decode_s)
+
+    def _is_lost(self, request: RequestMetadata, due_s: float, now_s: float, decode_s: float) -> bool:
+        """Whether a stream has no target, or does not meet it even if all steps from now on were decode steps."""
+        if due_s == math.inf:
+            return True
+        tpot_s = min(request.service.tpot_s, self._tpot_s)
+        left = request.max_new_tokens - request.num_generated
+        if left <= 0:
+            return now_s + decode_s > due_s + LOST_TOKENS * min(tpot_s, decode_s)
+        if tpot_s == math.inf:  # a deadline alone
+            return now_s + decode_s > due_s
+        return now_s + left * decode_s > due_s + (left - 1) * tpot_s
+
+
+def optional_seconds(strategy: str, option: str, value: object) -> float:
+    """An option in seconds; infinity where it is None. Raises PlanError: not a number above 0."""
+    return math.inf if value is None else check_number(strategy, option, value, 1e-6)
+
+
+def _by_arrival(requests: Iterable[RequestMetadata]) -> list[RequestMetadata]:
+    return sorted(requests, key=lambda request: request.arrival_s)

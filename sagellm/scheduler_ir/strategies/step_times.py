@@ -1,0 +1,146 @@
+"""How long a step takes, learned from the steps that were measured."""
+
+from collections.abc import Sequence
+
+from sagellm.core.hooks import Phase, StepResult
+
+__all__ = ["LinearFit", "StepTimes"]
+
+FORGET = 0.98  # of the weight of a sample with each later one: half is gone after 34
+PRIOR_WEIGHT = 1e-3  # of a default beside one sample, so that three samples that differ outweigh it
+MANY = 8  # samples from which on one that is far off is cut
+FAR = 4.0  # times the prediction, or its inverse
+
+
+class LinearFit:
+    """y = a + b * x + c * z by least squares, recent samples first, no coefficient below zero.
+
+    Before it has seen much it answers by `defaults`, which weigh little: a ridge around them, in units of `scales`, the usual
+    size of each feature. A sample that is `FAR` off is cut to that, so that a hiccup moves little, and a true change gets
+    through in a few samples. O(1) a sample.
+    """
+
+    def __init__(self, defaults: Sequence[float], scales: Sequence[float]) -> None:
+        self._scales = tuple(scales)
+        self._prior = [value * scale for value, scale in zip(defaults, scales, strict=True)]
+        size = len(self._prior)
+        self._moments = [[0.0] * size for _ in range(size)]
+        self._products = [0.0] * size
+        self._solved = list(self._prior)
+        self._is_stale = False
+        self.num_samples = 0
+
+    @property
+    def coefficients(self) -> list[float]:
+        """In the units of the features."""
+        if self._is_stale:
+            self._solved, self._is_stale = self._solve(), False
+        return [value / scale for value, scale in zip(self._solved, self._scales, strict=True)]
+
+    def predict(self, features: Sequence[float]) -> float:
+        return sum(factor * value for factor, value in zip(self.coefficients, features, strict=True))
+
+    def add(self, features: Sequence[float], value: float) -> None:
+        if self.num_samples >= MANY and (expected := self.predict(features)) > 0:
+            value = min(max(value, expected / FAR), expected * FAR)
+        scaled = [feature / scale for feature, scale in zip(features, self._scales, strict=True)]
+        for row, one in enumerate(scaled):
+            self._products[row] = FORGET * self._products[row] + one * value
+            self._moments[row] = [
+                FORGET * old + one * other for old, other in zip(self._moments[row], scaled, strict=True)
+            ]
+        self.num_samples += 1
+        self._is_stale = True
+
+    def _solve(self) -> list[float]:
+        """Least squares around the prior; a coefficient that comes out negative is set to 0, and the others fitted again."""
+        free = list(range(len(self._prior)))
+        solved = [0.0] * len(self._prior)
+        while free:
+            matrix = [
+                [self._moments[row][column] + (PRIOR_WEIGHT if row == column else 0.0) for column in free] for row in free
+            ]
+            right = [self._products[row] + PRIOR_WEIGHT * self._prior[row] for row in free]
+            found = _eliminate(matrix, right)
+            if min(found) >= 0:
+                for place, value in zip(free, found, strict=True):
+                    solved[place] = value
+                break
+            del free[found.index(min(found))]
+        return solved
+
+
+class StepTimes:
+    """Seconds of a prefill step from its tokens and their context, of a decode step from its batch and context.
+
+    A prefill step: a constant, so much a token, and so much a pair of a token and one that it attends to. A decode step: a
+    constant, so much a request, and so much a token of context. The defaults are those of a small model on a CPU.
+    """
+
+    def __init__(self) -> None:
+        self.prefill = LinearFit((0.01, 2e-4, 1e-9), (1.0, 1e3, 1e6))
+        self.decode = LinearFit((0.02, 5e-4, 1e-7), (1.0, 10.0, 1e4))
+
+    def observe(self, result: StepResult) -> None:
+        """Learn from a step, if it was measured."""
+        if not (0 < result.duration_s < 3600 and result.num_requests > 0):
+            return
+        seconds = max(result.duration_s - max(result.swap_s, 0.0), 1e-9)
+        tokens, context, num_requests = result.num_tokens, result.num_context_tokens, result.num_requests
+        if max(tokens, context, num_requests) > 1e9:  # no engine's; squares of it would drown all others
+            return
+        if result.phase is Phase.PREFILL:
+            self.prefill.add((1.0, tokens, _pairs(tokens, context, num_requests)), seconds)
+        else:
+            self.decode.add((1.0, num_requests, context), seconds)
+
+    def prefill_s(self, tokens: float, context: float = 0, num_requests: int = 1) -> float:
+        """Of one step with so many new tokens, after so many that were computed before."""
+        return self.prefill.predict((1.0, tokens, _pairs(tokens, context, num_requests)))
+
+    def decode_s(self, batch: float, context: float = 0) -> float:
+        """Of one step of `batch` requests that have `context` tokens together."""
+        return self.decode.predict((1.0, batch, context))
+
+    def tokens_within(self, seconds: float, context: float = 0) -> int:
+        """The most new tokens of one request whose prefill step takes no longer; 0 where not even one does."""
+        base, per_token, per_pair = self.prefill.coefficients
+        linear, left = per_token + per_pair * context, min(seconds, 3600.0) - base
+        if left <= 0:
+            return 0
+        if linear <= 0 and per_pair <= 0:
+            return 2**31
+        # per_pair / 2 * n**2 + linear * n = left, in the form that loses no digits where per_pair is small
+        return int(min(2 * left / (linear + (linear * linear + 2 * per_pair * left) ** 0.5), 2.0**31))
+
+    def report(self) -> dict[str, float]:
+        """Coefficients in seconds, and how many steps they were learned from."""
+        names = ("constant", "token", "pair"), ("constant", "request", "context")
+        fits = ("prefill", self.prefill), ("decode", self.decode)
+        found = {
+            f"{phase}_{name}_s": value
+            for (phase, fit), each in zip(fits, names, strict=True)
+            for name, value in zip(each, fit.coefficients, strict=True)
+        }
+        return found | {f"{phase}_steps": fit.num_samples for phase, fit in fits}
+
+
+def _pairs(tokens: float, context: float, num_requests: int) -> float:
+    """Of a token and one that it attends to, if the tokens are spread evenly."""
+    return tokens * (context + tokens / 2) / max(num_requests, 1)
+
+
+def _eliminate(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solves a small symmetric positive definite system."""
+    size = len(right)
+    for pivot in range(size):
+        for row in range(pivot + 1, size):
+            factor = matrix[row][pivot] / matrix[pivot][pivot]
+            for column in range(pivot, size):
+                matrix[row][column] -= factor * matrix[pivot][column]
+            right[row] -= factor * right[pivot]
+    solved = [0.0] * size
+    for row in reversed(range(size)):
+        known = sum(matrix[row][column] * solved[column] for column in range(row + 1, size))
+        solved[row] = (right[row] - known) / matrix[row][row]
+    return solved
