@@ -156,7 +156,7 @@ class Aegaeon(SchedulingStrategy):
         self._rounds = [request_id for request_id in self._rounds if request_id not in members]
         self._rounds += [request.request_id for request in batch]
         self._num_turns += 1
-        tokens = int(min(max(seconds / self._token_s(batch), MIN_TOKENS), 10_000)) if len(batches) > 1 else MIN_TOKENS
+        tokens = int(min(max(seconds / self._token_s(batch), MIN_TOKENS), 10_000)) if len(batches) > 1 else 1
         return _Turn(batch[0].adapter, members, tokens)
 
     def _quotas(self, batches: list[list[RequestMetadata]], num_groups: int) -> list[float]:

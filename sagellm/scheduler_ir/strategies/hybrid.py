@@ -1,9 +1,11 @@
 """Order by slack, prompts in chunks, and a turn for who has waited longest."""
 
-from sagellm.core.hooks import ScheduleDecision, StepResult, StepView
+from sagellm.core.hooks import Phase, ScheduleDecision, StepResult, StepView
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.chunking import ChunkSizer
-from sagellm.scheduler_ir.strategies.options import check_number
+from sagellm.scheduler_ir.strategies.options import check_count, check_number
+from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
+from sagellm.scheduler_ir.strategies.phase_choice import PhaseChoice
 from sagellm.scheduler_ir.strategies.slack import SlackOrder, optional_seconds
 from sagellm.scheduler_ir.strategies.step_times import StepTimes
 
@@ -12,13 +14,14 @@ __all__ = ["Hybrid"]
 
 class Hybrid(SchedulingStrategy):
     """Which prompt: as `slo_aware` (least slack; late ones behind; each `rescue_every`-th step the oldest). How much of it: as
-    `adaptive` (chunks between decode steps). One estimate of step times serves both.
+    `adaptive` (chunks between decode steps), and none where a stream with a target would be late for it. One estimate of step
+    times serves both.
 
     A prompt that is cut keeps its blocks, and one that becomes more urgent goes before its rest; where memory runs out, the
     least urgent of these gives its blocks back.
 
     Args:
-        default_ttft_s, default_tpot_s, rescue_every: as `SloAware`.
+        default_ttft_s, default_tpot_s, rescue_every, max_decodes: as `SloAware`.
         target_itl_s, max_overhead: as `Adaptive`.
     """
 
@@ -32,6 +35,7 @@ class Hybrid(SchedulingStrategy):
         rescue_every: int = 8,
         target_itl_s: float | None = None,
         max_overhead: float = 0.05,
+        max_decodes: int = 32,
     ) -> None:
         self.times = StepTimes()
         ttft_s = optional_seconds(self.name, "default_ttft_s", default_ttft_s)
@@ -39,10 +43,16 @@ class Hybrid(SchedulingStrategy):
         target_s = optional_seconds(self.name, "target_itl_s", target_itl_s)
         self._slack = SlackOrder(self.name, self.times, ttft_s, tpot_s, rescue_every)
         self._chunks = ChunkSizer(self.times, target_s, check_number(self.name, "max_overhead", max_overhead, 1e-3, 0.9))
+        self._phases = PhaseChoice(self.times, check_count(self.name, "max_decodes", max_decodes, 1))
 
     def decide(self, view: StepView) -> ScheduleDecision:
         ranked = self._slack.rank(view)
         step = self._chunks.choose(view, ranked.waiting)
+        if step.phase is Phase.PREFILL and ranked.running:
+            chunk = min(unfinished_tokens(ranked.waiting[0]), self._chunks.chunk)
+            phase, _, reason = self._phases.choose(view, ranked, chunk)
+            if phase is Phase.DECODE:
+                step = ScheduleDecision(phase=phase, reason=reason)
         return ScheduleDecision(
             ranked.order, token_budget=step.token_budget, reason=step.reason, phase=step.phase,
             chunk_tokens=step.chunk_tokens, reasons=ranked.reasons,
