@@ -82,10 +82,11 @@ class Judge(SchedulingStrategy):
             if self._may_wait(request.request_id, request.request_id in hold, view.now_s, "held"):
                 hold.discard(request.request_id)
         chunks = self._known("chunk_tokens", answer.chunk_tokens, ids)
-        chunk_tokens = {name: self._count("chunk of", answer.chunk_tokens[name]) for name in chunks}
+        counts = {name: self._count("a chunk of", answer.chunk_tokens[name]) for name in chunks}
+        chunk_tokens = {name: count for name, count in counts.items() if count is not None}
         budget = answer.token_budget
         if budget is not None:
-            budget = self._count("token budget", budget)
+            budget = self._count("a token budget of", budget)
         if answer.phase is not None and not isinstance(answer.phase, Phase):
             self._report("answer", f"phase {answer.phase!r}; give Phase.PREFILL, Phase.DECODE or None.")
             return ScheduleDecision(order)
@@ -117,14 +118,14 @@ class Judge(SchedulingStrategy):
             self._report("names_known", f"{where} names {foreign[:5]}, which are not in this step.")
         return [name for name in named if name in ids]
 
-    def _count(self, what: str, value: Any) -> int:
+    def _count(self, what: str, value: Any) -> int | None:
         try:
             number = index(value)
         except TypeError:
             number = 0
         if number < 1 or isinstance(value, bool):
             self._report("amounts", f"{what} {value!r}; give a whole number from 1.")
-            return 1
+            return None
         return number
 
     def _may_wait(self, request_id: RequestId, is_held: bool, now_s: float, what: str) -> bool:

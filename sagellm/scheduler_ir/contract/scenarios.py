@@ -26,7 +26,7 @@ TENANTS, ADAPTERS = ("", "alpha", "beta"), ("", "", "small", "large")
 BIG = 2**62
 
 
-def random_jobs(chance: random.Random, num_jobs: int, per_s: float = 15.0) -> list[Job]:
+def random_jobs(chance: random.Random, num_jobs: int, per_s: float = 150.0) -> list[Job]:
     """Short and long prompts of some tenants, some with targets; arrivals in bursts, several at the very same time."""
     jobs = []
     now_s = 0.0
@@ -54,7 +54,7 @@ def play(judge: SchedulingStrategy, seed: int, num_blocks: int, report: Report, 
         return {job.request_id for job in running if chance.random() < 0.2} if chance.random() < 0.3 else set()
 
     queue = VirtualQueue(
-        judge, jobs, num_blocks=num_blocks, token_budget=512, max_batch_size=8, hide=hide if hides else None,
+        judge, jobs, block_size=4, num_blocks=num_blocks, token_budget=512, max_batch_size=8, hide=hide if hides else None,
         costs=StepCosts(prefill_s=chance.choice((0.001, 0.01)), decode_s=chance.choice((0.005, 0.03))),
     )  # fmt: skip
     bound = 20 * sum(job.prompt + job.output for job in jobs)
@@ -76,7 +76,7 @@ def play(judge: SchedulingStrategy, seed: int, num_blocks: int, report: Report, 
 def workload(make: Make, seed: int, report: Report) -> Played:
     """Enough memory, little, and so little that requests are preempted all the time."""
     num_events, seen = 0, set()
-    for num_blocks in (2000, 160, 90):
+    for num_blocks in (8000, 600, 330):
         judge = Judge(make(), report)
         with suppress(StrategyBroke):
             play(judge, seed, num_blocks, report)
@@ -89,7 +89,7 @@ def vanishing(make: Make, seed: int, report: Report) -> Played:
     """Requests are cancelled wherever they are, and those on the device are in no view."""
     judge = Judge(make(), report)
     with suppress(StrategyBroke):
-        play(judge, seed, 160, report, hides=True)
+        play(judge, seed, 400, report, hides=True)
     return Played(judge.num_events, judge.seen)
 
 
@@ -99,7 +99,7 @@ def twice(make: Make, seed: int, report: Report) -> Played:
     for renew in (False, False, True):
         judge = Judge(make(), lambda rule, message: None, renew)
         try:
-            play(judge, seed, 120, lambda rule, message: None)
+            play(judge, seed, 400, lambda rule, message: None)
         except StrategyBroke:
             return Played(0, frozenset())  # another scenario reports it
         judges.append(judge)
@@ -122,7 +122,7 @@ def clocks(make: Make, seed: int, report: Report) -> Played:
     strategy = _Watched(make, read)
     judge = Judge(strategy, lambda rule, message: None)
     with suppress(StrategyBroke):
-        play(judge, seed, 160, lambda rule, message: None)
+        play(judge, seed, 400, lambda rule, message: None)
     return Played(judge.num_events, {"reads_nothing"})
 
 

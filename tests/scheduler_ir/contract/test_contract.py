@@ -1,0 +1,86 @@
+"""Every strategy keeps to the contract, and each planted fault is caught by the rule that it breaks."""
+
+import sys
+
+import pytest
+
+from sagellm.core.hooks import ScheduleDecision
+from sagellm.scheduler_ir.contract.rules import RULES, check_strategy
+from sagellm.scheduler_ir.contract.scenarios import play
+from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
+from sagellm.scheduler_ir.strategies.fifo import Fifo
+from sagellm.scheduler_ir.strategies.registry import find_strategy, strategy_names
+from tests.scheduler_ir.contract.bad_strategies import BREAKS, FOLLOWS, Drops, Exits
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_every_strategy_keeps_to_it(name):
+    report = check_strategy(find_strategy(name), rounds=1, seed=5)
+    assert [result for result in report.results if not result.passed] == []
+    assert [result.rule for result in report.results] == list(RULES) and report.num_events > 1000
+
+
+def test_options_are_passed_on():
+    report = check_strategy(lambda **options: find_strategy("slo_aware")(**{"default_ttft_s": 0.2, **options}), rounds=1)
+    assert report.passed
+
+
+@pytest.mark.parametrize("kind", BREAKS, ids=lambda kind: kind.__name__)
+def test_each_fault_breaks_its_rule_alone(kind):
+    report = check_strategy(kind, rounds=1)
+    broken = {result.rule: result.message for result in report.results if result.seen and not result.passed}
+    rule = BREAKS[kind]
+    assert rule in broken and not report.passed
+    assert set(broken) <= {rule} | FOLLOWS.get(kind, set()), broken
+    assert "[scenario " in broken[rule] and "seed " in broken[rule]
+    assert sys.getprofile() is None
+
+
+def test_what_cannot_be_built_is_not_said_to_be_fine():
+    report = check_strategy(lambda **options: 1 / 0, rounds=1)
+    assert not any(result.passed for result in report.results)
+    assert [result.rule for result in report.results if result.seen] == ["builds"]
+    assert {result.message for result in report.results[1:]} == {"not checked: the strategy could not be built."}
+
+
+def test_rules_that_nothing_could_break_are_not_said_to_be_kept():
+    states = {result.rule: (result.seen, result.passed) for result in check_strategy(Exits, rounds=1).results}
+    assert states["raises_nothing"] == (True, False)
+    assert states["names_all"] == states["deterministic"] == states["forgets"] == (False, False)
+
+
+class Nothing(SchedulingStrategy):
+    name = "nothing"
+
+    def decide(self, view):
+        return None
+
+
+def test_to_leave_it_to_the_engine_is_fine():
+    assert check_strategy(Nothing, rounds=1).passed
+
+
+class Endless(Fifo):
+    def decide(self, view):
+        while view.requests:
+            pass
+        return ScheduleDecision()
+
+
+def test_one_that_never_ends_is_stopped():
+    report = check_strategy(Endless, rounds=1, limit_s=0.2)
+    broken = {result.rule: result.message for result in report.results if result.seen and not result.passed}
+    assert list(broken) == ["raises_nothing"] and "no end within 0.2 s [scenario extremes" in broken["raises_nothing"]
+
+
+def test_a_seed_shows_the_same_again():
+    first, second, other = (check_strategy(Drops, seed=seed, rounds=1).results for seed in (3, 3, 4))
+    assert first == second and len(first) == len(other) == len(RULES)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_the_scenarios_run_out_of_memory_and_of_places(seed):
+    queues = [play(None, seed, num_blocks, lambda rule, message: None) for num_blocks in (8000, 600, 330)]
+    assert not any(queue.unfinished for queue in queues) and queues[0].num_preempted == 0
+    assert sum(queue.num_preempted for queue in queues) >= 3
+    assert all(job.end_s < float("inf") for queue in queues for job in queue.jobs.values())
