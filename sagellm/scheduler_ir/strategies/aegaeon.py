@@ -24,13 +24,13 @@ def quotas(token_s: list[float], tpot_s: list[float], switch_s: float, max_turn_
 
     Args:
         token_s, tpot_s: of each batch, seconds of a decode step and seconds owed for a token.
-        switch_s: all switches of a round together.
+        switch_s: all switches of a round together; where they cost nothing no turn needs a length.
     """
+    if switch_s == 0:  # then nothing speaks for a longer turn
+        return [0.0] * len(token_s)
     per_token = [owed / taken for owed, taken in zip(tpot_s, token_s, strict=True)]
     load = sum(1 / each for each in per_token)
     attained = max(switch_s / (min(per_token) * max_turn_s) + load, 0.5)
-    if attained <= load:  # switches cost nothing: whatever turns are, the shares are the same
-        return [max_turn_s * min(per_token) / each for each in per_token]
     return [switch_s / (each * (attained - load)) for each in per_token]
 
 

@@ -9,6 +9,8 @@ from sagellm.scheduler_ir.strategies.step_times import StepTimes
 __all__ = ["ChunkSizer"]
 
 DEFAULT_STEPS = 3  # decode steps that a stream may wait for a token, where nobody asks for anything
+ENOUGH_STEPS = 4  # of prompts, before which the constant part of a step is a guess
+FIRST_CHUNK = 128  # tokens; the least until then
 
 
 class ChunkSizer:
@@ -76,5 +78,7 @@ class ChunkSizer:
 
     def _least_chunk(self, context: int) -> int:
         """Tokens whose own time outweighs the constant part of a step as `max_overhead` asks for."""
+        if self._times.prefill.num_samples < ENOUGH_STEPS:
+            return FIRST_CHUNK
         constant_s = self._times.prefill_s(0)
         return max(self._times.tokens_within(constant_s / self._max_overhead, context), 1)

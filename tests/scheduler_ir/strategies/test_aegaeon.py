@@ -1,0 +1,94 @@
+"""Turns of models that share an engine: nobody decodes beside another model, quotas share what is owed, nobody waits long."""
+
+from itertools import groupby
+
+import pytest
+
+from sagellm.core.errors import PlanError
+from sagellm.core.hooks import Phase
+from sagellm.scheduler_ir.strategies.aegaeon import Aegaeon, quotas
+from tests.scheduler_ir.strategies.loads import job, run
+
+
+class Recorded(Aegaeon):
+    """Remembers who was let decode."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.batches, self.groups, self.adapters = [], [], {}
+
+    def decide(self, view):
+        self.adapters.update((request.request_id, request.adapter) for request in view.requests)
+        return super().decide(view)
+
+    def on_step_end(self, result):
+        super().on_step_end(result)
+        names = [name for name, _ in result.computed]
+        (self.batches if result.phase is Phase.DECODE else self.groups).append(names)
+
+
+def pooled(strategy, num_models=3, each=4, output=60):
+    jobs = [
+        job(10 * model + number, 0.01 * number, 60, output, adapter=f"model-{model}")
+        for model in range(num_models) for number in range(each)
+    ]  # fmt: skip
+    return jobs, run(strategy, jobs)
+
+
+def test_models_decode_in_turns_and_prompts_come_by_group():
+    strategy = Recorded()
+    jobs, _ = pooled(strategy)
+    for batch in (*strategy.batches, *strategy.groups):
+        assert len({strategy.adapters[name] for name in batch}) == 1
+    assert len({strategy.adapters[name] for batch in strategy.batches for name in batch}) == 3
+    together = run(None, pooled(None)[0]) and [len(batch) for batch in strategy.batches]
+    assert max(together) == 4 and strategy.report()["turns"] >= 6
+    assert all(max(each.gaps_s) < 3 * 2.5 for each in jobs)  # a round: two other turns of 2 s at most, prompts and its own
+
+
+def test_a_tighter_target_gets_a_longer_share():
+    strategy = Recorded(switch_s=0.2)
+    tight = [job(number, 0.0, 60, 400, adapter="tight", tpot_s=0.06) for number in range(4)]
+    loose = [job(10 + number, 0.0, 60, 400, adapter="loose", tpot_s=0.12) for number in range(4)]
+    run(strategy, [*tight, *loose], until_s=12)
+    turns = [len(list(turn)) for _, turn in groupby(strategy.batches, lambda batch: strategy.adapters[batch[0]])]
+    longer, shorter = sorted(turns[2:4], reverse=True)  # the first round does not know yet what steps take
+    assert len(turns) >= 5 and longer > 30 and 1.8 < longer / shorter < 2.2
+
+
+def test_quotas_give_each_the_same_share_of_what_is_owed():
+    token_s, tpot_s, switch_s = [0.02, 0.03, 0.05], [0.1, 0.15, 0.4], 0.3
+    turns = quotas(token_s, tpot_s, switch_s, 2.0)
+    round_s = sum(turns) + switch_s
+    shares = [turn / token * tpot / round_s for turn, token, tpot in zip(turns, token_s, tpot_s, strict=True)]
+    assert shares == pytest.approx([shares[0]] * 3) and shares[0] >= 1 / 1.0 - 0.2
+    assert 0 < max(turns) <= 2.0 + 1e-9
+    crowded = quotas([0.05] * 4, [0.1] * 4, 0.4, 2.0)  # twice too much: turns as long as they may be
+    assert crowded == pytest.approx([2.0] * 4)
+    assert quotas([0.05] * 4, [0.1] * 4, 0.0, 2.0) == [0.0] * 4
+
+
+def test_with_one_model_all_decode_together_and_more_than_a_batch_in_turns():
+    strategy = Recorded()
+    run(strategy, [job(number, 0.0, 60, 30) for number in range(6)])
+    assert {len(batch) for batch in strategy.batches} == {6}
+    strategy = Recorded(batch_size=2)
+    jobs = [job(number, 0.0, 60, 30) for number in range(6)]
+    run(strategy, jobs)
+    assert {len(batch) for batch in strategy.batches} == {2}
+    assert all(0.3 < max(each.gaps_s) < 1.5 for each in jobs)  # two other turns of eight steps
+    ends = [each.end_s for each in jobs]
+    assert max(ends) < 1.6 * min(ends)  # round robin: they come to their end together
+
+
+def test_a_group_of_prompts_is_no_longer_than_it_may_be():
+    strategy = Recorded(group_size=3)
+    jobs = [job(number, 0.0, 60, 5) for number in range(10)]
+    run(strategy, jobs)
+    assert {len(group) for group in strategy.groups} <= {1, 2, 3} and len(strategy.groups[0]) == 3
+
+
+@pytest.mark.parametrize("option", [{"batch_size": 0}, {"max_turn_s": 31}, {"switch_s": -1}, {"group_size": 1.5}])
+def test_options_that_make_no_sense(option):
+    with pytest.raises(PlanError, match=f"strategy aegaeon: option {next(iter(option))}"):
+        Aegaeon(**option)
