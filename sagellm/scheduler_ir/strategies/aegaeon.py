@@ -1,5 +1,6 @@
 """Pooling at the level of tokens: the models or instances that share an engine decode in turns, each with a quota."""
 
+import math
 from dataclasses import dataclass
 
 from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, StepResult, StepView
@@ -160,10 +161,14 @@ class Aegaeon(SchedulingStrategy):
         return _Turn(batch[0].adapter, members, tokens)
 
     def _quotas(self, batches: list[list[RequestMetadata]], num_groups: int) -> list[float]:
-        owed = [min(min(request.service.tpot_s for request in batch), self._tpot_s) for batch in batches]
+        owed = [min(self._owed(request) for request in batch) for batch in batches]
         switches_s = self._switch_s * num_groups if num_groups > 1 else 0.0
         longest_s = min(self._max_turn_s, MAX_ROUND_S / len(batches))
         return quotas([self._token_s(batch) for batch in batches], [max(each, 1e-6) for each in owed], switches_s, longest_s)
+
+    def _owed(self, request: RequestMetadata) -> float:
+        asked_s = request.service.tpot_s
+        return self._tpot_s if asked_s == math.inf else asked_s
 
     def _token_s(self, batch: list[RequestMetadata]) -> float:
         return max(self.times.decode_s(len(batch), sum(request.num_tokens for request in batch)), 1e-6)
