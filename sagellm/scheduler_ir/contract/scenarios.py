@@ -20,7 +20,7 @@ __all__ = ["SCENARIOS"]
 
 Make = Callable[..., SchedulingStrategy]
 
-NUM_JOBS = 40
+NUM_JOBS = 30
 NUM_CHURN = 400  # requests that come and go in each phase of the memory check
 TENANTS, ADAPTERS = ("", "alpha", "beta"), ("", "", "small", "large")
 BIG = 2**62

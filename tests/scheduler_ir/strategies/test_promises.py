@@ -78,7 +78,7 @@ def test_what_cannot_be_in_time_goes_behind_and_is_done(strategy, num_good):
 def test_a_late_request_gets_its_turn_in_a_flood():
     late = job(0, 0.0, 2000, 10, ttft_s=0.1)
     flood = [job(number, number * 0.02, 60, 10, ttft_s=0.5) for number in range(1, 1000)]
-    run("slo_aware", [late, *flood], max_batch_size=8, until_s=10)
+    run("slo_aware", [late, *flood], max_batch_size=8, token_budget=512, until_s=10)
     assert late.token_s and late.token_s[0] < 5
 
 

@@ -1,0 +1,70 @@
+"""The order by slack, by hand: who is in time, who gives way, who has no target, whose turn it is."""
+
+import math
+
+import pytest
+
+from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
+from sagellm.core.scheduling import ServiceLevel
+from sagellm.scheduler_ir.strategies.slack import SlackOrder
+from sagellm.scheduler_ir.strategies.step_times import StepTimes
+
+TOKEN_S = 0.001  # a token of a prompt; steps cost nothing besides
+
+
+@pytest.fixture(scope="module")
+def times():
+    times = StepTimes()
+    for tokens in range(100, 4000, 50):
+        times.observe(StepResult(0, Phase.PREFILL, 1, tokens, 0.0, TOKEN_S * tokens))
+    return times
+
+
+def waits(name, tokens, ttft_s=math.inf, arrival_s=0.0):
+    return RequestMetadata(
+        name, Phase.PREFILL, tokens, 0, 0, 0, arrival_s, service=ServiceLevel(ttft_s=ttft_s), max_new_tokens=10
+    )
+
+
+def rank(times, requests, num_prefills=0, now_s=0.0):
+    order = SlackOrder("test", times, math.inf, math.inf, 4)
+    for _ in range(num_prefills):
+        order.on_step_end(StepResult(0, Phase.PREFILL, 1, 1, 0.0))
+    return order.rank(StepView(0, Phase.PREFILL, tuple(requests), 100, 4096, 8, 0, now_s))
+
+
+def test_least_slack_first_then_no_target_then_too_late(times):
+    requests = [waits(1, 100, 5.0), waits(2, 100), waits(3, 1000, 2.0), waits(4, 500, 0.3), waits(5, 100, 0.5)]
+    ranked = rank(times, requests)
+    assert [request.request_id for request in ranked.waiting] == [5, 3, 1, 2, 4]
+    assert ranked.slack_s[3] == pytest.approx(1.0, abs=0.02) and ranked.slack_s[2] == math.inf and ranked.slack_s[4] < 0
+    assert list(ranked.reasons) == [4]
+
+
+def test_the_longest_gives_way_where_not_all_can_be_in_time(times):
+    shorts = [waits(number, 200, 1.5) for number in range(1, 6)]
+    ranked = rank(times, [waits(9, 1000, 1.2), *shorts])
+    assert [request.request_id for request in ranked.waiting] == [1, 2, 3, 4, 5, 9] and list(ranked.reasons) == [9]
+
+
+def test_one_that_is_lost_makes_nobody_else_give_way(times):
+    ranked = rank(times, [waits(1, 1000, 1.8), waits(2, 100, 0.05)])
+    assert [request.request_id for request in ranked.waiting] == [1, 2] and list(ranked.reasons) == [2]
+
+
+def test_every_so_often_the_oldest_comes_first(times):
+    requests = [waits(1, 500, 0.1, arrival_s=-1.0), waits(2, 100, 5.0), waits(3, 100)]
+    assert [rank(times, requests, number).waiting[0].request_id for number in range(8)] == [2, 2, 2, 1] * 2
+    assert rank(times, requests, 3).reasons[1] == "waited longest: its turn"
+
+
+def test_a_stream_that_was_quick_has_time_left(times):
+    def runs(name, generated, first_s=0.0, left=50):
+        return RequestMetadata(
+            name, Phase.DECODE, 100 + generated, 100, generated, 7, 0.0, service=ServiceLevel(tpot_s=0.1),
+            max_new_tokens=generated + left, first_token_s=first_s, last_token_s=1.0,
+        )  # fmt: skip
+
+    quick, slow, lost = runs(1, 20), runs(2, 11), runs(3, 5, left=1)
+    ranked = rank(times, [quick, slow, lost], now_s=1.0)
+    assert sorted(ranked.stream_slack_s) == pytest.approx([0.1 - ranked.decode_s, 1.0 - ranked.decode_s])
