@@ -96,11 +96,9 @@ class SlackOrder:
         late: set[RequestId] = set()
         taken: list[tuple[float, int, RequestId]] = []  # a heap, the longest first
         elapsed_s = base_s
+        # Who is too late even alone has the least slack, so comes here before all others and gives way itself.
         for place, request in enumerate(aimed):
             name = request.request_id
-            if slack_s[name] < 0:
-                late.add(name)
-                continue
             heapq.heappush(taken, (-costs[name], -place, name))
             elapsed_s += costs[name]
             if now_s + elapsed_s > dues[name]:
