@@ -1,6 +1,7 @@
 """How long a step takes, learned from the steps that were measured."""
 
 from collections.abc import Sequence
+from operator import mul
 
 from sagellm.core.hooks import Phase, StepResult
 
@@ -26,7 +27,7 @@ class LinearFit:
         size = len(self._prior)
         self._moments = [[0.0] * size for _ in range(size)]
         self._products = [0.0] * size
-        self._solved = list(self._prior)
+        self._found = list(defaults)
         self._is_stale = False
         self.num_samples = 0
 
@@ -34,11 +35,12 @@ class LinearFit:
     def coefficients(self) -> list[float]:
         """In the units of the features."""
         if self._is_stale:
-            self._solved, self._is_stale = self._solve(), False
-        return [value / scale for value, scale in zip(self._solved, self._scales, strict=True)]
+            solved, self._is_stale = self._solve(), False
+            self._found = [value / scale for value, scale in zip(solved, self._scales, strict=True)]
+        return self._found
 
     def predict(self, features: Sequence[float]) -> float:
-        return sum(factor * value for factor, value in zip(self.coefficients, features, strict=True))
+        return sum(map(mul, self.coefficients, features))
 
     def add(self, features: Sequence[float], value: float) -> None:
         if self.num_samples >= MANY and (expected := self.predict(features)) > 0:
