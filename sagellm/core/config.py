@@ -91,8 +91,8 @@ class SageConfig(Model):
     """One engine and its server. `None` means: decide from the machine and the model.
 
     `kv_blocks` and `kv_memory_share` size the engine's KV pool and exclude each other; `host_kv_blocks` is the host tier
-    that plug-ins may migrate blocks to. `strategy` names who schedules, or is `module:Class`; None leaves it to the engine. Lengths
-    are in tokens.
+    that plug-ins may migrate blocks to. `strategy` names who schedules, or is `module:Class`; None leaves it to the engine.
+    Lengths are in tokens.
     """
 
     model: Path | None = None

@@ -1,7 +1,6 @@
 """Runs plans on any engine that has the `schedule` hook."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -120,12 +119,6 @@ class PlanRunner(Plugin):
 
     def attach(self, engine: EngineHandle) -> None:
         self._engine = engine
-
-    def admit(self, request: RequestMetadata) -> bool:
-        # A request of a plan joins: how long it waits is for the plan to say.
-        if self._strategy is None or request.request_id in self._owner:
-            return True
-        return self._strategy.admit(request, time.perf_counter())
 
     def schedule(self, view: StepView) -> ScheduleDecision | None:
         with self._lock:

@@ -1,11 +1,10 @@
 """A strategy as a plug-in: what it decides becomes a graph, and the graph is what the engine is told."""
 
-import time
 from dataclasses import replace
 from typing import Any, Literal
 
 from sagellm.core.errors import PlanError
-from sagellm.core.hooks import EngineHandle, Plugin, RequestId, RequestMetadata, ScheduleDecision, StepResult, StepView
+from sagellm.core.hooks import EngineHandle, Plugin, RequestId, ScheduleDecision, StepResult, StepView
 from sagellm.scheduler_ir.builder import IRBuilder
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.lowering import lower
@@ -57,9 +56,6 @@ class StrategyPlugin(Plugin):
 
     def attach(self, engine: EngineHandle) -> None:
         self._engine = engine
-
-    def admit(self, request: RequestMetadata) -> bool:
-        return self.strategy.admit(request, time.perf_counter())
 
     def schedule(self, view: StepView) -> ScheduleDecision | None:
         decision = self.strategy.decide(view)

@@ -23,11 +23,7 @@ class Shortest(SchedulingStrategy):
         if chunk < 1:
             raise PlanError(f"chunk={chunk}; give 1 or more.")
         self.chunk, self.fail_at, self.drop_at = chunk, fail_at, drop_at
-        self.decided, self.heard, self.ended, self.asked = [], [], [], []
-
-    def admit(self, request, now_s):
-        self.asked.append(request.request_id)
-        return len(self.asked) > 1
+        self.decided, self.heard, self.ended = [], [], []
 
     def decide(self, view):
         if view.step == self.fail_at:
@@ -107,8 +103,6 @@ def test_the_strategy_hears_and_is_asked():
     plugin = StrategyPlugin(strategy)
     fake = fill(FakeEngine(plugin)).run()
     assert strategy.heard == list(range(1, fake.step + 1)) and strategy.ended == fake.ended
-    row = fake.views[0].requests[0]
-    assert [plugin.admit(row), plugin.admit(row)] == [False, True] and strategy.asked == [row.request_id] * 2
     report = plugin.report()
     assert report["decisions"] == len(strategy.decided) and report["strategy"] == {"heard": fake.step}
     assert report["left_to_engine"] == 0 and report["nodes"] > report["decisions"]

@@ -58,7 +58,7 @@ class Queues:
         limit = self._shape.max_prefill_tokens
         if decision.token_budget is not None:
             limit = min(limit, decision.token_budget)
-        queue = self._ordered([each for each in self.waiting if each.is_admitted], decision)
+        queue = self._ordered(list(self.waiting), decision)
         taken: list[VirtualRequest] = []
         num_tokens = 0
         while queue and len(taken) < room:

@@ -25,7 +25,6 @@ class VirtualRequest:
     num_blocks: int = 0
     chunk: int | None = None  # of the step that it is in: so many of its tokens alone
     has_run: bool = False
-    is_admitted: bool = False
     token_s: list[float] = field(default_factory=list)
 
     @classmethod

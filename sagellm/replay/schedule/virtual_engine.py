@@ -62,7 +62,6 @@ class VirtualEngine:
         self._decision: ScheduleDecision | None = None  # about the step that comes next
         self._view: StepView | None = None
         self._held_since: dict[RequestId, float] = {}
-        self._refused_since: dict[RequestId, float] = {}
         self.decisions: list[DecisionLine] = []
 
     def run(self, requests: Sequence[RecordedRequest], progress: Progress | None = None) -> Run:
@@ -119,7 +118,7 @@ class VirtualEngine:
     def _phase(self, is_prefill: bool) -> bool:
         """Asks the strategy about the whole queue; returns whether prompts come next. `is_prefill`: the engine's choice."""
         queues = self._queues
-        waiting = self._admitted()
+        waiting = queues.by_arrival(queues.waiting)
         running = queues.by_arrival(queues.running)
         rows = [request.metadata(Phase.PREFILL) for request in waiting]
         rows += [request.metadata(Phase.DECODE) for request in running]
@@ -135,30 +134,13 @@ class VirtualEngine:
             return is_prefill
         for request in sorted(decision.hold):
             self._held_since[request] = held.get(request, self._now_s)
-            self._blame(request, self._held_since[request], "hold")
+            self._blame(request, self._held_since[request])
         may_prefill = any(request.request_id not in decision.hold for request in waiting)
         if decision.phase is Phase.PREFILL:
             return may_prefill
         if decision.phase is Phase.DECODE:
             return not queues.in_flight and all(request.request_id in decision.hold for request in running)
         return is_prefill
-
-    def _admitted(self) -> list[VirtualRequest]:
-        for request in (waiting := self._queues.by_arrival(self._queues.waiting)):
-            if request.is_admitted:
-                continue
-            request.is_admitted = self._strategy is None or self._admits(request)
-            if request.is_admitted:
-                self._refused_since.pop(request.request_id, None)
-            else:
-                self._blame(request.request_id, self._refused_since.setdefault(request.request_id, self._now_s), "admit")
-        return [request for request in waiting if request.is_admitted]
-
-    def _admits(self, request: VirtualRequest) -> bool:
-        answer = self._told("admit", request.metadata(Phase.PREFILL), self._now_s)
-        if type(answer) is not bool:
-            raise PlanError(f"strategy {self._name}: admit answered {answer!r}; it must answer True or False.")
-        return answer
 
     def _told(self, method: str, *arguments: Any) -> Any:
         """The strategy's answer. An engine would go on without a strategy that raises; here its figures would be another's."""
@@ -186,16 +168,16 @@ class VirtualEngine:
         reasons = {request: str(why) for request, why in answer.reasons.items()}
         return replace(checked, phase=answer.phase, chunk_tokens=chunks, reasons=reasons)
 
-    def _blame(self, request: RequestId, since_s: float, what: str) -> None:
+    def _blame(self, request: RequestId, since_s: float) -> None:
         if self._now_s - since_s > HOLD_LIMIT_S:
             raise PlanError(
-                f"strategy {self._name}: request {request} has been kept waiting by {what} for {HOLD_LIMIT_S:.0f} s; let it "
+                f"strategy {self._name}: request {request} has been held for {HOLD_LIMIT_S:.0f} s; let it "
                 "go on."
             )
 
     def _wait(self) -> None:
         """Nothing may run now. The engine looks again after a while, which grows with the time that it has been so."""
-        since = [*self._held_since.values(), *self._refused_since.values()]
+        since = list(self._held_since.values())
         if not since:
             raise PlanError(f"strategy {self._name}: nothing may run though nobody is held; it must let the first request run.")
         pause_s = (self._now_s - max(since)) / HELD_SHARE

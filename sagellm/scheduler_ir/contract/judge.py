@@ -58,14 +58,6 @@ class Judge(SchedulingStrategy):
         self.decisions.append(plain)
         return decision
 
-    def admit(self, request: RequestMetadata, now_s: float) -> bool:
-        answer = self._call("admit", request, now_s)
-        self.seen.add("admits")
-        if not isinstance(answer, bool):
-            self._report("admits", f"admit answered {answer!r}; answer True or False.")
-            return True
-        return self._may_wait(request.request_id, not answer, now_s, "not admitted") or answer
-
     def on_step_end(self, result: StepResult) -> None:
         self._call("on_step_end", result)
 
@@ -79,7 +71,7 @@ class Judge(SchedulingStrategy):
         order = self._order(answer.order, ids)
         hold = set(self._known("hold", answer.hold, ids))
         for request in view.requests:
-            if self._may_wait(request.request_id, request.request_id in hold, view.now_s, "held"):
+            if self._is_held_too_long(request.request_id, request.request_id in hold, view.now_s):
                 hold.discard(request.request_id)
         chunks = self._known("chunk_tokens", answer.chunk_tokens, ids)
         counts = {name: self._count("a chunk of", answer.chunk_tokens[name]) for name in chunks}
@@ -128,14 +120,14 @@ class Judge(SchedulingStrategy):
             return None
         return number
 
-    def _may_wait(self, request_id: RequestId, is_held: bool, now_s: float, what: str) -> bool:
-        """Whether it was held for too long, and so goes on all the same."""
+    def _is_held_too_long(self, request_id: RequestId, is_held: bool, now_s: float) -> bool:
+        """Whether it has been for so long that it goes on all the same."""
         if not is_held:
             self._held_since.pop(request_id, None)
             return False
         if now_s - self._held_since.setdefault(request_id, now_s) <= HOLD_LIMIT_S or not math.isfinite(now_s):
             return False
-        self._report("completes", f"request {request_id} was {what} for {HOLD_LIMIT_S:g} s; let each run some time.")
+        self._report("completes", f"request {request_id} was held for {HOLD_LIMIT_S:g} s; let each run some time.")
         return True
 
     def _look_back(self) -> None:

@@ -19,7 +19,6 @@ RULES = {
     "options": "refuses, with PlanError, an option that makes no sense, and one that it does not have",
     "raises_nothing": "raises at no view, result or end, also of requests that vanished, huge numbers and infinities",
     "answer": "answers with a ScheduleDecision whose parts are what it says, or None",
-    "admits": "answers True or False when a request wants to join",
     "names_all": "names every request of the view",
     "names_once": "names none twice",
     "names_known": "names none that is not in the view",

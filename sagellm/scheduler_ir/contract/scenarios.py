@@ -140,10 +140,6 @@ class _Watched(SchedulingStrategy):
         with watched(self._read):
             return self._strategy.decide(view)
 
-    def admit(self, request, now_s):
-        with watched(self._read):
-            return self._strategy.admit(request, now_s)
-
     def on_step_end(self, result):
         with watched(self._read):
             self._strategy.on_step_end(result)
@@ -176,7 +172,6 @@ def extremes(make: Make, seed: int, report: Report) -> Played:
                     computed = ((RequestId(99), BIG), (RequestId(0), 1))
                     for duration_s in (0.0, -1.0, 1e-300, 1e300, math.inf):
                         judge.on_step_end(StepResult(step, phase, 2, BIG + 1, now_s, duration_s, BIG, computed=computed))
-            judge.admit(huge, 0.0)
         for request_id in (0, 99, BIG, 7, 7):  # also one that nobody saw, and one twice
             judge.on_request_end(RequestId(request_id))
         judge.decide(StepView(0, Phase.DECODE, (), 0, 1))
@@ -232,9 +227,6 @@ def churn(make: Make, seed: int, report: Report) -> Played:
             service = ServiceLevel(0, f"tenant-{number % 5}")
             now_s = float(number)
             request = RequestMetadata(name, Phase.PREFILL, 10, 0, 0, 1, now_s, "a" * (number % 2), service, 2)
-            for _ in range(100):
-                if strategy.admit(request, now_s):
-                    break
             strategy.decide(StepView(number, Phase.PREFILL, (request,), 9, 512, 8, 0, now_s))
             strategy.on_step_end(StepResult(number, Phase.PREFILL, 1, 10, now_s, 0.01, computed=((name, 10),)))
             request = request._replace(phase=Phase.DECODE, num_computed=10, num_tokens=11, num_generated=1)

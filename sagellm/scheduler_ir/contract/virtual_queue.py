@@ -98,7 +98,6 @@ class VirtualQueue:
         self.phases: list[Phase] = []
         self._coming = sorted(jobs, key=lambda job: job.arrival_s)
         self._queue: list[Job] = []
-        self._outside: list[Job] = []  # not admitted yet
         self._strategy = strategy
         self._block_size, self._free = block_size, num_blocks
         self._token_budget, self._max_batch_size = token_budget, max_batch_size
@@ -107,7 +106,7 @@ class VirtualQueue:
 
     @property
     def unfinished(self) -> list[Job]:
-        return [*self._queue, *self._outside, *self._coming]
+        return [*self._queue, *self._coming]
 
     def run(self, max_steps: int = 100_000, until_s: float = math.inf) -> bool:
         """Whether all jobs came to their end in so many steps and so much time."""
@@ -118,19 +117,15 @@ class VirtualQueue:
     def cancel(self, request_id: RequestId) -> None:
         """A request that has come vanishes; one that has not, or has ended, stays as it is."""
         job = self.jobs[request_id]
-        if job in self._queue or job in self._outside:
+        if job in self._queue:
             job.is_cancelled = True
             self._leave(job)
 
     def step(self) -> None:
-        if not self._queue and not self._outside and self._coming:
+        if not self._queue and self._coming:
             self.now_s = max(self.now_s, self._coming[0].arrival_s)
         while self._coming and self._coming[0].arrival_s <= self.now_s:
-            self._outside.append(self._coming.pop(0))
-        for job in list(self._outside):
-            if self._strategy is None or self._strategy.admit(job.view(), self.now_s):
-                self._outside.remove(job)
-                self._queue.append(job)
+            self._queue.append(self._coming.pop(0))
         view = self._view()
         decision = self._strategy.decide(view) if self._strategy is not None else None
         self._carry_out(decision or ScheduleDecision(), view)
@@ -261,6 +256,6 @@ class VirtualQueue:
 
     def _leave(self, job: Job) -> None:
         self._lose(job)
-        (self._queue if job in self._queue else self._outside).remove(job)
+        self._queue.remove(job)
         if self._strategy is not None:
             self._strategy.on_request_end(job.request_id)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
-from sagellm.core.hooks import RequestId, RequestMetadata, ScheduleDecision, StepResult, StepView
+from sagellm.core.hooks import RequestId, ScheduleDecision, StepResult, StepView
 
 __all__ = ["SchedulingStrategy"]
 
@@ -15,9 +15,9 @@ class SchedulingStrategy(ABC):
     strategy decides the same when a log is run again. One thread at a time. Options are keyword arguments of the constructor,
     which raises PlanError for one that makes no sense.
 
-    A decision names every request of the view once (`ScheduleDecision`), and must not keep all of them waiting for ever: a
-    request that is held for a minute counts as a fault. One that raises or answers nonsense is replaced by the engine's own
-    scheduler in the same step; no request is lost.
+    A decision names every request of the view once (`ScheduleDecision`); who shall not begin yet is held. It must not keep all
+    of them waiting for ever: a request that is held for a minute counts as a fault. One that raises or answers nonsense is
+    replaced by the engine's own scheduler in the same step; no request is lost.
     """
 
     name: ClassVar[str] = ""
@@ -25,10 +25,6 @@ class SchedulingStrategy(ABC):
     @abstractmethod
     def decide(self, view: StepView) -> ScheduleDecision | None:
         """How to go on; None leaves the step to the engine, which serves who came first. O(requests log requests)."""
-
-    def admit(self, request: RequestMetadata, now_s: float) -> bool:
-        """May this request join the queue? Asked again before each step until the answer is True."""
-        return True
 
     def on_step_end(self, result: StepResult) -> None:  # noqa: B027, strategies that keep no accounts need not
         """A step is done. `result.computed` says how many tokens of whom."""

@@ -100,14 +100,11 @@ class Cuts(SchedulingStrategy):
 class Answers(SchedulingStrategy):
     """Whatever `answer(view)` gives."""
 
-    def __init__(self, answer=lambda view: None, admits=lambda request, now_s: True):
-        self.answer, self.admits, self.ended = answer, admits, []
+    def __init__(self, answer=lambda view: None):
+        self.answer, self.ended = answer, []
 
     def decide(self, view):
         return self.answer(view)
-
-    def admit(self, request, now_s):
-        return self.admits(request, now_s)
 
     def on_request_end(self, request_id):
         self.ended.append(request_id)

@@ -72,16 +72,6 @@ class StarvesQuietly(Fifo):
         return ScheduleDecision(hold=frozenset(request.request_id for request in view.running))
 
 
-class NeverAdmits(Fifo):
-    def admit(self, request, now_s):
-        return request.num_tokens < 1000
-
-
-class OddAdmission(Fifo):
-    def admit(self, request, now_s):
-        return 1
-
-
 class ReadsClock(Fifo):
     def decide(self, view):
         perf_counter()
@@ -268,14 +258,14 @@ class NoStrategy:
     """Looks like one."""
 
     name = "no_strategy"
-    decide, admit = Fifo.decide, SchedulingStrategy.admit
+    decide = Fifo.decide
     on_step_end, on_request_end = SchedulingStrategy.on_step_end, SchedulingStrategy.on_request_end
 
 
 BREAKS = {
     Drops: "names_all", DropsLate: "names_all", Duplicates: "names_once", Invents: "names_known", Remembers: "names_known",
     InventsChunk: "names_known", ExplainsStrangers: "names_known", Starves: "completes", StarvesQuietly: "completes",
-    NeverAdmits: "completes", OddAdmission: "admits", ReadsClock: "reads_nothing", ReadsClockOnEnd: "reads_nothing",
+    ReadsClock: "reads_nothing", ReadsClockOnEnd: "reads_nothing",
     ReadsDate: "reads_nothing", ClockInConstructor: "reads_nothing", Draws: "reads_nothing", DrawsUnseeded: "deterministic",
     DrawsNumpy: "deterministic", Counts: "deterministic", Identity: "identity", Raises: "raises_nothing",
     RaisesOnEmpty: "raises_nothing", RaisesOnStrangers: "raises_nothing", RaisesOnInfinity: "raises_nothing",
