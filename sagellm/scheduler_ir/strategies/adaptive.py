@@ -24,7 +24,7 @@ class Adaptive(SchedulingStrategy):
 
     name = "adaptive"
 
-    def __init__(self, *, target_itl_s: float | None = None, max_overhead: float = 0.05) -> None:
+    def __init__(self, *, target_itl_s: float | None = None, max_overhead: float = 0.03) -> None:
         self.times = StepTimes()
         target_s = optional_seconds(self.name, "target_itl_s", target_itl_s)
         self._chunks = ChunkSizer(self.times, target_s, check_number(self.name, "max_overhead", max_overhead, 1e-3, 0.9))

@@ -34,7 +34,7 @@ class Hybrid(SchedulingStrategy):
         default_tpot_s: float | None = None,
         rescue_every: int = 8,
         target_itl_s: float | None = None,
-        max_overhead: float = 0.05,
+        max_overhead: float = 0.03,
         max_decodes: int = 32,
     ) -> None:
         self.times = StepTimes()

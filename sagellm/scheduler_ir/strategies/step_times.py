@@ -1,5 +1,6 @@
 """How long a step takes, learned from the steps that were measured."""
 
+import math
 from collections.abc import Sequence
 from operator import mul
 
@@ -7,14 +8,21 @@ from sagellm.core.hooks import Phase, StepResult
 
 __all__ = ["LinearFit", "StepTimes"]
 
-FORGET = 0.98  # of the weight of a sample with each later one: half is gone after 34
-PRIOR_WEIGHT = 1e-3  # of a default beside one sample, so that three samples that differ outweigh it
+FORGET = 0.98  # of the weight of a sample with each later one of about its size: half is gone after 34
+FADE = 0.999  # with each later one of any size
+DRIFT, DRIFT_FADE = 0.25, 0.7  # beyond this mean error, a logarithm, all that was learned is out of date, and fades so fast
+PRIOR_WEIGHT = 1e-6  # of a default that is off by as much as itself, beside a sample that is
+LEAST_S = 1e-4  # a shorter step is as good as any of this length
 MANY = 8  # samples from which on one that is far off is cut
 FAR = 4.0  # times the prediction, or its inverse
 
 
 class LinearFit:
-    """y = a + b * x + c * z by least squares, recent samples first, no coefficient below zero.
+    """y = a + b * x + c * z by least squares of the relative error, recent samples first, no coefficient below zero.
+
+    Samples of one size say nothing of what a step costs whatever its size, and a strategy that settles on a size sees no
+    other. So those of each size, to a power of two of the second feature, have memories of their own, which fade slowly, or
+    quickly while predictions are off by a quarter on average.
 
     Before it has seen much it answers by `defaults`, which weigh little: a ridge around them, in units of `scales`, the usual
     size of each feature. A sample that is `FAR` off is cut to that, so that a hiccup moves little, and a true change gets
@@ -24,9 +32,9 @@ class LinearFit:
     def __init__(self, defaults: Sequence[float], scales: Sequence[float]) -> None:
         self._scales = tuple(scales)
         self._prior = [value * scale for value, scale in zip(defaults, scales, strict=True)]
-        size = len(self._prior)
-        self._moments = [[0.0] * size for _ in range(size)]
-        self._products = [0.0] * size
+        self._prior_weights = [PRIOR_WEIGHT / value**2 for value in self._prior]
+        self._drift = 0.0
+        self._memories: dict[int, _Memory] = {}  # by the bits of the size
         self._found = list(defaults)
         self._is_stale = False
         self.num_samples = 0
@@ -43,26 +51,35 @@ class LinearFit:
         return sum(map(mul, self.coefficients, features))
 
     def add(self, features: Sequence[float], value: float) -> None:
+        size = int(features[1]).bit_length()
         if self.num_samples >= MANY and (expected := self.predict(features)) > 0:
             value = min(max(value, expected / FAR), expected * FAR)
-        scaled = [feature / scale for feature, scale in zip(features, self._scales, strict=True)]
-        for row, one in enumerate(scaled):
-            self._products[row] = FORGET * self._products[row] + one * value
-            self._moments[row] = [
-                FORGET * old + one * other for old, other in zip(self._moments[row], scaled, strict=True)
-            ]
+            self._drift += (math.log(max(value, LEAST_S) / max(expected, LEAST_S)) - self._drift) / MANY
+            if abs(self._drift) > DRIFT:
+                for memory in self._memories.values():
+                    memory.fade(DRIFT_FADE)
+        unit = max(value, LEAST_S)
+        scaled = [feature / scale / unit for feature, scale in zip(features, self._scales, strict=True)]
         self.num_samples += 1
+        self._memories.setdefault(size, _Memory(len(scaled))).add(scaled, value / unit, self.num_samples)
         self._is_stale = True
 
     def _solve(self) -> list[float]:
         """Least squares around the prior; a coefficient that comes out negative is set to 0, and the others fitted again."""
-        free = list(range(len(self._prior)))
-        solved = [0.0] * len(self._prior)
+        size = len(self._prior)
+        free = list(range(size))
+        solved = [0.0] * size
+        moments = [[weight * (row == column) for column in free] for row, weight in enumerate(self._prior_weights)]
+        products = [weight * value for weight, value in zip(self._prior_weights, self._prior, strict=True)]
+        for memory in self._memories.values():
+            weight = FADE ** (self.num_samples - memory.number)
+            for row in free:
+                products[row] += weight * memory.products[row]
+                for column in free:
+                    moments[row][column] += weight * memory.moments[row][column]
         while free:
-            matrix = [
-                [self._moments[row][column] + (PRIOR_WEIGHT if row == column else 0.0) for column in free] for row in free
-            ]
-            right = [self._products[row] + PRIOR_WEIGHT * self._prior[row] for row in free]
+            matrix = [[moments[row][column] for column in free] for row in free]
+            right = [products[row] for row in free]
             found = _eliminate(matrix, right)
             if min(found) >= 0:
                 for place, value in zip(free, found, strict=True):
@@ -70,6 +87,28 @@ class LinearFit:
                 break
             del free[found.index(min(found))]
         return solved
+
+
+class _Memory:
+    """Sums over the samples of about one size: of features by features, and of features by values. `number`: the last one's."""
+
+    __slots__ = ("moments", "number", "products")
+
+    def __init__(self, size: int) -> None:
+        self.moments = [[0.0] * size for _ in range(size)]
+        self.products = [0.0] * size
+        self.number = 0
+
+    def fade(self, factor: float) -> None:
+        self.products = [factor * value for value in self.products]
+        self.moments = [[factor * value for value in row] for row in self.moments]
+
+    def add(self, features: Sequence[float], value: float, number: int) -> None:
+        self.number = number
+        self.fade(FORGET)
+        for row, one in enumerate(features):
+            self.products[row] += one * value
+            self.moments[row] = [old + one * other for old, other in zip(self.moments[row], features, strict=True)]
 
 
 class StepTimes:
