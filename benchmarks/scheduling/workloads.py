@@ -42,7 +42,7 @@ def long_prompt(seed: int, streams: int, stream_new: int, prompt_tokens: int, ar
     return [*jobs, Job(arrival_s, _prompt(random, prompt_tokens), 4, "prompt", {})]
 
 
-def two_tenants(seed: int, jobs: int, ratio: int = 10, tokens: int = 96, new_tokens: int = 24) -> list[Job]:
+def two_tenants(seed: int, jobs: int, ratio: int = 10, tokens: int = 64, new_tokens: int = 16) -> list[Job]:
     """All at once: tenant `heavy` sends `ratio` times as many requests as `light`, the heavy ones first."""
     random = np.random.default_rng(seed)
     heavy = [Job(0.0, _prompt(random, tokens), new_tokens, "heavy", {"tenant": "heavy"}) for _ in range(jobs * ratio)]

@@ -6,14 +6,17 @@ from sagellm.engines.lmdeploy.kv_tiers import check_tiers, tier_plugins
 
 __all__ = ["all_plugins", "check_settings_plugins"]
 
-STRATEGY = "sagellm.scheduler_ir.strategy_plugin:StrategyPlugin"
+STRATEGY = {
+    "pytorch": "sagellm.scheduler_ir.strategy_plugin:StrategyPlugin",
+    "turbomind": "sagellm.scheduler_ir.from_views:StrategyFromViews",  # it does not tell when a request ends
+}
 
 
 def all_plugins(config: SageConfig) -> tuple[PluginSpec, ...]:
     strategy = []
     if config.strategy is not None:
         options = {"strategy": config.strategy, "options": config.strategy_options}
-        strategy = [PluginSpec(name=STRATEGY, options=options, required=True)]
+        strategy = [PluginSpec(name=STRATEGY[config.engine], options=options, required=True)]
     return (*config.plugins, *strategy, *tier_plugins(config))
 
 

@@ -1,0 +1,160 @@
+"""Strategies and plans in the real engine: the same tokens whoever schedules, nothing lost, the schedule that was asked for."""
+
+import time
+
+import pytest
+
+from sagellm.core.config import PluginSpec
+from sagellm.core.errors import ConfigError, PlanError
+from sagellm.core.hooks import Phase, ScheduleDecision
+from sagellm.core.service import ServiceRequest
+from sagellm.engines.base import SamplingParams
+from sagellm.scheduler_ir.graph import IRGraph
+from sagellm.scheduler_ir.nodes import IRNode, NodeType
+from sagellm.scheduler_ir.plan import ExecutionPlan
+from sagellm.scheduler_ir.strategies.fifo import Fifo
+from sagellm.scheduler_ir.strategies.registry import strategy_names
+from tests.engines.lmdeploy.test_exactness import CROWD, answers
+from tests.plugins import plugin_of
+from tests.pool import settle
+from tests.reference import make_prompts
+
+HERE = "tests.engines.lmdeploy.test_strategies"
+LISTENER = "tests.plugins:Listener"
+PROMPTS = make_prompts((40, 90, 20, 33, 10))
+SHORT = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+def together(count: int) -> PluginSpec:
+    return PluginSpec(name="tests.plugins:Together", options={"count": count})
+
+
+class RaisesLate(Fifo):
+    name = "raises_late"
+
+    def decide(self, view):
+        if view.step > 6:
+            raise RuntimeError("planted")
+        return super().decide(view)
+
+
+class DropsLate(Fifo):
+    name = "drops_late"
+
+    def decide(self, view):
+        ids = [request.request_id for request in view.requests]
+        return ScheduleDecision(order=ids[1:] if view.step > 6 else ids)
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_the_tokens_are_the_same_whoever_schedules(start_engine, reference, name):
+    engine = start_engine(strategy=name, decode_round=1)
+    assert answers(engine, PROMPTS, SHORT) == reference(PROMPTS, 12)
+    assert engine.hooks.report()["faults"] == []
+
+
+@pytest.mark.parametrize("name", ["slo_aware", "adaptive", "fair", "hybrid"])
+def test_under_pressure_too(start_engine, reference, name):
+    engine = start_engine(together(len(CROWD)), strategy=name, kv_blocks=30, decode_round=1)
+    assert answers(engine, CROWD) == reference(CROWD, 40)
+    report = engine.hooks.report()
+    assert report["faults"] == [] and report["preempted"] > 0
+
+
+def test_fifo_does_step_by_step_what_the_engine_does(start_engine, reference):
+    """Through graph, passes and lowering, with preemption and recomputation."""
+    steps = []
+    for strategy in (None, "fifo"):
+        engine = start_engine(LISTENER, together(len(CROWD)), strategy=strategy, kv_blocks=30, decode_round=1)
+        assert answers(engine, CROWD) == reference(CROWD, 40)
+        settle(engine)
+        assert engine.hooks.report()["preempted"] > 0
+        steps.append([(step.phase, step.computed) for step in plugin_of(engine).steps])
+    assert steps[0] == steps[1] and len(steps[0]) > 40
+
+
+@pytest.mark.parametrize("name", ["RaisesLate", "DropsLate"])
+def test_one_that_fails_is_replaced_in_the_same_step(start_engine, reference, name):
+    engine = start_engine(LISTENER, strategy=f"{HERE}:{name}", decode_round=1)
+    assert answers(engine, PROMPTS, SHORT) == reference(PROMPTS, 12)
+    settle(engine)
+    (fault,) = engine.hooks.report()["faults"]
+    assert fault[1] == "schedule" and engine.hooks._host.decides("schedule") is False
+    numbers = [step.step for step in plugin_of(engine).steps]
+    assert numbers == list(range(1, len(numbers) + 1)), "no step was missed"
+
+
+def test_the_most_urgent_end_first(start_engine, reference):
+    engine = start_engine(LISTENER, together(len(PROMPTS)), strategy="priority", max_batch_size=1)
+    urgency = (5, -7, 0, -100, 3)
+    params = [
+        SamplingParams(max_new_tokens=12, ignore_eos=True, service=ServiceRequest(priority=each)) for each in urgency
+    ]
+    assert answers(engine, PROMPTS, params) == reference(PROMPTS, 12)
+    ended = plugin_of(engine).ended
+    assert ended == sorted(ended, key=lambda request: urgency[request])
+
+
+def test_a_strategy_that_cannot_be_is_refused_before_a_model_is_loaded(start_engine):
+    started = time.monotonic()
+    with pytest.raises(PlanError, match="known are: .*slo_aware"):
+        start_engine(strategy="nonsense")
+    with pytest.raises(PlanError, match="max_overhead"):
+        start_engine(strategy="adaptive", strategy_options={"max_overhead": 5})
+    with pytest.raises(ConfigError, match="there is no strategy"):
+        start_engine(strategy_options={"max_overhead": 0.5})
+    assert time.monotonic() - started < 30
+
+
+def prefill(request, start, tokens, after=""):
+    name = f"kv:{request}:{start + tokens}"
+    config = {"request": request, "start": start, "tokens": tokens}
+    return IRNode(f"prefill:{request}:{start}", NodeType.PREFILL_CHUNK, (after,) if after else (), (name,), config)
+
+
+def decode(request, tokens, after):
+    return IRNode(
+        f"decode:{request}:{tokens}", NodeType.DECODE_STEP, (after,), (f"kv:{request}:{tokens}",), {"requests": [request]}
+    )
+
+
+def test_a_plan_is_carried_out_node_by_node(start_engine, reference):
+    """The later request first; then parts of the other prompt, a decode step between them."""
+    prompts = PROMPTS[:3:2]  # of 40 and 20 tokens
+    nodes = [
+        prefill(1, 0, 20), decode(1, 21, "kv:1:20"), prefill(0, 0, 16, "kv:1:21"), decode(1, 22, "kv:0:16"),
+        prefill(0, 16, 16, "kv:1:22"), decode(1, 23, "kv:0:32"), prefill(0, 32, 8, "kv:1:23"),
+    ]  # fmt: skip
+    runner = PluginSpec(name="sagellm.scheduler_ir.plan_runner:PlanRunner", options={"wait_for_requests": True})
+    engine = start_engine(LISTENER, together(2), runner, decode_round=1, prefix_caching=False)
+    plans = plugin_of(engine, 2)
+    plans.submit_plan(ExecutionPlan("by hand", IRGraph(nodes), (0, 1)))
+    assert answers(engine, prompts, SHORT) == reference(prompts, 12)
+    settle(engine)
+    status = plans.status("by hand")
+    assert status.refused() == {} and status.state.value == "done"
+    steps = [(step.phase, step.computed) for step in plugin_of(engine).steps]
+    assert steps[:7] == [
+        (Phase.PREFILL, ((1, 20),)), (Phase.DECODE, ((1, 1),)), (Phase.PREFILL, ((0, 16),)), (Phase.DECODE, ((1, 1),)),
+        (Phase.PREFILL, ((0, 16),)), (Phase.DECODE, ((1, 1),)), (Phase.PREFILL, ((0, 8),)),
+    ]  # fmt: skip
+    with pytest.raises(PlanError, match="by hand"):
+        plans.submit_plan(ExecutionPlan("by hand", IRGraph(nodes), (0, 1)))
+    with pytest.raises(PlanError):
+        plans.cancel("by hand")
+
+
+def test_what_a_plan_asks_and_the_engine_cannot_do_is_said(start_engine, reference):
+    nodes = [
+        prefill(0, 0, 40),
+        IRNode("send", NodeType.KV_TRANSFER, ("kv:0:40",), ("kv:0:40@there",), {
+            "request": 0, "start": 0, "tokens": 40, "src_instance": "here", "dst_instance": "there", "bytes": 1
+        }),
+    ]  # fmt: skip
+    runner = PluginSpec(name="sagellm.scheduler_ir.plan_runner:PlanRunner", options={"wait_for_requests": True})
+    engine = start_engine(runner, decode_round=1)
+    plans = plugin_of(engine)
+    plans.submit_plan(ExecutionPlan("p", IRGraph(nodes), (0,)))
+    assert answers(engine, PROMPTS[:1], SHORT) == reference(PROMPTS[:1], 12)
+    settle(engine)
+    assert set(plans.status("p").refused()) == {"send"} and plans.status("p").nodes["prefill:0:0"].state.value == "done"
