@@ -37,7 +37,7 @@ CONTESTANTS = {
 }
 SECONDS, CHATS_PER_S, DOCUMENTS_PER_S = 40.0, 2.0, 0.8  # of the small shape on two cores: about what it can bear
 STREAMS, STREAM_NEW, LONG_TOKENS, LONG_AT_S = 4, 160, 4096, 1.0
-LIGHT_JOBS = 24
+LIGHT_JOBS = 60
 BURST = 48
 
 

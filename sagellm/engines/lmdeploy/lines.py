@@ -30,10 +30,10 @@ def arrive_line(seq: Any) -> dict[str, Any]:
     """Fields of `arrive`."""
     service, asked = seq.sage_service, {}
     if service is not NO_SERVICE:
-        now_s = {"deadline_s": time.perf_counter()}
+        from_now = service._replace(deadline_s=service.deadline_s - time.perf_counter())
         asked = {
-            name: value - now_s.get(name, 0.0)
-            for name, value in service._asdict().items()
+            name: value
+            for name, value in from_now._asdict().items()
             if name != "tenant_id" and value != getattr(NO_SERVICE, name)
         }
     return dict(
