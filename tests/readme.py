@@ -8,12 +8,14 @@ from types import ModuleType
 
 
 def check_demo(package: ModuleType, num_prints: int) -> None:
-    """The only demo prints, line by line, what stands behind each `print`, up to a colon that begins an explanation."""
-    (demo,) = re.findall(r"```python\n(.*?)```", _text(package), re.DOTALL)
-    promised = re.findall(r"^print\(.*\)  # ([^:\n]+)", demo, re.MULTILINE)
-    assert len(promised) == demo.count("print(") == num_prints
-    found = subprocess.run([sys.executable, "-c", demo], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines() == promised
+    """The demos print, line by line, what stands behind each `print`, up to a colon that begins an explanation."""
+    demos = re.findall(r"```python\n(.*?)```", _text(package), re.DOTALL)
+    assert sum(demo.count("print(") for demo in demos) == num_prints
+    for demo in demos:
+        promised = re.findall(r"^print\(.*\)  # ([^:\n]+)", demo, re.MULTILINE)
+        assert len(promised) == demo.count("print(")
+        found = subprocess.run([sys.executable, "-c", demo], capture_output=True, text=True, check=True)
+        assert found.stdout.splitlines() == promised
 
 
 def unnamed_files(package: ModuleType) -> set[str]:
