@@ -1,7 +1,10 @@
 """Which runs are judged against which, and what is refused because no verdict on it could be trusted."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
+
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from benchmarks.config import BenchmarkConfig
 from benchmarks.errors import BenchmarkError
@@ -146,11 +149,17 @@ def _describe(machine: dict[str, Any]) -> str:
     return f"{machine['processor']}, {machine['cores']} cores"
 
 
-def _with_new_settings(config: dict[str, Any]) -> dict[str, Any]:
+def _with_new_settings(config: dict[str, Any], model: type[BaseModel] = BenchmarkConfig) -> dict[str, Any]:
     """A setting that came after the result was made acted as its default does."""
-    fields = BenchmarkConfig.model_fields.items()
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields if not field.is_required()}
-    return defaults | config
+    known = {}
+    for name, field in model.model_fields.items():
+        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+        part = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+        if part is not None and isinstance(config.get(name), dict):
+            known[name] = _with_new_settings(config[name], part)
+        elif name not in config and not field.is_required():
+            known[name] = to_jsonable_python(field.get_default(call_default_factory=True))
+    return config | known
 
 
 def _same_config(baseline: Result, current: Result) -> None:

@@ -263,6 +263,8 @@ def main(plan: Path, out: Path) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each request under way
     draft = out.with_name(out.name + ".tmp.npz")
+    if not plan.parent.exists():
+        sys.exit(1)  # whoever asked was interrupted meanwhile, and has taken his folder along
     try:
         client = Client(read_plan(plan))
         draft.touch()

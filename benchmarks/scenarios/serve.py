@@ -224,9 +224,8 @@ def _drive(plan: Plan, out: Path, server: Server, progress: Progress) -> dict[st
             [sys.executable, "-m", "benchmarks.load.client", str(file), "--out", str(out)],
             cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
-        watch = threading.Thread(target=_stop_with, args=(server, client), daemon=True)
-        watch.start()
         try:
+            threading.Thread(target=_stop_with, args=(server, client), daemon=True).start()
             lag: dict[str, float] = {}
             for line in client.stdout:
                 said = json.loads(line)

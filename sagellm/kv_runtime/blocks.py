@@ -328,6 +328,8 @@ class BlockManager:
                 order[block.key] = None
             else:
                 del order[block.key]
+                if not order and tenant is not None:  # clients make up names of tenants
+                    del self._recency[tier, tenant]
         self._num_bytes[tier] += sign * block.size_bytes
         if tier is not Tier.NVME and entry.num_locks == 0:
             self._num_unlocked[tier] += sign

@@ -45,18 +45,33 @@ class Chunks:
             return "it wants the scores of every token, which are collected in one step"
         if not seq.history_multimodals.empty() or len(seq.history_embeddings):
             return "it has images"
+        if type(seq).__name__ != "SchedulerSequenceDefault":
+            return "the model generates in blocks of its own"
         if self._scheduler.is_ssm or self._scheduler.cache_config.window_size > 1:
             return "the model has states or a window, which move with each step"
         return ""
 
-    def end(self, running: list[Any]) -> None:
-        """A step has ended, and its results are about to be given out."""
+    def send_back(self, running: list[Any]) -> None:
+        """A step has ended, and its results are about to be given out. Lengths are those of the step still."""
+        if self._on_the_way:
+            for seq in running:
+                if seq.seq_id in self._on_the_way and seq.status is self._status.LOCKED:  # else it was cancelled meanwhile
+                    seq.status = self._status.WAITING
+
+    def settle(self, running: list[Any]) -> set[int]:
+        """The results are given out. Returns the ids of the sequences of which only a part was computed."""
         if not self._on_the_way:
-            return
+            return set()
+        cut = set()
         for seq in running:
             num_done, num_left = self._on_the_way.pop(seq.seq_id, (0, 0))
             if num_left:
+                cut.add(seq.seq_id)
                 seq._num_history_ids += num_done
                 seq._num_token_ids += num_left - num_done
-                if seq.status is self._status.LOCKED:  # else it was cancelled meanwhile
-                    seq.status = self._status.WAITING
+        return cut
+
+    def forget(self, seq: Any) -> None:
+        """The request ends, or loses its blocks, perhaps while a part is on its way: nothing of that part counts."""
+        _, num_left = self._on_the_way.pop(seq.seq_id, (0, 0))
+        seq._num_token_ids += num_left

@@ -28,10 +28,10 @@ def tenant_of(seq: Any) -> str:
     return getattr(seq, "sage_service", NO_SERVICE).tenant_id
 
 
-def note_tokens(running: list[Any], end_s: float) -> None:
-    """A step of these requests ended then: those of them that have got a token have it since."""
+def note_tokens(running: list[Any], cut: set[int], end_s: float) -> None:
+    """A step of these requests ended then: all but those that were `cut` have got a token."""
     for seq in running:
-        if seq.num_new_tokens:
+        if seq.num_new_tokens and seq.seq_id not in cut:
             seq.sage_last_s = end_s
             if getattr(seq, "sage_first_s", math.inf) == math.inf:
                 seq.sage_first_s = end_s

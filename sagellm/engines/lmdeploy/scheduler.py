@@ -90,6 +90,7 @@ class SchedulerHooks:
 
     def sequence_evicted(self, seq: Any, reason: str) -> None:
         """A request is about to lose its blocks; those that the prefix cache shares stay where they are."""
+        self.choice.chunks.forget(seq)
         if self.cache.enabled:
             try:
                 self.prefix.lost_blocks(seq.seq_id)
@@ -163,9 +164,10 @@ class SchedulerHooks:
 
     def end_chunks(self, running: list[Any]) -> None:
         """A step has ended, and LMDeploy is about to look at what it sampled."""
-        self.choice.chunks.end(running)
+        self.choice.chunks.send_back(running)
 
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
+        cut = self.choice.chunks.settle(running)
         if self.cache.enabled:
             try:
                 self.prefix.publish(running)
@@ -179,7 +181,7 @@ class SchedulerHooks:
         if not self._is_told:
             return
         if self._times_tokens:
-            note_tokens(running, end_s)
+            note_tokens(running, cut, end_s)
         result = self._steps.result(step, loop, len(running), end_s, duration_s)
         if self._recorder.enabled:
             self._recorder.write("step", **step_line(result))
@@ -191,9 +193,9 @@ class SchedulerHooks:
 
     def ended(self, session_id: int) -> None:
         session = self._scheduler.sessions[session_id]
-        for seq_id, seq in session.sequences.items():
+        for seq in session.sequences.values():
             if self._host.plugins:
-                self.choice.ended(seq_id)
+                self.choice.ended(seq)
             if self.cache.enabled:
                 try:
                     self.prefix.ended(seq)

@@ -57,21 +57,25 @@ class StepChoice:
         """A step is about to be sent. Returns its number."""
         self._step += 1
         self._unused.clear()
+        if self._decision is not None and self._recorder.enabled:
+            self._write(Phase.DECODE if self.is_decoding else Phase.PREFILL, self._decision)
         return self._step
 
-    def ended(self, seq_id: int) -> None:
-        self._admitted.discard(seq_id)
-        self._refused_since.pop(seq_id, None)
-        self._held_since.pop(seq_id, None)
+    def ended(self, seq: Any) -> None:
+        self._admitted.discard(seq.seq_id)
+        self._refused_since.pop(seq.seq_id, None)
+        self._held_since.pop(seq.seq_id, None)
+        self.chunks.forget(seq)
 
     # ---- called by the inserted lines
 
     def choose_phase(self, prefill: bool) -> bool:
         """Whether the next step is one of prompts. `prefill`: what LMDeploy would do."""
         if self._host.plugins:
-            self._ask(Phase.PREFILL if prefill else Phase.DECODE)
-            if self._decision is not None and self._decision.phase is not None:
-                return self._is_prefill_next(self._decision.phase)
+            own = Phase.PREFILL if prefill else Phase.DECODE
+            self._ask(own)
+            if self._decision is not None:
+                return self._is_prefill_next(self._decision.phase or own, self._decision.hold)
         return prefill
 
     def order_waiting(self, waiting: list[Any]) -> list[Any]:
@@ -126,16 +130,13 @@ class StepChoice:
 
     # ---- decisions
 
-    def _is_prefill_next(self, wanted: Phase) -> bool:
-        """The phase that was asked for, where there is somebody for it; the engine would take nobody for a full cache."""
+    def _is_prefill_next(self, wanted: Phase, hold: frozenset[int]) -> bool:
+        """The phase that is wanted, where there is somebody for it who is not held; the engine would take nobody for a full
+        cache, and wait."""
         scheduler = self._scheduler
         if wanted is Phase.PREFILL:
-            return any(seq.session_id not in self._decision.hold for seq in scheduler.waiting if self._may_join(seq))
-        is_busy = scheduler.num_locked() > 0
-        return not is_busy and not any(seq.session_id not in self._decision.hold for seq in scheduler.running)
-
-    def _may_join(self, seq: Any) -> bool:
-        return seq.seq_id in self._admitted or not self._host.decides("admit")
+            return any(seq.session_id in self._rank and seq.session_id not in hold for seq in scheduler.waiting)
+        return not scheduler.num_locked() and all(seq.session_id in hold for seq in scheduler.running)
 
     def _ordered(self, phase: Phase, seqs: list[Any]) -> list[Any]:
         if not self._host.plugins:
@@ -143,27 +144,30 @@ class StepChoice:
         if phase not in self._unused:  # nobody chose the phase of this step, or the step was not sent
             self._ask(phase)
         self._unused.discard(phase)
-        if phase is Phase.PREFILL:
-            seqs = [seq for seq in seqs if self._may_join(seq)]
-        decision = self._decision
+        decision, rank = self._decision, self._rank
         if decision is None:
+            if phase is Phase.PREFILL and self._host.decides("admit"):
+                seqs = [seq for seq in seqs if seq.seq_id in self._admitted]
             return seqs
-        taken = [seq for seq in seqs if seq.session_id not in decision.hold]
-        taken.sort(key=lambda seq: self._rank[seq.session_id])
-        if taken or decision.hold:
-            self._write(phase, decision)
+        # Who was refused is not in the decision, also if the one who refused him has been switched off since.
+        taken = [seq for seq in seqs if seq.session_id in rank and seq.session_id not in decision.hold]
+        taken.sort(key=lambda seq: rank[seq.session_id])
         return taken
 
     def _ask(self, phase: Phase) -> None:
         """Admit who may join, then ask about all of them. `phase`: what the engine would do."""
-        waiting = sorted(self._scheduler.waiting, key=_arrival)
-        if self._host.decides("admit"):
-            waiting = [seq for seq in waiting if self._admits(seq)]
         self._decision = None
         self._unused = set(Phase)
         self.chunks.forget_refusals()
         held, self._held_since = self._held_since, {}
-        if not self._host.decides("schedule"):
+        admits, decides = self._host.decides("admit"), self._host.decides("schedule")
+        waiting = sorted(self._scheduler.waiting, key=_arrival) if admits or decides else []
+        if self._refused_since:  # of those who still wait for somebody to let them in
+            here = {seq.seq_id for seq in waiting} if admits else set()
+            self._refused_since = {seq_id: since for seq_id, since in self._refused_since.items() if seq_id in here}
+        if admits:
+            waiting = [seq for seq in waiting if self._admits(seq)]
+        if not decides:
             self._host.flush(COALESCE_S)
             return
         running = sorted(self._scheduler.running, key=_arrival)
@@ -223,8 +227,6 @@ class StepChoice:
         return True
 
     def _write(self, phase: Phase, decision: ScheduleDecision) -> None:
-        if not self._recorder.enabled:
-            return
         view = self._view
         queue = [
             [row.request_id, row.phase.value, row.num_tokens, row.num_computed, row.num_generated, row.num_blocks]

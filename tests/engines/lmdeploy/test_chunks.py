@@ -1,5 +1,7 @@
 """Prompts that are computed in parts, with other requests' steps between them: same tokens, nothing lost."""
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -135,8 +137,6 @@ def test_what_cannot_be_cut_is_said(start_engine):
 
 def test_a_cancelled_part_leaves_nothing(start_engine, reference):
     """Requests that are cancelled while a part of their prompt is on its way; the pool is checked afterwards."""
-    import asyncio
-
     engine = start_engine(chunked(tokens=8), decode_round=1)
 
     async def cancelled(session):
@@ -153,3 +153,86 @@ def test_a_cancelled_part_leaves_nothing(start_engine, reference):
 
     engine._on_loop(several())
     assert answers(engine, [LONG]) == reference([LONG], NEW)
+
+
+def test_a_cut_leaves_its_neighbours_alone(start_engine, reference):
+    """One that wants the scores of its prompt, in the step of a prompt that is cut: they are split by tokens computed."""
+    from lmdeploy.messages import GenerationConfig
+
+    together = PluginSpec(name="tests.plugins:Together", options={"count": 2})
+    engine = start_engine(together, chunked(tokens=100), prefix_caching=False)
+
+    async def both():
+        first = engine.engine.create_instance()
+        cut = [out.token_ids async for out in first.async_stream_infer(0, LONG, gen_config=_greedy(NEW))]
+        await first.async_end(0)
+        return cut
+
+    async def scores():
+        await asyncio.sleep(0.001)
+        instance = engine.engine.create_instance()
+        wanted = GenerationConfig(output_logits="all", max_new_tokens=0)
+        found = [out.logits async for out in instance.async_stream_infer(1, SHORT[0], gen_config=wanted)]
+        await instance.async_end(1)
+        return next(logits for logits in found if logits is not None)
+
+    async def run():
+        return await asyncio.gather(both(), scores())
+
+    tokens, logits = engine._on_loop(run())
+    assert tuple(token for part in tokens for token in part) == reference([LONG], NEW)[0]
+    assert len(logits) == len(SHORT[0])
+
+
+def test_who_leaves_while_a_part_is_recomputed(start_engine, reference, tmp_path):
+    """Its tokens are all there for the record, though the step had fewer."""
+    engine = start_engine(chunked(tokens=16), record=tmp_path / "events.jsonl", decode_round=1, kv_blocks=40)
+    seqs = []
+
+    class Leaves:
+        """A session that ends in the middle of the step of a part, long after its first token."""
+
+        def __call__(self, running, num_loops):
+            for seq in running:
+                if seq.session_id == 0 and seq.num_token_ids == 16 and seq.num_new_tokens:
+                    seqs.append(seq.num_valid_ids)
+                    engine.engine.scheduler.end_session(0)
+            return original(running, num_loops)
+
+    original, engine.hooks.dispatch = engine.hooks.dispatch, None
+    engine.hooks.dispatch = Leaves()
+
+    async def one():
+        instance = engine.engine.create_instance()
+        stream = instance.async_stream_infer(0, LONG, gen_config=_greedy(60))
+        count = 0
+        async for out in stream:
+            count += len(out.token_ids)
+            if count == 20:  # as if it had been preempted: everything is to be computed again
+                (seq,) = engine.engine.scheduler.sessions[0].sequences.values()
+                return seq
+
+    async def preempt():
+        task = asyncio.ensure_future(one())
+        seq = await asyncio.wait_for(task, 30)
+        scheduler = engine.engine.scheduler
+        while seq.status.name != "RUNNING":
+            await asyncio.sleep(0)
+        engine.hooks.sequence_evicted(seq, "recompute")
+        scheduler.block_manager.free(seq)
+        seq.set_step(0)
+        scheduler._set_message_status(seq, type(seq.status).WAITING)
+        for _ in range(500):
+            if seqs:
+                return
+            await asyncio.sleep(0.002)
+
+    engine._on_loop(preempt())
+    assert seqs and seqs[0] == 16
+    assert answers(engine, [SHORT[0]]) == reference([SHORT[0]], NEW), "the engine lives on"
+
+
+def _greedy(new_tokens):
+    from lmdeploy.messages import GenerationConfig
+
+    return GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, top_k=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sagellm.core.config import PluginSpec
-from sagellm.core.hooks import Phase, ScheduleDecision
+from sagellm.core.hooks import Phase, Plugin, ScheduleDecision
 from sagellm.engines.base import SamplingParams
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
@@ -225,3 +225,46 @@ def test_waiting_has_an_end(start_engine, reference, limits, name, hook):
     assert engine.hooks.report()["faults"] == [[name, hook, "nonsense", 1]]
     assert engine.hooks.report()["enabled"] == {name: False}
     assert "was kept waiting for 0." in engine.hooks._host.faults[0].detail
+
+
+class AdmitsThenRaises(Plugin):
+    """Refuses the first request, and fails when it is asked about the second."""
+
+    def __init__(self):
+        self.first = None
+
+    def admit(self, request):
+        if self.first is None:
+            self.first = request.request_id
+        if request.request_id != self.first:
+            raise RuntimeError("planted")
+        return False
+
+
+def test_who_was_refused_by_one_that_failed_is_served_all_the_same(start_engine, reference):
+    """The other one's decision about the step does not name him."""
+    engine = start_engine(f"{__name__}:AdmitsThenRaises", "tests.plugins:LastFirst")
+    assert answers(engine, PROMPTS, SHORT) == reference(PROMPTS, 12)
+    (fault,) = engine.hooks.report()["faults"]
+    assert fault[1] == "admit"
+
+
+class HoldsWhoRuns(Plugin):
+    """Holds everybody who decodes, until somebody new has come."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def schedule(self, view):
+        running = [request.request_id for request in view.running]
+        self.seen.update(request.request_id for request in view.requests)
+        return ScheduleDecision(hold=frozenset(running if len(self.seen) < 3 else ()))
+
+
+def test_others_begin_while_all_who_run_are_held(start_engine, reference):
+    """Two of three at most run, so that LMDeploy would decode on; held, they leave the step to the third."""
+    engine = start_engine(f"{__name__}:HoldsWhoRuns", max_batch_size=3, decode_round=1)
+    prompts = PROMPTS[:3]
+    began_s = time.monotonic()
+    assert [found.token_ids for found in engine.generate(prompts, SHORT, [0, 0, 0.3])] == reference(prompts, 12)
+    assert time.monotonic() - began_s < 20 and engine.hooks.report()["faults"] == []
