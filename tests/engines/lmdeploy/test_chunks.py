@@ -1,6 +1,7 @@
 """Prompts that are computed in parts, with other requests' steps between them: same tokens, nothing lost."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from sagellm.core.config import PluginSpec
 from sagellm.core.hooks import Phase, Plugin, ScheduleDecision
 from sagellm.engines.base import SamplingParams
+from sagellm.engines.lmdeploy.chunks import Chunks
 from tests.pool import settle
 
 NEW = 12
@@ -184,52 +186,27 @@ def test_a_cut_leaves_its_neighbours_alone(start_engine, reference):
     assert len(logits) == len(SHORT[0])
 
 
-def test_who_leaves_while_a_part_is_recomputed(start_engine, reference, tmp_path):
-    """Its tokens are all there for the record, though the step had fewer."""
-    engine = start_engine(chunked(tokens=16), record=tmp_path / "events.jsonl", decode_round=1, kv_blocks=40)
-    seqs = []
+def test_who_ends_while_a_part_is_on_its_way_has_all_its_tokens_again():
+    """The record of a request that ends counts on them, and a request that loses its blocks begins anew with all of them."""
 
-    class Leaves:
-        """A session that ends in the middle of the step of a part, long after its first token."""
+    class SchedulerSequenceDefault:  # as LMDeploy's, as far as it is looked at
+        seq_id = session_id = 3
+        sampling_param = SimpleNamespace(response_format=None)
+        return_logits = return_routed_experts = False
+        history_multimodals, history_embeddings = SimpleNamespace(empty=lambda: True), ()
+        _num_history_ids, _num_token_ids, status = 0, 210, "LOCKED"
+        num_token_ids = property(lambda self: self._num_token_ids)
 
-        def __call__(self, running, num_loops):
-            for seq in running:
-                if seq.session_id == 0 and seq.num_token_ids == 16 and seq.num_new_tokens:
-                    seqs.append(seq.num_valid_ids)
-                    engine.engine.scheduler.end_session(0)
-            return original(running, num_loops)
-
-    original, engine.hooks.dispatch = engine.hooks.dispatch, None
-    engine.hooks.dispatch = Leaves()
-
-    async def one():
-        instance = engine.engine.create_instance()
-        stream = instance.async_stream_infer(0, LONG, gen_config=_greedy(60))
-        count = 0
-        async for out in stream:
-            count += len(out.token_ids)
-            if count == 20:  # as if it had been preempted: everything is to be computed again
-                (seq,) = engine.engine.scheduler.sessions[0].sequences.values()
-                return seq
-
-    async def preempt():
-        task = asyncio.ensure_future(one())
-        seq = await asyncio.wait_for(task, 30)
-        scheduler = engine.engine.scheduler
-        while seq.status.name != "RUNNING":
-            await asyncio.sleep(0)
-        engine.hooks.sequence_evicted(seq, "recompute")
-        scheduler.block_manager.free(seq)
-        seq.set_step(0)
-        scheduler._set_message_status(seq, type(seq.status).WAITING)
-        for _ in range(500):
-            if seqs:
-                return
-            await asyncio.sleep(0.002)
-
-    engine._on_loop(preempt())
-    assert seqs and seqs[0] == 16
-    assert answers(engine, [SHORT[0]]) == reference([SHORT[0]], NEW), "the engine lives on"
+    cache = SimpleNamespace(window_size=-1)
+    chunks, seq = Chunks(SimpleNamespace(is_ssm=False, cache_config=cache)), SchedulerSequenceDefault()
+    chunks.cut(seq, 64, is_first=True)
+    assert (seq._num_token_ids, chunks.num_cut) == (64, 1)
+    chunks.forget(seq)
+    assert (seq._num_history_ids, seq._num_token_ids) == (0, 210)
+    chunks.send_back([seq])
+    assert chunks.settle([seq]) == set() and (seq._num_history_ids, seq._num_token_ids) == (0, 210)
+    chunks.cut(seq, 64, is_first=True)
+    assert chunks.settle([seq]) == {3} and (seq._num_history_ids, seq._num_token_ids) == (64, 146)
 
 
 def _greedy(new_tokens):
