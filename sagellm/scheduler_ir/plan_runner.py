@@ -1,7 +1,6 @@
 """Runs plans on any engine that has the `schedule` hook."""
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,7 +80,7 @@ class PlanRunner(Plugin):
         self._finished: dict[str, PlanProgress] = {}  # oldest first
         self._owner: dict[RequestId, PlanProgress] = {}
         self._requests: dict[RequestId, RequestProgress] = {}
-        self._ended: deque[RequestId] = deque(maxlen=NUM_ENDED)
+        self._ended: dict[RequestId, None] = {}  # the latest last
         self._is_closed = False
         self._num_plans = self._num_refused = self._num_given_up = 0
 
@@ -139,7 +138,9 @@ class PlanRunner(Plugin):
     def on_step_end(self, result: StepResult) -> None:
         with self._lock:
             for request, num_tokens in result.computed:
-                progress = self._requests.setdefault(request, RequestProgress(request))
+                # One of a request that has ended was on its way then; it is forgotten below.
+                new = RequestProgress(request, has_ended=request in self._ended)
+                progress = self._requests.setdefault(request, new)
                 progress.computed(result.phase, num_tokens)
             for plan in list(self._active.values()):
                 plan.result(result, self._requests)
@@ -151,7 +152,10 @@ class PlanRunner(Plugin):
     def on_request_end(self, request_id: RequestId) -> None:
         with self._lock:
             self._requests.setdefault(request_id, RequestProgress(request_id)).has_ended = True
-            self._ended.append(request_id)
+            self._ended.pop(request_id, None)
+            self._ended[request_id] = None
+            if len(self._ended) > NUM_ENDED:
+                del self._ended[next(iter(self._ended))]
             for plan in list(self._active.values()):
                 plan.end(request_id)
             self._retire()
@@ -236,6 +240,7 @@ class PlanRunner(Plugin):
                 known = self._requests[request] = RequestProgress(
                     request, row.num_computed, row.num_tokens, 0, row.num_generated, row.phase
                 )
+                self._ended.pop(request, None)
             seen[request] = known.view(row)
         for plan in list(self._active.values()):
             plan.view(view.step, rows, self._requests, seen)

@@ -8,7 +8,7 @@ from sagellm.core.errors import PlanError
 from sagellm.core.hooks import Phase, StepResult
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
 from sagellm.scheduler_ir.plan import NodeState, PlanState
-from sagellm.scheduler_ir.plan_runner import PlanRunner
+from sagellm.scheduler_ir.plan_runner import NUM_ENDED, PlanRunner
 from tests.scheduler_ir.fake_engine import FakeEngine
 from tests.scheduler_ir.made_plans import decode, detail, plan, prefill, sample, start, states
 
@@ -320,3 +320,49 @@ def test_plans_come_from_any_thread_while_the_engine_runs():
     fake.run()
     assert not errors and sorted(fake.ended) == list(range(40))
     assert all(not runner.status(f"p{number}").refused() for number in range(40))
+
+
+def test_a_result_after_the_end_does_not_bring_a_request_back():
+    runner, fake = start(requests=[(1, 100)])
+    fake.run()
+    runner.on_step_end(StepResult(99, DECODE, 1, 1, 0.0, computed=((1, 1),)))  # was on its way when the request ended
+    with pytest.raises(PlanError, match="request 1 has ended"):
+        runner.submit_plan(plan("p", decode("d", [1])))
+
+
+def test_an_id_that_is_used_again_is_a_new_request():
+    runner, fake = start(requests=[(1, 100)])
+    fake.run()
+    fake.add(1, 100)
+    fake.once()
+    runner.submit_plan(plan("p", decode("d", [1])))
+    fake.run()
+    assert states(runner) == {"d": "done"}
+
+
+def test_the_ends_of_many_requests_are_remembered():
+    runner = PlanRunner(wait_for_requests=True)
+    for number in range(NUM_ENDED + 5):
+        runner.on_request_end(number)
+    runner.on_request_end(7)  # told twice: it counts once, as the latest
+    runner.on_request_end(NUM_ENDED + 5)
+    for number in (7, NUM_ENDED, 8):
+        with pytest.raises(PlanError, match=f"request {number} has ended"):
+            runner.submit_plan(plan("p", decode("d", [number])))
+    runner.submit_plan(plan("q", decode("d", [5])))  # so long ago that it is forgotten
+    asked = _Counted(3 * NUM_ENDED)
+    wanted = plan("r", decode("d", [asked]), requests=[asked])
+    asked.num_compared = 0
+    runner.submit_plan(wanted)
+    assert asked.num_compared < 20  # not once for each that has ended
+
+
+class _Counted(int):
+    """Counts how often it is compared."""
+
+    num_compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other):
+        self.num_compared += 1
+        return int(self) == other
