@@ -41,7 +41,8 @@ class Queues:
         return len(self.waiting) >= MANY_WAITING or len(self.running) < self._shape.max_batch_size * 0.5
 
     def may_send_ahead(self, is_prefill: bool, is_decoding: bool) -> bool:
-        """Whether the engine chooses a further step while one is on the device. `is_decoding`: that one."""
+        """Whether the engine chooses a further step while one is on the device. `is_prefill`: whether its own choice would be
+        prompts; `is_decoding`: whether that one decodes."""
         threshold = self._shape.max_batch_size // 4 if is_decoding else 0
         return is_prefill or len(self.running) > threshold
 

@@ -97,9 +97,11 @@ class VirtualEngine:
     def _choose(self, is_ahead: bool, is_decoding: bool = False) -> _Sent | None:
         """The next step. `is_ahead`: one is on the device, which decodes or not."""
         queues = self._queues
-        is_prefill = self._phase(queues.wants_prefill())
-        if is_ahead and not queues.may_send_ahead(is_prefill, is_decoding):
+        own = queues.wants_prefill()
+        # By its own choice the engine looks ahead or not, and only then asks the strategy.
+        if is_ahead and not queues.may_send_ahead(own, is_decoding):
             return None
+        is_prefill = self._phase(own)
         taken = queues.take_prefill(self._decision) if is_prefill else []
         if is_prefill and not taken and not is_ahead:
             is_prefill = False

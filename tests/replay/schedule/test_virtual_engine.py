@@ -215,13 +215,22 @@ def test_nonsense_is_told(answer, words):
 def test_views_are_the_engines():
     views = []
     run([request(0, 0.0, 100, 3), request(1, 0.5, 50, 2)], Answers(lambda view: views.append(view)))
+    # Too few run for the engine to look ahead during step 3, so nobody is asked then.
     assert [(view.step, view.phase, view.num_in_flight, [each.request_id for each in view.requests]) for view in views] == [
-        (1, Phase.PREFILL, 0, [0]), (2, Phase.PREFILL, 0, [1, 0]), (3, Phase.DECODE, 1, [0]), (4, Phase.DECODE, 1, [1]),
-        (4, Phase.DECODE, 0, [0, 1]),
+        (1, Phase.PREFILL, 0, [0]), (2, Phase.PREFILL, 0, [1, 0]), (3, Phase.DECODE, 1, [0]), (4, Phase.DECODE, 0, [0, 1]),
     ]  # fmt: skip
     last = views[-1]
     assert (last.free_blocks, last.token_budget, last.max_batch_size) == (1000 - 26 - 13, 100, 8)
     assert [each.last_token_s for each in last.requests] == pytest.approx([4.0, 3.5])
+
+
+def test_whether_to_look_ahead_is_the_engines_choice():
+    """During step 3 a prompt waits: for that the engine looks ahead, and then the strategy has a decode step."""
+    strategy = Answers(lambda view: ScheduleDecision(phase=Phase.DECODE) if view.step == 4 else None)
+    found = run([request(0, 0.0, 100, 3), request(1, 0.5, 50, 2), request(2, 3.2, 10, 1)], strategy)
+    assert steps_of(found)[2:] == [
+        ("decode", {0: 1}, 4.0), ("decode", {1: 1}, 4.5), ("prefill", {2: 10}, 5.6), ("decode", {0: 1}, 6.1)
+    ]  # fmt: skip
 
 
 def test_arrivals_come_faster():
