@@ -5,9 +5,14 @@ from typing import Any
 from sagellm.core.errors import PlanError
 from sagellm.core.registry import load_object
 from sagellm.replay.schedule.base import ENGINE, RecordedRun
+from sagellm.scheduler_ir.from_views import StrategyFromViews
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
+from sagellm.scheduler_ir.strategy_plugin import StrategyPlugin
 
 __all__ = ["build_strategy", "strategy_of_log"]
+
+# What these decide is their strategy's alone. A runner of plans takes one too, and does more.
+PLUG_INS = frozenset(f"{kind.__module__}:{kind.__qualname__}" for kind in (StrategyPlugin, StrategyFromViews))
 
 
 def build_strategy(name: str, options: dict[str, Any]) -> SchedulingStrategy | None:
@@ -36,10 +41,12 @@ def build_strategy(name: str, options: dict[str, Any]) -> SchedulingStrategy | N
 
 
 def strategy_of_log(log: RecordedRun) -> tuple[str, dict[str, Any]]:
-    """(name, options) of what decided in a log: what a plug-in's options call its strategy, or else the plug-in itself."""
+    """(name, options) of what decided in a log: the strategy of a `StrategyPlugin`, or else the plug-in itself."""
     for spec in log.plugins:
         options = spec.get("options")
-        if spec.get("name") == log.decided_by and type(options) is dict and type(options.get("strategy")) is str:
+        if spec.get("name") != log.decided_by or log.decided_by not in PLUG_INS or type(options) is not dict:
+            continue
+        if type(options.get("strategy")) is str:
             given = options.get("options", {})
             return options["strategy"], given if type(given) is dict else {}
     return log.decided_by, {}

@@ -126,17 +126,32 @@ def test_who_got_nothing_or_did_not_end_is_left_out(tmp_path):
     assert [each.request_id for each in found.requests] == [0] and found.num_left_out == 2
 
 
-def test_who_decided(tmp_path):
-    spec = dict(name="schedule", options=dict(strategy="tests.replay.schedule.made:Cuts", options=dict(tokens=30)))
+def decided(tmp_path, plug_in, **options):
+    """A log of `Cuts` with 30 tokens, which that plug-in is said to have decided."""
     run = VirtualEngine(SHAPE, TIMES, Cuts(30), name="log").run(REQUESTS)
     lines = log_of(REQUESTS, run).splitlines(keepends=True)
-    lines[0] = lines[0].replace('"plugins": []', f'"plugins": [{json.dumps(spec)}]')
-    lines.insert(2, json.dumps({"t_ns": 10**9, "n": 0, "pid": 7, "event": "schedule", "policy": "schedule"}) + "\n")
-    log = read(tmp_path, "".join(lines))
+    lines[0] = lines[0].replace('"plugins": []', f'"plugins": [{json.dumps(dict(name=plug_in, options=options))}]')
+    lines.insert(2, json.dumps({"t_ns": 10**9, "n": 0, "pid": 7, "event": "schedule", "policy": plug_in}) + "\n")
+    return read(tmp_path, "".join(lines))
+
+
+CUTS = "tests.replay.schedule.made:Cuts"
+
+
+@pytest.mark.parametrize("plug_in", ["strategy_plugin:StrategyPlugin", "from_views:StrategyFromViews"])
+def test_who_decided(tmp_path, plug_in):
+    log = decided(tmp_path, f"sagellm.scheduler_ir.{plug_in}", strategy=CUTS, options=dict(tokens=30))
     found = replay_schedule(log, {ENGINE: {}})
-    assert found.predicted_by == "tests.replay.schedule.made:Cuts" and found.prediction.first_difference is None
+    assert found.predicted_by == CUTS and found.prediction.first_difference is None
     unknown = replace(log, decided_by="elsewhere:Other", plugins=())
     assert replay_schedule(unknown, {ENGINE: {}}).prediction is None
+
+
+def test_what_else_takes_a_strategy_does_more_than_that(tmp_path):
+    """Plans too had a part in what a runner of plans decided."""
+    runner = "sagellm.scheduler_ir.plan_runner:PlanRunner"
+    found = replay_schedule(decided(tmp_path, runner, strategy=CUTS, strategy_options=dict(tokens=30)), {ENGINE: {}})
+    assert found.predicted_by == runner and found.prediction is None
 
 
 GOOD = [
