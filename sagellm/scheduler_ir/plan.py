@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 from sagellm.core.errors import PlanError
 from sagellm.core.hooks import RequestId
@@ -13,6 +13,7 @@ from sagellm.scheduler_ir.graph import IRGraph
 __all__ = ["ExecutionPlan", "ExecutorAPI", "NodeState", "NodeStatus", "PlanState", "PlanStatus"]
 
 FORMAT = 1
+FIELDS = ("format", "plan_id", "request_ids", "target_instance_id", "graph")
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,23 @@ class ExecutionPlan:
         """Raises PlanError: the text is not what `to_json` writes, or what it says makes no sense."""
         try:
             document = json.loads(text)
-            if document["format"] != FORMAT:
-                raise PlanError(f"the plan has format {document['format']!r}; this version reads {FORMAT}.")
-            fields = {name: document[name] for name in ("plan_id", "request_ids", "target_instance_id")}
-            return cls(ir_graph=IRGraph.from_dict(document["graph"]), **fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, PlanError):
-                raise
-            raise PlanError(f"this is no plan ({error!r}); give what ExecutionPlan.to_json writes.") from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise PlanError(f"this is no JSON ({error}); give what ExecutionPlan.to_json writes.") from None
+        if not isinstance(document, dict):
+            raise PlanError(f"this is no plan; give an object with {', '.join(FIELDS)}, as ExecutionPlan.to_json does.")
+        if missing := [name for name in FIELDS if name not in document]:
+            raise PlanError(f"the plan has no {', no '.join(missing)}; every plan needs {', '.join(FIELDS)}.")
+        if unknown := sorted(document.keys() - set(FIELDS)):
+            raise PlanError(f"the plan has {', '.join(unknown)}; allowed are {', '.join(FIELDS)}.")
+        number, requests, target = (document[name] for name in ("format", "request_ids", "target_instance_id"))
+        if number != FORMAT or isinstance(number, bool):
+            raise PlanError(f"the plan has format {number!r}; this version reads {FORMAT}.")
+        # `type`: a truth value is an int too.
+        if not isinstance(requests, list) or any(type(each) is not int or each < 0 for each in requests):
+            raise PlanError(f"request_ids is {requests!r}; give a list of whole numbers from 0 on.")
+        if not isinstance(target, str):
+            raise PlanError(f'target_instance_id is {target!r}; give a text, or "" for any instance.')
+        return cls(document["plan_id"], IRGraph.from_dict(document["graph"]), tuple(requests), target)
 
 
 class NodeState(str, Enum):
@@ -120,11 +130,3 @@ class ExecutorAPI(Protocol):
     def status(self, plan_id: str) -> PlanStatus:
         """Raises PlanError: an unknown plan."""
         ...
-
-
-def json_value(value: Any) -> Any:
-    """`value` as JSON gives it back. Raises PlanError: JSON cannot say it."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"{value!r} is nothing that JSON can say ({error}); use texts, numbers, lists and objects.") from None

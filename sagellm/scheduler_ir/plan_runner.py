@@ -15,6 +15,7 @@ from sagellm.core.hooks import (
     StepResult,
     StepView,
 )
+from sagellm.scheduler_ir.given_strategy import given_strategy
 from sagellm.scheduler_ir.plan import ExecutionPlan, PlanState, PlanStatus
 from sagellm.scheduler_ir.plan_progress import PlanProgress, Work
 from sagellm.scheduler_ir.request_progress import RequestProgress
@@ -42,7 +43,7 @@ class PlanRunner(Plugin):
             than what the engine allows, a minute, since that would switch the runner off. Waiting in vain is possible: for a
             request that never comes, or for blocks that a held request keeps.
         keep_plans: finished plans whose status can still be asked for; older ones are forgotten, with their ids.
-        strategy: of the requests of no plan: a name or `module:Class`; None leaves them to the engine.
+        strategy: of the requests of no plan: a name, `module:Class`, or an instance; None leaves them to the engine.
         strategy_options: its keyword arguments.
 
     Raises:
@@ -63,17 +64,14 @@ class PlanRunner(Plugin):
             raise PlanError(f"patience_s={patience_s!r}; give seconds above 0 and below 60.")
         if isinstance(keep_plans, bool) or not isinstance(keep_plans, int) or keep_plans < 0:
             raise PlanError(f"keep_plans={keep_plans!r}; give a whole number from 0 on.")
-        if isinstance(strategy, str):
-            # Many modules, of which most runs need none.
-            from sagellm.scheduler_ir.strategies.registry import make_strategy
-
-            strategy = make_strategy(strategy, **(strategy_options or {}))
+        if strategy is None and strategy_options:
+            raise PlanError(f"strategy_options {strategy_options!r} without a strategy; name the strategy too.")
         self.instance_id = instance_id
         self._devices = frozenset(["", instance_id, *devices])
         self._may_wait = wait_for_requests
         self._patience_s = patience_s
         self._keep_plans = keep_plans
-        self._strategy = strategy
+        self._strategy = None if strategy is None else given_strategy(strategy, strategy_options, "strategy_options")
         self._engine: EngineHandle | None = None
         self._lock = threading.RLock()
         self._active: dict[str, PlanProgress] = {}  # with open nodes, in the order of submission

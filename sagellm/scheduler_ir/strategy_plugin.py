@@ -6,6 +6,7 @@ from typing import Any, Literal
 from sagellm.core.errors import PlanError
 from sagellm.core.hooks import EngineHandle, Plugin, RequestId, ScheduleDecision, StepResult, StepView
 from sagellm.scheduler_ir.builder import IRBuilder
+from sagellm.scheduler_ir.given_strategy import given_strategy
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.lowering import lower
 from sagellm.scheduler_ir.passes import PassSettings
@@ -39,16 +40,7 @@ class StrategyPlugin(Plugin):
     ) -> None:
         if record not in RECORDS:
             raise PlanError(f"record={record!r}; give one of {', '.join(RECORDS)}.")
-        if isinstance(strategy, str):
-            # Many modules, of which an instance that is given needs none.
-            from sagellm.scheduler_ir.strategies.registry import make_strategy
-
-            strategy = make_strategy(strategy, **(options or {}))
-        elif options:
-            raise PlanError(f"options {options!r} for a strategy that is built already; give them to its constructor.")
-        if not isinstance(strategy, SchedulingStrategy):
-            raise PlanError(f"strategy {strategy!r}; give a name, module:Class, or a SchedulingStrategy.")
-        self.strategy = strategy
+        self.strategy = given_strategy(strategy, options)
         self._record = record
         self._engine: EngineHandle | None = None
         self._settings = PassSettings()

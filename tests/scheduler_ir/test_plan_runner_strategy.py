@@ -1,8 +1,9 @@
 """A strategy for the requests of no plan."""
 
-
+import pytest
 
 from sagellm.core.config import HookConfig, PluginSpec
+from sagellm.core.errors import PlanError
 from sagellm.core.hooks import Phase, Plugin, ScheduleDecision
 from sagellm.core.host import PluginHost
 from sagellm.scheduler_ir.plan import PlanState
@@ -72,3 +73,22 @@ def test_a_strategy_that_raises_costs_no_request_and_the_plan_says_so():
     assert list(fake.steps[0][1]) == [1, 2]  # the engine's own order in the very step
     host.close()
     assert runner.status("p").state is PlanState.CANCELLED
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"strategy": 42}, "give a name, module:Class, or a SchedulingStrategy"),
+    ({"strategy": LastFirst}, "give a name, module:Class, or a SchedulingStrategy"),
+    ({"strategy_options": {"ageing_s": 1.0}}, "strategy_options .* without a strategy"),
+    ({"strategy": LastFirst(), "strategy_options": {"ageing_s": 1.0}}, "strategy_options .* built already"),
+    ({"strategy": "no-such-strategy"}, "no-such-strategy"),
+    ({"strategy": "priority", "strategy_options": {"ageing_s": -1}}, "ageing_s"),
+    ({"strategy": "priority", "strategy_options": [1]}, r"strategy_options \[1\]; give"),
+])  # fmt: skip
+def test_bad_options(options, says):
+    with pytest.raises(PlanError, match=says):
+        PlanRunner(**options)
+
+
+def test_options_reach_the_strategy():
+    assert PlanRunner(strategy="priority", strategy_options={"ageing_s": 1.0})._strategy.ageing_s == 1.0
+    assert PlanRunner(strategy_options={})._strategy is None

@@ -182,6 +182,8 @@ def test_fifo_by_name_gives_the_schedule_of_the_engine():
 @pytest.mark.parametrize("options, says", [
     ({"strategy": "no-such-strategy"}, "no-such-strategy"),
     ({"strategy": 7}, "give a name"),
+    ({"strategy": None}, "give a name"),
+    ({"strategy": "fifo", "options": [1]}, r"options \[1\]; give"),
     ({"strategy": "fifo", "record": "all"}, "compact, full, none"),
     ({"strategy": f"{__name__}:Shortest", "options": {"chunk": 0}}, "chunk=0"),
     ({"strategy": f"{__name__}:Direct"}, "Direct"),
