@@ -12,6 +12,8 @@ from sagellm.core.contract import ContractReport
 
 __all__ = ["option_defaults", "progress", "read_options", "show_report", "show_rows", "summary_of"]
 
+MAX_SHOWN = 100  # characters of a value in a message
+
 
 def option_defaults(kind: type) -> dict[str, Any]:
     """The options of a class, with their defaults: what its constructor takes by keyword alone."""
@@ -30,8 +32,9 @@ def read_options(text: str, example: Mapping[str, Any]) -> dict[str, Any]:
     """Raises click.UsageError: no JSON object."""
     try:
         options = json.loads(text)
-    except ValueError as error:
-        raise click.UsageError(f"--options {text!r} is not JSON ({error}); for example '{json.dumps(example)}'.") from None
+    except (ValueError, RecursionError) as error:
+        shown = text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+        raise click.UsageError(f"--options {shown!r} is not JSON ({error}); for example '{json.dumps(example)}'.") from None
     if not isinstance(options, dict):
         raise click.UsageError(
             f"--options {text!r} is a JSON {type(options).__name__}; give an object of names and values."

@@ -8,6 +8,7 @@ import click
 
 from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.cli.plug_ins import option_defaults, progress, read_options, show_report, show_rows, summary_of
+from sagellm.cli.values import LONGEST_LIMIT_S, Finite
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy.base import EvictionPolicy
 from sagellm.kv_policy.contract.rules import check_policy
@@ -37,7 +38,7 @@ def list_policies(as_json: bool) -> None:
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Seeds to try.")
 @click.option("--reference", is_flag=True, help="Check the twin in plain Python, not the native one.")
 @click.option(
-    "--limit-s", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
+    "--limit-s", type=Finite(LONGEST_LIMIT_S), default=60.0, show_default=True,
     help="Seconds for a scenario; a policy that takes longer has failed.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

@@ -7,6 +7,7 @@ import click
 
 from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.cli.plug_ins import option_defaults, progress, read_options, show_report, show_rows, summary_of
+from sagellm.cli.values import LONGEST_LIMIT_S, Finite
 from sagellm.core.errors import PlanError
 from sagellm.scheduler_ir.contract.rules import check_strategy
 from sagellm.scheduler_ir.strategies.registry import find_strategy, make_strategy, strategy_names
@@ -33,7 +34,7 @@ def list_strategies(as_json: bool) -> None:
 )
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Seeds to try.")
 @click.option(
-    "--limit-s", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
+    "--limit-s", type=Finite(LONGEST_LIMIT_S), default=60.0, show_default=True,
     help="Seconds for a scenario; a strategy that takes longer has failed.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

@@ -73,6 +73,11 @@ def test_a_policy_that_ends_the_process_does_not_pass(here):
         (["policy_of_a_test:Sized", "--options", '{"colour": 1}'], "cannot be built with options"),
         (["belady"], "option future"),
         (["lru", "--rounds", "0"], "0 is not in the range"),
+        (["lru", "--limit-s", "nan"], "not a finite number above 0"),
+        (["lru", "--limit-s", "inf"], "inf is not in the range"),
+        (["lru", "--limit-s", "1e300"], "is not in the range"),
+        (["lru", "--limit-s", "0"], "is not in the range"),
+        (["lru", "--options", "[" * 100_000], "[...' is not JSON"),
         ([], "Missing argument"),
     ],
 )

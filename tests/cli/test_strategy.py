@@ -72,6 +72,11 @@ def test_options_that_are_not_checked_break_a_rule(here):
         (["priority", "--options", '{"ageing_s": -1}'], "give a number of at least"),
         (["strategy_of_a_test:Sized", "--options", '{"size": 0}'], "cannot be built with options"),
         (["fifo", "--rounds", "0"], "0 is not in the range"),
+        (["fifo", "--limit-s", "nan"], "not a finite number above 0"),
+        (["fifo", "--limit-s", "inf"], "inf is not in the range"),
+        (["fifo", "--limit-s", "1e300"], "is not in the range"),
+        (["fifo", "--limit-s", "0"], "is not in the range"),
+        (["fifo", "--options", "[" * 100_000], "[...' is not JSON"),
         ([], "Missing argument"),
     ],
 )
