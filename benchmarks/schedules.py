@@ -55,13 +55,15 @@ def main(
     out: Path | None,
 ) -> None:  # fmt: skip
     """Measure, print, and write the result."""
-    options = json.loads(strategy_options)
+    names = scenes.split(",")
+    for scene in names:
+        if scene not in SCENES:
+            raise click.BadParameter(f"{scene!r} is no scene; known are {', '.join(SCENES)}.")
+    options = read_options(strategy_options, names)
     result: dict[str, Any] = {"shape": shape, "threads": threads, "rounds": rounds, "machine": describe()}
     with tempfile.TemporaryDirectory() as scratch:
         model = write_shape(Path(scratch), shape)
-        for scene in scenes.split(","):
-            if scene not in SCENES:
-                raise click.BadParameter(f"{scene!r} is no scene; known are {', '.join(SCENES)}.")
+        for scene in names:
             settings = {name: _settings(scene, Path(scratch), name) for name in CONTESTANTS[scene]}
             contestants = [
                 Contestant(name, build, str(model), threads, name, options.get(name, {}), settings[name])
@@ -76,6 +78,25 @@ def main(
             click.echo(f"{scene}:\n{json.dumps(result[scene], indent=1)}")
             if out is not None:
                 out.write_text(json.dumps(result, indent=1))
+
+
+def read_options(text: str, scenes: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """By strategy. Raises click.BadParameter: no JSON object of objects, or a strategy that is in none of the scenes."""
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"--strategy-options is not JSON: {error}.") from None
+    if not isinstance(options, dict):
+        raise click.BadParameter(
+            f'--strategy-options is a JSON {type(options).__name__}; give an object by strategy: {{"adaptive": {{...}}}}.'
+        )
+    known = list(dict.fromkeys(name for scene in scenes for name in CONTESTANTS[scene] if name != ENGINE))
+    if unknown := sorted(set(options).difference(known)):
+        raise click.BadParameter(f"--strategy-options names {', '.join(unknown)}; known are {', '.join(known)}.")
+    for name, given in options.items():
+        if not isinstance(given, dict):
+            raise click.BadParameter(f"--strategy-options: {name} has {given!r}; give an object of names and values.")
+    return options
 
 
 def _settings(scene: str, scratch: Path, name: str) -> dict[str, Any]:
