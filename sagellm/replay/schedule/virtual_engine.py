@@ -56,7 +56,7 @@ class VirtualEngine:
         self._gap_s, self._speedup, self._keep_decisions = gap_s, speedup, keep_decisions
         self._queues = Queues(shape)
         self._now_s = 0.0
-        self._num_sent = 0
+        self._num_sent = self._num_ended = 0
         self._steps: list[StepRun] = []
         self._coming: list[VirtualRequest] = []  # the next one last
         self._decision: ScheduleDecision | None = None  # about the step that comes next
@@ -68,7 +68,7 @@ class VirtualEngine:
         """Raises PlanError: the strategy's answer makes no sense, or it keeps a request waiting for a minute."""
         every = [VirtualRequest.of(request, self._speedup) for request in requests]
         self._coming = sorted(every, key=lambda each: (each.arrival_s, each.request_id), reverse=True)
-        num_ended, ahead = 0, None
+        num_told, ahead = 0, None
         queues = self._queues
         while True:
             if ahead is None:
@@ -82,9 +82,9 @@ class VirtualEngine:
                     self._wait()
                     continue
             ahead = self._on_device(ahead)
-            if progress is not None and (ended := sum(each.has_ended for each in every)) > num_ended:
-                num_ended = ended
-                progress(num_ended)
+            if progress is not None and self._num_ended > num_told:
+                num_told = self._num_ended
+                progress(num_told)
         times = sorted((each.times() for each in every), key=lambda each: (each.arrival_s, each.request_id))
         return Run(self._name, tuple(times), tuple(self._steps), queues.num_preempted)
 
@@ -119,12 +119,15 @@ class VirtualEngine:
 
     def _phase(self, is_prefill: bool) -> bool:
         """Asks the strategy about the whole queue; returns whether prompts come next. `is_prefill`: the engine's choice."""
+        self._decision = self._view = None
+        if self._strategy is None and not self._keep_decisions:
+            return is_prefill  # nobody would read the rows
         queues = self._queues
         waiting = queues.by_arrival(queues.waiting)
         running = queues.by_arrival(queues.running)
         rows = [request.metadata(Phase.PREFILL) for request in waiting]
         rows += [request.metadata(Phase.DECODE) for request in running]
-        self._decision, self._view = None, StepView(
+        self._view = StepView(
             self._num_sent + 1, Phase.PREFILL if is_prefill else Phase.DECODE, tuple(rows), queues.pool.num_free,
             self._shape.max_prefill_tokens, self._shape.max_batch_size, len(queues.in_flight), self._now_s,
         )  # fmt: skip
@@ -234,5 +237,6 @@ class VirtualEngine:
         request.num_generated += 1
         request.token_s.append(self._now_s)
         if request.has_ended:
+            self._num_ended += 1
             self._queues.finish(request)
         return request.has_ended

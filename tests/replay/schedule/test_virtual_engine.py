@@ -233,6 +233,36 @@ def test_whether_to_look_ahead_is_the_engines_choice():
     ]  # fmt: skip
 
 
+def test_progress_is_told_at_each_end():
+    told = []
+    VirtualEngine(SHAPE, TIMES).run([request(number, number / 4, 30, 1 + number) for number in range(4)], told.append)
+    assert told[-1] == 4 and told == sorted(set(told))
+
+
+@pytest.mark.parametrize("strategy, keeps", [(None, False), (None, True), (Fifo(), False)])
+def test_work_grows_with_what_runs_and_not_with_all_requests(monkeypatch, strategy, keeps):
+    num_asked, num_rows = 0, 0
+    has_ended, metadata = VirtualRequest.has_ended.fget, VirtualRequest.metadata
+
+    def count_asked(self):
+        nonlocal num_asked
+        num_asked += 1
+        return has_ended(self)
+
+    def count_rows(self, phase):
+        nonlocal num_rows
+        num_rows += 1
+        return metadata(self, phase)
+
+    monkeypatch.setattr(VirtualRequest, "has_ended", property(count_asked))
+    monkeypatch.setattr(VirtualRequest, "metadata", count_rows)
+    engine = VirtualEngine(SHAPE, TIMES, strategy, keep_decisions=keeps)
+    found = engine.run([request(number, 3.0 * number, 30, 3) for number in range(100)], lambda num_ended: None)
+    assert num_asked <= 4 * sum(len(step.computed) for step in found.steps)
+    # Nobody reads the rows of a view that no strategy sees and no record keeps.
+    assert (num_rows > 0) is (strategy is not None or keeps) and len(engine.decisions) == (len(found.steps) if keeps else 0)
+
+
 def test_arrivals_come_faster():
     found = run([request(0, 0.0, 10, 1), request(1, 8.0, 10, 1)], speedup=4.0)
     assert [each.arrival_s for each in found.requests] == [0.0, 2.0] and found.steps[-1].end_s == pytest.approx(3.1)
