@@ -39,7 +39,8 @@ def is_met(job: Job, times: Sequence[float]) -> bool:
 
 
 def gaps_during(jobs: Sequence[Job], token_s: Sequence[Sequence[float]], group: str, of: str) -> np.ndarray:
-    """Inter-token gaps of a group's requests that end between the arrival and the first token of the one request `of`."""
+    """Inter-token gaps of a group's requests, whole, that overlap the time from the arrival to the first token of the one
+    request `of`."""
     (place,) = [number for number, job in enumerate(jobs) if job.group == of]
     start_s, end_s = jobs[place].arrival_s, jobs[place].arrival_s + token_s[place][0]
     gaps = []

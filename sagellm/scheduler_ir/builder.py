@@ -54,7 +54,7 @@ class IRBuilder:
             PlanError: a request twice or without tokens; a decision that names others, one twice, not all of them in its order,
                 or cuts below 1 token; token or byte counts below 0.
 
-        Complexity: O(requests), about a microsecond each.
+        Complexity: O(requests), about 3 microseconds each.
         """
         by_id = {request.request_id: request for request in requests}
         if len(by_id) < len(requests):
