@@ -1,7 +1,7 @@
 """Fair sharing among tenants: each has a counter of the service it got, the least served goes first."""
 
 import heapq
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 
 from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, StepResult, StepView
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
@@ -10,6 +10,8 @@ from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
 
 __all__ = ["Fair"]
 
+MAX_ABSENT = 1000  # tenants without requests whose counters are kept; names may be without end
+
 
 class Fair(SchedulingStrategy):
     """A virtual token counter for each tenant, charged with what was computed: `input_weight` for a token of a prompt,
@@ -17,8 +19,10 @@ class Fair(SchedulingStrategy):
 
     The next request is one of the tenant with the smallest counter, the first of it to arrive; each that is chosen counts at
     once in the order of the rest. Memory is taken from the tenant with the largest counter. A tenant that comes back begins at
-    least where the least served one of those that are there stands, so that absence saves up nothing; where nobody is there,
-    at the counter of who left last. Requests without a tenant have one account.
+    least where the least served one of those that wait stands, as soon as it waits itself, so that absence saves up nothing;
+    where nobody waits, at the counter of who stopped waiting last. Who only decodes is no measure: a long stream is served
+    little by little, and newcomers that begin where it stands would go before all others. Requests without a tenant have one
+    account; of absent tenants the latest 1,000 counters are kept.
 
     Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, whose weights 1 and 2 are the defaults.
 
@@ -32,15 +36,21 @@ class Fair(SchedulingStrategy):
         self._input = check_number(self.name, "input_weight", input_weight, 0)
         least = 1e-6 if self._input == 0 else 0
         self._output = check_number(self.name, "output_weight", output_weight, least)
-        self._counters: dict[str, float] = {}  # of tenants that are there, or have the largest counter of those that left
+        self._counters: dict[str, float] = {}
+        self._absent: OrderedDict[str, None] = OrderedDict()  # tenants with a counter and no request, the latest last
         self._tenant_of: dict[RequestId, str] = {}
         self._num_requests: Counter[str] = Counter()
-        self._last_left = 0.0
+        self._waiting: set[RequestId] = set()  # as last seen: one whose chunk is on the device waits still
+        self._num_waiting: Counter[str] = Counter()
+        self._last_left = ""  # the tenant that stopped waiting last
 
     def decide(self, view: StepView) -> ScheduleDecision:
         for request in view.requests:
             if request.request_id not in self._tenant_of:
                 self._enter(request)
+            if request.phase is Phase.DECODE:
+                self._stop_waiting(request.request_id)
+        self._begin_waiting(view.waiting)
         waiting = self._in_turn(view.waiting)
         running = sorted(view.running, key=lambda request: (self._counters[self._of(request)], request.arrival_s))
         order = [request.request_id for request in (*waiting, *running)]
@@ -56,14 +66,16 @@ class Fair(SchedulingStrategy):
                 self._counters[tenant] += tokens * (self._input if is_prefill else self._output)
 
     def on_request_end(self, request_id: RequestId) -> None:
+        self._stop_waiting(request_id)
         tenant = self._tenant_of.pop(request_id, None)
         if tenant is None:
             return
         self._num_requests[tenant] -= 1
         if not self._num_requests[tenant]:
             del self._num_requests[tenant]
-            self._last_left = self._counters[tenant]
-            self._forget()
+            self._absent[tenant] = None
+            if len(self._absent) > MAX_ABSENT:
+                del self._counters[self._absent.popitem(last=False)[0]]
 
     def report(self) -> dict[str, float]:
         """The counters of tenants that have requests."""
@@ -74,20 +86,34 @@ class Fair(SchedulingStrategy):
 
     def _enter(self, request: RequestMetadata) -> None:
         tenant = request.service.tenant_id
-        if not self._num_requests[tenant]:
-            present = [self._counters[other] for other, number in self._num_requests.items() if number]
-            least = min(present) if present else self._last_left
-            self._counters[tenant] = max(self._counters.get(tenant, 0.0), least)
+        self._absent.pop(tenant, None)
+        self._counters.setdefault(tenant, 0.0)
         self._num_requests[tenant] += 1
         self._tenant_of[request.request_id] = tenant
 
-    def _forget(self) -> None:
-        """Drops counters that would be lifted anyhow: absent tenants at or below the least served one that is there."""
-        present = [self._counters[tenant] for tenant in self._num_requests]
-        least = min(present) if present else self._last_left
-        self._counters = {
-            tenant: value for tenant, value in self._counters.items() if tenant in self._num_requests or value > least
-        }
+    def _begin_waiting(self, waiting: tuple[RequestMetadata, ...]) -> None:
+        """Lifts tenants of whom nobody waited to the least served one of those that waited before."""
+        new = [request for request in waiting if request.request_id not in self._waiting]
+        if not new:
+            return
+        present = [self._counters[tenant] for tenant in self._num_waiting]
+        least = min(present) if present else self._counters.get(self._last_left, 0.0)
+        for request in new:
+            tenant = self._of(request)
+            if tenant not in self._num_waiting:
+                self._counters[tenant] = max(self._counters[tenant], least)
+            self._num_waiting[tenant] += 1
+            self._waiting.add(request.request_id)
+
+    def _stop_waiting(self, request_id: RequestId) -> None:
+        if request_id not in self._waiting:
+            return
+        self._waiting.remove(request_id)
+        tenant = self._tenant_of[request_id]
+        self._num_waiting[tenant] -= 1
+        if not self._num_waiting[tenant]:
+            del self._num_waiting[tenant]
+            self._last_left = tenant
 
     def _in_turn(self, waiting: tuple[RequestMetadata, ...]) -> list[RequestMetadata]:
         """By counters that grow as requests are chosen. O(n log n)."""
