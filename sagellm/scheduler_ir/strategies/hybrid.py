@@ -1,6 +1,6 @@
 """Order by slack, prompts in chunks, and a turn for who has waited longest."""
 
-from sagellm.core.hooks import Phase, ScheduleDecision, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestId, ScheduleDecision, StepResult, StepView
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.chunking import ChunkSizer
 from sagellm.scheduler_ir.strategies.options import check_count, check_number
@@ -61,6 +61,9 @@ class Hybrid(SchedulingStrategy):
     def on_step_end(self, result: StepResult) -> None:
         self.times.observe(result)
         self._slack.on_step_end(result)
+
+    def on_request_end(self, request_id: RequestId) -> None:
+        self._slack.on_request_end(request_id)
 
     def report(self) -> dict[str, float]:
         return {"chunk_tokens": self._chunks.chunk, **self.times.report()}

@@ -1,6 +1,6 @@
 """Least slack first, on time to first token, time per token and deadline; what cannot be in time any more goes behind."""
 
-from sagellm.core.hooks import ScheduleDecision, StepResult, StepView
+from sagellm.core.hooks import RequestId, ScheduleDecision, StepResult, StepView
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.options import check_count
 from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
@@ -50,6 +50,9 @@ class SloAware(SchedulingStrategy):
     def on_step_end(self, result: StepResult) -> None:
         self.times.observe(result)
         self._slack.on_step_end(result)
+
+    def on_request_end(self, request_id: RequestId) -> None:
+        self._slack.on_request_end(request_id)
 
     def report(self) -> dict[str, float]:
         return {"late_waiting": self._num_late, **self.times.report()}

@@ -68,3 +68,38 @@ def test_a_stream_that_was_quick_has_time_left(times):
     quick, slow, lost = runs(1, 20), runs(2, 11), runs(3, 5, left=1)
     ranked = rank(times, [quick, slow, lost], now_s=1.0)
     assert sorted(ranked.stream_slack_s) == pytest.approx([0.1 - ranked.decode_s, 1.0 - ranked.decode_s])
+
+
+def test_defaults_are_for_those_that_ask_for_nothing(times):
+    def due_s(request):
+        order = SlackOrder("test", times, 1.0, 0.1, 4)
+        ranked = order.rank(StepView(0, Phase.PREFILL, (request,), 100, 4096, 8, 0, 0.0))
+        return ranked.due_s[request.request_id]
+
+    assert due_s(waits(1, 100, 5.0)) == 5.0 and due_s(waits(1, 100, 0.5)) == 0.5 and due_s(waits(1, 100)) == 1.0
+    stream = RequestMetadata(
+        1, Phase.DECODE, 104, 100, 4, 7, 0.0, service=ServiceLevel(tpot_s=0.5), max_new_tokens=50,
+        first_token_s=1.0, last_token_s=1.0,
+    )  # fmt: skip
+    assert due_s(stream) == 3.0 and due_s(stream._replace(service=ServiceLevel())) == pytest.approx(1.4)
+
+
+def test_a_limit_is_no_length(times):
+    order = SlackOrder("test", times, math.inf, math.inf, 4)
+    asks = RequestMetadata(
+        1, Phase.PREFILL, 100, 0, 0, 0, 0.0, service=ServiceLevel(deadline_s=20.0), max_new_tokens=30_000
+    )
+    view = StepView(0, Phase.PREFILL, (waits(2, 100), asks), 100, 4096, 8, 0, 0.0)
+    assert [request.request_id for request in order.rank(view).waiting] == [1, 2]
+    before_s = order.rank(view).due_s[1]
+    for number in range(100, 200):  # answers of ten tokens come to their end
+        row = RequestMetadata(number, Phase.DECODE, 110, 109, 10, 7, 0.0, max_new_tokens=30_000)
+        order.rank(StepView(0, Phase.DECODE, (row,), 100, 4096, 8, 0, 0.0))
+        order.on_request_end(number)
+    assert before_s < 19 < order.rank(view).due_s[1] < 20
+
+
+def test_most_are_in_time_in_the_order_in_which_they_are_due(times):
+    # By slack the long one goes first (0.15 s against 0.2 s) and the short one is late; by due time both are in time.
+    ranked = rank(times, [waits(1, 1000, 1.15), waits(2, 100, 0.3), waits(3, 2000, 0.5)])
+    assert [request.request_id for request in ranked.waiting] == [2, 1, 3] and list(ranked.reasons) == [3]
