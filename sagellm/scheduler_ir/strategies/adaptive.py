@@ -32,6 +32,7 @@ class Adaptive(SchedulingStrategy):
     def decide(self, view: StepView) -> ScheduleDecision:
         ordered = sorted(view.requests, key=lambda request: request.arrival_s)
         step = self._chunks.choose(view, sorted(view.waiting, key=lambda request: request.arrival_s))
+        self._chunks.chosen(step.phase)
         return ScheduleDecision(
             [request.request_id for request in ordered], token_budget=step.token_budget, reason=step.reason,
             phase=step.phase, chunk_tokens=step.chunk_tokens,
@@ -39,6 +40,7 @@ class Adaptive(SchedulingStrategy):
 
     def on_step_end(self, result: StepResult) -> None:
         self.times.observe(result)
+        self._chunks.on_step_end(result)
 
     def report(self) -> dict[str, float]:
         return {"chunk_tokens": self._chunks.chunk, **self.times.report()}

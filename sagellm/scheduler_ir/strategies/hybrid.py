@@ -53,6 +53,7 @@ class Hybrid(SchedulingStrategy):
             phase, _, reason = self._phases.choose(view, ranked, chunk)
             if phase is Phase.DECODE:
                 step = ScheduleDecision(phase=phase, reason=reason)
+        self._chunks.chosen(step.phase)
         return ScheduleDecision(
             ranked.order, token_budget=step.token_budget, reason=step.reason, phase=step.phase,
             chunk_tokens=step.chunk_tokens, reasons=ranked.reasons,
@@ -60,6 +61,7 @@ class Hybrid(SchedulingStrategy):
 
     def on_step_end(self, result: StepResult) -> None:
         self.times.observe(result)
+        self._chunks.on_step_end(result)
         self._slack.on_step_end(result)
 
     def on_request_end(self, request_id: RequestId) -> None:

@@ -78,7 +78,8 @@ class SlackOrder:
         """O(n log n) in requests."""
         waiting, running = view.waiting, view.running
         self._generated.update((request.request_id, request.num_generated) for request in view.requests)
-        decode_s = self._times.decode_s(max(len(running) + view.num_in_flight, 1), sum(request.num_tokens for request in running))
+        num_streams = max(len(running) + view.num_in_flight, 1)
+        decode_s = self._times.decode_s(num_streams, sum(request.num_tokens for request in running))
         dues = {request.request_id: self._due_s(request, decode_s) for request in (*waiting, *running)}
         in_time, free, late, slack_s = self._admit(waiting, dues, view.now_s)
         ordered = [*in_time, *free, *late]
@@ -102,7 +103,7 @@ class SlackOrder:
     def _admit(
         self, waiting: Sequence[RequestMetadata], dues: dict[RequestId, float], now_s: float
     ) -> tuple[list[RequestMetadata], list[RequestMetadata], list[RequestMetadata], dict[RequestId, float]]:
-        """Those that can be in time by when they are due, those without a target and those that cannot by arrival, and each one's slack."""
+        """In time by due time, without a target and too late by arrival, and each one's slack."""
         base_s = self._times.prefill_s(0)
         costs = {
             request.request_id: max(

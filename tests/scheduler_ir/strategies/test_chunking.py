@@ -1,0 +1,67 @@
+"""Chunks that are chosen while the one before is on the device, and how small one may be."""
+
+import math
+
+import pytest
+
+from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
+from sagellm.core.scheduling import ServiceLevel
+from sagellm.scheduler_ir.strategies.adaptive import Adaptive
+from sagellm.scheduler_ir.strategies.chunking import ChunkSizer
+from sagellm.scheduler_ir.strategies.step_times import StepTimes
+
+DECODE_S, TOKEN_S = 0.02, 0.001
+
+
+def teach(observe):
+    for number in range(60):
+        tokens = 100 + 30 * number
+        observe(StepResult(0, Phase.PREFILL, 1, tokens, 0.0, TOKEN_S * tokens))
+        observe(StepResult(0, Phase.DECODE, 1 + number % 4, 1 + number % 4, 0.0, DECODE_S))
+
+
+def stream(last_s, tpot_s=math.inf):
+    return RequestMetadata(
+        1, Phase.DECODE, 60, 59, 10, 4, 0.0, service=ServiceLevel(tpot_s=tpot_s), max_new_tokens=500,
+        first_token_s=0.0, last_token_s=last_s,
+    )  # fmt: skip
+
+
+def prompt(name, tokens=1000):
+    return RequestMetadata(name, Phase.PREFILL, tokens, 0, 0, 0, 0.1, max_new_tokens=10)
+
+
+def view(*requests, in_flight=0, now_s=1.0):
+    return StepView(0, Phase.PREFILL, requests, 1000, 4096, 8, in_flight, now_s)
+
+
+def test_a_chunk_on_the_device_counts_as_time_that_streams_wait():
+    strategy = Adaptive(target_itl_s=0.2)
+    teach(strategy.on_step_end)
+    strategy.on_step_end(StepResult(0, Phase.DECODE, 1, 1, 1.0, DECODE_S))
+    first = strategy.decide(view(stream(1.0), prompt(2), prompt(3)))
+    assert first.phase is Phase.PREFILL and first.chunk_tokens[2] > 140
+    ahead = strategy.decide(view(stream(1.0), prompt(3), in_flight=1))
+    assert ahead.phase is Phase.DECODE
+    # It was not carried out: the chunk is done, and the stream comes now.
+    strategy.on_step_end(StepResult(1, Phase.PREFILL, 1, 160, 1.16, 0.16))
+    assert strategy.decide(view(stream(1.0), prompt(2), prompt(3), now_s=1.16)).phase is Phase.DECODE
+
+
+def test_a_stream_on_the_device_keeps_its_target():
+    strategy = Adaptive()
+    teach(strategy.on_step_end)
+    asked = strategy.decide(view(stream(1.0, 0.4), prompt(2, 4000))).token_budget
+    strategy.on_step_end(StepResult(1, Phase.PREFILL, 1, asked, 1.3, TOKEN_S * asked))
+    assert strategy.decide(view(stream(1.0, 0.4), prompt(2, 4000), now_s=1.4)).phase is Phase.DECODE
+    ahead = strategy.decide(view(prompt(2, 4000), in_flight=1, now_s=1.4))
+    assert ahead.token_budget == pytest.approx(asked, rel=0.1) and asked > 300
+
+
+def test_no_chunk_is_a_crumb():
+    times = StepTimes()
+    for number in range(60):  # a step costs as good as nothing besides its tokens
+        times.observe(StepResult(0, Phase.PREFILL, 1, 100 + 30 * number, 0.0, TOKEN_S * (100 + 30 * number)))
+    sizer = ChunkSizer(times, 0.001, 0.9)
+    sizer.choose(view(stream(1.0), prompt(2)), [prompt(2)])
+    assert sizer.chunk >= 32
