@@ -1,5 +1,7 @@
 """Order by slack, prompts in chunks, and a turn for who has waited longest."""
 
+from dataclasses import replace
+
 from sagellm.core.hooks import Phase, RequestId, ScheduleDecision, StepResult, StepView
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.chunking import ChunkSizer
@@ -48,12 +50,18 @@ class Hybrid(SchedulingStrategy):
     def decide(self, view: StepView) -> ScheduleDecision:
         ranked = self._slack.rank(view)
         step = self._chunks.choose(view, ranked.waiting)
-        if step.phase is Phase.PREFILL and ranked.running:
-            chunk = min(unfinished_tokens(ranked.waiting[0]), self._chunks.chunk)
-            phase, _, reason = self._phases.choose(view, ranked, chunk)
-            if phase is Phase.DECODE:
-                step = ScheduleDecision(phase=phase, reason=reason)
-        self._chunks.chosen(step.phase)
+        tokens, forced = 0, ""
+        if ranked.waiting:
+            first = ranked.waiting[0]
+            tokens = step.chunk_tokens.get(first.request_id, unfinished_tokens(first))
+            forced = step.reason if step.phase is Phase.DECODE else ""
+        phase, budget, reason = self._phases.choose(view, ranked, tokens, forced)
+        self._chunks.chosen(phase)
+        if phase is Phase.PREFILL:
+            budget = min(budget or view.token_budget, step.token_budget or view.token_budget)
+            step = replace(step, token_budget=max(budget, 1))
+        else:
+            step = ScheduleDecision(phase=phase, reason=reason)
         return ScheduleDecision(
             ranked.order, token_budget=step.token_budget, reason=step.reason, phase=step.phase,
             chunk_tokens=step.chunk_tokens, reasons=ranked.reasons,
