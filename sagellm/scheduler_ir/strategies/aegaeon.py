@@ -11,6 +11,7 @@ from sagellm.scheduler_ir.strategies.step_times import StepTimes
 __all__ = ["Aegaeon", "quotas"]
 
 MIN_TOKENS = 8  # of a turn: where switching costs nothing there would be no reason for any length
+RECENT_TURNS = 8  # over which the mean of the prompts' seconds looks back, about
 MAX_ROUND_S = 30.0  # held for longer than a minute, a request counts as starved
 
 
@@ -37,7 +38,7 @@ def quotas(token_s: list[float], tpot_s: list[float], switch_s: float, max_turn_
 
 @dataclass(slots=True)
 class _Turn:
-    """`left_tokens`: decode steps until it ends; `members`: who decodes in it."""
+    """`left_tokens`: decode steps until it ends, of those that are done; `members`: who decodes in it and has not ended."""
 
     adapter: str
     members: frozenset[RequestId]
@@ -81,15 +82,15 @@ class Aegaeon(SchedulingStrategy):
         self._rounds: list[RequestId] = []  # who decoded, the latest last: the others are due
         self._num_turns = 0
         self._has_filled = False  # prompts were computed since the last turn
+        self._filled_s = 0.0  # by prompts since the last turn
+        self._fill_s = 0.0  # the mean of that
 
     def decide(self, view: StepView) -> ScheduleDecision:
         waiting, running = view.waiting, view.running
         turn = self._turn
-        if turn is not None and turn.left_tokens > 0:
+        if turn is not None and turn.left_tokens > 0 and turn.members:
             members = [request for request in running if request.request_id in turn.members]
-            if members:
-                return self._decode(view, turn, members)
-            if view.num_in_flight:  # they may be on their way; until they are back, prompts at most
+            if members or view.num_in_flight:  # they may be on the device: until they are back nobody else begins
                 return self._decode(view, turn, members)
         if waiting and not (self._has_filled and running):
             self._turn, self._has_filled = None, True
@@ -102,21 +103,27 @@ class Aegaeon(SchedulingStrategy):
 
     def on_step_end(self, result: StepResult) -> None:
         self.times.observe(result)
+        turn = self._turn
+        if result.phase is Phase.PREFILL:
+            self._filled_s += max(result.duration_s, 0.0)
+        elif turn is not None and (not result.computed or any(name in turn.members for name, _ in result.computed)):
+            turn.left_tokens -= 1
 
     def on_request_end(self, request_id: RequestId) -> None:
         if request_id in self._rounds:
             self._rounds.remove(request_id)
+        if self._turn is not None:
+            self._turn.members -= {request_id}
 
     def report(self) -> dict[str, float]:
         return {"turns": self._num_turns, **self.times.report()}
 
     def _decode(self, view: StepView, turn: _Turn, members: list[RequestMetadata]) -> ScheduleDecision:
-        turn.left_tokens -= 1
         chosen = {request.request_id for request in members}
         rest = [request.request_id for request in view.requests if request.request_id not in chosen]
-        held = frozenset(request.request_id for request in view.running if request.request_id not in chosen)
+        held = frozenset(request.request_id for request in view.requests if request.request_id not in chosen)
         return ScheduleDecision(
-            [*(request.request_id for request in members), *rest], held, phase=Phase.DECODE if members else None,
+            [*(request.request_id for request in members), *rest], held, phase=Phase.DECODE,
             reason=f"turn of {turn.adapter!r}, {turn.left_tokens} steps left",
             reasons=dict.fromkeys(held, "waits for its turn"),
         )  # fmt: skip
@@ -151,6 +158,8 @@ class Aegaeon(SchedulingStrategy):
             for group in groups.values()
             for start in range(0, len(group), self._batch_size)
         ]
+        self._fill_s += (self._filled_s - self._fill_s) / RECENT_TURNS
+        self._filled_s = 0.0
         batch = batches[0]  # the first group is the one of the request that is due
         seconds = self._quotas(batches, len(groups))[0]
         members = frozenset(request.request_id for request in batch)
@@ -162,7 +171,9 @@ class Aegaeon(SchedulingStrategy):
 
     def _quotas(self, batches: list[list[RequestMetadata]], num_groups: int) -> list[float]:
         owed = [min(self._owed(request) for request in batch) for batch in batches]
-        switches_s = self._switch_s * num_groups if num_groups > 1 else 0.0
+        switches_s = 0.0
+        if num_groups > 1 and self._switch_s > 0:  # prompts come between two turns, as switches do
+            switches_s = self._switch_s * num_groups + self._fill_s * len(batches)
         longest_s = min(self._max_turn_s, MAX_ROUND_S / len(batches))
         return quotas([self._token_s(batch) for batch in batches], [max(each, 1e-6) for each in owed], switches_s, longest_s)
 

@@ -5,7 +5,7 @@ from itertools import groupby
 import pytest
 
 from sagellm.core.errors import PlanError
-from sagellm.core.hooks import Phase
+from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
 from sagellm.scheduler_ir.strategies.aegaeon import Aegaeon, quotas
 from tests.scheduler_ir.strategies.loads import job, run
 
@@ -92,3 +92,49 @@ def test_a_group_of_prompts_is_no_longer_than_it_may_be():
 def test_options_that_make_no_sense(option):
     with pytest.raises(PlanError, match=f"strategy aegaeon: option {next(iter(option))}"):
         Aegaeon(**option)
+
+
+def row(name, adapter, phase=Phase.DECODE):
+    return RequestMetadata(name, phase, 60, 59, 5, 4, 0.01 * name, adapter, max_new_tokens=500)
+
+
+def asked(strategy, *requests, in_flight=0):
+    return strategy.decide(StepView(0, Phase.DECODE, requests, 1000, 4096, 8, in_flight, 10.0))
+
+
+def test_a_turn_is_counted_in_steps_that_were_done():
+    strategy = Aegaeon()
+    rows = row(1, "a"), row(2, "b")
+    for _ in range(500):  # asked again and again, while nothing is done
+        assert asked(strategy, *rows).hold == {2}
+    for _ in range(500):
+        strategy.on_step_end(StepResult(0, Phase.DECODE, 1, 1, 10.0, 0.02, computed=((2, 1),)))
+        assert asked(strategy, *rows).hold == {2}
+    for _ in range(500):
+        strategy.on_step_end(StepResult(0, Phase.DECODE, 1, 1, 10.0, 0.02, computed=((1, 1),)))
+    assert asked(strategy, *rows).hold == {1}
+
+
+def test_a_turn_that_is_on_the_device_lets_nobody_else_begin():
+    strategy = Aegaeon()
+    asked(strategy, row(1, "a"), row(2, "b"))
+    waits = row(3, "b", Phase.PREFILL)
+    for rows in ((row(2, "b"), waits), (waits,)):
+        decision = asked(strategy, *rows, in_flight=1)
+        assert decision.phase is Phase.DECODE and decision.hold == {each.request_id for each in rows}
+    strategy.on_request_end(1)  # the last of the turn: it is over
+    assert asked(strategy, waits, in_flight=1).phase is Phase.PREFILL
+
+
+def test_seconds_of_prompts_are_part_of_the_round():
+    def first_turn(prompt_s):
+        strategy = Aegaeon(max_turn_s=30.0)
+        rows = row(1, "a"), row(2, "b")
+        for number in range(40):
+            strategy.on_step_end(StepResult(0, Phase.PREFILL, 1, 100, 10.0, prompt_s, computed=((1, 100),)))
+            for name in (1 + number % 2,) * 400:
+                strategy.on_step_end(StepResult(0, Phase.DECODE, 1, 1, 10.0, 0.02, computed=((name, 1),)))
+            asked(strategy, *rows)
+        return strategy._turn.left_tokens
+
+    assert first_turn(1.0) > 3 * first_turn(0.01)
