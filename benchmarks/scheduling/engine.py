@@ -11,7 +11,7 @@ ENGINE = "engine"  # LMDeploy's own scheduler, nothing asked
 
 
 def write_shape(folder: Path, shape: str) -> Path:
-    """Random weights in bfloat16 of a Qwen2 of 0.5B parameters, or of a sixth of that."""
+    """Random weights in bfloat16 of a Qwen2 of 0.5B parameters, or of 72 million."""
     from benchmarks.cpu_engine import write_half_billion
     from sagellm.demo_model.random_model import write_random_model
 
