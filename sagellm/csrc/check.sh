@@ -50,9 +50,10 @@ build_address() {
 }
 
 native_tests() {
-    local build="$folder/$1" name
+    local build="$folder/$1" name names="threads hook_table plugin_port"
+    [ "$1" = thread ] || names="$names functional block_cache policies stream_copy abi" # these have one thread
     shift
-    for name in functional threads block_cache hook_table plugin_port policies stream_copy abi; do
+    for name in $names; do
         "$@" "$build/tests/native_$name" || exit 1
     done
     "$@" "$build/tests/turbomind_test" --steps 250 || exit 1
