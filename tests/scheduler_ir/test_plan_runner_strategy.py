@@ -4,12 +4,13 @@ import pytest
 
 from sagellm.core.config import HookConfig, PluginSpec
 from sagellm.core.errors import PlanError
-from sagellm.core.hooks import Phase, Plugin, ScheduleDecision
+from sagellm.core.hooks import Phase, ScheduleDecision
 from sagellm.core.host import PluginHost
 from sagellm.scheduler_ir.plan import PlanState
 from sagellm.scheduler_ir.plan_runner import PlanRunner
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from tests.scheduler_ir.fake_engine import FakeEngine
+from tests.scheduler_ir.hosted import Hosted
 from tests.scheduler_ir.made_plans import plan, prefill, start, states
 
 PREFILL = Phase.PREFILL
@@ -42,23 +43,6 @@ def test_a_strategy_orders_who_is_in_no_plan_and_cuts_where_no_plan_begins_the_s
 class RaisesInRunner(PlanRunner):
     def __init__(self):
         super().__init__(strategy=Raises(), wait_for_requests=True)
-
-
-class Hosted(Plugin):
-    """Asks as an engine does: through the host, which switches a plug-in off that raises."""
-
-    def __init__(self, host):
-        self.host = host
-
-    def schedule(self, view):
-        decided = self.host.decide("schedule", view, lambda answer: answer)
-        return None if decided is None else decided[1]
-
-    def on_step_end(self, result):
-        self.host.notify("on_step_end", result)
-
-    def on_request_end(self, request_id):
-        self.host.notify("on_request_end", request_id)
 
 
 def test_a_strategy_that_raises_costs_no_request_and_the_plan_says_so():

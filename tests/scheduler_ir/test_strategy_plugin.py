@@ -12,6 +12,7 @@ from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategy_plugin import StrategyPlugin, compact
 from tests.scheduler_ir.fake_engine import FakeEngine
+from tests.scheduler_ir.hosted import Hosted
 
 
 class Shortest(SchedulingStrategy):
@@ -137,21 +138,6 @@ def test_nothing_is_written_where_nothing_is_recorded():
     plugin.attach(handle)
     fill(FakeEngine(plugin)).run()
     assert not handle.lines
-
-
-class Hosted(Plugin):
-    def __init__(self, host):
-        self.host = host
-
-    def schedule(self, view):
-        decided = self.host.decide("schedule", view, lambda answer: answer)
-        return None if decided is None else decided[1]
-
-    def on_step_end(self, result):
-        self.host.notify("on_step_end", result)
-
-    def on_request_end(self, request_id):
-        self.host.notify("on_request_end", request_id)
 
 
 def hosted(**options):
