@@ -2,7 +2,8 @@
 scheduler, errors, and clients that leave.
 
 LMDeploy stops at single tokens whose text contains the stop word, which cuts text before it, and ignores words of
-several tokens without a word. Here the text decides, as in OpenAI's API: the answer ends in front of the first match.
+several tokens without a word. Here the text decides, as in OpenAI's API: the answer ends in front of the first match,
+which is the one that is whole first, so it does not depend on how the text was cut into pieces.
 """
 
 import asyncio
@@ -29,10 +30,10 @@ class StopStrings:
     def feed(self, text: str) -> tuple[str, bool]:
         """What may be shown now, and whether a word was found. O(len(text) * number of words)."""
         self._held += text
-        found = [(at, word) for word in self._words if (at := self._held.find(word)) >= 0]
+        found = [(at + len(word), at) for word in self._words if (at := self._held.find(word)) >= 0]
         if found:
-            at, word = min(found)
-            return self._held[: at + len(word) * self._keep_word], True
+            end, start = min(found)
+            return self._held[: end if self._keep_word else start], True
         keep = max((_overlap(self._held, word) for word in self._words), default=0)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown, False
