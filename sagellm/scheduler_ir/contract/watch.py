@@ -1,5 +1,6 @@
 """Sees which clocks and unseeded random numbers are read while something runs, however they were imported."""
 
+import gc
 import os
 import random
 import sys
@@ -42,9 +43,12 @@ def watched(read: Callable[[str], None]) -> Iterator[None]:
         if event == "c_call" and (name := name_of(called)) is not None:
             read(name)
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # what others do when garbage is collected, on whatever thread that happens, is not the strategy's
     sys.setprofile(look)
     try:
         yield
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
