@@ -12,13 +12,21 @@ import click
 from click.core import ParameterSource
 
 from sagellm.cli.current_folder import look_in_current_folder
-from sagellm.cli.replay_schedule import OWN_OPTIONS, SHARED_OPTIONS, run_schedule, schedule_options
+from sagellm.cli.replay_schedule import (
+    OWN_OPTIONS,
+    SHARED_OPTIONS,
+    VERIFY_OPTIONS,
+    one_strategy,
+    run_schedule,
+    schedule_options,
+)
+from sagellm.cli.replay_verify import verify_kv, verify_strategy
 from sagellm.cli.values import Finite
 from sagellm.core.errors import SageError
 from sagellm.replay.base import DEFAULT_BLOCK_SIZE, MAX_BLOCKS, Semantics, num_blocks, shortened
 
-MAX_SHOWN = 20
 MAX_COUNT = 2**31 - 1
+OF_SCHEDULE = Path()  # --verify without a file
 
 
 class _Misuse(click.ClickException):
@@ -110,7 +118,10 @@ class _Rates(click.ParamType):
 @click.option(
     "--plot", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write plots into this folder."
 )
-@click.option("--verify", type=click.Path(path_type=Path), metavar="LOG", help="Check what an engine recorded instead.")
+@click.option(
+    "--verify", type=click.Path(path_type=Path), is_flag=False, flag_value=OF_SCHEDULE, metavar="[LOG]",
+    help="Check what an engine recorded instead; with --schedule LOG its strategy's decisions.",
+)
 @schedule_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def replay(trace_name: str | None, verify: Path | None, schedule: Path | None, as_json: bool, **given: Any) -> None:
@@ -123,20 +134,27 @@ def replay(trace_name: str | None, verify: Path | None, schedule: Path | None, a
     Exit code 0: done, or the log was followed in every decision; 1: the log differs; 2: misuse, or a trace or policy that
     cannot be used.
     """
-    if [trace_name, verify, schedule].count(None) != 2:
-        raise click.UsageError("give either --trace and --capacity, or --verify LOG, or --schedule LOG.")
-    if verify is not None:
+    is_checked = schedule is not None and verify == OF_SCHEDULE
+    if [trace_name, None if is_checked else verify, schedule].count(None) != 2 or (verify == OF_SCHEDULE and not is_checked):
+        raise click.UsageError(
+            "give either --trace and --capacity, or --verify LOG, or --schedule LOG, or --schedule LOG --verify."
+        )
+    if is_checked:
+        _refuse_others("--schedule --verify", ("schedule", "verify", "as_json", *VERIFY_OPTIONS))
+    elif verify is not None:
         _refuse_others("--verify", ("verify", "as_json"))
-    if schedule is not None:
+    elif schedule is not None:
         _refuse_others("--schedule", ("schedule", *OWN_OPTIONS, *SHARED_OPTIONS))
     else:
         _refuse("--trace", OWN_OPTIONS)
     try:
+        if is_checked:
+            sys.exit(verify_strategy(schedule, as_json, *one_strategy(given)))
         if schedule is not None:
             run_schedule(schedule, as_json, given)
             return
         if verify is not None:
-            sys.exit(_verify(verify, as_json))
+            sys.exit(verify_kv(verify, as_json))
         _run(trace_name, as_json, **given)
     except SageError as error:
         raise _Misuse(str(error)) from None
@@ -263,30 +281,3 @@ def _options_by_policy(names: list[str], text: str | None) -> dict[str, dict[str
     if len(set(names)) > 1:
         raise click.UsageError('with several policies --policy-options goes by policy: {"arc": {...}}.')
     return {name: given for name in names}
-
-
-def _verify(log: Path, as_json: bool) -> int:
-    from sagellm.replay.verify import verify_log
-
-    found = verify_log(log)
-    if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=1))
-        return 0 if found.agrees else 1
-    for difference in found.differences[:MAX_SHOWN]:
-        click.echo(str(difference))
-    if len(found.differences) > MAX_SHOWN:
-        click.echo(f"and {len(found.differences) - MAX_SHOWN} more; --json lists them, up to 1,000 of a process.")
-    for line, expected, got in found.gaps[:MAX_SHOWN]:
-        click.echo(f"line {line}: lines are missing, number {expected} was expected and {got} came.")
-    cut = "; the last line was cut off and left out" if found.truncated else ""
-    if found.num_open:
-        cut += (
-            "; it ends without a close line"
-            if found.num_open == 1
-            else f"; {found.num_open} processes end without a close line"
-        )
-    click.echo(
-        f"{log}: {found.num_decisions:,} decisions on {found.num_victims:,} victims, {found.num_hits:,} of {found.num_asked:,} "
-        f"blocks found; {len(found.differences):,} differences, {len(found.gaps):,} gaps{cut}."
-    )
-    return 0 if found.agrees else 1

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.cli.values import Finite
 
-__all__ = ["OWN_OPTIONS", "SHARED_OPTIONS", "run_schedule", "schedule_options"]
+__all__ = ["OWN_OPTIONS", "SHARED_OPTIONS", "VERIFY_OPTIONS", "one_strategy", "run_schedule", "schedule_options"]
 
 OWN_OPTIONS = ("strategies", "strategy_options", "ttft_slo_ms", "tpot_slo_ms", "speedup", "decisions")
 SHARED_OPTIONS = ("as_json", "skip_bad", "plot")  # with other ways of replaying
+VERIFY_OPTIONS = ("strategies", "strategy_options")
 
 _OPTIONS = (
     click.option(
@@ -51,9 +53,7 @@ def run_schedule(log_path: Path, as_json: bool, given: dict[str, Any]) -> None:
     from sagellm.replay.schedule.session import replay_schedule
 
     look_in_current_folder()
-    names = list(dict.fromkeys(name.strip() for name in given["strategies"].split(",") if name.strip()))
-    if not names:
-        raise click.UsageError("--strategy names no strategy.")
+    names = _names(given["strategies"])
     strategies = _options_by_name(names, given["strategy_options"])
     targets = Targets(**{
         f"{what}_s": given[f"{what}_slo_ms"] / 1e3 for what in ("ttft", "tpot") if given[f"{what}_slo_ms"] is not None
@@ -83,6 +83,27 @@ def run_schedule(log_path: Path, as_json: bool, given: dict[str, Any]) -> None:
     console.print(table)
     for file in files:
         console.print(f"wrote {file}", soft_wrap=True, highlight=False, markup=False)
+
+
+def one_strategy(given: dict[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
+    """(name, options) of whom to ask again; None for who made the log. Raises UsageError: not one, or options of nobody."""
+    if click.get_current_context().get_parameter_source("strategies") is not ParameterSource.COMMANDLINE:
+        if given["strategy_options"] is not None:
+            raise click.UsageError("--strategy-options goes with --strategy; the log says what options its strategy had.")
+        return None, None
+    from sagellm.replay.schedule.base import ENGINE
+
+    names = _names(given["strategies"])
+    if len(names) > 1 or names == [ENGINE]:
+        raise click.UsageError(f"--strategy is {', '.join(names)}; with --verify name one, which is asked again.")
+    return names[0], _options_by_name(names, given["strategy_options"])[names[0]]
+
+
+def _names(text: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise click.UsageError("--strategy names no strategy.")
+    return names
 
 
 def _file_of(file: Path, name: str, num_names: int) -> Path:

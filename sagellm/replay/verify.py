@@ -7,7 +7,7 @@ request must also be what the engine's own line `lookup` says.
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,72 +22,36 @@ from sagellm.kv_runtime.quota import QuotaManager
 from sagellm.kv_runtime.tier_spec import TierSpec
 from sagellm.replay.base import shortened
 from sagellm.replay.fields import check_fields
-from sagellm.replay.traces.lines import inflated
+from sagellm.replay.record_lines import HEAD, Checked, Difference, check_number, record_lines
 
-__all__ = ["Difference", "VerifyReport", "verify_log"]
+__all__ = ["VerifyReport", "verify_log"]
 
 OPEN = "kv_open"
 ENGINE_FIELDS = ("pid", "n", "matched")  # of the engine's own lines; others have other meanings there
 DECISIONS = ("kv_room", "kv_fetch")
 MakeMigration = Callable[..., "MigrationPolicy | None"]  # (name, **options)
 
-_HEAD = ("t_ns", "n", "pid", "event")  # of every line, and not the manager's
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Where the replay parts from the record. `field` is empty where one of the two has no such line."""
-
-    line: int
-    event: str
-    field: str
-    recorded: Any
-    replayed: Any
-
-    def __str__(self) -> str:
-        place = f"line {self.line}, {self.event}" + (f", {self.field}" if self.field else "")
-        return f"{place}: recorded {self.recorded!r}, replayed {self.replayed!r}"
-
 
 @dataclass(slots=True)
-class VerifyReport:
+class VerifyReport(Checked):
     """What a log holds and how it replays.
 
     Attributes:
         counts: lines by event, of those that were replayed.
         num_decisions: of these, decisions on room and loads; `num_hits`: blocks found, of `num_asked`.
-        differences: in order of the file. A process of which there are `max_differences` is not followed further; those after
-            that are not in here, and neither are they counted.
-        gaps: (line, number expected, number got) where lines of a process are missing.
-        truncated: the last line was cut off, as when a process was killed; it was left out.
-        num_open: processes whose record stops without a `close`: what they did after it nobody knows.
     """
 
-    path: str
     counts: Counter[str] = field(default_factory=Counter)
     num_decisions: int = 0
     num_victims: int = 0
     num_asked: int = 0
     num_hits: int = 0
-    differences: list[Difference] = field(default_factory=list)
-    gaps: list[tuple[int, int, int]] = field(default_factory=list)
-    truncated: bool = False
-    num_open: int = 0
-
-    @property
-    def agrees(self) -> bool:
-        """True if every line was there, and each came out as it was recorded."""
-        return not self.differences and not self.gaps
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "path": self.path, "agrees": self.agrees, "counts": dict(self.counts), "decisions": self.num_decisions,
+            **Checked.to_dict(self), "counts": dict(self.counts), "decisions": self.num_decisions,
             "victims": self.num_victims, "blocks_asked": self.num_asked, "blocks_found": self.num_hits,
-            "truncated": self.truncated, "without_close": self.num_open, "gaps": [list(gap) for gap in self.gaps],
-            "differences": [
-                {name: getattr(each, name) for name in Difference.__slots__} for each in self.differences
-            ],
         }  # fmt: skip
 
 
@@ -118,7 +82,7 @@ def verify_log(
     """
     report = VerifyReport(str(path))
     processes: dict[Any, _Process] = {}
-    for number, line in _lines(Path(path), report):
+    for number, line in record_lines(Path(path), report):
         event = line["event"]
         try:
             _check_format(event, line)  # first, since another format has other fields
@@ -126,7 +90,7 @@ def verify_log(
                 line if event.startswith("kv_") else {name: line[name] for name in ENGINE_FIELDS if name in line}
             )
             process = processes.setdefault(line.get("pid"), _Process())
-            _check_number(process, number, line, report)
+            process.next_number = check_number(process.next_number, number, line, report)
             process.is_closed = event == "close"
             if event == "lookup":
                 process.lookups.append((number, line["request"], line["matched"]))
@@ -149,33 +113,6 @@ def verify_log(
     if not report.counts[OPEN]:
         raise TraceError(f"{path} holds no {OPEN} line; record an engine that runs with a KV policy (--kv-policy).")
     return report
-
-
-def _lines(path: Path, report: VerifyReport) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        data, cut = inflated(path, path.read_bytes())
-    except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror}.") from None
-    lines = data.split(b"\n")
-    report.truncated = bool(lines.pop()) or bool(cut)
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise TraceError(f"{path}, line {number}: not JSON: {error}.") from None
-        if not isinstance(line, dict) or not isinstance(line.get("event"), str):
-            raise TraceError(f"{path}, line {number}: no event; each line is an object with `event`.")
-        yield number, line
-
-
-def _check_number(process: _Process, number: int, line: dict[str, Any], report: VerifyReport) -> None:
-    count = line.get("n")
-    if type(count) is int:
-        if process.next_number is not None and count != process.next_number:
-            report.gaps.append((number, process.next_number, count))
-        process.next_number = count + 1
 
 
 def _check_format(event: str, line: dict[str, Any]) -> None:
@@ -205,7 +142,7 @@ def _replay(process: _Process, number: int, line: dict[str, Any], report: Verify
     feed = _FEEDS.get(event)
     if feed is None:
         raise ValueError(f"unknown event; known are {', '.join(sorted(_FEEDS))}")
-    recorded = {name: value for name, value in line.items() if name not in _HEAD}
+    recorded = {name: value for name, value in line.items() if name not in HEAD}
     found: list[Difference] = []
     try:
         feed(process.manager, line)

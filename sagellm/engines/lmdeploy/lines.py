@@ -8,6 +8,7 @@ from sagellm.core.config import HookConfig
 from sagellm.core.events import FORMAT
 from sagellm.core.scheduling import NO_SERVICE
 from sagellm.engines.lmdeploy.prefix_cache import namespace_of
+from sagellm.engines.lmdeploy.requests import service_of
 
 
 def open_line(scheduler: Any, config: HookConfig, prefix_caching: bool) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def open_line(scheduler: Any, config: HookConfig, prefix_caching: bool) -> dict[
 
 def arrive_line(seq: Any) -> dict[str, Any]:
     """Fields of `arrive`."""
-    service, asked = seq.sage_service, {}
+    service, asked = service_of(seq), {}
     if service is not NO_SERVICE:
         from_now = service._replace(deadline_s=service.deadline_s - time.perf_counter())
         asked = {

@@ -13,7 +13,14 @@ logger = logging.getLogger("sagellm")
 
 
 def service_of(seq: Any) -> ServiceLevel:
-    """What the client asked for, which came with the sampling parameters as the JSON of a `ServiceRequest`."""
+    """What the client asked for: with each request of a session, whose sequence then gets other sampling parameters."""
+    if getattr(seq, "sage_settings", None) is not seq.sampling_param:
+        seq.sage_service, seq.sage_settings = _read(seq), seq.sampling_param
+    return seq.sage_service
+
+
+def _read(seq: Any) -> ServiceLevel:
+    """It came with the sampling parameters as the JSON of a `ServiceRequest`."""
     text = getattr(seq.sampling_param, "sage", None)
     if text is None:
         return NO_SERVICE
@@ -25,7 +32,7 @@ def service_of(seq: Any) -> ServiceLevel:
 
 
 def tenant_of(seq: Any) -> str:
-    return getattr(seq, "sage_service", NO_SERVICE).tenant_id
+    return service_of(seq).tenant_id
 
 
 def note_tokens(running: list[Any], cut: set[int], end_s: float) -> None:

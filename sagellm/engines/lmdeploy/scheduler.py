@@ -158,7 +158,7 @@ class SchedulerHooks:
     # ---- scheduling (0003)
 
     def arrived(self, seq: Any) -> None:
-        seq.sage_service = service_of(seq)
+        service_of(seq)  # a deadline is put on this process's clock as soon as it is here
         if self._recorder.enabled:
             self._recorder.write("arrive", **arrive_line(seq))
 
@@ -184,6 +184,7 @@ class SchedulerHooks:
             note_tokens(running, cut, end_s)
         result = self._steps.result(step, loop, len(running), end_s, duration_s)
         if self._recorder.enabled:
+            self.choice.note_unsent()
             self._recorder.write("step", **step_line(result))
         if not (self._host.plugins and self._host.listens("on_step_end")):
             return
@@ -192,6 +193,7 @@ class SchedulerHooks:
             self._host.flush()
 
     def ended(self, session_id: int) -> None:
+        self.choice.note_unsent()
         session = self._scheduler.sessions[session_id]
         for seq in session.sequences.values():
             if self._host.plugins:
@@ -235,6 +237,7 @@ class SchedulerHooks:
         }
 
     def close(self) -> None:
+        self.choice.note_unsent()
         self._host.close()
 
 

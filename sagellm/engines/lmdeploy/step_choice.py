@@ -15,7 +15,9 @@ from sagellm.core.hooks import (
     StepView,
 )
 from sagellm.core.host import PluginHost
+from sagellm.core.schedule_lines import ScheduleLines
 from sagellm.engines.lmdeploy.chunks import Chunks
+from sagellm.engines.lmdeploy.requests import service_of
 
 # How long until requests that plug-ins hold back are looked at again: this share of the time it has been so, within bounds.
 HELD_SHARE, SHORTEST_HELD_S, LONGEST_HELD_S = 10, 0.001, 0.02
@@ -47,6 +49,9 @@ class StepChoice:
         self._unused: set[Phase] = set()  # what the decision has not been applied to yet
         self._rank: dict[int, int] = {}  # of the decision: request id -> its place
         self._held: set[int] = set()  # request ids that take no part in the step chosen last
+        self._lines = ScheduleLines()
+        # For the record: who was asked last, about what, with what answer, until it is written; None where nothing is kept
+        self._asked: tuple[str, StepView, ScheduleDecision | None] | None = None
 
     @property
     def budget(self) -> int | None:
@@ -57,11 +62,18 @@ class StepChoice:
         """A step is about to be sent. Returns its number."""
         self._step += 1
         self._unused.clear()
-        if self._decision is not None and self._recorder.enabled:
-            self._write(Phase.DECODE if self.is_decoding else Phase.PREFILL, self._decision)
+        if self._asked is not None:
+            self._write(Phase.DECODE if self.is_decoding else Phase.PREFILL)
         return self._step
 
+    def note_unsent(self) -> None:
+        """Before anything else is told of or asked: a decision that no step came of goes on record all the same, as who made
+        it may go by it in the next one."""
+        if self._asked is not None:
+            self._write(None)
+
     def ended(self, seq: Any) -> None:
+        self._lines.forget((seq.session_id,))
         self._admitted.discard(seq.seq_id)
         self._refused_since.pop(seq.seq_id, None)
         self._held_since.pop(seq.seq_id, None)
@@ -156,6 +168,8 @@ class StepChoice:
 
     def _ask(self, phase: Phase) -> None:
         """Admit who may join, then ask about all of them. `phase`: what the engine would do."""
+        if self._asked is not None:
+            self._write(None)
         self._decision = None
         self._unused = set(Phase)
         self.chunks.forget_refusals()
@@ -180,19 +194,22 @@ class StepChoice:
                 self._left = time.monotonic() + COALESCE_S, queue
         self._host.flush(COALESCE_S)
         if decided is not None and decided[1] is not None:
-            self._take(*decided, {seq.session_id: seq for seq in (*waiting, *running)}, held)
+            self._take(decided[1], {seq.session_id: seq for seq in (*waiting, *running)}, held)
 
     def _decide(self, phase: Phase, waiting: list[Any], running: list[Any]) -> tuple[str, ScheduleDecision | None] | None:
         scheduler = self._scheduler
         rows = [_metadata(seq, Phase.PREFILL) for seq in waiting]
         rows += [_metadata(seq, Phase.DECODE) for seq in running]
-        self._view = view = StepView(
+        view = StepView(
             self._step + 1, phase, tuple(rows), self._num_free_blocks(), scheduler.cache_config.max_prefill_token_num,
             scheduler.scheduler_config.max_batches, scheduler.num_locked(), time.perf_counter(),
         )  # fmt: skip
-        return self._host.decide("schedule", view, lambda answer: check_schedule(answer, view))
+        decided = self._host.decide("schedule", view, lambda answer: check_schedule(answer, view))
+        if decided is not None and self._recorder.enabled:
+            self._asked = decided[0], view, decided[1]
+        return decided
 
-    def _take(self, name: str, decision: ScheduleDecision, by_request: dict[int, Any], held: dict[int, float]) -> None:
+    def _take(self, decision: ScheduleDecision, by_request: dict[int, Any], held: dict[int, float]) -> None:
         """Go by this decision, unless it has kept somebody waiting for too long. `held`: since when others were."""
         now = time.monotonic()
         self._held_since = {by_request[request].seq_id: 0.0 for request in decision.hold}
@@ -202,7 +219,7 @@ class StepChoice:
             if self._overdue(seq, since_s, "schedule"):
                 self._held_since = {}
                 return
-        self._decision, self._name = decision, name
+        self._decision = decision
         self._rank = {request: place for place, request in enumerate(decision.order or ())}
 
     def _admits(self, seq: Any) -> bool:
@@ -226,23 +243,15 @@ class StepChoice:
         self._host.blame(hook, f"request {seq.session_id} was kept waiting for {waited:.1f} s")
         return True
 
-    def _write(self, phase: Phase, decision: ScheduleDecision) -> None:
-        view = self._view
-        queue = [
-            [row.request_id, row.phase.value, row.num_tokens, row.num_computed, row.num_generated, row.num_blocks]
-            for row in view.requests
-        ]
-        self._recorder.write(
-            "schedule", policy=self._name, step=view.step, phase=phase.value, order=list(decision.order or ()),
-            hold=decision.hold, token_budget=decision.token_budget, chunk_tokens=decision.chunk_tokens,
-            reason=decision.reason, reasons=decision.reasons, queue=queue, free_blocks=view.free_blocks,
-            in_flight=view.num_in_flight, limit=view.token_budget, max_batch=view.max_batch_size,
-        )  # fmt: skip
+    def _write(self, phase: Phase | None) -> None:
+        asked, self._asked = self._asked, None
+        self._recorder.write("schedule", **self._lines.fields(*asked, phase))
 
 
 def _metadata(seq: Any, phase: Phase) -> RequestMetadata:
+    is_known = seq.sage_settings is seq.sampling_param  # as `service_of`, without a call for each row of each step
     return RequestMetadata(
         seq.session_id, phase, seq.num_valid_ids, seq.num_history_ids, seq.num_new_tokens, seq.num_blocks, seq.arrive_time,
-        seq.adapter_name or "", seq.sage_service, seq.sampling_param.max_new_tokens,
+        seq.adapter_name or "", seq.sage_service if is_known else service_of(seq), seq.sampling_param.max_new_tokens,
         getattr(seq, "sage_first_s", math.inf), getattr(seq, "sage_last_s", math.inf),
     )  # fmt: skip

@@ -16,6 +16,7 @@ from sagellm.core.answers import check_admission, check_schedule
 from sagellm.core.config import HookConfig
 from sagellm.core.hooks import COALESCE_S, Phase, RequestMetadata, StepView
 from sagellm.core.host import PluginHost
+from sagellm.core.schedule_lines import ScheduleLines
 
 HOLD = np.uint64(2**64 - 1)  # SAGE_PRIORITY_HOLD
 UNCUT = "TurboMind cuts prompts by the token budget alone"
@@ -45,6 +46,7 @@ class StepDecisions:
         self._running: dict[Where, dict[int, _Known]] = {}
         self._left: dict[Where, tuple[float, list[int]]] = {}  # steps left to the engine: until when, which requests
         self._refused: dict[Where, tuple[int, tuple[tuple[int, str], ...]]] = {}  # of the step decided last
+        self._lines: dict[Where, ScheduleLines] = {}
 
     def admit(self, question: Any, until_s: float) -> list[int] | None:
         """Places of the requests that may join the batch; None leaves it to the engine.
@@ -117,22 +119,20 @@ class StepDecisions:
         )
         decided = self._host.decide("schedule", view, lambda answer: check_schedule(answer, view), until_s)
         known = self._running[where]
+        if decided is not None and self._host.recorder.enabled:
+            line = self._lines.setdefault(where, ScheduleLines()).fields(decided[0], view, decided[1], phase)
+            self._host.recorder.write("schedule", **line)
         if decided is None or decided[1] is None:
             if decided is not None:
                 self._left[where] = time.monotonic() + COALESCE_S, ids
             for request in known.values():
                 request.held_since = None
             return None
-        name, decision = decided
+        decision = decided[1]
         if self._holds_too_long(decision.hold, known):
             return None
         self._refused[where] = question.step, tuple((request, UNCUT) for request in decision.chunk_tokens)
         budget = min(decision.token_budget or question.default_budget, question.default_budget)
-        self._host.recorder.write(
-            "schedule", policy=name, step=question.step, phase=phase.value, order=list(decision.order),
-            hold=decision.hold, token_budget=decision.token_budget, chunk_tokens=decision.chunk_tokens,
-            reason=decision.reason, reasons=decision.reasons,
-        )  # fmt: skip
         return _priorities(question.priorities, ids, decision.order, decision.hold), max(budget, 1)
 
     def refused(self, where: Where, step: int) -> tuple[tuple[int, str], ...]:
@@ -166,6 +166,8 @@ class StepDecisions:
             )
             rows.append((priority, row))
         self._running[where] = known
+        if where in self._lines:
+            self._lines[where].forget(before.keys() - known.keys())
         return tuple(row for _, row in sorted(rows, key=lambda pair: pair[0]))
 
     def _is_left(self, where: Where, ids: list[int]) -> bool:

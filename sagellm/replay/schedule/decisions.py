@@ -1,74 +1,61 @@
 """Decisions as lines: the `schedule` lines of an event log, written by a virtual run and read from anybody's."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sagellm.core.errors import ConfigError, TraceError
-from sagellm.core.hooks import Phase, RequestId, ScheduleDecision, StepView
+from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, ServiceLevel, StepView
+from sagellm.core.schedule_lines import LEFT, ScheduleLines, ns_of
+from sagellm.core.scheduling import NO_SERVICE
 from sagellm.replay.base import MAX_KEY, shortened
 from sagellm.replay.traces.json_lines import member, parse_object
 from sagellm.replay.traces.lines import BadLines, Broken, open_text
 from sagellm.replay.traces.rows import whole
 
-__all__ = ["DecisionLine", "decision_line", "first_difference", "read_decisions", "write_decisions"]
+__all__ = ["DecisionLine", "DecisionReader", "first_difference", "read_decisions", "write_decisions"]
 
+PHASES = {phase.value: phase for phase in Phase}
 Row = tuple[RequestId, str, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class DecisionLine:
-    """What a scheduler was told, what it chose, and why. `time_s` is no part of comparisons by `first_difference`.
+    """What a scheduler was told, what it chose, and why.
 
     Attributes:
-        phase: what came next.
-        queue: request, prefill or decode, its tokens, those that are computed, those generated, and its blocks.
-        limit, max_batch: the engine's limits of new tokens in a step with prompts, and of requests.
+        view: as it was seen, field by field.
+        decision: None where the step was left to the engine.
+        phase: what the engine did then; None where no step came of it.
     """
 
-    time_s: float
     policy: str
-    step: int
-    phase: Phase
-    order: tuple[RequestId, ...]
-    hold: tuple[RequestId, ...]
-    token_budget: int | None
-    chunk_tokens: dict[RequestId, int]
-    reason: str
-    reasons: dict[RequestId, str]
-    queue: tuple[Row, ...]
-    free_blocks: int
-    in_flight: int
-    limit: int
-    max_batch: int
+    view: StepView
+    decision: ScheduleDecision | None
+    phase: Phase | None
 
+    @property
+    def step(self) -> int:
+        return self.view.step
 
-CHOICE = ("phase", "order", "hold", "token_budget", "chunk_tokens")
-
-
-def decision_line(policy: str, view: StepView, decision: ScheduleDecision, phase: Phase) -> DecisionLine:
-    """`phase`: what the engine did about it."""
-    queue = tuple(
-        (row.request_id, row.phase.value, row.num_tokens, row.num_computed, row.num_generated, row.num_blocks)
-        for row in view.requests
-    )
-    order = tuple(decision.order) if decision.order is not None else tuple(row[0] for row in queue)
-    return DecisionLine(
-        round(view.now_s, 9), policy, view.step, phase, order, tuple(sorted(decision.hold)), decision.token_budget,
-        dict(decision.chunk_tokens), decision.reason, dict(decision.reasons), queue, view.free_blocks, view.num_in_flight,
-        view.token_budget, view.max_batch_size,
-    )  # fmt: skip
+    @property
+    def queue(self) -> tuple[Row, ...]:
+        """Request, prefill or decode, its tokens, those that are computed, those generated, and its blocks."""
+        return tuple([
+            (row.request_id, row.phase.value, row.num_tokens, row.num_computed, row.num_generated, row.num_blocks)
+            for row in self.view.requests
+        ])  # fmt: skip
 
 
 def write_decisions(path: Path, lines: Sequence[DecisionLine]) -> None:
     """A file of its own; what was there is replaced. Raises ConfigError: it cannot be written."""
-    texts = []
+    texts, fields = [], ScheduleLines().fields
     for number, line in enumerate(lines):
-        head = {"t_ns": round(line.time_s * 1e9), "n": number, "pid": 0, "event": "schedule"}
-        body = {name: getattr(line, name) for name in DecisionLine.__slots__ if name != "time_s"}
-        texts.append(json.dumps({**head, **body, "phase": line.phase.value}) + "\n")
+        head = {"t_ns": ns_of(line.view.now_s), "n": number, "pid": 0, "event": "schedule"}
+        texts.append(json.dumps(head | fields(line.policy, line.view, line.decision, line.phase)) + "\n")
     try:
         path.write_text("".join(texts), encoding="utf-8")
     except OSError as error:
@@ -77,40 +64,137 @@ def write_decisions(path: Path, lines: Sequence[DecisionLine]) -> None:
 
 def read_decisions(path: Path) -> list[DecisionLine]:
     """The `schedule` lines of a file, whatever else it holds. Raises TraceError: it cannot be read, or a line is malformed."""
-    file = open_text(path)
-    bad = BadLines(file.name)
-    found = [line for _, line in file.parse(_parse, bad) if line is not None]
+    file, reader = open_text(path), DecisionReader()
+
+    def parse(text: bytes) -> DecisionLine | None:
+        row = parse_object(text)
+        return reader.read(row) if member(row, "event") == "schedule" else None
+
+    found = [line for _, line in file.parse(parse, BadLines(file.name)) if line is not None]
     if not found:
         raise TraceError(f"{file.name} holds no schedule lines; give what --decisions wrote, or a log with decisions.")
     return found
 
 
 def first_difference(ours: Sequence[DecisionLine], theirs: Sequence[DecisionLine]) -> tuple[int, str] | None:
-    """(index, field) of the first decision whose choice differs; an index past the end of one of them has no field."""
+    """(index, field) of the first decision whose choice or queue differs, times aside; an index past the end of one of them has
+    no field."""
     for index, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
-        for name in ("queue", *CHOICE):
-            if getattr(mine, name) != getattr(other, name):
+        chosen, theirs_chosen = _chosen(mine), _chosen(other)
+        for name, value in chosen.items():
+            if value != theirs_chosen[name]:
                 return index, name
     return None if len(ours) == len(theirs) else (min(len(ours), len(theirs)), "")
 
 
-def _parse(line: bytes) -> DecisionLine | None:
-    row = parse_object(line)
-    if member(row, "event") != "schedule":
+def _chosen(line: DecisionLine) -> dict[str, Any]:
+    """What is left to the engine is served in the order of the queue."""
+    decision = line.decision or ScheduleDecision()
+    order = decision.order if decision.order is not None else [row.request_id for row in line.view.requests]
+    return {
+        "queue": line.queue, "phase": line.phase, "order": list(order), "hold": decision.hold,
+        "token_budget": decision.token_budget, "chunk_tokens": decision.chunk_tokens,
+    }  # fmt: skip
+
+
+class DecisionReader:
+    """Makes views and decisions again from the `schedule` lines of a file, given from the first on."""
+
+    def __init__(self) -> None:
+        self._terms: dict[tuple[Any, RequestId], tuple[float, int, str, ServiceLevel]] = {}  # by process and request
+
+    def read(self, row: dict[str, Any]) -> DecisionLine:
+        """Raises Broken: a field is missing, or is not what its name says."""
+        names = ("step", "free_blocks", "in_flight", "limit", "max_batch")
+        counts = {name: whole(member(row, name), name, MAX_KEY) for name in names}
+        policy, pid = member(row, "policy"), row.get("pid")
+        if type(policy) is not str:
+            raise Broken(f"policy is {shortened(policy)}; a string was expected.")
+        if type(pid) not in (int, str, type(None)):
+            raise Broken(f"pid is {shortened(pid)}; a number was expected.")
+        now_s = _number(member(row, "now_s"), "now_s")
+        for terms in _list(row.get("terms", []), "terms"):
+            self._learn(pid, terms)
+        requests = tuple([self._request(pid, each, now_s) for each in _list(member(row, "queue"), "queue")])
+        view = StepView(
+            counts["step"], _phase(member(row, "own"), "own"), requests, counts["free_blocks"], counts["limit"],
+            counts["max_batch"], counts["in_flight"], now_s,
+        )  # fmt: skip
+        phase = member(row, "phase")
+        return DecisionLine(policy, view, _decision(row), None if phase is None else _phase(phase, "phase"))
+
+    def _learn(self, pid: Any, row: Any) -> None:
+        if type(row) is not list or len(row) not in (4, 9) or type(row[3]) is not str:
+            raise Broken(
+                f"a row of terms is {shortened(row)}; request, arrival, max_new, adapter, and five of its service or none "
+                "were expected."
+            )
+        request, arrival_s, max_new, adapter, *asked = row
+        service = NO_SERVICE
+        if asked:
+            if type(asked[0]) is not int or type(asked[1]) is not str:
+                raise Broken(f"a service of terms is {shortened(asked)}; a priority, a tenant and three times were expected.")
+            times = [math.inf if each is None else _number(each, "a time of terms") for each in asked[2:]]
+            service = ServiceLevel(asked[0], asked[1], *times)
+        number = whole(request, "a request of terms", MAX_KEY)
+        arrival_s, max_new = _number(arrival_s, "an arrival of terms"), whole(max_new, "max_new of terms", MAX_KEY)
+        self._terms[pid, RequestId(number)] = arrival_s, max_new, adapter, service
+
+    def _request(self, pid: Any, value: Any, now_s: float) -> RequestMetadata:
+        if type(value) is not list or len(value) not in (6, 8) or value[1] not in ("prefill", "decode"):
+            raise Broken(
+                f"a row of queue is {shortened(value)}; request, prefill or decode, four counts, and two times or none were "
+                "expected."
+            )
+        request, phase, *counts = value[:6]
+        tokens, computed, generated, blocks = (whole(count, "a count of queue", MAX_KEY) for count in counts)
+        number = RequestId(whole(request, "a request of queue", MAX_KEY))
+        terms = self._terms.get((pid, number))
+        if terms is None:
+            raise Broken(f"request {number} is in the queue and no line has its terms; give the lines from the first on.")
+        arrival_s, max_new, adapter, service = terms
+        times = [_time(each, now_s) for each in value[6:]]
+        return RequestMetadata(
+            number, PHASES[phase], tokens, computed, generated, blocks, arrival_s, adapter, service, max_new, *times
+        )
+
+
+def _decision(row: dict[str, Any]) -> ScheduleDecision | None:
+    if "choice" in row:
+        if row["choice"] != LEFT:
+            raise Broken(f"choice is {shortened(row['choice'])}; {LEFT}, or no such field, was expected.")
         return None
-    phase, hold, budget = member(row, "phase"), member(row, "hold"), member(row, "token_budget")
-    if phase not in ("prefill", "decode"):
-        raise Broken(f"phase is {shortened(phase)}; prefill or decode was expected.")
-    names = ("step", "free_blocks", "in_flight", "limit", "max_batch")
-    counts = {name: whole(member(row, name), name, MAX_KEY) for name in names}
-    chunks = {key: whole(tokens, "chunk_tokens") for key, tokens in _by_request(row, "chunk_tokens").items()}
-    return DecisionLine(
-        whole(member(row, "t_ns"), "t_ns", MAX_KEY) / 1e9, str(member(row, "policy")), counts["step"], Phase(phase),
-        _ids(member(row, "order"), "order"), _ids(hold, "hold"), None if budget is None else whole(budget, "token_budget"),
-        chunks, str(member(row, "reason")), {key: str(why) for key, why in _by_request(row, "reasons").items()},
-        tuple(_queue_row(each) for each in _list(member(row, "queue"), "queue")), counts["free_blocks"],
-        counts["in_flight"], counts["limit"], counts["max_batch"],
+    order, budget, wanted = member(row, "order"), member(row, "token_budget"), member(row, "wanted")
+    return ScheduleDecision(
+        None if order is None else _ids(order, "order"), frozenset(_ids(member(row, "hold"), "hold")),
+        None if budget is None else whole(budget, "token_budget"), str(member(row, "reason")),
+        None if wanted is None else _phase(wanted, "wanted"),
+        {key: whole(tokens, "chunk_tokens") for key, tokens in _by_request(row, "chunk_tokens").items()},
+        {key: str(why) for key, why in _by_request(row, "reasons").items()},
     )  # fmt: skip
+
+
+def _phase(value: Any, name: str) -> Phase:
+    if value not in ("prefill", "decode"):
+        raise Broken(f"{name} is {shortened(value)}; prefill or decode was expected.")
+    return Phase(value)
+
+
+def _number(value: Any, name: str) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise Broken(f"{name} is {shortened(value)}; a finite number of seconds was expected.")
+    return value
+
+
+def _time(value: Any, now_s: float) -> float:
+    """The other way round of what `ScheduleLines` writes: whole nanoseconds count back, a number with a point is seconds."""
+    if value is None:
+        return math.inf
+    if type(value) is float:
+        return _number(value, "a time of queue")
+    if type(value) is not int or abs(value) > MAX_KEY:
+        raise Broken(f"a time of queue is {shortened(value)}; nanoseconds, seconds with a point, or null was expected.")
+    return (ns_of(now_s) - value) / 1e9
 
 
 def _list(value: Any, name: str) -> list[Any]:
@@ -119,8 +203,8 @@ def _list(value: Any, name: str) -> list[Any]:
     return value
 
 
-def _ids(value: Any, name: str) -> tuple[RequestId, ...]:
-    return tuple(whole(request, f"a request of {name}", MAX_KEY) for request in _list(value, name))
+def _ids(value: Any, name: str) -> list[RequestId]:
+    return [RequestId(whole(request, f"a request of {name}", MAX_KEY)) for request in _list(value, name)]
 
 
 def _by_request(row: dict[str, Any], name: str) -> dict[RequestId, Any]:
@@ -128,11 +212,3 @@ def _by_request(row: dict[str, Any], name: str) -> dict[RequestId, Any]:
     if type(value) is not dict or not all(key.isascii() and key.isdigit() for key in value):
         raise Broken(f"{name} is {shortened(value)}; an object by request was expected.")
     return {RequestId(int(key)): each for key, each in value.items()}
-
-
-def _queue_row(value: Any) -> Row:
-    if type(value) is not list or len(value) != 6 or value[1] not in ("prefill", "decode"):
-        raise Broken(f"a row of queue is {shortened(value)}; request, prefill or decode, and four counts were expected.")
-    request, phase, *counts = value
-    tokens, computed, generated, blocks = (whole(count, "a count of queue", MAX_KEY) for count in counts)
-    return whole(request, "a request of queue", MAX_KEY), phase, tokens, computed, generated, blocks

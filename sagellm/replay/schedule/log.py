@@ -15,7 +15,7 @@ from sagellm.replay.traces.json_lines import member, parse_object
 from sagellm.replay.traces.lines import BadLines, Broken, TextFile, open_text
 from sagellm.replay.traces.rows import seconds, whole
 
-__all__ = ["read_log"]
+__all__ = ["computed_rows", "read_log"]
 
 NS = 1e-9
 WANTED = ("open", "arrive", "lookup", "schedule", "step", "preempt", "evict", "end")
@@ -143,7 +143,7 @@ class _Reader:
         duration_s = seconds(member(line, "seconds"), "seconds", 1.0)
         if phase == "decode":
             self._num_sent[number] = self._num_sent.get(number, 0) + 1
-        rows = _rows(line["computed"]) if "computed" in line else None
+        rows = computed_rows(line["computed"]) if "computed" in line else None
         self._follower.step(number, phase, time_s, duration_s, requests, tokens, context, rows)
 
     def run(self, file: TextFile, bad: BadLines) -> RecordedRun:
@@ -206,7 +206,8 @@ def _gap_s(steps: tuple[StepRun, ...], times: tuple[RequestTimes, ...]) -> float
     return median(gaps) if gaps else 0.0
 
 
-def _rows(value: Any) -> tuple[tuple[int, int], ...]:
+def computed_rows(value: Any) -> tuple[tuple[int, int], ...]:
+    """The `computed` of a `step` line: (request, new tokens) of each. Raises Broken."""
     if type(value) is not list or not all(type(row) is list and len(row) == 2 for row in value):
         raise Broken(f"computed is {shortened(value)}; a list of pairs of request and new tokens was expected.")
     for request, tokens in value:

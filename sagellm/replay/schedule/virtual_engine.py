@@ -15,7 +15,7 @@ from sagellm.core.errors import PlanError
 from sagellm.core.hooks import Phase, RequestId, ScheduleDecision, StepResult, StepView
 from sagellm.core.host import Nonsense
 from sagellm.replay.schedule.base import ENGINE, EngineShape, RecordedRequest, Run, StepRun
-from sagellm.replay.schedule.decisions import DecisionLine, decision_line
+from sagellm.replay.schedule.decisions import DecisionLine
 from sagellm.replay.schedule.queues import Queues
 from sagellm.replay.schedule.requests import VirtualRequest
 from sagellm.replay.schedule.step_times import StepTimes
@@ -26,7 +26,6 @@ __all__ = ["VirtualEngine"]
 # While nothing may run, the engine looks again after this share of the time that it has been so, within bounds.
 HELD_SHARE, SHORTEST_HELD_S, LONGEST_HELD_S = 10, 0.001, 0.02
 HOLD_LIMIT_S = 60.0  # as in the engine, where a request that is held for longer counts as a fault of the strategy
-ENGINE_REASON = "the engine's own choice"
 
 Progress = Callable[[int], None]  # how many requests have ended
 
@@ -112,8 +111,8 @@ class VirtualEngine:
         self._num_sent += 1
         if self._keep_decisions:
             phase = Phase.PREFILL if is_prefill else Phase.DECODE
-            decision = self._decision or ScheduleDecision(reason=ENGINE_REASON)
-            self.decisions.append(decision_line(self._name if self._decision else ENGINE, self._view, decision, phase))
+            by = ENGINE if self._strategy is None else self._name
+            self.decisions.append(DecisionLine(by, self._view, self._decision, phase))
         queues.send(taken)
         return _Sent(self._num_sent, is_prefill, taken, tuple(queues.refused), None if is_ahead else self._now_s + self._gap_s)
 

@@ -1,6 +1,7 @@
 """Strategies and plans in the real engine: the same tokens whoever schedules, nothing lost, the schedule that was asked for."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -9,11 +10,14 @@ from sagellm.core.errors import ConfigError, PlanError
 from sagellm.core.hooks import Phase, ScheduleDecision
 from sagellm.core.service import ServiceRequest
 from sagellm.engines.base import SamplingParams
+from sagellm.replay.schedule.decisions import read_decisions
+from sagellm.replay.schedule.verify import verify_schedule
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
 from sagellm.scheduler_ir.plan import ExecutionPlan
 from sagellm.scheduler_ir.strategies.fifo import Fifo
 from sagellm.scheduler_ir.strategies.registry import strategy_names
+from sagellm.scheduler_ir.strategy_plugin import StrategyPlugin
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
 from tests.pool import settle
@@ -23,6 +27,9 @@ HERE = "tests.engines.lmdeploy.test_strategies"
 LISTENER = "tests.plugins:Listener"
 PROMPTS = make_prompts((40, 90, 20, 33, 10))
 SHORT = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+IN_PARTS = {"target_itl_s": 0.001, "max_overhead": 0.9}
 
 
 def together(count: int) -> PluginSpec:
@@ -53,12 +60,54 @@ def test_the_tokens_are_the_same_whoever_schedules(start_engine, reference, name
     assert engine.hooks.report()["faults"] == []
 
 
-@pytest.mark.parametrize("name", ["slo_aware", "adaptive", "fair", "hybrid"])
-def test_under_pressure_too(start_engine, reference, name):
-    engine = start_engine(together(len(CROWD)), strategy=name, kv_blocks=30, decode_round=1)
-    assert answers(engine, CROWD) == reference(CROWD, 40)
+def asked_for(number: int) -> ServiceRequest | None:
+    """Something else of each of four, nothing of the last."""
+    due = time.time() + 3
+    return (
+        ServiceRequest(priority=2, tenant="a"), ServiceRequest(tenant="b", ttft_slo_ms=300, tpot_slo_ms=7.3),
+        ServiceRequest(deadline=due), None,
+    )[number % 4]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["fifo", "slo_aware", "adaptive", "fair", "hybrid", "aegaeon", f"{HERE}:EveryOther"])
+def test_under_pressure_too(start_engine, reference, tmp_path, monkeypatch, name):
+    """And each decision can be made again from its line, by a strategy that is told what lines say."""
+    seen, schedule = [], StrategyPlugin.schedule
+    monkeypatch.setattr(StrategyPlugin, "schedule", lambda self, view: seen.append(view) or schedule(self, view))
+    record = tmp_path / "events.jsonl"
+    options = {"adaptive": IN_PARTS, "hybrid": IN_PARTS, "aegaeon": {"batch_size": 3}}.get(name, {})
+    engine = start_engine(
+        together(len(CROWD)), strategy=name, strategy_options=options, kv_blocks=30, decode_round=1, record=record
+    )
+    params = [SamplingParams(40, ignore_eos=True, service=asked_for(number)) for number in range(len(CROWD))]
+    assert answers(engine, CROWD, params) == reference(CROWD, 40)
     report = engine.hooks.report()
     assert report["faults"] == [] and report["preempted"] > 0
+    assert report["chunks"] > 0 or not name.endswith("EveryOther")  # whether others cut is a matter of the machine's speed
+    engine.close()
+    lines = read_decisions(record)
+    assert [line.view for line in lines] == seen
+    monkeypatch.undo()
+    found = verify_schedule(record)
+    assert found.agrees and found.num_decisions == len(seen) and found.num_ends == len(CROWD) and not found.num_open
+    assert (found.num_left > 10) == name.endswith("EveryOther") and found.num_steps > 40
+    assert all(line.phase is not None for line in lines) or found.num_unsent
+
+
+class EveryOther(Fifo):
+    """Cuts prompts, and leaves every other step to the engine, by what it was told."""
+
+    name = "every_other"
+
+    def __init__(self):
+        self.told = 0
+
+    def decide(self, view):
+        chunks = {request.request_id: 16 for request in view.waiting}
+        return None if self.told % 2 else replace(super().decide(view), chunk_tokens=chunks)
+
+    def on_step_end(self, result):
+        self.told += 1
 
 
 def test_fifo_does_step_by_step_what_the_engine_does(start_engine, reference):

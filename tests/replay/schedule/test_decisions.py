@@ -1,16 +1,20 @@
 """Decisions written, read back, and told apart."""
 
 import json
+import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sagellm.core.errors import ConfigError, TraceError
-from sagellm.core.hooks import Phase
-from sagellm.replay.schedule.decisions import first_difference, read_decisions, write_decisions
+from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision, ServiceLevel, StepView
+from sagellm.replay.schedule.decisions import DecisionLine, first_difference, read_decisions, write_decisions
 from sagellm.replay.schedule.virtual_engine import VirtualEngine
 from tests.replay.schedule.made import SHAPE, TIMES, Cuts, Fifo, LastFirst, request
 
-REQUESTS = [request(0, 0.0, 100, 3), request(1, 0.5, 50, 2), request(2, 0.75, 60, 2), request(3, 30.0, 30, 1)]
+ASKED = ServiceLevel(-3, "acme", deadline_s=9.1, ttft_s=0.3)
+REQUESTS = [request(0, 0.0, 100, 3), request(1, 0.5, 50, 2), request(2, 0.75, 60, 2, service=ASKED), request(3, 30.0, 30, 1)]
 
 
 def decisions(strategy=None, name="tested"):
@@ -32,12 +36,14 @@ def test_they_come_back(tmp_path, kind):
 def test_inputs_choice_and_reason():
     line = decisions(LastFirst(), name="last")[1]
     # While request 0 is computed the others arrive.
-    assert (line.time_s, line.policy, line.step, line.phase) == (pytest.approx(2.0), "last", 2, Phase.PREFILL)
-    assert line.order == (2, 1, 0) and line.reason == "who came last" and line.reasons == {2: "the youngest"}
+    assert (line.view.now_s, line.policy, line.step, line.phase) == (pytest.approx(2.0), "last", 2, Phase.PREFILL)
+    chosen = line.decision
+    assert chosen.order == [2, 1, 0] and chosen.reason == "who came last" and chosen.reasons == {2: "the youngest"}
     assert line.queue == (
         (1, "prefill", 50, 0, 0, 0), (2, "prefill", 60, 0, 0, 0), (0, "decode", 101, 100, 1, 25)
     )  # fmt: skip
-    assert (line.free_blocks, line.in_flight, line.limit, line.max_batch) == (975, 0, 100, 8)
+    assert line.view[3:7] == (975, 100, 8, 0)
+    assert line.view.requests[2].first_token_s == line.view.now_s and line.view.requests[1].service == ASKED
 
 
 def test_first_difference():
@@ -53,11 +59,16 @@ def test_first_difference():
         (dict(phase="x"), "phase is 'x'"), (dict(order=3), "order is 3"), (dict(hold=[-1]), "a request of hold is -1"),
         (dict(queue=[[1, "prefill"]]), "a row of queue"), (dict(chunk_tokens={"a": 1}), "an object by request"),
         (dict(step=1.5), "step is 1.5"), (dict(token_budget="all"), "token_budget is 'all'"),
+        (dict(now_s="x"), "now_s is 'x'"), (dict(own=None), "own is None"), (dict(wanted="x"), "wanted is 'x'"),
+        (dict(terms=[[1, 0.5, 0, 3]]), "a row of terms"), (dict(terms=[[1, None, 0, ""]]), "an arrival of terms is None"),
+        (dict(terms=[[1, 0.5, 0, "", "a", "", None, None, None]]), "a service of terms"), (dict(choice="x"), "choice is 'x'"),
+        (dict(queue=[[9, "prefill", 1, 0, 0, 0]]), "no line has its terms"), (dict(policy=3), "policy is 3"),
+        (dict(queue=[[0, "decode", 1, 0, 0, 0, "x", 1]]), "a time of queue is 'x'"),
     ],
 )  # fmt: skip
 def test_malformed(tmp_path, changed, words):
     path = tmp_path / "decisions.jsonl"
-    write_decisions(path, decisions())
+    write_decisions(path, decisions(Fifo()))
     lines = path.read_text().splitlines()
     lines[1] = json.dumps({**json.loads(lines[1]), **changed})
     path.write_text("\n".join(lines))
@@ -72,3 +83,28 @@ def test_no_decisions_and_no_folder(tmp_path):
         read_decisions(tmp_path / "other.jsonl")
     with pytest.raises(ConfigError, match="--decisions"):
         write_decisions(tmp_path / "missing" / "file.jsonl", decisions())
+
+
+LIKELY = st.sampled_from([0.0, 0.1, 1234.000000001, 3.5e5 + 1e-9, 1e7 + 1 / 3, math.inf])
+FLOATS = st.one_of(LIKELY, st.floats(0, 1e9, allow_nan=False))
+FINITE = FLOATS.filter(math.isfinite)
+SERVICES = st.builds(ServiceLevel, st.integers(-100, 100), st.sampled_from(["", "a"]), FLOATS, FLOATS, FLOATS)
+ROWS = st.builds(
+    RequestMetadata, st.integers(0, 3), st.sampled_from(Phase), *[st.integers(0, 9)] * 4, FINITE,
+    st.sampled_from(["", "lora"]), st.one_of(st.just(ServiceLevel()), SERVICES), st.integers(0, 9), FLOATS, FLOATS,
+)  # fmt: skip
+QUEUES = st.lists(ROWS, max_size=4, unique_by=lambda row: row.request_id).map(tuple)
+VIEWS = st.builds(StepView, st.integers(1, 9), st.sampled_from(Phase), QUEUES, *[st.integers(0, 9)] * 4, FINITE)
+
+
+@given(st.lists(st.tuples(VIEWS, st.booleans(), st.sampled_from([None, *Phase])), min_size=1, max_size=5))
+def test_any_view_comes_back_as_it_was(tmp_path_factory, questions):
+    """Also where a number is another request's by then, or what it asked for has changed."""
+    path = tmp_path_factory.mktemp("d") / "d.jsonl"
+    lines = [
+        DecisionLine("p", view, None if is_left else ScheduleDecision([], phase=phase, chunk_tokens={3: 4}), phase)
+        for view, is_left, phase in questions
+    ]
+    write_decisions(path, lines)
+    found = read_decisions(path)
+    assert found == lines and repr(found) == repr(lines)  # to the last bit and the type

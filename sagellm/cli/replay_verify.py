@@ -1,0 +1,60 @@
+"""`sagellm replay --verify`: whether the modules that made a record, or its strategy, decide all of it again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sagellm.cli.current_folder import look_in_current_folder
+
+__all__ = ["verify_kv", "verify_strategy"]
+
+MAX_SHOWN = 20
+
+
+def verify_kv(log: Path, as_json: bool) -> int:
+    """The exit code. Raises SageError: the log cannot be used."""
+    from sagellm.replay.verify import verify_log
+
+    found = verify_log(log)
+    return _show(
+        found, as_json,
+        f"{log}: {found.num_decisions:,} decisions on {found.num_victims:,} victims, {found.num_hits:,} of "
+        f"{found.num_asked:,} blocks found",
+    )  # fmt: skip
+
+
+def verify_strategy(log: Path, as_json: bool, strategy: str | None, options: dict[str, Any] | None) -> int:
+    """The exit code. Raises SageError: the log or the strategy cannot be used."""
+    from sagellm.replay.schedule.verify import verify_schedule
+
+    look_in_current_folder()
+    found = verify_schedule(log, strategy, options)
+    return _show(
+        found, as_json,
+        f"{log}: {found.num_decisions:,} decisions of {', '.join(dict.fromkeys(found.strategies))}, {found.num_left:,} left to "
+        f"the engine; {found.num_steps:,} steps and {found.num_ends:,} ends told",
+    )  # fmt: skip
+
+
+def _show(found: Any, as_json: bool, what: str) -> int:
+    """`found`: a `Checked`."""
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=1))
+        return 0 if found.agrees else 1
+    for difference in found.differences[:MAX_SHOWN]:
+        click.echo(str(difference))
+    if len(found.differences) > MAX_SHOWN:
+        click.echo(f"and {len(found.differences) - MAX_SHOWN} more; --json lists them, up to 1,000 of a process.")
+    for line, expected, got in found.gaps[:MAX_SHOWN]:
+        click.echo(f"line {line}: lines are missing, number {expected} was expected and {got} came.")
+    cut = "; the last line was cut off and left out" if found.truncated else ""
+    if found.num_open:
+        cut += (
+            "; it ends without a close line"
+            if found.num_open == 1
+            else f"; {found.num_open} processes end without a close line"
+        )
+    click.echo(f"{what}; {len(found.differences):,} differences, {len(found.gaps):,} gaps{cut}.")
+    return 0 if found.agrees else 1
