@@ -1,12 +1,20 @@
-"""`schedule` lines of a record: what somebody was told who decides about a step, and what he chose, all of it."""
+"""`schedule` and `step` lines of a record: all that a plug-in was told of steps, to be told again, and all that it chose."""
 
 import math
 from collections.abc import Iterable
 from typing import Any
 
-from sagellm.core.scheduling import NO_SERVICE, Phase, RequestId, RequestMetadata, ScheduleDecision, StepView
+from sagellm.core.scheduling import (
+    NO_SERVICE,
+    Phase,
+    RequestId,
+    RequestMetadata,
+    ScheduleDecision,
+    StepResult,
+    StepView,
+)
 
-__all__ = ["LEFT", "ScheduleLines", "ns_of"]
+__all__ = ["LEFT", "ScheduleLines", "ns_of", "step_line"]
 
 LEFT = "engine"  # the `choice` of who leaves a step to the engine
 
@@ -65,6 +73,16 @@ class ScheduleLines:
         self._told[request.request_id] = terms
         row = [request.request_id, *terms[:3]]
         return row if service == NO_SERVICE else [*row, *[None if each == math.inf else each for each in service]]
+
+
+def step_line(result: StepResult) -> dict[str, Any]:
+    """Fields of the record's `step` line: all that plug-ins are told of it, in full, so that they can be told it again."""
+    refused = {"refused": dict(result.refused)} if result.refused else {}
+    return dict(
+        step=result.step, phase=result.phase.value, requests=result.num_requests, tokens=result.num_tokens,
+        context=result.num_context_tokens, seconds=result.duration_s, end_s=result.end_s, bytes_in=result.bytes_in,
+        bytes_out=result.bytes_out, swap_seconds=result.swap_s, computed=result.computed, **refused,
+    )  # fmt: skip
 
 
 def _row(request: RequestMetadata, now_ns: int) -> list[Any]:

@@ -17,6 +17,7 @@ from sagellm.core.errors import PluginError
 from sagellm.core.guard import PluginFault
 from sagellm.core.hooks import EvictionReason
 from sagellm.core.host import PluginHost
+from sagellm.core.schedule_lines import step_line
 from sagellm.engines.lmdeploy.handle import Handle
 from sagellm.engines.lmdeploy.host_memory import SwapTimes, cache_engine_of
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
@@ -25,7 +26,7 @@ from sagellm.engines.lmdeploy.prefix import PrefixHooks
 from sagellm.engines.lmdeploy.prefix_cache import PrefixCache, namespace_of, num_shareable
 from sagellm.engines.lmdeploy.requests import note_tokens, service_of
 from sagellm.engines.lmdeploy.step_choice import StepChoice
-from sagellm.engines.lmdeploy.steps import Steps, step_line
+from sagellm.engines.lmdeploy.steps import Steps
 
 logger = logging.getLogger("sagellm")
 

@@ -69,13 +69,3 @@ class Steps:
             num_before + loop * num_requests, num_in * self._block_bytes, num_out * self._block_bytes, swap_s,
             computed, refused,
         )  # fmt: skip
-
-
-def step_line(result: StepResult) -> dict[str, Any]:
-    """Fields of the record's `step` line: all that plug-ins are told of it, in full, so that they can be told it again."""
-    refused = {"refused": dict(result.refused)} if result.refused else {}
-    return dict(
-        step=result.step, phase=result.phase.value, requests=result.num_requests, tokens=result.num_tokens,
-        context=result.num_context_tokens, seconds=result.duration_s, end_s=result.end_s, bytes_in=result.bytes_in,
-        bytes_out=result.bytes_out, swap_seconds=result.swap_s, computed=result.computed, **refused,
-    )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 from sagellm.core.answers import check_schedule
 from sagellm.core.errors import TraceError
 from sagellm.core.events import FORMAT
-from sagellm.core.hooks import Phase, ScheduleDecision, StepResult
+from sagellm.core.hooks import Phase, RequestId, ScheduleDecision, StepResult
 from sagellm.core.schedule_lines import LEFT
 from sagellm.replay.base import MAX_KEY, shortened
 from sagellm.replay.record_lines import Checked, Difference, check_number, record_lines
@@ -30,6 +30,8 @@ __all__ = ["ScheduleReport", "verify_schedule"]
 PLUG_IN = f"{StrategyPlugin.__module__}:{StrategyPlugin.__qualname__}"
 FROM_VIEWS = f"{StrategyFromViews.__module__}:{StrategyFromViews.__qualname__}"
 NAME_ONE = "name a strategy with --strategy"
+
+Told = StepResult | RequestId  # by a line `step`, by a line `end`
 
 
 @dataclass(slots=True)
@@ -82,7 +84,7 @@ def verify_schedule(
     report, reader = ScheduleReport(str(path)), DecisionReader()
     processes: dict[Any, _Process] = {}
     # What comes before a process's first decision is told to its strategy too, which is known only then.
-    early: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
+    early: dict[Any, list[tuple[int, Told]]] = {}
     for number, line in record_lines(Path(path), report):
         pid, event = line.get("pid"), line["event"]
         try:
@@ -105,10 +107,11 @@ def verify_schedule(
                 if process.num_differences < max_differences:
                     _ask(process, number, line, reader, report)
             elif event in ("step", "end") and process.plugins is not None:
+                told = _result(line) if event == "step" else whole(member(line, "request"), "request", MAX_KEY)
                 if process.asked is None:
-                    early[pid].append((number, line))
+                    early[pid].append((number, told))
                 elif process.num_differences < max_differences:
-                    _tell(process, number, line, report)
+                    _tell(process, number, told, report)
         except Broken as error:
             raise TraceError(f"{path}, line {number}: {event}: {error}") from error
     report.num_open = sum(process.asked is not None and not process.is_closed for process in processes.values())
@@ -167,18 +170,17 @@ def _ask(process: _Process, number: int, line: dict[str, Any], reader: DecisionR
             _note(process, report, Difference(number, "schedule", name, ours.get(name), theirs.get(name)))
 
 
-def _tell(process: _Process, number: int, line: dict[str, Any], report: ScheduleReport) -> None:
-    is_step = line["event"] == "step"
-    what = _result(line) if is_step else whole(member(line, "request"), "request", MAX_KEY)
+def _tell(process: _Process, number: int, told: Told, report: ScheduleReport) -> None:
+    is_step = isinstance(told, StepResult)
     report.num_steps += is_step
     report.num_ends += not is_step
     try:
         if is_step:
-            process.asked.on_step_end(what)
+            process.asked.on_step_end(told)
         else:
-            process.asked.on_request_end(what)
+            process.asked.on_request_end(told)
     except Exception as error:
-        _note(process, report, Difference(number, line["event"], "", None, _raised(error)))
+        _note(process, report, Difference(number, "step" if is_step else "end", "", None, _raised(error)))
 
 
 def _note(process: _Process, report: ScheduleReport, difference: Difference) -> None:

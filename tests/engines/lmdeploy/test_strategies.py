@@ -100,14 +100,14 @@ class EveryOther(Fifo):
     name = "every_other"
 
     def __init__(self):
-        self.told = 0
+        self.told, self.last = 0, None
 
     def decide(self, view):
         chunks = {request.request_id: 16 for request in view.waiting}
-        return None if self.told % 2 else replace(super().decide(view), chunk_tokens=chunks)
+        return None if self.told % 2 else replace(super().decide(view), chunk_tokens=chunks, reason=repr(self.last))
 
     def on_step_end(self, result):
-        self.told += 1
+        self.told, self.last = self.told + 1, result
 
 
 def test_fifo_does_step_by_step_what_the_engine_does(start_engine, reference):
