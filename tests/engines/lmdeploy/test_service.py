@@ -11,6 +11,7 @@ from sagellm.core.errors import EngineError
 from sagellm.core.hooks import Phase, Plugin, ServiceLevel
 from sagellm.core.service import ServiceRequest
 from sagellm.engines.base import SamplingParams
+from sagellm.replay.schedule.decisions import read_decisions
 from tests.engines.lmdeploy.test_exactness import answers
 from tests.pool import settle
 from tests.reference import make_prompts
@@ -39,17 +40,19 @@ class Sees(Plugin):
 SEES = PluginSpec(name="tests.engines.lmdeploy.test_service:Sees")
 
 
-def generate(engine, service: ServiceRequest | None, max_new_tokens: int = 5, prompt: list[int] = PROMPT) -> None:
+def generate(engine, *services: ServiceRequest | None, max_new_tokens: int = 5, prompt: list[int] = PROMPT) -> None:
+    """A request for each of them, in one session."""
     from lmdeploy.messages import GenerationConfig
 
     async def one():
         instance = engine.engine.create_instance()
-        config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, top_k=1)
-        if service is not None:
-            config.sage = service.model_dump_json(exclude_defaults=True)
         session = next(engine._sessions)
-        async for _ in instance.async_stream_infer(session, prompt, gen_config=config):
-            pass
+        for service in services:
+            config = GenerationConfig(max_new_tokens=max_new_tokens, ignore_eos=True, top_k=1)
+            if service is not None:
+                config.sage = service.model_dump_json(exclude_defaults=True)
+            async for _ in instance.async_stream_infer(session, prompt, gen_config=config):
+                pass
         await instance.async_end(session)
 
     engine._on_loop(one())
@@ -79,6 +82,20 @@ def test_what_it_asks_for_is_seen_everywhere(start_engine, tmp_path):
     asked = arrive["service"]
     assert arrive["tenant"] == "acme" and 90 < asked.pop("deadline_s") <= 100
     assert asked == {"priority": -5, "ttft_s": 0.25, "tpot_s": 0.04} and isinstance(asked["priority"], int)
+
+
+def test_each_request_of_a_session_has_its_own(start_engine, tmp_path):
+    record = tmp_path / "events.jsonl"
+    engine = start_engine(SEES, record=record)
+    generate(engine, ServiceRequest(priority=-5, tenant="acme"), ServiceRequest(priority=3, tenant="other"), None)
+    plugin = engine.hooks._host.plugins[0][1]
+    levels = [ServiceLevel(-5, "acme"), ServiceLevel(3, "other"), ServiceLevel()]
+    assert list(dict.fromkeys(row.service for row in plugin.views)) == levels
+    engine.close()
+    # All of it was left to the engine, and is on record all the same.
+    lines = read_decisions(record)
+    assert list(dict.fromkeys(row.service for line in lines for row in line.view.requests)) == levels
+    assert all(line.decision is None and line.phase is line.view.phase for line in lines)
 
 
 def test_when_tokens_came_is_seen(start_engine):
