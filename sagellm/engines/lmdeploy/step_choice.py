@@ -176,6 +176,8 @@ class StepChoice:
         held, self._held_since = self._held_since, {}
         admits, decides = self._host.decides("admit"), self._host.decides("schedule")
         waiting = sorted(self._scheduler.waiting, key=_arrival) if admits or decides else []
+        for seq in waiting:  # who goes on with a session waits first
+            service_of(seq)
         if self._refused_since:  # of those who still wait for somebody to let them in
             here = {seq.seq_id for seq in waiting} if admits else set()
             self._refused_since = {seq_id: since for seq_id, since in self._refused_since.items() if seq_id in here}
@@ -249,9 +251,8 @@ class StepChoice:
 
 
 def _metadata(seq: Any, phase: Phase) -> RequestMetadata:
-    is_known = seq.sage_settings is seq.sampling_param  # as `service_of`, without a call for each row of each step
     return RequestMetadata(
         seq.session_id, phase, seq.num_valid_ids, seq.num_history_ids, seq.num_new_tokens, seq.num_blocks, seq.arrive_time,
-        seq.adapter_name or "", seq.sage_service if is_known else service_of(seq), seq.sampling_param.max_new_tokens,
+        seq.adapter_name or "", seq.sage_service, seq.sampling_param.max_new_tokens,
         getattr(seq, "sage_first_s", math.inf), getattr(seq, "sage_last_s", math.inf),
     )  # fmt: skip
