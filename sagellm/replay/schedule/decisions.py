@@ -105,6 +105,8 @@ class DecisionReader:
 
     def read(self, row: dict[str, Any]) -> DecisionLine:
         """Raises Broken: a field is missing, or is not what its name says."""
+        if "now_s" not in row:
+            raise Broken("it has no now_s; record the run with this version, which writes all that a strategy is told.")
         names = ("step", "free_blocks", "in_flight", "limit", "max_batch")
         counts = {name: whole(member(row, name), name, MAX_KEY) for name in names}
         policy, pid = member(row, "policy"), row.get("pid")

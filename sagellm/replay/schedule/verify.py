@@ -205,6 +205,8 @@ def _choice(decision: ScheduleDecision | None) -> dict[str, Any]:
 
 def _result(line: dict[str, Any]) -> StepResult:
     """Raises Broken."""
+    if "end_s" not in line:
+        raise Broken("it has no end_s; record the run with this version, which writes all that a strategy is told.")
     phase, refused = member(line, "phase"), line.get("refused", {})
     if phase not in ("prefill", "decode"):
         raise Broken(f"phase is {shortened(phase)}; prefill or decode was expected.")
