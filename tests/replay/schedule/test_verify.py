@@ -226,7 +226,8 @@ def test_misuse(path, arguments, words):
         (dict(plugins=[]), {}, "decided, which is no strategy of this log's open line alone; name a strategy"),
         (dict(format=1), {}, "line 1: open: the log has format 1"), (dict(plugins=3), {}, "plugins is 3"),
         ({}, dict(policy=FROM_VIEWS), "tells no steps and no ends"), ({}, dict(queue=3), "line 2: schedule: queue is 3"),
-        ({}, dict(event="step"), "it has no end_s; record the run with this version"), ({}, dict(event="open"), "open: the log has format None"),
+        ({}, dict(event="step"), "it has no end_s; record the run with this version"),
+        ({}, dict(event="open"), "open: the log has format None"),
     ],
 )  # fmt: skip
 def test_logs_that_cannot_be_used(path, opened, changed, words):
