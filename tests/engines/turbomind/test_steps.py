@@ -8,6 +8,7 @@ import pytest
 
 from sagellm.core.hooks import COALESCE_S, Phase, ScheduleDecision
 from sagellm.engines.lmdeploy.turbomind_steps import UNCUT
+from sagellm.replay.schedule.decisions import read_decisions
 from tests.engines.turbomind import abi
 from tests.engines.turbomind.conftest import plugin_of
 from tests.engines.turbomind.played import PlayedRank
@@ -119,8 +120,10 @@ def test_what_the_engine_cannot_do_is_told_with_the_step(asked, monkeypatch):
     assert [(result.step, result.refused) for result in told] == [(5, ((22, UNCUT),)), (6, ())]
 
 
-def test_a_step_left_to_the_engine_is_left_for_a_while(asked, monkeypatch):
-    plugin, schedule, _ = asked
+def test_a_step_left_to_the_engine_is_left_for_a_while(start, monkeypatch, tmp_path):
+    """And each question is on record, as it was."""
+    hooks = start("Schedules", record=tmp_path / "record.jsonl")
+    plugin, schedule = plugin_of(hooks), PlayedRank(hooks.table).schedule
     now = [100.0]
     monkeypatch.setattr("sagellm.engines.lmdeploy.turbomind_steps.time.monotonic", lambda: now[0])
     plugin.answers += [None, None]
@@ -128,6 +131,11 @@ def test_a_step_left_to_the_engine_is_left_for_a_while(asked, monkeypatch):
     assert schedule(SEQUENCES[:2]) is None and len(plugin.views) == 2, "another request: asked at once"
     now[0] += 2 * COALESCE_S
     assert schedule(SEQUENCES[:2]) == ([30, 10], 64) and len(plugin.views) == 3
+    monkeypatch.undo()
+    hooks.close()
+    lines = read_decisions(tmp_path / "record.jsonl")
+    assert [line.view for line in lines] == plugin.views
+    assert [line.decision is None for line in lines] == [True, True, False]
 
 
 def test_holding_for_too_long_is_a_fault(start):
