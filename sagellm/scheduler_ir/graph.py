@@ -62,6 +62,12 @@ class IRGraph:
         self._nodes, self._givers = by_id, givers
         return True
 
+    def _copy(self) -> "IRGraph":
+        """To be added to on its own."""
+        graph = IRGraph()
+        graph._nodes, graph._givers, graph._order = dict(self._nodes), dict(self._givers), self._order
+        return graph
+
     def __iter__(self) -> Iterator[IRNode]:
         return iter(self._nodes.values())
 
@@ -94,9 +100,10 @@ class IRGraph:
         """The id of the node that gives this value; None where no node does, so that it was there before."""
         return self._givers.get(value)
 
-    def has(self, types: Container[NodeType]) -> bool:
-        """Whether any node is of one of these types. O(nodes)."""
-        return any(node.node_type in types for node in self._nodes.values())
+    def count(self, types: Sequence[NodeType]) -> int:
+        """How many nodes are of one of these types. O(nodes)."""
+        every = [node.node_type for node in self._nodes.values()]
+        return sum([every.count(each) for each in types])
 
     def predecessors(self, node_id: str) -> list[str]:
         """Ids of the nodes that give what this one takes, in the order of its inputs. Raises PlanError: no such node."""
@@ -122,13 +129,11 @@ class IRGraph:
         return list(self._order)
 
     def _is_in_order(self) -> bool:
-        given: set[str] = set()
-        givers = self._givers
+        to_come = set(self._givers)
         for node in self._nodes.values():
-            for name in node.inputs:
-                if name not in given and name in givers:
-                    return False
-            given.update(node.outputs)
+            if not to_come.isdisjoint(node.inputs):
+                return False
+            to_come.difference_update(node.outputs)
         return True
 
     def _sorted(self, rank: Callable[[IRNode], int]) -> list[IRNode]:
@@ -188,7 +193,7 @@ class IRGraph:
             before, graph = graph, each(graph, settings)
             if check and graph is not before:
                 check_same_work(before, graph, getattr(each, "__name__", repr(each)))
-        return IRGraph(graph) if graph is self else graph
+        return graph._copy() if graph is self else graph
 
     def to_dict(self) -> dict[str, Any]:
         """What JSON can say. Raises PlanError: a config that it cannot, naming the node."""
@@ -198,7 +203,9 @@ class IRGraph:
     def from_dict(cls, document: Any) -> "IRGraph":
         """Raises PlanError: not what `to_dict` gives, naming the node; an unknown format; a cycle."""
         if not isinstance(document, Mapping) or not isinstance(document.get("nodes"), (list, tuple)):
-            raise PlanError("this is no graph; give an object with `format` and a list `nodes`, as IRGraph.to_dict does.")
+            raise PlanError(
+                "this is no graph; give an object with `format` and a list `nodes`, as IRGraph.to_dict does."
+            )
         if document.get("format") != FORMAT or isinstance(document["format"], bool):
             raise PlanError(f"the graph has format {document.get('format')!r}; this version reads {FORMAT}.")
         if unknown := sorted(map(str, document.keys() - {"format", "nodes"})):

@@ -62,20 +62,34 @@ def lower(graph: IRGraph, view: StepView, device: str | None = None) -> Schedule
 
 def is_done(node: IRNode, requests: Mapping[int, RequestMetadata]) -> bool:
     """Whether these requests, by id, show that the node's work is done. Of requests that are not there nothing is to do."""
-    config, kind = node.config, node.node_type
+    config = node.config
     if "request" in config and "tokens" in config:
         request = requests.get(config["request"])
         return request is None or request.num_computed >= config.get("start", 0) + config["tokens"]
-    prefix = "token" if kind is NodeType.SAMPLE else "kv"
-    left = {name for name in node.requests if name in requests}
-    for value in node.outputs if left else ():
-        what, _, rest = value.partition(":")
-        name, _, place = rest.partition(":")
-        if what == prefix and name.isdecimal() and place.isdecimal() and int(name) in left:
-            request = requests[int(name)]
-            if request.num_tokens > int(place) if prefix == "token" else request.num_computed >= int(place):
-                left.discard(int(name))
+    what = "token" if node.node_type is NodeType.SAMPLE else "kv"
+    here = [name for name in node.requests if name in requests]
+    if not here:
+        return True
+    # Those of a node are at one place mostly, so that one of them tells of it whether it is still to be done.
+    mine = f"{what}:{here[0]}:"
+    if not any([_is_there(value, requests[here[0]]) for value in node.outputs if value.startswith(mine)]):
+        return False
+    left = {str(name): requests[name] for name in here}
+    for value in node.outputs:
+        kind, _, rest = value.partition(":")
+        name = rest.partition(":")[0]
+        if kind == what and name in left and _is_there(value, left[name]):
+            del left[name]
     return not left
+
+
+def _is_there(value: str, request: RequestMetadata) -> bool:
+    """Whether the request has come to this value of its, keys and values or a token."""
+    what, _, rest = value.partition(":")
+    place = rest.partition(":")[2]
+    if not place.isdecimal():
+        return False
+    return request.num_tokens > int(place) if what == "token" else request.num_computed >= int(place)
 
 
 def _ready(

@@ -56,7 +56,8 @@ class StrategyPlugin(Plugin):
             return None
         if self._settings.max_batch_size != view.max_batch_size:
             self._settings = PassSettings(max_batch_size=view.max_batch_size)
-        graph = IRBuilder.build(view.requests, decision).optimize(settings=self._settings)
+        # Batches at once: the passes find nothing to merge, and make the same graph.
+        graph = IRBuilder.build(view.requests, decision, decode_batch=view.max_batch_size).optimize(settings=self._settings)
         self._num_decisions += 1
         self._num_nodes += len(graph)
         self._write(view, decision, graph)

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from sagellm.core.errors import PlanError
 from sagellm.core.hooks import Phase, ScheduleDecision, StepView
 from sagellm.scheduler_ir.builder import IRBuilder
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.nodes import IRNode, NodeType, kv_value, logits_value, token_value
+from sagellm.scheduler_ir.passes import PassSettings, merge_decode_steps, merge_samples
 from tests.scheduler_ir.made import decided, node, queues, running, waiting
 
 
@@ -39,7 +41,9 @@ def test_a_request_that_decodes():
 
 def test_a_decision_orders_holds_and_cuts():
     requests = [waiting(1, 10), waiting(2, 10, 4), waiting(3, 10), running(4, 5)]
-    decision = ScheduleDecision(order=(4, 2, 3, 1), hold=frozenset({3}), chunk_tokens={2: 4, 1: 10}, phase=Phase.PREFILL)
+    decision = ScheduleDecision(
+        order=(4, 2, 3, 1), hold=frozenset({3}), chunk_tokens={2: 4, 1: 10}, phase=Phase.PREFILL
+    )
     graph = IRBuilder.build(requests, decision)
     assert [each.node_id for each in graph] == [
         "decode:4:5", "sample:4:5", "prefill:2:4", "prefill:2:8", "sample:2:10", "prefill:1:0", "sample:1:10",
@@ -92,6 +96,7 @@ def test_decisions_that_make_no_sense(decision: dict[str, Any], message: str):
         ({"requests": [waiting(1, 5)], "cached": {1: -1}}, "cached of request 1 is -1"),
         ({"requests": [waiting(1, 5)], "lower": {1: {"cpu": -1}}}, "request 1 has -1 tokens on cpu"),
         ({"requests": [waiting(1, 5)], "bytes_per_token": -1}, "bytes_per_token is -1"),
+        ({"requests": [running(1, 5)], "decode_batch": -1}, "decode_batch is -1; give a whole number from 1 on, or 0"),
     ],
 )
 def test_queues_that_make_no_sense(given: dict[str, Any], message: str):
@@ -99,12 +104,25 @@ def test_queues_that_make_no_sense(given: dict[str, Any], message: str):
         IRBuilder.build(**given)
 
 
+@given(decided(), st.integers(0, 4))
+def test_batches_are_those_that_the_passes_make(case: tuple[StepView, ScheduleDecision], limit: int):
+    view, decision = case
+    cached = {request.request_id: 3 for request in view.requests[::2]}
+    one, many = (IRBuilder.build(view.requests, decision, cached=cached, decode_batch=size) for size in (1, limit))
+    settings = PassSettings(max_batch_size=limit)
+    merged = merge_samples(merge_decode_steps(one, settings), settings)
+    assert many == merged and many.topological_order() == list(many)
+    assert merge_samples(merge_decode_steps(many, settings), settings) is many
+
+
 @given(queues())
 def test_nodes_are_those_that_the_checked_way_makes(requests: tuple):
     cached = {request.request_id: 3 for request in requests[::2]}
     lower = {request.request_id: {"cpu": 4} for request in requests[::3]}
     graph = IRBuilder.build(requests, cached=cached, lower=lower)
-    again = [IRNode(each.node_id, each.node_type, each.inputs, each.outputs, each.config, each.device) for each in graph]
+    again = [
+        IRNode(each.node_id, each.node_type, each.inputs, each.outputs, each.config, each.device) for each in graph
+    ]
     assert again == list(graph) and IRGraph.from_json(graph.to_json()) == graph
     assert all(type(each.node_type) is NodeType and type(each.inputs) is tuple for each in graph)
 

@@ -14,7 +14,7 @@ def drop_cached_recompute(graph: IRGraph, settings: PassSettings) -> IRGraph:
     """A prefill begins behind the tokens that a fetch, a load or a transfer gives from the request's first one on; of one that
     is given whole only the last token stays, and only if logits are drawn from it. Whoever took what a dropped
     prefill gave takes the longer beginning instead. A prefill that is needed for the cached part itself stays."""
-    if not graph.has(FETCHES):
+    if not graph.count(FETCHES):
         return graph
     given = _given(graph)
     instead: dict[str, str] = {}

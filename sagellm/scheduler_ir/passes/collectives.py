@@ -16,7 +16,7 @@ def fuse_collectives(graph: IRGraph, settings: PassSettings) -> IRGraph:
 
     Nothing lies between neighbours of a topological order, so neither can depend on the other but directly, which is checked.
     """
-    if not graph.has((NodeType.COLLECTIVE,)):
+    if graph.count((NodeType.COLLECTIVE,)) < 2:
         return graph
     runs: list[list[IRNode]] = []
     for node in graph.topological_order():

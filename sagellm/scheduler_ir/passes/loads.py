@@ -17,7 +17,7 @@ def overlap_loads(graph: IRGraph, settings: PassSettings) -> IRGraph:
     device that computes while it runs and does not need it; a load that the next computing node waits for has no such remark.
     With the speed of its link known it remarks its seconds too, `cost_s`; loads of one link run one after the other, and beside
     which node each begins is told by the `cost_s` of those nodes, where they have one."""
-    if not graph.has((NodeType.KV_LOAD,)):
+    if not graph.count((NodeType.KV_LOAD,)):
         return graph
     order = graph.topological_order(first=EARLY)
     begins: list[float] = []  # of each place in the order, in seconds of compute

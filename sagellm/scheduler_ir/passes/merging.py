@@ -21,7 +21,7 @@ def merge_decode_steps(graph: IRGraph, settings: PassSettings) -> IRGraph:
     The batch has the place and the id of its first step. Steps with different remarks stay apart, but for those that are of a
     whole step.
     """
-    if not graph.has((NodeType.DECODE_STEP,)):
+    if graph.count((NodeType.DECODE_STEP,)) < 2:
         return graph
     depths: dict[str, int] = {}  # of values; none is 0
     groups: dict[tuple[Any, ...], list[IRNode]] = {}
@@ -44,7 +44,7 @@ def merge_decode_steps(graph: IRGraph, settings: PassSettings) -> IRGraph:
 
 def merge_samples(graph: IRGraph, settings: PassSettings) -> IRGraph:
     """The samples that take what one step gives, and nothing of another, become one: they are drawn together anyway."""
-    if not graph.has((NodeType.SAMPLE,)):
+    if graph.count((NodeType.SAMPLE,)) < 2:
         return graph
     groups: dict[tuple[Any, ...], list[IRNode]] = {}
     for node in graph:
