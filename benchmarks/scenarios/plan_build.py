@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks.result import Definition
 from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, StepView
 from sagellm.scheduler_ir.builder import IRBuilder
+from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.lowering import lower
 from sagellm.scheduler_ir.passes import PassSettings
 
@@ -18,23 +19,35 @@ OF_WHAT = (
     "in a random order with one prompt cut; median CPU time of `repeats`."
 )
 DEFINITIONS = {
-    "plan_build_cpu_us": Definition(unit="us", better="lower", text=f"IRBuilder.build of {OF_WHAT}"),
-    "plan_optimize_cpu_us": Definition(unit="us", better="lower", text=f"IRGraph.optimize, default passes, of {OF_WHAT}"),
+    "plan_build_cpu_us": Definition(
+        unit="us", better="lower", text=f"IRBuilder.build, decode steps in one batch, of {OF_WHAT}"
+    ),
+    "plan_optimize_cpu_us": Definition(
+        unit="us", better="lower", text=f"IRGraph.optimize, default passes, of the graph of {OF_WHAT}"
+    ),
     "plan_lower_cpu_us": Definition(unit="us", better="lower", text=f"lower of the optimized graph of {OF_WHAT}"),
-}
+    "plan_merge_cpu_us": Definition(
+        unit="us", better="lower",
+        text=f"IRGraph.optimize where the decode step of each request is a node of its own, of {OF_WHAT}",
+    ),
+}  # fmt: skip
 
 
 def run(seed: int, num_requests: int, waiting_share: float, repeats: int) -> dict[str, float]:
     view, decision = _queue(np.random.default_rng(seed), num_requests, waiting_share)
     settings = PassSettings(token_budget=4096, max_batch_size=num_requests)
-    graph = IRBuilder.build(view.requests, decision)
-    best = graph.optimize(settings=settings)
+
+    def build(decode_batch: int = num_requests) -> IRGraph:
+        return IRBuilder.build(view.requests, decision, decode_batch=decode_batch)
+
+    best = build().optimize(settings=settings)
     # A graph keeps its order once it was asked for it, so each repeat has a graph of its own.
-    fresh = [IRBuilder.build(view.requests, decision) for _ in range(repeats)]
+    graphs, apart = ([build(size) for _ in range(repeats)] for size in (num_requests, 1))
     return {
-        "plan_build_cpu_us": _cpu_us([lambda: IRBuilder.build(view.requests, decision)] * repeats),
-        "plan_optimize_cpu_us": _cpu_us([lambda each=each: each.optimize(settings=settings) for each in fresh]),
+        "plan_build_cpu_us": _cpu_us([build] * repeats),
+        "plan_optimize_cpu_us": _cpu_us([lambda each=each: each.optimize(settings=settings) for each in graphs]),
         "plan_lower_cpu_us": _cpu_us([lambda: lower(best, view)] * repeats),
+        "plan_merge_cpu_us": _cpu_us([lambda each=each: each.optimize(settings=settings) for each in apart]),
     }
 
 

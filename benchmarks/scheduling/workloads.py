@@ -59,6 +59,13 @@ def burst(seed: int, count: int) -> list[Job]:
     ]
 
 
+def crowd(seed: int, count: int, tokens: int, new_tokens: int, late: int = 0, late_s: float = 0.0) -> list[Job]:
+    """All alike, and at once, but for the last `late` of them, which come one by one over `late_s` seconds."""
+    random = np.random.default_rng(seed)
+    arrivals = [0.0] * (count - late) + [late_s * (number + 1) / late for number in range(late)]
+    return [Job(at, _prompt(random, tokens), new_tokens, "crowd", {}) for at in arrivals]
+
+
 def _arrivals(random: np.random.Generator, seconds: float, per_s: float) -> list[float]:
     gaps = random.exponential(1 / per_s, int(3 * seconds * per_s) + 20)
     times = np.cumsum(gaps)

@@ -84,7 +84,7 @@ def is_done(node: IRNode, requests: Mapping[int, RequestMetadata]) -> bool:
 
 
 def _is_there(value: str, request: RequestMetadata) -> bool:
-    """Whether the request has come to this value of its, keys and values or a token."""
+    """Whether the request has come as far as this value, keys and values or a token."""
     what, _, rest = value.partition(":")
     place = rest.partition(":")[2]
     if not place.isdecimal():

@@ -98,6 +98,13 @@ def test_who_is_not_in_the_view_keeps_nobody_waiting():
     assert (decision.order, decision.hold) == ((2, 9), frozenset({9}))
 
 
+def test_a_batch_is_done_when_all_its_requests_are():
+    graph = IRBuilder.build([running(1, 5), running(11, 6), running(2, 7)], decode_batch=0)
+    (hold,) = {lower(graph, view(running(1, a), running(11, b))).hold for a, b in ((5, 6), (6, 6), (5, 7))}
+    assert hold == frozenset()
+    assert lower(graph, view(running(1, 6), running(11, 7))).hold == frozenset({1, 11})
+
+
 def test_decode_steps_that_do_not_fit_into_a_batch_wait():
     requests = [running(name, 5) for name in range(5)]
     graph = IRBuilder.build(requests).optimize(settings=PassSettings(max_batch_size=2))
