@@ -44,7 +44,10 @@ class StepChoice:
         # seq id -> since when, without a break, it has not been admitted, or was held
         self._refused_since: dict[int, float] = {}
         self._held_since: dict[int, float] = {}
-        self._left: tuple[float, list[tuple[int, bool]]] = 0.0, []  # the queue that is left to the engine, and until when
+        self._left: tuple[float, list[tuple[int, bool]]] = (
+            0.0,
+            [],
+        )  # the queue that is left to the engine, and until when
         self._decision: ScheduleDecision | None = None  # about the step that comes next
         self._unused: set[Phase] = set()  # what the decision has not been applied to yet
         self._rank: dict[int, int] = {}  # of the decision: request id -> its place
@@ -182,7 +185,7 @@ class StepChoice:
             here = {seq.seq_id for seq in waiting} if admits else set()
             self._refused_since = {seq_id: since for seq_id, since in self._refused_since.items() if seq_id in here}
         if admits:
-            waiting = [seq for seq in waiting if self._admits(seq)]
+            waiting = self._let_in(waiting)
         if not decides:
             self._host.flush(COALESCE_S)
             return
@@ -198,7 +201,9 @@ class StepChoice:
         if decided is not None and decided[1] is not None:
             self._take(decided[1], {seq.session_id: seq for seq in (*waiting, *running)}, held)
 
-    def _decide(self, phase: Phase, waiting: list[Any], running: list[Any]) -> tuple[str, ScheduleDecision | None] | None:
+    def _decide(
+        self, phase: Phase, waiting: list[Any], running: list[Any]
+    ) -> tuple[str, ScheduleDecision | None] | None:
         scheduler = self._scheduler
         rows = [_metadata(seq, Phase.PREFILL) for seq in waiting]
         rows += [_metadata(seq, Phase.DECODE) for seq in running]
@@ -224,18 +229,27 @@ class StepChoice:
         self._decision = decision
         self._rank = {request: place for place, request in enumerate(decision.order or ())}
 
-    def _admits(self, seq: Any) -> bool:
-        if seq.seq_id in self._admitted:
-            return True
-        decided = self._host.decide("admit", _metadata(seq, Phase.PREFILL), check_admission)
-        if decided is None or decided[1]:
-            self._admitted.add(seq.seq_id)
-            self._refused_since.pop(seq.seq_id, None)
-        elif self._overdue(seq, self._refused_since.setdefault(seq.seq_id, time.monotonic()), "admit"):
-            return True
-        if decided is not None:
-            self._recorder.write("admit", policy=decided[0], request=seq.session_id, admitted=decided[1])
-        return seq.seq_id in self._admitted
+    def _let_in(self, waiting: list[Any]) -> list[Any]:
+        """Those that may join: who was let in before, and who is now. All are asked about in one hand-over to the plug-in's
+        thread, as one for each would make a step wait for milliseconds where a hundred are refused. All of them join where the
+        plug-in is off by the end of it."""
+        asked = [seq for seq in waiting if seq.seq_id not in self._admitted]
+        if not asked:
+            return waiting
+        decided = self._host.decide_each("admit", [_metadata(seq, Phase.PREFILL) for seq in asked], check_admission)
+        if decided is None:
+            self._admitted.update([seq.seq_id for seq in asked])
+            return waiting
+        name, answers = decided
+        now = time.monotonic()
+        for seq, is_admitted in zip(asked, answers, strict=True):
+            if is_admitted:
+                self._admitted.add(seq.seq_id)
+                self._refused_since.pop(seq.seq_id, None)
+            elif self._overdue(seq, self._refused_since.setdefault(seq.seq_id, now), "admit"):
+                return waiting
+            self._recorder.write("admit", policy=name, request=seq.session_id, admitted=is_admitted)
+        return [seq for seq in waiting if seq.seq_id in self._admitted]
 
     def _overdue(self, seq: Any, since_s: float, hook: str) -> bool:
         """True once a request was kept waiting for too long; the plug-in that did it is then off."""
