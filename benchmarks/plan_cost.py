@@ -60,8 +60,8 @@ def main(strategies: str, num_requests: int, new_tokens: int, shape: str, thread
             result[name] = {phase: figures(of_phase(answers[phase]["steps"], phase, num_requests)) for phase in PHASES}
             for phase in PHASES:
                 click.echo(line(name, phase, result[name][phase]))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1))
+            if out is not None:
+                out.write_text(json.dumps(result, indent=1))
 
 
 def read_strategies(text: str) -> list[str]:
