@@ -85,7 +85,7 @@ def of_phase(steps: Steps, phase: str, num_requests: int) -> Steps:
 
 
 def line(name: str, phase: str, found: dict[str, Any]) -> str:
-    """One line of the table. Times of the parts in us, median; of the hook and the question also the 99th percentile."""
+    """One line of the table. Times of the parts in us, median; of the question also the 99th percentile."""
     if not found["steps"]:
         return f"{name:<10} {phase:<9} no such step"
     parts = " ".join(f"{part} {found[f'{part}_us']['median']:5.0f}" for part in PARTS)
