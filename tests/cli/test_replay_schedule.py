@@ -10,8 +10,8 @@ from sagellm.cli import main
 from sagellm.replay.schedule.decisions import read_decisions
 
 LOG = Path(__file__).parents[1] / "replay" / "schedule" / "engine.jsonl.gz"
-FIFO, LAST = "tests.replay.schedule.made:Fifo", "tests.replay.schedule.made:LastFirst"
-CUTS = "tests.replay.schedule.made:Cuts"
+FIFO, LAST = "tests.scheduler_ir.simulation.made:Fifo", "tests.scheduler_ir.simulation.made:LastFirst"
+CUTS = "tests.scheduler_ir.simulation.made:Cuts"
 
 
 def run(*arguments):
@@ -67,7 +67,7 @@ def test_decisions_and_plot(tmp_path):
         (("--policy", "lru"), "--policy has no meaning with --schedule"),
         (("--capacity", "10"), "--capacity has no meaning with --schedule"),
         (("--strategy", ","), "names no strategy"),
-        (("--strategy", "tests.replay.schedule.made:Nobody"), "has no Nobody"),
+        (("--strategy", "tests.scheduler_ir.simulation.made:Nobody"), "has no Nobody"),
         (("--strategy", "tests.replay.schedule.made:request"), "a strategy is a subclass"),
         (("--strategy", CUTS, "--strategy-options", '{"size": 1}'), "cannot be built"),
         (("--strategy-options", "{"), "not JSON"),

@@ -1,30 +1,16 @@
-"""What a log says of an engine, its requests and its steps, and what a run makes of them. Times in seconds from the first
+"""What a log says of its requests, and what a run makes of them. Times in seconds from the first
 arrival; lengths in tokens."""
 
 import math
 from dataclasses import dataclass, field
 
-from sagellm.core.hooks import Phase, RequestId, ServiceLevel
+from sagellm.core.hooks import RequestId, ServiceLevel
 from sagellm.core.scheduling import NO_SERVICE
+from sagellm.scheduler_ir.simulation.base import EngineShape, StepRun
 
-__all__ = ["ENGINE", "EngineShape", "RecordedRequest", "RecordedRun", "RequestTimes", "Run", "StepRun"]
+__all__ = ["ENGINE", "RecordedRequest", "RecordedRun", "RequestTimes", "Run"]
 
 ENGINE = "engine"  # the name of the engine's own scheduler, where no strategy decides
-
-
-@dataclass(frozen=True, slots=True)
-class EngineShape:
-    """Limits of an engine. `decode_round`: decode steps that are sent together."""
-
-    block_size: int
-    num_blocks: int
-    max_prefill_tokens: int
-    max_batch_size: int
-    decode_round: int = 1
-    prefix_caching: bool = True
-
-    def blocks_of(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +29,6 @@ class RecordedRequest:
     cached_tokens: int = 0
     service: ServiceLevel = NO_SERVICE
     max_new_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepRun:
-    """A step of prompts, or one decode step.
-
-    Attributes:
-        seconds: of the step alone.
-        attention: sum over its requests of new tokens times the tokens that each looks at on average.
-        computed: (request id, new tokens) of each of them; None where a log does not say.
-    """
-
-    step: int
-    phase: Phase
-    end_s: float
-    seconds: float
-    num_requests: int
-    num_tokens: int
-    attention: float
-    computed: tuple[tuple[RequestId, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from sagellm.replay.schedule.base import Run, StepRun
+from sagellm.replay.schedule.base import Run
 from sagellm.replay.schedule.metrics import Figures, Targets, figures
+from sagellm.scheduler_ir.simulation.base import StepRun
 
 __all__ = ["Prediction", "StepDifference", "compare"]
 

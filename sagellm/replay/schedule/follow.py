@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass, field
 
 from sagellm.core.hooks import Phase, ServiceLevel
-from sagellm.replay.schedule.base import StepRun
 from sagellm.replay.traces.lines import Broken
+from sagellm.scheduler_ir.simulation.base import StepRun
 
 Rows = tuple[tuple[int, int], ...]
 

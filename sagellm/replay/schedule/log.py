@@ -8,12 +8,13 @@ from typing import Any
 from sagellm.core.errors import TraceError
 from sagellm.core.events import FORMAT
 from sagellm.replay.base import MAX_KEY, shortened
-from sagellm.replay.schedule.base import ENGINE, EngineShape, RecordedRequest, RecordedRun, RequestTimes, Run, StepRun
+from sagellm.replay.schedule.base import ENGINE, RecordedRequest, RecordedRun, RequestTimes, Run
 from sagellm.replay.schedule.follow import Follower
 from sagellm.replay.schedule.service import service_of
 from sagellm.replay.traces.json_lines import member, parse_object
 from sagellm.replay.traces.lines import BadLines, Broken, TextFile, open_text
 from sagellm.replay.traces.rows import seconds, whole
+from sagellm.scheduler_ir.simulation.base import EngineShape, StepRun
 
 __all__ = ["computed_rows", "read_log"]
 

@@ -10,7 +10,7 @@ from sagellm.replay.schedule.decisions import DecisionLine
 from sagellm.replay.schedule.metrics import Figures, Targets, figures, groups
 from sagellm.replay.schedule.step_times import StepTimes, fit_step_times
 from sagellm.replay.schedule.strategies import build_strategy, strategy_of_log
-from sagellm.replay.schedule.virtual_engine import VirtualEngine
+from sagellm.replay.schedule.virtual_run import virtual_run
 
 __all__ = ["Replayed", "replay_schedule"]
 
@@ -73,17 +73,19 @@ def replay_schedule(
     runs, decisions = {}, {}
     names: Sequence[str] = list(built)
     for number, name in enumerate(names):
-        engine = VirtualEngine(
-            log.shape, times, built[name], name=name, gap_s=log.gap_s, speedup=speedup, keep_decisions=keep_decisions
-        )
-        runs[name] = engine.run(log.requests, _part(report, name, number, len(names), len(log.requests)))
-        decisions[name] = engine.decisions
+        lines: list[DecisionLine] = []
+        runs[name] = virtual_run(
+            log.requests, log.shape, times, built[name], name=name, gap_s=log.gap_s, speedup=speedup,
+            decisions=lines if keep_decisions else None,
+            progress=_part(report, name, number, len(names), len(log.requests)),
+        )  # fmt: skip
+        decisions[name] = lines
     prediction = None
     if speedup == 1.0 and dict(strategies.get(own, {})) == own_options and own in runs:
         prediction = compare(log.measured, runs[own])
     elif (strategy := _known(own, own_options)) is not _UNKNOWN:
         # Also where arrivals come faster in the rows: what can be checked is the log as it was.
-        again = VirtualEngine(log.shape, times, strategy, name=own, gap_s=log.gap_s).run(log.requests)
+        again = virtual_run(log.requests, log.shape, times, strategy, name=own, gap_s=log.gap_s)
         prediction = compare(log.measured, again)
     return Replayed(log, times, runs, decisions, own, prediction, targets or Targets(), speedup)
 

@@ -7,24 +7,17 @@ from dataclasses import dataclass
 from sagellm.core.errors import PolicyError, TraceError
 from sagellm.core.hooks import Phase
 from sagellm.kv_policy.migration.least_squares import FitError, fit_held_out
-from sagellm.replay.schedule.base import StepRun
+from sagellm.scheduler_ir.simulation.base import LinearCosts, StepRun
 
 __all__ = ["StepTimes", "fit_step_times"]
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Seconds of a step. `prefill`: one step, a token, a token times one that it looks at. `decode`: one step, a request,
-    a token that they look at. Errors: of steps that the fit had not seen; None where nothing was fitted."""
+class StepTimes(LinearCosts):
+    """What a log's steps cost. Errors: of steps that the fit had not seen; None where nothing was fitted."""
 
-    prefill: tuple[float, float, float]
-    decode: tuple[float, float, float]
     prefill_error: FitError | None = None
     decode_error: FitError | None = None
-
-    def seconds(self, phase: Phase, num_requests: int, num_tokens: int, attention: float) -> float:
-        fixed, each, looked_at = self.prefill if phase is Phase.PREFILL else self.decode
-        return fixed + each * (num_tokens if phase is Phase.PREFILL else num_requests) + looked_at * attention
 
 
 def fit_step_times(steps: Sequence[StepRun], name: str) -> StepTimes:

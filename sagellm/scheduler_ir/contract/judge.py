@@ -11,6 +11,7 @@ from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 __all__ = ["HOLD_LIMIT_S", "Judge", "StrategyBroke"]
 
 HOLD_LIMIT_S = 60.0  # as the engine's: who is held or not admitted for longer counts as starved
+SHORT_HOLD_S = 1.0  # for the rest of a scenario in which somebody starved: it has been told, and the others shall go on soon
 
 
 class StrategyBroke(Exception):
@@ -36,6 +37,7 @@ class Judge(SchedulingStrategy):
         self._kept: dict[RequestId, RequestMetadata] = {}
         self._last: tuple[ScheduleDecision, tuple] | None = None
         self._held_since: dict[RequestId, float] = {}
+        self._hold_limit_s = HOLD_LIMIT_S
 
     def decide(self, view: StepView) -> ScheduleDecision:
         view = view._replace(requests=tuple([self._as_seen(request) for request in view.requests]))
@@ -125,8 +127,11 @@ class Judge(SchedulingStrategy):
         if not is_held:
             self._held_since.pop(request_id, None)
             return False
-        if now_s - self._held_since.setdefault(request_id, now_s) <= HOLD_LIMIT_S or not math.isfinite(now_s):
+        if now_s - self._held_since.setdefault(request_id, now_s) <= self._hold_limit_s or not math.isfinite(now_s):
             return False
+        if self._hold_limit_s < HOLD_LIMIT_S:
+            return True
+        self._hold_limit_s = SHORT_HOLD_S
         self._report("completes", f"request {request_id} was held for {HOLD_LIMIT_S:g} s; let each run some time.")
         return True
 

@@ -1,7 +1,7 @@
 """The contract of a strategy as checks that anybody can run on theirs: `sagellm strategy check module:Class`.
 
-Each rule is held against a queue that is played on the strategy (`virtual_queue.py`); a rule that is broken says what was got,
-what is allowed and which seed shows it again.
+Each rule is held against requests on a virtual engine (`simulation/`) that the strategy schedules; a rule that is broken says
+what was got, what is allowed and which seed shows it again.
 """
 
 from collections.abc import Callable

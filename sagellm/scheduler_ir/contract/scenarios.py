@@ -12,25 +12,27 @@ from sagellm.core.errors import PlanError
 from sagellm.core.hooks import Phase, RequestId, RequestMetadata, StepResult, StepView
 from sagellm.core.scheduling import NO_SERVICE, ServiceLevel
 from sagellm.scheduler_ir.contract.judge import Judge, StrategyBroke
-from sagellm.scheduler_ir.contract.virtual_queue import Job, StepCosts, VirtualQueue
 from sagellm.scheduler_ir.contract.watch import watched
+from sagellm.scheduler_ir.simulation.base import EngineShape, FaultKind, LinearCosts, StrategyFault
+from sagellm.scheduler_ir.simulation.requests import VirtualRequest
+from sagellm.scheduler_ir.simulation.virtual_engine import VirtualEngine
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 
 __all__ = ["SCENARIOS"]
 
 Make = Callable[..., SchedulingStrategy]
 
-NUM_JOBS = 30
+NUM_REQUESTS = 24
 NUM_CHURN = 400  # requests that come and go in each phase of the memory check
 TENANTS, ADAPTERS = ("", "alpha", "beta"), ("", "", "small", "large")
 BIG = 2**62
 
 
-def random_jobs(chance: random.Random, num_jobs: int, per_s: float = 150.0) -> list[Job]:
+def random_requests(chance: random.Random, num_requests: int, per_s: float = 150.0) -> list[VirtualRequest]:
     """Short and long prompts of some tenants, some with targets; arrivals in bursts, several at the very same time."""
-    jobs = []
+    requests = []
     now_s = 0.0
-    for number in range(num_jobs):
+    for number in range(num_requests):
         if chance.random() < 0.7:
             now_s += chance.expovariate(per_s)
         service = NO_SERVICE
@@ -40,37 +42,39 @@ def random_jobs(chance: random.Random, num_jobs: int, per_s: float = 150.0) -> l
             service = ServiceLevel(chance.choice((-100, -1, 0, 7, 100)), chance.choice(TENANTS), deadline_s, ttft_s, tpot_s)
         prompt = chance.choice((1, 30, 60, 100, 400, 1200))
         output, spare = chance.randint(1, 40), chance.choice((0, 0, 100))
-        job = Job(RequestId(1000 + number), now_s, prompt, output, service, chance.choice(ADAPTERS), output + spare)
-        jobs.append(job)
-    return jobs
+        request_id, adapter = RequestId(1000 + number), chance.choice(ADAPTERS)
+        requests.append(VirtualRequest(request_id, now_s, prompt, output, service, adapter, output + spare))
+    return requests
 
 
-def play(judge: SchedulingStrategy, seed: int, num_blocks: int, report: Report, hides: bool = False) -> VirtualQueue:
-    """Jobs until all are complete. A bound of steps that even the smallest chunks do not reach stands for ever."""
+def play(
+    judge: SchedulingStrategy | None, seed: int, num_blocks: int, report: Report, cancels: bool = False
+) -> VirtualEngine:
+    """Requests until all are complete. A bound of steps that even the smallest chunks do not reach stands for ever.
+
+    Raises StrategyBroke: the strategy raised.
+    """
     chance = random.Random(seed)
-    jobs = random_jobs(chance, NUM_JOBS)
-
-    def hide(running: list[Job]) -> set[RequestId]:
-        return {job.request_id for job in running if chance.random() < 0.2} if chance.random() < 0.3 else set()
-
-    queue = VirtualQueue(
-        judge, jobs, block_size=4, num_blocks=num_blocks, token_budget=512, max_batch_size=8, hide=hide if hides else None,
-        costs=StepCosts(prefill_s=chance.choice((0.001, 0.01)), decode_s=chance.choice((0.005, 0.03))),
+    requests = random_requests(chance, NUM_REQUESTS)
+    prefill_s, decode_s = chance.choice((0.001, 0.01)), chance.choice((0.005, 0.03))
+    engine = VirtualEngine(
+        EngineShape(4, num_blocks, 512, 8, prefix_caching=False), LinearCosts((prefill_s, 1e-4, 1e-9), (decode_s, 2e-4, 0.0)),
+        requests, judge,
     )  # fmt: skip
-    bound = 20 * sum(job.prompt + job.output for job in jobs)
-    num_idle_before = -1
-    while queue.unfinished and queue.num_steps < bound:
-        if queue.num_steps % 2000 == 1999:
-            if queue.num_idle - num_idle_before > 1990:  # nothing at all happens any more
-                break
-            num_idle_before = queue.num_idle
-        queue.step()
-        if hides and chance.random() < 0.05:
-            queue.cancel(chance.choice(jobs).request_id)
-    if queue.unfinished:
-        names = [job.request_id for job in queue.unfinished]
-        report("completes", f"{len(names)} requests, as {names[0]}, are not complete after {queue.num_steps} steps.")
-    return queue
+    bound = 20 * sum(each.prompt_tokens + each.num_to_generate for each in requests)
+    num_calls = 0
+    try:
+        while num_calls < bound and engine.step():
+            num_calls += 1
+            if cancels and chance.random() < 0.05:
+                engine.cancel(chance.choice(requests).request_id)
+    except StrategyFault as fault:
+        if fault.kind is FaultKind.RAISED:
+            raise StrategyBroke from fault
+        report("completes" if fault.kind is FaultKind.HELD else "answer", str(fault))
+    if left := engine.unfinished:
+        report("completes", f"{len(left)} requests, as {left[0].request_id}, are not complete after {num_calls} steps.")
+    return engine
 
 
 def workload(make: Make, seed: int, report: Report) -> Played:
@@ -89,7 +93,7 @@ def vanishing(make: Make, seed: int, report: Report) -> Played:
     """Requests are cancelled wherever they are, and those on the device are in no view."""
     judge = Judge(make(), report)
     with suppress(StrategyBroke):
-        play(judge, seed, 400, report, hides=True)
+        play(judge, seed, 400, report, cancels=True)
     return Played(judge.num_events, judge.seen)
 
 

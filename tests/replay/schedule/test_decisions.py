@@ -10,19 +10,20 @@ from hypothesis import strategies as st
 from sagellm.core.errors import ConfigError, TraceError
 from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision, ServiceLevel, StepView
 from sagellm.replay.schedule.decisions import DecisionLine, first_difference, read_decisions, write_decisions
-from sagellm.replay.schedule.virtual_engine import VirtualEngine
-from tests.replay.schedule.made import SHAPE, TIMES, Cuts, Fifo, LastFirst, request
+from sagellm.replay.schedule.virtual_run import virtual_run
+from tests.replay.schedule.made import request
+from tests.scheduler_ir.simulation.made import COSTS, SHAPE, Cuts, Fifo, LastFirst
 
 ASKED = ServiceLevel(-3, "acme", deadline_s=9.1, ttft_s=0.3)
 REQUESTS = [request(0, 0.0, 100, 3), request(1, 0.5, 50, 2), request(2, 0.75, 60, 2, service=ASKED), request(3, 30.0, 30, 1)]
 
 
 def decisions(strategy=None, name="tested"):
-    engine = VirtualEngine(SHAPE, TIMES, strategy, name=name, keep_decisions=True)
-    run = engine.run(REQUESTS)
+    lines = []
+    run = virtual_run(REQUESTS, SHAPE, COSTS, strategy, name=name, decisions=lines)
     sent = {step.step: step.phase for step in run.steps}
-    assert [(line.step, line.phase) for line in engine.decisions] == list(sent.items())
-    return engine.decisions
+    assert [(line.step, line.phase) for line in lines] == list(sent.items())
+    return lines
 
 
 @pytest.mark.parametrize("kind", [None, Fifo, LastFirst, Cuts])

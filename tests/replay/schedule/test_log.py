@@ -11,8 +11,9 @@ from sagellm.replay.schedule.base import ENGINE
 from sagellm.replay.schedule.compare import compare
 from sagellm.replay.schedule.log import read_log
 from sagellm.replay.schedule.session import replay_schedule
-from sagellm.replay.schedule.virtual_engine import VirtualEngine
-from tests.replay.schedule.made import SHAPE, TIMES, Cuts, log_of, open_fields, request, text_of
+from sagellm.replay.schedule.virtual_run import virtual_run
+from tests.replay.schedule.made import log_of, open_fields, request, text_of
+from tests.scheduler_ir.simulation.made import COSTS, SHAPE, Cuts
 
 ASKED = ServiceLevel(-3, "acme", deadline_s=9.0, ttft_s=0.5, tpot_s=0.25)
 REQUESTS = [
@@ -49,7 +50,7 @@ def read(tmp_path, text, **options):
 @pytest.mark.parametrize("kind", [None, Cuts])
 def test_a_run_is_read_as_it_was(tmp_path, decode_round, kind):
     shape = replace(SHAPE, decode_round=decode_round)
-    run = VirtualEngine(shape, TIMES, kind and kind(), name="log").run(REQUESTS)
+    run = virtual_run(REQUESTS, shape, COSTS, kind and kind(), name="log")
     found = read(tmp_path, log_of(REQUESTS, run, shape))
     assert found.shape == shape and found.decided_by == ENGINE and not found.num_left_out
     for ours, theirs in zip(found.requests, REQUESTS, strict=True):
@@ -67,7 +68,7 @@ def test_a_run_is_read_as_it_was(tmp_path, decode_round, kind):
 def test_what_lines_do_not_tell_is_found_out(tmp_path):
     """Without `computed`: requests of prompts by their lookups, rounds by the numbers of steps, last tokens by the end."""
     shape = replace(SHAPE, decode_round=2)
-    run = VirtualEngine(shape, TIMES, name="log").run(REQUESTS)
+    run = virtual_run(REQUESTS, shape, COSTS, name="log")
     text = log_of(REQUESTS, run, shape, tells_rows=False).replace('"decode_round": 2', '"other": 2')
     found = read(tmp_path, text)
     assert found.shape == shape
@@ -79,12 +80,12 @@ def test_what_lines_do_not_tell_is_found_out(tmp_path):
 
 @pytest.mark.parametrize("kind", [None, Cuts])
 def test_the_same_machine_predicts_itself(tmp_path, kind):
-    run = VirtualEngine(SHAPE, TIMES, kind and kind(), name="log", gap_s=0.125).run(REQUESTS)
+    run = virtual_run(REQUESTS, SHAPE, COSTS, kind and kind(), name="log", gap_s=0.125)
     log = read(tmp_path, log_of(REQUESTS, run))
     assert log.gap_s == pytest.approx(0.125)
     if kind is Cuts:  # the log does not say what its steps were cut by
         times = replay_schedule(log, {ENGINE: {}}).times
-        agreed = compare(log.measured, VirtualEngine(log.shape, times, Cuts(), gap_s=log.gap_s).run(log.requests))
+        agreed = compare(log.measured, virtual_run(log.requests, log.shape, times, Cuts(), gap_s=log.gap_s))
     else:
         agreed = replay_schedule(log, {ENGINE: {}}).prediction
     assert agreed.first_difference is None
@@ -128,14 +129,14 @@ def test_who_got_nothing_or_did_not_end_is_left_out(tmp_path):
 
 def decided(tmp_path, plug_in, **options):
     """A log of `Cuts` with 30 tokens, which that plug-in is said to have decided."""
-    run = VirtualEngine(SHAPE, TIMES, Cuts(30), name="log").run(REQUESTS)
+    run = virtual_run(REQUESTS, SHAPE, COSTS, Cuts(30), name="log")
     lines = log_of(REQUESTS, run).splitlines(keepends=True)
     lines[0] = lines[0].replace('"plugins": []', f'"plugins": [{json.dumps(dict(name=plug_in, options=options))}]')
     lines.insert(2, json.dumps({"t_ns": 10**9, "n": 0, "pid": 7, "event": "schedule", "policy": plug_in}) + "\n")
     return read(tmp_path, "".join(lines))
 
 
-CUTS = "tests.replay.schedule.made:Cuts"
+CUTS = "tests.scheduler_ir.simulation.made:Cuts"
 
 
 @pytest.mark.parametrize("plug_in", ["strategy_plugin:StrategyPlugin", "from_views:StrategyFromViews"])

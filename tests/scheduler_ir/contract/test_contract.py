@@ -1,12 +1,15 @@
 """Every strategy keeps to the contract, and each planted fault is caught by the rule that it breaks."""
 
+import gc
 import sys
+import time
 
 import pytest
 
 from sagellm.core.hooks import ScheduleDecision
 from sagellm.scheduler_ir.contract.rules import RULES, check_strategy
 from sagellm.scheduler_ir.contract.scenarios import play
+from sagellm.scheduler_ir.contract.watch import watched
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.fifo import Fifo
 from sagellm.scheduler_ir.strategies.registry import find_strategy, strategy_names
@@ -49,6 +52,20 @@ def test_rules_that_nothing_could_break_are_not_said_to_be_kept():
     assert states["names_all"] == states["deterministic"] == states["forgets"] == (False, False)
 
 
+def test_what_others_do_when_garbage_is_collected_is_not_the_strategys():
+    read, before = [], gc.get_threshold()
+    gc.callbacks.append(tick := lambda phase, info: time.perf_counter())
+    gc.set_threshold(1)
+    try:
+        with watched(read.append):
+            kept = [[number] for number in range(100)]
+            time.monotonic()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(tick)
+    assert read == ["time.monotonic"] and len(kept) == 100 and gc.isenabled()
+
+
 class Nothing(SchedulingStrategy):
     name = "nothing"
 
@@ -80,7 +97,7 @@ def test_a_seed_shows_the_same_again():
 
 @pytest.mark.parametrize("seed", [0, 5])
 def test_the_scenarios_run_out_of_memory_and_of_places(seed):
-    queues = [play(None, seed, num_blocks, lambda rule, message: None) for num_blocks in (8000, 600, 330)]
-    assert not any(queue.unfinished for queue in queues) and queues[0].num_preempted == 0
-    assert sum(queue.num_preempted for queue in queues) >= 3
-    assert all(job.end_s < float("inf") for queue in queues for job in queue.jobs.values())
+    engines = [play(None, seed, num_blocks, lambda rule, message: None) for num_blocks in (8000, 600, 330)]
+    assert not any(engine.unfinished for engine in engines) and engines[0].num_preempted == 0
+    assert sum(engine.num_preempted for engine in engines) >= 3
+    assert all(each.end_s < float("inf") for engine in engines for each in engine.requests.values())

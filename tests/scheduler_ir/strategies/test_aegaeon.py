@@ -7,7 +7,7 @@ import pytest
 from sagellm.core.errors import PlanError
 from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
 from sagellm.scheduler_ir.strategies.aegaeon import Aegaeon, quotas
-from tests.scheduler_ir.strategies.loads import job, run
+from tests.scheduler_ir.strategies.loads import request, run
 
 
 class Recorded(Aegaeon):
@@ -28,28 +28,27 @@ class Recorded(Aegaeon):
 
 
 def pooled(strategy, num_models=3, each=4, output=60):
-    jobs = [
-        job(10 * model + number, 0.01 * number, 60, output, adapter=f"model-{model}")
+    requests = [
+        request(10 * model + number, 0.01 * number, 60, output, adapter=f"model-{model}")
         for model in range(num_models) for number in range(each)
     ]  # fmt: skip
-    return jobs, run(strategy, jobs)
+    return requests, run(strategy, requests)
 
 
 def test_models_decode_in_turns_and_prompts_come_by_group():
     strategy = Recorded()
-    jobs, _ = pooled(strategy)
+    requests, _ = pooled(strategy)
     for batch in (*strategy.batches, *strategy.groups):
         assert len({strategy.adapters[name] for name in batch}) == 1
     assert len({strategy.adapters[name] for batch in strategy.batches for name in batch}) == 3
-    together = run(None, pooled(None)[0]) and [len(batch) for batch in strategy.batches]
-    assert max(together) == 4 and strategy.report()["turns"] >= 6
-    assert all(max(each.gaps_s) < 3 * 2.5 for each in jobs)  # a round: two other turns of 2 s at most, prompts and its own
+    assert max(map(len, strategy.batches)) == 4 and strategy.report()["turns"] >= 6
+    assert all(max(each.gaps_s) < 3 * 2.5 for each in requests)  # a round: two other turns of 2 s at most, prompts and its own
 
 
 def test_a_tighter_target_gets_a_longer_share():
     strategy = Recorded(switch_s=0.2)
-    tight = [job(number, 0.0, 60, 400, adapter="tight", tpot_s=0.06) for number in range(4)]
-    loose = [job(10 + number, 0.0, 60, 400, adapter="loose", tpot_s=0.12) for number in range(4)]
+    tight = [request(number, 0.0, 60, 400, adapter="tight", tpot_s=0.06) for number in range(4)]
+    loose = [request(10 + number, 0.0, 60, 400, adapter="loose", tpot_s=0.12) for number in range(4)]
     run(strategy, [*tight, *loose], until_s=12)
     turns = [len(list(turn)) for _, turn in groupby(strategy.batches, lambda batch: strategy.adapters[batch[0]])]
     longer, shorter = sorted(turns[2:4], reverse=True)  # the first round does not know yet what steps take
@@ -70,21 +69,21 @@ def test_quotas_give_each_the_same_share_of_what_is_owed():
 
 def test_with_one_model_all_decode_together_and_more_than_a_batch_in_turns():
     strategy = Recorded()
-    run(strategy, [job(number, 0.0, 60, 30) for number in range(6)])
+    run(strategy, [request(number, 0.0, 60, 30) for number in range(6)])
     assert {len(batch) for batch in strategy.batches} == {6}
     strategy = Recorded(batch_size=2)
-    jobs = [job(number, 0.0, 60, 30) for number in range(6)]
-    run(strategy, jobs)
+    requests = [request(number, 0.0, 60, 30) for number in range(6)]
+    run(strategy, requests)
     assert {len(batch) for batch in strategy.batches} == {2}
-    assert all(0.3 < max(each.gaps_s) < 1.5 for each in jobs)  # two other turns of eight steps
-    ends = [each.end_s for each in jobs]
+    assert all(0.3 < max(each.gaps_s) < 1.5 for each in requests)  # two other turns of eight steps
+    ends = [each.end_s for each in requests]
     assert max(ends) < 1.6 * min(ends)  # round robin: they come to their end together
 
 
 def test_a_group_of_prompts_is_no_longer_than_it_may_be():
     strategy = Recorded(group_size=3)
-    jobs = [job(number, 0.0, 60, 5) for number in range(10)]
-    run(strategy, jobs)
+    requests = [request(number, 0.0, 60, 5) for number in range(10)]
+    run(strategy, requests)
     assert {len(group) for group in strategy.groups} <= {1, 2, 3} and len(strategy.groups[0]) == 3
 
 

@@ -1,18 +1,16 @@
 """Chunks that are chosen while the one before is on the device, and how small one may be."""
 
 import math
-from itertools import pairwise
 
 import pytest
 
 from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
 from sagellm.core.scheduling import ServiceLevel
-from sagellm.replay.schedule.base import EngineShape, RecordedRequest
-from sagellm.replay.schedule.step_times import StepTimes as EngineTimes
-from sagellm.replay.schedule.virtual_engine import VirtualEngine
+from sagellm.scheduler_ir.simulation.base import LinearCosts
 from sagellm.scheduler_ir.strategies.adaptive import Adaptive
 from sagellm.scheduler_ir.strategies.chunking import ChunkSizer
 from sagellm.scheduler_ir.strategies.step_times import StepTimes
+from tests.scheduler_ir.strategies.loads import request, run
 
 DECODE_S, TOKEN_S = 0.02, 0.001
 
@@ -72,14 +70,12 @@ def test_no_chunk_is_a_crumb():
 
 
 def test_two_documents_do_not_double_the_gap_on_an_engine_that_chooses_ahead():
-    shape = EngineShape(block_size=16, num_blocks=6000, max_prefill_tokens=8192, max_batch_size=16)
-    times = EngineTimes((0.002, 2.5e-4, 0.0), (0.02, 5e-4, 0.0))
-    requests = [RecordedRequest(number, 0.0, 40, 600) for number in range(4)]
-    requests += [RecordedRequest(number, at_s, 3000, 5) for number, at_s in ((8, 1.0), (10, 5.0), (11, 5.0), (12, 5.01))]
-    run = VirtualEngine(shape, times, Adaptive(target_itl_s=0.1)).run(requests)
+    streams = [request(number, 0.0, 40, 600) for number in range(4)]
+    documents = [request(number, at_s, 3000, 5) for number, at_s in ((8, 1.0), (10, 5.0), (11, 5.0), (12, 5.01))]
+    costs = LinearCosts((0.002, 2.5e-4, 0.0), (0.02, 5e-4, 0.0))
+    strategy = Adaptive(target_itl_s=0.1)
+    run(strategy, [*streams, *documents], costs=costs, max_prefill_tokens=8192, max_batch_size=16)
     gaps = [
-        later - earlier
-        for each in run.requests if each.request_id < 4
-        for earlier, later in pairwise(each.token_s) if earlier > 4.9
+        gap for each in streams for gap, before_s in zip(each.gaps_s, each.token_s, strict=False) if before_s > 4.9
     ]  # fmt: skip
     assert 0.05 < max(gaps) < 1.1 * 0.1

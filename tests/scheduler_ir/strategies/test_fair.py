@@ -3,7 +3,7 @@
 from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
 from sagellm.core.scheduling import ServiceLevel
 from sagellm.scheduler_ir.strategies.fair import MAX_ABSENT, Fair
-from tests.scheduler_ir.strategies.loads import job, run
+from tests.scheduler_ir.strategies.loads import request, run
 
 
 def row(name, tenant, phase=Phase.PREFILL):
@@ -15,11 +15,11 @@ def see(fair, *requests, in_flight=0):
 
 
 def test_a_long_stream_of_a_tenant_that_does_not_wait_is_no_measure_for_newcomers():
-    stream = job(0, 0.0, 20, 3000, tenant="stream")
-    steady = [job(number, 0.0, 100, 30, tenant="steady") for number in range(1, 200)]
-    new = [job(1000 + number, 5.0, 100, 30, tenant="new") for number in range(100)]
+    stream = request(0, 0.0, 20, 3000, tenant="stream")
+    steady = [request(number, 0.0, 100, 30, tenant="steady") for number in range(1, 200)]
+    new = [request(1000 + number, 5.0, 100, 30, tenant="new") for number in range(100)]
     run("fair", [stream, *steady, *new], max_batch_size=4, until_s=10)
-    done = [sum(5.7 < each.end_s <= 10 for each in jobs) for jobs in (steady, new)]
+    done = [sum(5.7 < each.end_s <= 10 for each in requests) for requests in (steady, new)]
     assert min(done) >= 4 and max(done) - min(done) <= 2
 
 

@@ -8,7 +8,7 @@ from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
 from sagellm.core.scheduling import ServiceLevel
 from sagellm.scheduler_ir.strategies.hybrid import Hybrid
 from sagellm.scheduler_ir.strategies.slo_aware import SloAware
-from tests.scheduler_ir.strategies.loads import job, run
+from tests.scheduler_ir.strategies.loads import request, run
 
 DECODE_S, TOKEN_S = 0.02, 0.001
 
@@ -66,8 +66,8 @@ def test_an_urgent_prompt_is_in_no_step_with_long_ones(strategy):
 
 
 def test_urgent_prompts_that_come_with_long_ones_are_in_time():
-    short = [job(2 * number, 5.0 * number, 100, 5, ttft_s=0.2) for number in range(1, 6)]
-    long = [job(2 * number + 1, 5.0 * number, 1500, 5, ttft_s=5.0) for number in range(1, 6)]
+    short = [request(2 * number, 5.0 * number, 100, 5, ttft_s=0.2) for number in range(1, 6)]
+    long = [request(2 * number + 1, 5.0 * number, 1500, 5, ttft_s=5.0) for number in range(1, 6)]
     run("slo_aware", [*short, *long])
     assert max(each.ttft_s for each in short[1:]) < 0.2 and max(each.ttft_s for each in long) < 5
 

@@ -6,9 +6,9 @@ Source: LMDeploy 0.11.0, pytorch/paging/scheduler.py and pytorch/engine/engine.p
 from operator import attrgetter
 
 from sagellm.core.hooks import RequestId, ScheduleDecision
-from sagellm.replay.schedule.base import EngineShape
-from sagellm.replay.schedule.pool import BlockPool
-from sagellm.replay.schedule.requests import VirtualRequest
+from sagellm.scheduler_ir.simulation.base import EngineShape
+from sagellm.scheduler_ir.simulation.pool import BlockPool
+from sagellm.scheduler_ir.simulation.requests import VirtualRequest
 
 __all__ = ["Queues"]
 
@@ -145,13 +145,16 @@ class Queues:
             self.running.remove(request)
         self.in_flight.extend(taken)
 
-    def finish(self, request: VirtualRequest) -> None:
-        """It has all its tokens and leaves, also in the middle of a round; its full blocks stay cached."""
-        self.in_flight.remove(request)
+    def leave(self, request: VirtualRequest) -> None:
+        """It is complete or cancelled, also in the middle of a round; its full blocks stay cached."""
+        for queue in (self.in_flight, self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+                break
         self.pool.release(request)
 
     def back(self, taken: list[VirtualRequest]) -> None:
-        """The step of these is over: who was cut waits, who has not ended runs."""
+        """The step of these is over: who was cut waits, who has not left runs."""
         for request in taken:
             if request.has_ended:
                 continue

@@ -3,15 +3,15 @@
 from collections import OrderedDict
 
 from sagellm.core.hooks import RequestId
-from sagellm.replay.schedule.base import EngineShape
-from sagellm.replay.schedule.requests import VirtualRequest
+from sagellm.scheduler_ir.simulation.base import EngineShape
+from sagellm.scheduler_ir.simulation.requests import VirtualRequest
 
 __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Which prefixes two requests share is not known, but how many tokens the log's own run found cached: so many blocks a
-    request takes from the cache at its first admission, if there are any. What a request loses is found again until it goes
+    """Which prefixes two requests share is not known, but how many tokens of each are said to be cached: so many blocks it
+    takes from the cache at its first admission, if there are any. What a request loses is found again until it goes
     for room, the longest unused first."""
 
     def __init__(self, shape: EngineShape) -> None:

@@ -1,36 +1,31 @@
 """Schedules that can be worked out on paper, and what holds for every one."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sagellm.core.errors import PlanError
+from sagellm.core.errors import ConfigError
 from sagellm.core.hooks import Phase, ScheduleDecision
-from sagellm.replay.schedule.base import EngineShape
-from sagellm.replay.schedule.compare import compare
-from sagellm.replay.schedule.log import read_log
-from sagellm.replay.schedule.pool import BlockPool
-from sagellm.replay.schedule.requests import VirtualRequest
-from sagellm.replay.schedule.step_times import fit_step_times
-from sagellm.replay.schedule.virtual_engine import VirtualEngine
-from tests.replay.schedule.made import SHAPE, TIMES, Answers, Cuts, Fifo, LastFirst, request
-
-RECORDED = Path(__file__).with_name("engine.jsonl.gz")
+from sagellm.scheduler_ir.simulation.base import EngineShape, FaultKind, StrategyFault
+from sagellm.scheduler_ir.simulation.pool import BlockPool
+from sagellm.scheduler_ir.simulation.virtual_engine import VirtualEngine
+from tests.scheduler_ir.simulation.made import COSTS, SHAPE, Answers, Cuts, Fifo, LastFirst, request
 
 
 def run(requests, strategy=None, shape=SHAPE, **options):
-    return VirtualEngine(shape, TIMES, strategy, name="tested", **options).run(requests)
+    engine = VirtualEngine(shape, COSTS, requests, strategy, name="tested", **options)
+    assert engine.run()
+    return engine
 
 
-def tokens_of(run):
-    return {each.request_id: pytest.approx(each.token_s) for each in run.requests}
+def tokens_of(engine):
+    return {each.request_id: pytest.approx(tuple(each.token_s)) for each in engine.requests.values()}
 
 
-def steps_of(run):
-    return [(step.phase.value, dict(step.computed), pytest.approx(step.end_s)) for step in run.steps]
+def steps_of(engine):
+    return [(step.phase.value, dict(step.computed), pytest.approx(step.end_s)) for step in engine.steps]
 
 
 def test_a_step_is_chosen_while_another_runs():
@@ -68,7 +63,7 @@ def test_the_next_step_is_chosen_when_the_last_of_a_round_begins():
 
 def test_the_longest_unused_goes_for_room():
     pool = BlockPool(replace(SHAPE, num_blocks=10, prefix_caching=True))
-    first, second = (VirtualRequest.of(request(number, 0.0, 20, 1), 1.0) for number in (0, 1))
+    first, second = (request(number, 0.0, 20, 1) for number in (0, 1))
     for each in (first, second):
         pool.hold(each, 5)
         each.num_computed, each.has_run = 20, True
@@ -100,10 +95,12 @@ def test_what_was_cached_is_not_computed():
 
 
 def test_a_prompt_joins_until_the_budget_is_full():
-    prompts = [request(number, 0.0, tokens, 1) for number, tokens in enumerate((60, 40, 10, 250, 5))]
-    found = run(prompts)
+    def prompts():
+        return [request(number, 0.0, tokens, 1) for number, tokens in enumerate((60, 40, 10, 250, 5))]
+
+    found = run(prompts())
     assert [dict(step.computed) for step in found.steps] == [{0: 60, 1: 40}, {2: 10}, {3: 250}, {4: 5}]
-    lowered = run(prompts, Answers(lambda view: ScheduleDecision(token_budget=50)))
+    lowered = run(prompts(), Answers(lambda view: ScheduleDecision(token_budget=50)))
     assert [dict(step.computed) for step in lowered.steps] == [{0: 60}, {1: 40, 2: 10}, {3: 250}, {4: 5}]
 
 
@@ -174,8 +171,11 @@ def test_what_is_lost_stays_cached_until_it_goes_for_room():
 
 
 def test_a_strategy_that_raises_is_named():
-    with pytest.raises(PlanError, match="strategy tested: decide raised ZeroDivisionError"):
-        run([request(0, 0.0, 10, 2)], Answers(lambda view: 1 / 0))
+    with pytest.raises(StrategyFault, match="strategy tested: decide raised ZeroDivisionError") as caught:
+        run([request(0, 1.5, 10, 2)], Answers(lambda view: 1 / 0))
+    fault = caught.value
+    assert (fault.kind, fault.step, fault.now_s) == (FaultKind.RAISED, 1, 1.5)
+    assert isinstance(fault.__cause__, ZeroDivisionError)
 
 
 def test_decode_is_kept_to_while_a_step_is_on_its_way():
@@ -189,8 +189,9 @@ def test_a_minute_is_too_long(until_s, is_fine):
     if is_fine:
         assert run([request(0, 0.0, 10, 1)], strategy).steps[0].end_s == pytest.approx(60.1, abs=0.03)
     else:
-        with pytest.raises(PlanError, match="request 0 has been held for"):
+        with pytest.raises(StrategyFault, match="request 0 has been held for") as caught:
             run([request(0, 0.0, 10, 1)], strategy)
+        assert (caught.value.kind, caught.value.request_id) == (FaultKind.HELD, 0) and caught.value.now_s > 60
 
 
 @pytest.mark.parametrize(
@@ -207,9 +208,10 @@ def test_a_minute_is_too_long(until_s, is_fine):
     ],
 )
 def test_nonsense_is_told(answer, words):
-    with pytest.raises(PlanError, match="strategy tested") as caught:
+    with pytest.raises(StrategyFault, match="strategy tested") as caught:
         run([request(0, 0.0, 10, 2), request(1, 0.0, 10, 2)], Answers(answer))
     assert words in str(caught.value)
+    assert caught.value.kind is (FaultKind.HELD if "held" in words else FaultKind.ANSWER)
 
 
 def test_views_are_the_engines():
@@ -233,66 +235,94 @@ def test_whether_to_look_ahead_is_the_engines_choice():
     ]  # fmt: skip
 
 
-def test_progress_is_told_at_each_end():
-    told = []
-    VirtualEngine(SHAPE, TIMES).run([request(number, number / 4, 30, 1 + number) for number in range(4)], told.append)
-    assert told[-1] == 4 and told == sorted(set(told))
+def test_a_cancelled_request_leaves_its_blocks_and_its_step_goes_on():
+    strategy = Answers()
+    told, results = [], []
+    strategy.on_request_end, strategy.on_step_end = told.append, results.append
+    engine = VirtualEngine(SHAPE, COSTS, [*(request(each, 0.0, 8, 4) for each in range(4)), request(4, 0.5, 9, 4)], strategy)
+    assert engine.step() and engine.step()  # four prompts and a decode step of all; the fifth prompt has been sent
+    before = engine._queues.pool.num_free
+    for number in (2, 4, 4):  # one that may run, one on the device
+        engine.cancel(number)
+    assert told == [2, 4] and engine._queues.pool.num_free == before + 3 + 3
+    assert [each.request_id for each in engine.unfinished] == [0, 1, 3]
+    assert engine.run() and engine._queues.pool.num_free == 1000 and engine.num_ended == 3
+    rest = [{0: 1, 1: 1, 3: 1}] * 2
+    assert [dict(step.computed) for step in engine.steps[2:]] == [{4: 9}, *rest] == [
+        dict(result.computed) for result in results[2:]
+    ]  # fmt: skip
+    for number, num_tokens in ((2, 2), (4, 0)):
+        gone = engine.requests[number]
+        assert gone.is_cancelled and len(gone.token_s) == num_tokens and gone.end_s == float("inf")
+    engine.cancel(0)  # it has ended
+    assert told == [2, 4, 0, 1, 3] and not engine.requests[0].is_cancelled
 
 
-@pytest.mark.parametrize("strategy, keeps", [(None, False), (None, True), (Fifo(), False)])
-def test_work_grows_with_what_runs_and_not_with_all_requests(monkeypatch, strategy, keeps):
-    num_asked, num_rows = 0, 0
-    has_ended, metadata = VirtualRequest.has_ended.fget, VirtualRequest.metadata
-
-    def count_asked(self):
-        nonlocal num_asked
-        num_asked += 1
-        return has_ended(self)
-
-    def count_rows(self, phase):
-        nonlocal num_rows
-        num_rows += 1
-        return metadata(self, phase)
-
-    monkeypatch.setattr(VirtualRequest, "has_ended", property(count_asked))
-    monkeypatch.setattr(VirtualRequest, "metadata", count_rows)
-    engine = VirtualEngine(SHAPE, TIMES, strategy, keep_decisions=keeps)
-    found = engine.run([request(number, 3.0 * number, 30, 3) for number in range(100)], lambda num_ended: None)
-    assert num_asked <= 4 * sum(len(step.computed) for step in found.steps)
-    # Nobody reads the rows of a view that no strategy sees and no record keeps.
-    assert (num_rows > 0) is (strategy is not None or keeps) and len(engine.decisions) == (len(found.steps) if keeps else 0)
+def test_who_waits_or_is_to_come_is_cancelled_or_not():
+    engine = VirtualEngine(replace(SHAPE, max_batch_size=1), COSTS, [request(number, 0.0, 8, 2) for number in range(2)] + [
+        request(2, 50.0, 8, 2)
+    ])  # fmt: skip
+    assert engine.step()
+    engine.cancel(1)
+    engine.cancel(2)
+    assert engine.run() and [engine.requests[number].is_cancelled for number in range(3)] == [False, True, False]
+    assert engine.num_ended == 2 and not engine.step()
 
 
-def test_arrivals_come_faster():
-    found = run([request(0, 0.0, 10, 1), request(1, 8.0, 10, 1)], speedup=4.0)
-    assert [each.arrival_s for each in found.requests] == [0.0, 2.0] and found.steps[-1].end_s == pytest.approx(3.1)
+def test_a_run_has_bounds():
+    def begun():
+        return VirtualEngine(SHAPE, COSTS, [request(0, 0.0, 100, 9)])
+
+    engine = begun()  # the prompt until 2.0, then half a second each
+    assert not engine.run(max_steps=3) and len(engine.steps) == 3
+    assert not engine.run(until_s=3.9) and engine.now_s == pytest.approx(4.0)
+    assert [each.request_id for each in engine.unfinished] == [0]
+    assert engine.run(max_steps=1000, until_s=1000) and engine.now_s == pytest.approx(6.0) and not engine.unfinished
 
 
-class _Recorded:
-    """Step times of a log as they were, each step's until its recorded end."""
-
-    def __init__(self, log):
-        self.steps, self.fitted = iter(log.measured.steps), fit_step_times(log.measured.steps, "log")
-
-    def seconds(self, phase, num_requests, num_tokens, attention):
-        step = next(self.steps)
-        if (step.phase, step.num_requests, step.num_tokens) != (phase, num_requests, num_tokens):
-            return self.fitted.seconds(phase, num_requests, num_tokens, attention)
-        return step.end_s - self.engine._now_s
+def test_where_the_only_one_that_may_run_gives_up_its_place_the_engine_pauses():
+    """Of two that decode the younger is in no step, and keeps the blocks that the older one lacks."""
+    shape = replace(SHAPE, num_blocks=5)
+    found = run([request(0, 0.0, 8, 8), request(1, 0.0, 8, 8)], Answers(lambda view: ScheduleDecision(token_budget=1)), shape)
+    assert found.num_preempted and found.num_pauses
+    starts = [step.end_s - step.seconds for step in found.steps]
+    gaps = [start - step.end_s for start, step in zip(starts[1:], found.steps, strict=False)]
+    assert max(gaps) == pytest.approx(0.1)  # LMDeploy's: nobody is held
 
 
-def test_an_engines_own_schedule_comes_out_again():
-    """40 requests of LMDeploy on a CPU with 60 blocks, two of them preempted: each step with its requests and its tokens."""
-    log = read_log(RECORDED)
-    times = _Recorded(log)
-    times.engine = VirtualEngine(log.shape, times)
-    found = times.engine.run(log.requests)
-    agreed = compare(log.measured, found)
-    assert agreed.first_difference is None and agreed.num_steps_recorded == 223
-    assert found.num_preempted == log.measured.num_preempted == 2
-    assert [each.first_token_s for each in found.requests] == pytest.approx(
-        [each.first_token_s for each in log.measured.requests]
-    )
+@pytest.mark.parametrize(
+    ("changed", "prompt", "generated", "words"),
+    [
+        ({"num_blocks": 6}, 20, 6, "up to 7 blocks of 4 tokens"), ({"num_blocks": 6, "decode_round": 3}, 20, 3, "has 6"),
+        ({"num_blocks": 4}, 17, 1, "shorter request"), ({"num_blocks": 0}, 1, 1, "num_blocks of an engine is 0"),
+        ({}, 0, 1, "at least 1 of each"), ({}, 1, 0, "at least 1 of each"),
+    ],
+)  # fmt: skip
+def test_what_the_pool_cannot_hold_is_refused_at_the_start(changed, prompt, generated, words):
+    with pytest.raises(ConfigError, match=words):
+        run([request(0, 0.0, 4, 1), request(1, 0.0, prompt, generated)], shape=replace(SHAPE, **changed))
+
+
+def test_what_just_fits_is_not_refused():
+    for shape in (replace(SHAPE, num_blocks=6), replace(SHAPE, num_blocks=6, decode_round=2)):
+        assert run([request(0, 0.0, 20, 5 - shape.decode_round)], shape=shape).num_ended == 1
+    assert run([request(0, 0.0, 20, 1)], shape=replace(SHAPE, num_blocks=5, decode_round=9)).num_ended == 1
+
+
+def test_a_request_is_of_one_run():
+    used = request(0, 0.0, 8, 2)
+    run([used])
+    with pytest.raises(ConfigError, match="of another run"):
+        run([used])
+    with pytest.raises(ConfigError, match="twice"):
+        run([request(0, 0.0, 8, 2), request(0, 0.0, 8, 2)])
+
+
+class OneAtATime(Fifo):
+    """Holds the blocks of those that it does not let decode."""
+
+    def decide(self, view):
+        return replace(super().decide(view), token_budget=1)
 
 
 REQUESTS = st.lists(
@@ -304,37 +334,44 @@ REQUESTS = st.lists(
 @given(
     # 21 blocks: the longest request, and the last round of decode steps that it begins.
     REQUESTS, st.sampled_from([21, 24, 40, 400]), st.integers(1, 4), st.integers(1, 5), st.booleans(),
-    st.sampled_from([None, Fifo, LastFirst, Cuts]),
+    st.sampled_from([None, Fifo, LastFirst, Cuts, OneAtATime]),
 )  # fmt: skip
 def test_what_holds_for_every_run(rows, num_blocks, decode_round, max_batch, caching, kind):
     shape = EngineShape(4, num_blocks, 50, max_batch, decode_round, caching)
-    requests = [
-        request(number, arrival / 4, prompt, generated, cached_tokens=min(cached, prompt - 1) if caching else 0)
-        for number, (arrival, prompt, generated, cached) in enumerate(rows)
-    ]
-    engine = VirtualEngine(shape, TIMES, kind and kind(), gap_s=0.01)
-    found = engine.run(requests)
+
+    def begun(strategy):
+        requests = [
+            request(number, arrival / 4, prompt, generated, cached_tokens=min(cached, prompt - 1) if caching else 0)
+            for number, (arrival, prompt, generated, cached) in enumerate(rows)
+        ]
+        return VirtualEngine(shape, COSTS, requests, strategy, gap_s=0.01)
+
+    def outcome(engine):
+        return engine.steps, engine.num_preempted, [each.token_s for each in engine.requests.values()]
+
+    engine = begun(kind and kind())
+    assert engine.run(max_steps=100_000)
     assert engine._queues.pool.num_free + sum(engine._queues.pool._cached.values()) == num_blocks
     end_s = 0.0
-    for step in found.steps:  # one after the other
+    for step in engine.steps:  # one after the other
         assert step.end_s - step.seconds >= end_s - 1e-9
         end_s = step.end_s
-    done = dict.fromkeys(range(len(requests)), 0)
-    for step in found.steps:
+    done = dict.fromkeys(engine.requests, 0)
+    for step in engine.steps:
         for number, tokens in step.computed:
             done[number] += tokens
-    by_id = {each.request_id: each for each in found.requests}
-    for each in requests:
-        times = by_id[each.request_id]
-        assert times.num_tokens == each.num_generated and list(times.token_s) == sorted(times.token_s)
-        assert times.first_token_s > each.arrival_s
-        least = each.prompt_tokens + each.num_generated - 1 - each.cached_tokens
+    for each in engine.requests.values():
+        assert len(each.token_s) == each.num_to_generate and each.token_s == sorted(each.token_s)
+        assert each.ttft_s > 0 and each.end_s == each.token_s[-1]
+        least = each.prompt_tokens + each.num_to_generate - 1 - each.cached_tokens
         assert done[each.request_id] >= least
-        if not found.num_preempted and not each.cached_tokens and decode_round == 1 and kind is not Cuts:
+        if not engine.num_preempted and not each.cached_tokens and decode_round == 1 and kind is not Cuts:
             assert done[each.request_id] == least  # every token once; cut prompts may lose their blocks without preemption
-    assert found == VirtualEngine(shape, TIMES, kind and kind(), gap_s=0.01).run(requests)
+    again = begun(kind and kind())
+    assert again.run() and outcome(again) == outcome(engine)
     if kind is None:
-        assert replace(found, name="f") == replace(VirtualEngine(shape, TIMES, Fifo(), gap_s=0.01).run(requests), name="f")
-        if not found.num_preempted:
-            begun = [number for step in found.steps if step.phase is Phase.PREFILL for number, _ in step.computed]
-            assert begun == [each.request_id for each in found.requests]
+        ordered = begun(Fifo())
+        assert ordered.run() and outcome(ordered) == outcome(engine)
+        if not engine.num_preempted:
+            prompts = [number for step in engine.steps if step.phase is Phase.PREFILL for number, _ in step.computed]
+            assert prompts == [number for number, _ in sorted(enumerate(rows), key=lambda row: (row[1][0], row[0]))]
