@@ -66,8 +66,8 @@ def play(
     try:
         while num_calls < bound and engine.step():
             num_calls += 1
-            if cancels and chance.random() < 0.05:
-                engine.cancel(chance.choice(requests).request_id)
+            if cancels and chance.random() < 0.1:
+                engine.cancel(chance.choice(engine.in_flight or requests).request_id)
     except StrategyFault as fault:
         if fault.kind is FaultKind.RAISED:
             raise StrategyBroke from fault

@@ -85,6 +85,11 @@ class VirtualEngine:
         return self._queues.num_preempted
 
     @property
+    def in_flight(self) -> list[VirtualRequest]:
+        """Those whose next step has been sent already, in its order; they are in no view."""
+        return list(self._queues.in_flight)
+
+    @property
     def unfinished(self) -> list[VirtualRequest]:
         """Those that are neither complete nor cancelled, by arrival; also those that are to come."""
         queues = self._queues

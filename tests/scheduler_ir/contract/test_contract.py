@@ -13,7 +13,7 @@ from sagellm.scheduler_ir.contract.watch import watched
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.fifo import Fifo
 from sagellm.scheduler_ir.strategies.registry import find_strategy, strategy_names
-from tests.scheduler_ir.contract.bad_strategies import BREAKS, FOLLOWS, Drops, Exits
+from tests.scheduler_ir.contract.bad_strategies import BREAKS, FOLLOWS, Drops, Exits, NoBudget, Starves
 
 
 @pytest.mark.parametrize("name", strategy_names())
@@ -101,3 +101,33 @@ def test_the_scenarios_run_out_of_memory_and_of_places(seed):
     assert not any(engine.unfinished for engine in engines) and engines[0].num_preempted == 0
     assert sum(engine.num_preempted for engine in engines) >= 3
     assert all(each.end_s < float("inf") for engine in engines for each in engine.requests.values())
+
+
+class Seen(Fifo):
+    def __init__(self):
+        self.in_flight, self.vanished, self.ended = [], set(), set()
+
+    def decide(self, view):
+        self.in_flight.append(view.num_in_flight)
+
+    def on_step_end(self, result):
+        self.vanished |= {name for name, _ in result.computed} & self.ended
+
+    def on_request_end(self, request_id):
+        self.ended.add(request_id)
+
+
+def test_the_scenarios_cancel_and_hide_what_is_on_the_device():
+    strategy = Seen()
+    engine = play(strategy, 0, 400, lambda rule, message: None, cancels=True)
+    gone = {each.request_id for each in engine.requests.values() if each.is_cancelled}
+    assert len(gone) >= 3 and strategy.ended == set(engine.requests)
+    assert gone & strategy.vanished and any(strategy.in_flight)  # one was cancelled on the device
+
+
+@pytest.mark.parametrize("kind", [NoBudget, Starves])
+def test_a_fault_that_nobody_put_right_is_reported_too(kind):
+    told = []
+    play(kind(), 5, 8000, lambda rule, message: told.append((rule, message)))
+    assert told[0][0] == {NoBudget: "answer"}.get(kind, "completes") and "strategy fifo: " in told[0][1]
+    assert told[-1][0] == "completes" and "are not complete" in told[-1][1]

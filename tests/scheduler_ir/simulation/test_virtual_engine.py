@@ -241,6 +241,7 @@ def test_a_cancelled_request_leaves_its_blocks_and_its_step_goes_on():
     strategy.on_request_end, strategy.on_step_end = told.append, results.append
     engine = VirtualEngine(SHAPE, COSTS, [*(request(each, 0.0, 8, 4) for each in range(4)), request(4, 0.5, 9, 4)], strategy)
     assert engine.step() and engine.step()  # four prompts and a decode step of all; the fifth prompt has been sent
+    assert [each.request_id for each in engine.in_flight] == [4]
     before = engine._queues.pool.num_free
     for number in (2, 4, 4):  # one that may run, one on the device
         engine.cancel(number)
