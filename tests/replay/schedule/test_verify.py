@@ -13,11 +13,12 @@ from sagellm.core.hooks import ScheduleDecision, ServiceLevel
 from sagellm.core.schedule_lines import ScheduleLines, step_line
 from sagellm.replay.schedule.decisions import write_decisions
 from sagellm.replay.schedule.verify import FROM_VIEWS, PLUG_IN, verify_schedule
-from sagellm.replay.schedule.virtual_engine import VirtualEngine
+from sagellm.replay.schedule.virtual_run import virtual_run
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.registry import strategy_names
 from sagellm.scheduler_ir.strategy_plugin import StrategyPlugin
-from tests.replay.schedule.made import SHAPE, TIMES, open_fields, request
+from tests.replay.schedule.made import open_fields, request
+from tests.scheduler_ir.simulation.made import COSTS, SHAPE
 
 LEVELS = [ServiceLevel(), ServiceLevel(2, "a"), ServiceLevel(0, "b", 30.0, 2.0, 0.9), ServiceLevel(tpot_s=0.7)]
 REQUESTS = [request(number, number / 3, 20 + 37 * (number % 4), 6, service=LEVELS[number % 4]) for number in range(14)]
@@ -86,7 +87,7 @@ def record(path, name, options=None, opened=None):
     log = EventLog(path)
     spec = {"name": PLUG_IN, "options": {"strategy": name, "options": options or {}}}
     log.write(**(SHAPE_OF_LOG | {"plugins": [spec]} | (opened or {})))
-    VirtualEngine(SHAPE, TIMES, Recorded(log, name, options)).run(REQUESTS)
+    virtual_run(REQUESTS, SHAPE, COSTS, Recorded(log, name, options))
     log.write("close")
     log.close()
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -240,9 +241,9 @@ def test_logs_that_cannot_be_used(path, opened, changed, words):
 
 def test_decisions_alone_are_not_enough(path):
     """A file of --decisions does not say what the strategy was told between."""
-    engine = VirtualEngine(SHAPE, TIMES, Leaves(), keep_decisions=True)
-    engine.run(REQUESTS)
-    write_decisions(path, engine.decisions)
+    decisions = []
+    virtual_run(REQUESTS, SHAPE, COSTS, Leaves(), decisions=decisions)
+    write_decisions(path, decisions)
     with pytest.raises(TraceError, match="before any open line"):
         verify_schedule(path)
     written(path, [open_fields()])
