@@ -14,8 +14,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+# Where the environment keeps compiled modules from being written, each process would compile the patched files and ours.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import hypothesis
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from sagellm.core.config import PluginSpec, SageConfig
 from tests.pool import check_pool, settle
@@ -40,6 +45,14 @@ LONG = [
     "engines/lmdeploy/test_exactness.py",
 ]
 
+# These share the server of a session, whose start takes ten seconds of a core: one worker has them all.
+ONE_SERVER = [
+    "tests/serve/test_guided.py",
+    "tests/serve/test_bad_requests.py",
+    "tests/serve/test_chat.py",
+    "tests/serve/test_streaming.py",
+]
+
 # An example takes long when another worker has the core. The examples are the same in each run, so a verdict is the code's
 # alone; `--hypothesis-profile search` looks for new ones.
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
@@ -52,6 +65,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     narrowed = any(config.getoption(name, None) for name in ("keyword", "markexpr", "lf", "stepwise", "collectonly"))
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not narrowed
     return NUM_WORKERS if whole else 0
+
+
+class ByFileAndServer(LoadFileScheduling):
+    """Tests of a file go to one worker, and so do the files of `ONE_SERVER`."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return ONE_SERVER[0] if file in ONE_SERVER else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFileAndServer:
+    return ByFileAndServer(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

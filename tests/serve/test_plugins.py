@@ -7,57 +7,14 @@ from pathlib import Path
 from tests.serve.harness import ServerProcess
 
 HERE = "tests.serve.plugins"
+PROMPT = [5 + i for i in range(40)]
 
 
-def generate(server: ServerProcess, tokens: int = 24, prompt_tokens: int = 40) -> dict:
-    ids = [5 + i % 200 for i in range(prompt_tokens)]
-    answer = server.post("/generate", {"input_ids": ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0})
+def generate(server: ServerProcess, tokens: int = 24) -> dict:
+    answer = server.post("/generate", {"input_ids": PROMPT, "max_tokens": tokens, "ignore_eos": True, "temperature": 0})
     assert answer.status_code == 200, answer.text
     assert answer.json()["meta_info"]["completion_tokens"] == tokens
     return answer.json()
-
-
-def test_calls_faults_and_the_record(launch, tmp_path):
-    names = {name: f"{HERE}:{name}" for name in ("Counting", "Raising", "Hanging")}
-    record = tmp_path / "record.jsonl"
-    options = [word for name in names.values() for word in ("--plugin", name)]
-    server = launch(*options, "--plugin-time-limit-s", 0.2, "--record", record).ready()
-    answers = {tuple(generate(server)["output_ids"]) for _ in range(3)}
-    assert len(answers) == 1
-    server.wait_idle()
-
-    counting, raising, hanging = names.values()
-    for hook in ("schedule", "on_step_end"):
-        server.wait_for_metric(hook, lambda n: n > 3, "sagellm_plugin_calls_total", plugin=counting, hook=hook)
-    assert server.metric("sagellm_plugin_faults_total", plugin=counting) == 0
-    assert server.metric("sagellm_plugin_faults_total", plugin=raising, hook="on_prefix_stored") == 1
-    assert server.metric("sagellm_plugin_faults_total", plugin=hanging, hook="admit") == 1
-    enabled = [server.metric("sagellm_plugin_enabled", plugin=name) for name in names.values()]
-    assert enabled == [1, 0, 0]
-    server.end()
-    assert "raised on purpose" in server.stderr
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
-    kinds = [line["event"] for line in lines]
-    assert kinds.count("arrive") == 3 and kinds.count("end") == 3
-    assert {line["plugin"] for line in lines if line["event"] == "fault"} == {raising, hanging}
-    decided = [line for line in lines if line["event"] == "schedule"]
-    assert decided and {line["reason"] for line in decided if line.get("policy") == counting} == {"as it came"}
-
-
-def test_tensor_parallel_and_a_fault_in_a_worker(launch):
-    alone = launch().ready()
-    expected = generate(alone)["output_ids"]
-    alone.end()
-    name = f"{HERE}:CommRaises"
-    server = launch("--tensor-parallel", 2, "--plugin", name).ready()
-    assert len({process.pid for process in server.family()}) >= 3  # the engine and two workers
-    assert generate(server)["output_ids"] == expected
-    faults = dict(plugin=name, hook="comm_begin")
-    server.wait_for_metric("a fault in a worker", lambda n: n >= 1, "sagellm_plugin_faults_total", **faults)
-    counted = server.metric("sagellm_plugin_faults_total", **faults)
-    generate(server)
-    assert server.metric("sagellm_plugin_faults_total", **faults) == counted <= 2
-    server.end()
 
 
 def install(folder: Path, entry_point: str) -> str:
@@ -69,20 +26,53 @@ def install(folder: Path, entry_point: str) -> str:
     return os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])
 
 
-def test_a_pool_smaller_than_the_context(launch, tmp_path):
-    """An answer that outgrows the pool ends there, and requests that fill it together all finish.
+def test_calls_faults_the_record_and_a_pool_smaller_than_the_context(launch, reference, tmp_path):
+    """An answer that outgrows the pool ends there, and requests that fill it one after the other all finish.
 
-    The plug-in is found by its entry point, also in the engine process, and is told of the end there.
+    One plug-in is found by its entry point, also in the engine process, and is told of the end there.
     """
+    names = {name: f"{HERE}:{name}" for name in ("Counting", "Raising", "Hanging")}
+    record, config = tmp_path / "record.jsonl", tmp_path / "server.yaml"
+    goodbye = {"name": "goodbye", "options": {"folder": str(tmp_path)}}
+    config.write_text(json.dumps({"plugins": [*names.values(), goodbye]}))
     path = install(tmp_path / "site", "goodbye = tests.plugins:SaysGoodbye")
-    config = tmp_path / "server.yaml"
-    config.write_text(json.dumps({"plugins": [{"name": "goodbye", "options": {"folder": str(tmp_path)}}]}))
-    options = ("--config", config, "--kv-blocks", 17, "--context-length", 2048)
-    server = launch(*options, env={"PYTHONPATH": path}).ready()
+    options = ("--config", config, "--plugin-time-limit-s", 0.2, "--record", record)
+    server = launch(*options, "--kv-blocks", 17, "--context-length", 2048, env={"PYTHONPATH": path}).ready()
     answer = server.post("/generate", {"input_ids": [5] * 200, "max_tokens": 500, "ignore_eos": True})
     assert answer.status_code == 200
     assert answer.json()["meta_info"]["finish_reason"] == {"type": "length"}
     assert server.post("/generate", {"input_ids": [5] * 300}).status_code == 400
-    generate(server)
+    answers = {tuple(generate(server)["output_ids"]) for _ in range(3)}
+    assert answers == set(reference([PROMPT], 24))
+    server.wait_idle()
+
+    counting, raising, hanging = names.values()
+    for hook in ("schedule", "on_step_end"):
+        server.wait_for_metric(hook, lambda n: n > 3, "sagellm_plugin_calls_total", plugin=counting, hook=hook)
+    assert server.metric("sagellm_plugin_faults_total", plugin=counting) == 0
+    assert server.metric("sagellm_plugin_faults_total", plugin=raising, hook="on_prefix_stored") == 1
+    assert server.metric("sagellm_plugin_faults_total", plugin=hanging, hook="admit") == 1
+    enabled = [server.metric("sagellm_plugin_enabled", plugin=name) for name in (*names.values(), "goodbye")]
+    assert enabled == [1, 0, 0, 1]
     server.end()
     assert [file.read_text() for file in tmp_path.glob("closed-*")] == ["StepResult"]
+    assert "raised on purpose" in server.stderr
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    kinds = [line["event"] for line in lines]
+    assert kinds.count("arrive") == 4 and kinds.count("end") == 4
+    assert {line["plugin"] for line in lines if line["event"] == "fault"} == {raising, hanging}
+    decided = [line for line in lines if line["event"] == "schedule"]
+    assert decided and {line["reason"] for line in decided if line.get("policy") == counting} == {"as it came"}
+
+
+def test_tensor_parallel_and_a_fault_in_a_worker(launch, reference):
+    name = f"{HERE}:CommRaises"
+    server = launch("--tensor-parallel", 2, "--plugin", name).ready()
+    assert len({process.pid for process in server.family()}) >= 3  # the engine and two workers
+    assert [tuple(generate(server)["output_ids"])] == reference([PROMPT], 24)
+    faults = dict(plugin=name, hook="comm_begin")
+    server.wait_for_metric("a fault in a worker", lambda n: n >= 1, "sagellm_plugin_faults_total", **faults)
+    counted = server.metric("sagellm_plugin_faults_total", **faults)
+    generate(server)
+    assert server.metric("sagellm_plugin_faults_total", **faults) == counted <= 2
+    server.end()

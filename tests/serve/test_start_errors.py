@@ -1,19 +1,30 @@
-"""Mistakes at the start: exit code 2, one clear message, and nothing left behind."""
+"""Mistakes at the start: exit code 2, one clear message, and nothing left behind.
+
+A process is started where it is the process that is looked at. The command in this one stands for the others: importing
+the libraries once more for each of them would show nothing.
+"""
 
 import os
 import shutil
 import socket
+import sys
+import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from click.testing import CliRunner
+
+from sagellm.serve import command, server
+from tests.serve.harness import free_port
 
 HERE = "tests.serve.plugins"
 
 
 @pytest.fixture
 def refused(launch, tmp_path):
-    """Start with these options and return the message."""
+    """Start a process with these options and return the message."""
 
     def start(*options, model="llama", env=None):
         server = launch(*options, model=model, env=env)
@@ -22,6 +33,37 @@ def refused(launch, tmp_path):
         assert "Traceback" not in server.stderr
         assert server.stderr.count("rror: ") == 1, server.stderr
         return server.stderr
+
+    return start
+
+
+class Unwatched:
+    """In the place of what takes the signals of a process over, for as long as that lives."""
+
+    def __init__(self, clean_up):
+        pass
+
+
+@pytest.fixture
+def refused_here(monkeypatch, model_folder, tmp_path):
+    """The same without a process."""
+    own = tmp_path / "own"
+    own.mkdir()
+    monkeypatch.setattr(command, "stop_at_once", lambda: None)
+    monkeypatch.setattr(server, "Loading", Unwatched)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds to it
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
+
+    def start(*options, model="llama"):
+        given = ["--device", "cpu", "--block-size", 16, "--port", free_port()]
+        if model is not None:
+            given += ["--model", model_folder(model)]
+        before = psutil.Process().children(recursive=True)
+        done = CliRunner().invoke(command.serve, [str(word) for word in (*given, *options)])
+        assert isinstance(done.exception, SystemExit) and done.exit_code == 2, done.output
+        assert done.stdout == "" and done.stderr.count("rror: ") == 1, done.output
+        assert psutil.Process().children(recursive=True) == before and not list(own.iterdir())
+        return done.stderr
 
     return start
 
@@ -63,8 +105,8 @@ def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
         (["--kv-blocks", 10**9], ["1000000000 KV blocks", "MiB", "Ask for at most"]),
     ],
 )
-def test_values_that_cannot_work(refused, options, words):
-    message = refused(*options)
+def test_values_that_cannot_work(refused_here, options, words):
+    message = refused_here(*options)
     for word in words:
         assert word in message
 
@@ -87,26 +129,26 @@ def test_a_disk_tier_too_small_for_a_block(refused, tmp_path):
         ),
     ],
 )
-def test_configuration_files_that_cannot_work(refused, tmp_path, text, words):
+def test_configuration_files_that_cannot_work(refused_here, tmp_path, text, words):
     file = tmp_path / "config.yaml"
     file.write_text(text)
-    message = refused("--config", file)
+    message = refused_here("--config", file)
     for word in words:
         assert word in message
 
 
-def test_no_gpu(refused):
+def test_no_gpu(refused_here):
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert "torch sees no GPU" in refused("--device", "cuda", model=None)
+    assert "torch sees no GPU" in refused_here("--device", "cuda", model=None)
 
 
-def test_a_folder_that_is_not_a_model(refused, tmp_path):
+def test_a_folder_that_is_not_a_model(refused_here, tmp_path):
     folder = tmp_path / "empty"
     folder.mkdir()
-    assert "has no config.json" in refused("--model", folder)
+    assert "has no config.json" in refused_here("--model", folder)
 
 
 def test_an_unpatched_lmdeploy(refused, tmp_path):

@@ -3,6 +3,8 @@
 Every method here runs on the engine's thread.
 """
 
+import atexit
+import gc
 import json
 import logging
 import time
@@ -63,6 +65,8 @@ class SchedulerHooks:
 
     def bind(self, executor: Any) -> None:
         """The engine is built."""
+        if self._config.run_dir is not None:  # the process is a server's, and as `sagellm.serve.server` it ends sooner
+            atexit.register(gc.freeze)
         self.kv.cache_engine = engine = cache_engine_of(executor)
         config = self._scheduler.cache_config
         # On a CPU copies are made at once, so that they can be timed; only a plug-in would want to know.

@@ -6,6 +6,7 @@ import threading
 from sagellm.core.hooks import DECISIONS, NOTICES, EvictionDecision, MigrationPlan, Plugin, ScheduleDecision, Tier
 
 FOREVER_S = 30  # beyond every limit of the tests; the thread is a daemon's
+AWAKE = threading.Event()  # nobody sets it; a test may put one of its own here
 
 
 def _raise(plugin, argument):
@@ -17,7 +18,7 @@ def _exit(plugin, argument):
 
 
 def _sleep(plugin, argument):
-    threading.Event().wait(FOREVER_S)
+    AWAKE.wait(FOREVER_S)
 
 
 def _lie_about_sizes(plugin, argument):

@@ -1,6 +1,7 @@
 """A plug-in that fails is switched off, counted once, and no request is lost or changed."""
 
 import re
+import threading
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import PluginError
 from sagellm.engines.base import SamplingParams
+from tests.engines.lmdeploy import faulty as plugins
 from tests.engines.lmdeploy.faulty import HOOKS, name_of
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
@@ -22,6 +24,17 @@ def faulty(hook, fault):
     return PluginSpec(name=name_of(hook), options={"fault": fault})
 
 
+@pytest.fixture
+def wakes_at_the_end(start_engine, monkeypatch):
+    """Who sleeps wakes before the engine is closed, which would wait for it. That it does not wait long is seen where
+    values are traps."""
+    awake = threading.Event()
+    monkeypatch.setattr(plugins, "AWAKE", awake)
+    yield
+    awake.set()
+
+
+@pytest.mark.usefixtures("wakes_at_the_end")
 @pytest.mark.parametrize(("fault", "kind"), [("raise", "raised"), ("exit", "raised"), ("sleep", "overran")])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_each_hook_that_fails(start_engine, reference, hook, fault, kind):

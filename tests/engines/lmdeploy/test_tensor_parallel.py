@@ -76,15 +76,21 @@ def test_exact_output_and_every_collective_is_seen(two_workers, reference, limit
     assert all(line["duration_ns"] > 0 and line["world_size"] == 2 for line in comm)
 
 
-def test_a_raising_plugin_is_switched_off_in_each_worker(two_workers, reference, limits, tmp_path):
+def test_a_raising_plugin_is_switched_off_in_each_worker_and_every_instance_is_closed(
+    two_workers, reference, limits, tmp_path
+):
     limits(run_dir=tmp_path)
     name = "tests.plugins:CommRaises"
-    # The other one is not disturbed: it moves blocks to the host cache of both workers and back.
-    engine = two_workers(name, "tests.plugins:OffloadInstead", kv_blocks=30, host_kv_blocks=20)
+    # The others are not disturbed: one moves blocks to the host cache of both workers and back, one hears of the end.
+    listener = PluginSpec(name="tests.plugins:SaysGoodbye", options={"folder": str(tmp_path)})
+    engine = two_workers(name, "tests.plugins:OffloadInstead", listener, kv_blocks=30, host_kv_blocks=20)
     for _ in range(2):
         assert answers(engine, CROWD) == reference(CROWD, 40)
     assert min(engine.hooks.report()["migrated"].values()) > 0
     assert engine.hooks.report()["faults"] == [[name, "comm_begin", "raised", 1]] * 2
+    engine.close()
+    heard = sorted(file.read_text() for file in tmp_path.glob("closed-*"))
+    assert heard == ["NoneType", "NoneType", "StepResult"], "two workers and the engine, which heard of its steps"
 
 
 def test_a_hanging_plugin_is_left_behind_in_each_worker(two_workers, reference, limits, tmp_path):
@@ -108,15 +114,6 @@ def test_time_in_collectives_is_measured_on_request(two_workers, limits, tmp_pat
     assert min(waits[rank, "all_reduce"] for rank in (0, 1)) > 0
     exposed_s = max(sum(spent for (rank, _), spent in waits.items() if rank == number) for number in (0, 1)) / 1e9
     assert 0 < exposed_s < report["step_s"]
-
-
-def test_every_instance_is_closed(two_workers, reference, tmp_path):
-    plugin = PluginSpec(name="tests.plugins:SaysGoodbye", options={"folder": str(tmp_path)})
-    engine = two_workers(plugin)
-    assert answers(engine, CROWD[:1]) == reference(CROWD[:1], 40)
-    engine.close()
-    heard = sorted(file.read_text() for file in tmp_path.glob("closed-*"))
-    assert heard == ["NoneType", "NoneType", "StepResult"], "two workers and the engine, which heard of its steps"
 
 
 def test_workers_need_the_main_thread(start_engine):
