@@ -36,13 +36,17 @@ LONG = [
     "serve/test_guided.py",  # the longest where it builds the demo model, which others want later
     "benchmarks/test_runner.py",
     "serve/test_lifecycle.py",
+    "engines/lmdeploy/test_faults.py",
+    "scheduler_ir/contract/test_contract.py",
     "csrc/test_checks.py",
     "serve/test_plugins.py",
     "benchmarks/test_serve_scenario.py",
     "benchmarks/test_ab.py",
     "demo_model/test_cache.py",
     "engines/lmdeploy/test_tensor_parallel.py",
+    "serve/test_tiers.py",
     "engines/lmdeploy/test_exactness.py",
+    "benchmarks/test_prefix_peers.py",
 ]
 
 # These share the server of a session, whose start takes ten seconds of a core: one worker has them all.
@@ -75,8 +79,8 @@ class ByFileAndServer(LoadFileScheduling):
         return ONE_SERVER[0] if file in ONE_SERVER else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFileAndServer:
-    return ByFileAndServer(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFileAndServer | None:
+    return ByFileAndServer(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -159,7 +159,9 @@ def test_a_fault_is_recorded(tmp_path):
 
 
 def test_hosts_do_not_share_state():
+    before = set(threading.enumerate())
     one, two = make(Admits), make(Admits)
+    assert len(set(threading.enumerate()) - before) == 2  # the plug-in of each has a thread
     one.blame("admit", "only here")
     assert not one.decides("admit") and two.decides("admit")
     one.close()
