@@ -7,6 +7,7 @@ from typing import Any
 from sagellm.replay.schedule.base import RecordedRun, Run
 from sagellm.replay.schedule.compare import Prediction, compare
 from sagellm.replay.schedule.decisions import DecisionLine
+from sagellm.replay.schedule.drift import drift_of
 from sagellm.replay.schedule.metrics import Figures, Targets, figures, groups
 from sagellm.replay.schedule.step_times import StepTimes, fit_step_times
 from sagellm.replay.schedule.strategies import build_strategy, strategy_of_log
@@ -69,13 +70,16 @@ def replay_schedule(
     """
     built = {name: build_strategy(name, dict(options)) for name, options in strategies.items()}
     times = fit_step_times(log.measured.steps, log.path)
+    drifting = drift_of(times, log.measured.steps)
+    # Arrivals that come faster are at other times: only the average speed of the machine is known of these.
+    costs = drifting if speedup == 1.0 else times
     own, own_options = strategy_of_log(log)
     runs, decisions = {}, {}
     names: Sequence[str] = list(built)
     for number, name in enumerate(names):
         lines: list[DecisionLine] = []
         runs[name] = virtual_run(
-            log.requests, log.shape, times, built[name], name=name, gap_s=log.gap_s, speedup=speedup,
+            log.requests, log.shape, costs, built[name], name=name, gap_s=log.gap_s, speedup=speedup,
             decisions=lines if keep_decisions else None,
             progress=_part(report, name, number, len(names), len(log.requests)),
         )  # fmt: skip
@@ -85,7 +89,7 @@ def replay_schedule(
         prediction = compare(log.measured, runs[own])
     elif (strategy := _known(own, own_options)) is not _UNKNOWN:
         # Also where arrivals come faster in the rows: what can be checked is the log as it was.
-        again = virtual_run(log.requests, log.shape, times, strategy, name=own, gap_s=log.gap_s)
+        again = virtual_run(log.requests, log.shape, drifting, strategy, name=own, gap_s=log.gap_s)
         prediction = compare(log.measured, again)
     return Replayed(log, times, runs, decisions, own, prediction, targets or Targets(), speedup)
 

@@ -34,8 +34,8 @@ class EngineShape:
 class StepCosts(Protocol):
     """How long a step takes."""
 
-    def seconds(self, phase: Phase, num_requests: int, num_tokens: int, attention: float) -> float:
-        """Of a step of prompts, or of one decode step. `attention`: as in `StepRun`."""
+    def seconds(self, phase: Phase, num_requests: int, num_tokens: int, attention: float, now_s: float) -> float:
+        """Of a step of prompts, or of one decode step, that begins at `now_s`. `attention`: as in `StepRun`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,9 @@ class LinearCosts:
     prefill: tuple[float, float, float]
     decode: tuple[float, float, float]
 
-    def seconds(self, phase: Phase, num_requests: int, num_tokens: int, attention: float) -> float:
+    def seconds(
+        self, phase: Phase, num_requests: int, num_tokens: int, attention: float, now_s: float = 0.0
+    ) -> float:
         fixed, each, looked_at = self.prefill if phase is Phase.PREFILL else self.decode
         return fixed + each * (num_tokens if phase is Phase.PREFILL else num_requests) + looked_at * attention
 

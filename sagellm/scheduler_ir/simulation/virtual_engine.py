@@ -246,7 +246,7 @@ class VirtualEngine:
         attention = sum(new * (before + new / 2) for _, new, before in batch) if sent.is_prefill else float(num_before)
         computed = tuple((request.request_id, new) for request, new, _ in batch)
         num_tokens = sum(new for _, new in computed)
-        seconds = self._costs.seconds(phase, len(batch), num_tokens, attention)
+        seconds = self._costs.seconds(phase, len(batch), num_tokens, attention, self.now_s)
         self.now_s += seconds
         self.steps.append(StepRun(sent.number, phase, self.now_s, seconds, len(batch), num_tokens, attention, computed))
         ended = [request for request, new, _ in batch if self._progress(request, new)]

@@ -59,11 +59,11 @@ class _Recorded:
     def __init__(self, log):
         self.steps, self.fitted = iter(log.measured.steps), fit_step_times(log.measured.steps, "log")
 
-    def seconds(self, phase, num_requests, num_tokens, attention):
+    def seconds(self, phase, num_requests, num_tokens, attention, now_s):
         step = next(self.steps)
         if (step.phase, step.num_requests, step.num_tokens) != (phase, num_requests, num_tokens):
             return self.fitted.seconds(phase, num_requests, num_tokens, attention)
-        return step.end_s - self.engine.now_s
+        return step.end_s - now_s
 
 
 def test_an_engines_own_schedule_comes_out_again(monkeypatch):
