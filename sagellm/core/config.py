@@ -66,6 +66,13 @@ class KVConfig(Model):
         return value
 
 
+class SpeculativeSpec(Model):
+    """A speculative strategy: a name, `dynamic:NAME` or `module:Class`, and keyword arguments of its constructor."""
+
+    name: str = Field(min_length=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
 class HookConfig(Model):
     """What travels, as JSON, into the engine process and its workers.
 
@@ -85,6 +92,7 @@ class HookConfig(Model):
     record: Path | None = None
     run_dir: Path | None = None
     comm_metrics: bool = False
+    speculative: SpeculativeSpec | None = None
 
 
 class SageConfig(Model):
@@ -92,6 +100,7 @@ class SageConfig(Model):
 
     `kv_blocks` and `kv_memory_share` size the engine's KV pool and exclude each other; `host_kv_blocks` is the host tier
     that plug-ins may migrate blocks to. `strategy` names who schedules, or is `module:Class`; None leaves it to the engine.
+    `speculative` names who guesses tokens, or is `dynamic:NAME` or `module:Class`; None: nobody.
     Lengths are in tokens.
     """
 
@@ -117,6 +126,8 @@ class SageConfig(Model):
     threads: int | None = Field(None, ge=1)
     strategy: str | None = Field(None, min_length=1)
     strategy_options: dict[str, Any] = Field(default_factory=dict)
+    speculative: str | None = Field(None, min_length=1)
+    speculative_options: dict[str, Any] = Field(default_factory=dict)
     plugins: tuple[PluginSpec, ...] = ()
     plugin_time_limit_s: float = Field(1.0, gt=0)
     record: Path | None = None

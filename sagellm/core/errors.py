@@ -54,3 +54,7 @@ class TraceError(SageError, ValueError):
 
 class PlanError(SageError, ValueError):
     """A node, graph or plan that makes no sense, or a strategy that is unknown or breaks its contract."""
+
+
+class SpeculationError(SageError, ValueError):
+    """A speculative strategy that is unknown, cannot work with this model or engine, or breaks its contract."""

@@ -21,7 +21,7 @@ from sagellm.engines.base import BaseEngine, CapabilityDescriptor, EngineInfo, G
 from sagellm.engines.lmdeploy import patch_state
 from sagellm.engines.lmdeploy.kv_tiers import check_sizes
 from sagellm.engines.lmdeploy.layout import layout_of
-from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins
+from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins, speculative_spec
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
 
 # One decode step of a CPU takes long enough that scheduling between steps costs nothing, and a new request must not wait
@@ -44,7 +44,7 @@ def require_patched() -> None:
 def hook_config(config: SageConfig, run_dir: Path | None = None) -> HookConfig:
     return HookConfig(
         plugins=all_plugins(config), time_limit_s=config.plugin_time_limit_s, record=config.record, run_dir=run_dir,
-        comm_metrics=config.comm_metrics,
+        comm_metrics=config.comm_metrics, speculative=speculative_spec(config),
     )
 
 

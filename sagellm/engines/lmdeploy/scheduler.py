@@ -54,6 +54,7 @@ class SchedulerHooks:
             setattr(self, name, getattr(self.choice, name))
         self._times_tokens = self._host.decides("schedule")  # the owner is told when each request got its tokens
         self._num_preempted = 0
+        self.speculation: Any = None  # where a strategy guesses tokens
         self.tick = self.cache.tick
         scheduler.block_manager.allocator.sage = self
         scheduler.block_trie.sage = self
@@ -62,6 +63,12 @@ class SchedulerHooks:
         if self._recorder.enabled:
             self._recorder.write("open", **open_line(scheduler, self._config, self.cache.enabled))
         self._host.attach(lambda guard: Handle(self.kv, guard, self._recorder, self.tokens_of, self._config.layout))
+
+    def bind_speculation(self, engine: Any) -> None:
+        """The engine is built, and a strategy guesses tokens."""
+        from sagellm.engines.lmdeploy.speculative.attach import Speculation
+
+        self.speculation = Speculation(engine)
 
     def bind(self, executor: Any) -> None:
         """The engine is built."""
@@ -183,11 +190,15 @@ class SchedulerHooks:
             return
         step, loop, end_s, duration_s = ended
         self.kv.host_blocks.ended(step[8])
+        if self.speculation is not None and loop == step[6] - 1:
+            self.speculation.give_back(running)
         if not self._is_told:
             return
         if self._times_tokens:
             note_tokens(running, cut, end_s)
         result = self._steps.result(step, loop, len(running), end_s, duration_s)
+        if self.speculation is not None and is_decoding:
+            result = self.speculation.told(result, running)
         if self._recorder.enabled:
             self.choice.note_unsent()
             self._recorder.write("step", **step_line(result))
@@ -231,6 +242,7 @@ class SchedulerHooks:
             "prefix_retries": asdict(self.prefix.retries),
             "prefix_index": self.cache.metrics(),
             "step_s": self._steps.seconds,
+            "speculation": None if self.speculation is None else self.speculation.report(),
             "plugins": self._host.plugin_reports(),
             "comm_ns": [row for worker in workers for row in worker["comm_ns"]],
             "calls": own["calls"] + [row for worker in workers for row in worker["calls"]],

@@ -1,6 +1,6 @@
 """From settings to plug-ins: those that were named, and those that other settings stand for."""
 
-from sagellm.core.config import PluginSpec, SageConfig
+from sagellm.core.config import PluginSpec, SageConfig, SpeculativeSpec
 from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.kv_tiers import check_tiers, tier_plugins
 
@@ -34,3 +34,23 @@ def check_settings_plugins(config: SageConfig) -> None:
         make_strategy(config.strategy, **config.strategy_options)
     elif config.strategy_options:
         raise ConfigError(f"strategy_options {config.strategy_options}: there is no strategy; give --strategy.")
+    spec = speculative_spec(config)
+    if spec is not None:
+        from sagellm.accel.speculative.registry import make_strategy
+
+        if config.tensor_parallel > 1:
+            raise ConfigError(
+                f"speculative {spec.name} with tensor_parallel {config.tensor_parallel}: the workers do not share guesses; "
+                "give one of the two."
+            )
+        make_strategy(spec.name, **spec.options)
+    elif config.speculative_options:
+        raise ConfigError(
+            f"speculative_options {config.speculative_options}: there is no speculative strategy; give --speculative."
+        )
+
+
+def speculative_spec(config: SageConfig) -> SpeculativeSpec | None:
+    if config.speculative is None:
+        return None
+    return SpeculativeSpec(name=config.speculative, options=config.speculative_options)

@@ -1,0 +1,1 @@
+"""Speculative decoding: strategies that guess tokens, and what is needed to choose, check and measure them."""

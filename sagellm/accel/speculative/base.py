@@ -1,0 +1,144 @@
+"""The contract of a speculative strategy: it guesses what comes next, the model checks all guesses in one forward pass, and
+what is kept is what the model would have said anyway. A bad guess costs time, never a token.
+
+In every decode step the engine asks `propose` for each sequence that may be guessed at, computes the guesses together with the
+sequence's last token, and keeps those that agree with the tokens that the model's own sampling gives at their places. So output
+is that of decoding without guesses, also at temperatures above 0: a guess x that is certain of itself is kept with probability
+p(x), and otherwise replaced by a token drawn from p without x (Leviathan et al., 2023; Chen et al., 2023).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+from sagellm.core.errors import SpeculationError
+
+__all__ = ["Ask", "ModelRunner", "SpeculativeStrategy", "StepOutcome", "TargetModel", "Verdict"]
+
+MAX_LOOKAHEAD = 64
+
+
+class Ask(NamedTuple):
+    """A sequence that is about to decode.
+
+    Attributes:
+        request_id: whose it is, as in `begin`.
+        tokens: int64 [n], prompt and answer so far; read-only, and of this call alone.
+        limit: at most so many guesses, 1 or more.
+        blocks: int64 [m], the KV blocks of the target model that hold it and the guesses, in order: token t is in block
+            `blocks[t // block_size]`. A draft model keeps its own keys and values in blocks of the same numbers.
+    """
+
+    request_id: int
+    tokens: np.ndarray
+    limit: int
+    blocks: np.ndarray
+
+
+class Verdict(NamedTuple):
+    """What became of one sequence's guesses: the first `num_accepted` of `num_drafted` were right."""
+
+    request_id: int
+    num_drafted: int
+    num_accepted: int
+
+
+class StepOutcome(NamedTuple):
+    """A decode step is done.
+
+    Attributes:
+        verdicts: of every sequence in it, also those without guesses. Each got `num_accepted + 1` tokens.
+        num_rows: tokens that were computed.
+        num_context: tokens that were in the KV cache before, summed over the sequences.
+        step_s: seconds from before the forward pass until the tokens were known.
+        propose_s: seconds that `propose` took before.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    num_rows: int
+    num_context: int
+    step_s: float
+    propose_s: float
+
+
+class ModelRunner(Protocol):
+    """A second model on the engine's device, with keys and values of its own in blocks numbered as the target's."""
+
+    vocab_size: int
+
+    def forward(
+        self, token_ids: Sequence[np.ndarray], num_before: Sequence[int], blocks: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """Compute new tokens of several sequences.
+
+        Args:
+            token_ids: of each sequence, int64 [n], n >= 1.
+            num_before: tokens of each sequence that were computed before.
+            blocks: as `Ask.blocks`.
+
+        Returns:
+            int64 [sequences]: the likeliest token behind each.
+        """
+        ...
+
+
+class TargetModel(Protocol):
+    """The model that is to be spared work, and the device that it is on."""
+
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    device: str
+
+    def load(self, folder: Path) -> ModelRunner:
+        """Another model beside it. Raises SpeculationError: its vocabulary is another, or the device cannot run it."""
+        ...
+
+
+class SpeculativeStrategy(ABC):
+    """Guesses of the tokens that come next. Every method runs on the engine's thread, in every step: it must be quick.
+
+    A subclass gives `name` and `propose`. One that raises, or proposes what makes no sense, is not asked about that request
+    again, and the request goes on without guesses.
+
+    Args:
+        lookahead: at most so many guesses for a sequence and step, 1 to 64.
+
+    Raises:
+        SpeculationError: a lookahead out of range.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, lookahead: int = 4) -> None:
+        if type(lookahead) is not int or not 1 <= lookahead <= MAX_LOOKAHEAD:
+            raise SpeculationError(
+                f"lookahead is {lookahead!r}; give a whole number from 1 to {MAX_LOOKAHEAD}, or start without --speculative."
+            )
+        self.lookahead = lookahead
+
+    @abstractmethod
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
+        """For each of `asks`, in order, up to `limit` guesses of what follows `tokens`; empty where there is no idea."""
+
+    def bind(self, target: TargetModel) -> None:
+        """The engine is built. Raises SpeculationError: the strategy cannot work with this model."""
+
+    def begin(self, request_id: int, tokens: np.ndarray) -> None:
+        """A request comes, or comes back after it lost its place: int64 [n], all of its tokens so far; read-only."""
+
+    def accept(self, request_id: int, tokens: Sequence[int]) -> None:
+        """A step gave the request these tokens: the guesses that were right, and one of the model's own."""
+
+    def end(self, request_id: int) -> None:
+        """The request has ended. Comes late at times, and also for requests that were never begun."""
+
+    def step_done(self, outcome: StepOutcome) -> None:
+        """A decode step has ended; after `accept` of its requests."""
+
+    def report(self) -> dict[str, Any]:
+        """Numbers to show: plain data."""
+        return {}

@@ -1,0 +1,49 @@
+"""Ties a speculative strategy to an engine that is built: the model it guesses for, and the blocks that guesses take."""
+
+from pathlib import Path
+from typing import Any
+
+from sagellm.accel.speculative.base import ModelRunner
+from sagellm.core.errors import SpeculationError
+from sagellm.core.hooks import StepResult
+from sagellm.engines.lmdeploy.speculative.reserve import Reserve
+
+__all__ = ["Speculation"]
+
+
+class Target:
+    """The target model of a model agent of this process, as strategies see it."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self.vocab_size = agent.model_config.vocab_size
+        self.block_size, self.num_blocks = agent.cache_config.block_size, agent.cache_config.num_gpu_blocks
+        self.device = agent.cache_config.device_type
+
+    def load(self, folder: Path) -> ModelRunner:
+        raise SpeculationError(f"no draft model can be loaded beside this one yet; {folder} was asked for.")
+
+
+class Speculation:
+    """Lives as long as the engine. Raises SpeculationError: the strategy cannot work with the model."""
+
+    def __init__(self, engine: Any) -> None:
+        agent = engine.executor.model_agent
+        self._speculator = agent.agent_strategy.speculator
+        strategy = self._speculator.strategy
+        self._reserve = Reserve(engine.scheduler, strategy.lookahead, engine.scheduler_config.prefill_interval)
+        engine.engine_strategy.reserve = self._reserve
+        strategy.bind(Target(agent))
+
+    def give_back(self, running: list[Any]) -> None:
+        """These have left the device."""
+        for seq in running:
+            self._reserve.give_back(seq)
+
+    def told(self, result: StepResult, running: list[Any]) -> StepResult:
+        """What a decode step really gave: several tokens to some."""
+        computed = tuple([(seq.session_id, getattr(seq, "sage_step", (0, 1))[1]) for seq in running])
+        return result._replace(computed=computed, num_tokens=sum([tokens for _, tokens in computed]))
+
+    def report(self) -> dict[str, Any]:
+        return self._speculator.report()

@@ -1,0 +1,56 @@
+"""What travels between the engine and its model agent with each step, beside LMDeploy's own inputs and outputs."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from lmdeploy.pytorch.strategies.ar.model_agent import ARExtraInputs, ARExtraOutputs
+
+__all__ = ["SpecExtraInputs", "SpecExtraOutputs", "extra_inputs_of"]
+
+
+@dataclass
+class SpecExtraInputs(ARExtraInputs):
+    """By sequence of the step.
+
+    Attributes:
+        request_ids: names of the requests.
+        known: all tokens of those that the agent does not know, or knows otherwise, int64 [n]; None of the others.
+        rooms: tokens that fit into a sequence's blocks behind its last one.
+        lefts: tokens that it may still get.
+        may_guess: whether guesses can be checked for it; `extra_inputs_of` says which cannot.
+    """
+
+    request_ids: list[int] = field(default_factory=list)
+    known: list[np.ndarray | None] = field(default_factory=list)
+    rooms: list[int] = field(default_factory=list)
+    lefts: list[int] = field(default_factory=list)
+    may_guess: list[bool] = field(default_factory=list)
+
+
+@dataclass
+class SpecExtraOutputs(ARExtraOutputs):
+    """`num_drafted`: int64 [sequences], guesses that were computed in this step."""
+
+    num_drafted: torch.Tensor | None = None
+
+
+def extra_inputs_of(seqs: list[Any]) -> SpecExtraInputs:
+    """For these sequences, which are about to be sent.
+
+    Left without guesses: requests whose answers follow a grammar or a processor of their own, since these look at one token
+    after the other; those that want scores or experts of every token, which LMDeploy counts by step.
+    """
+    made = SpecExtraInputs()
+    for seq in seqs:
+        param = seq.sampling_param
+        is_known = seq.num_token_ids == 1 and getattr(seq, "sage_known", -1) == seq.num_valid_ids
+        made.request_ids.append(seq.session_id)
+        made.known.append(None if is_known else np.array(seq.valid_ids, np.int64))
+        made.rooms.append(len(seq.logical_blocks) * seq.block_size - seq.num_valid_ids)
+        made.lefts.append(param.max_new_tokens - seq.num_new_tokens)
+        made.may_guess.append(
+            not (param.response_format or param.logits_processors or param.out_logits or param.return_routed_experts)
+        )
+    return made

@@ -1,0 +1,120 @@
+"""LMDeploy's strategies of decoding, with guesses: what `build_strategy_factory` gives when a speculative strategy is wanted.
+
+A sequence carries no guesses: they are added in the agent right before a step, and what is right of them comes back as further
+tokens of the step. So scheduling, preemption and the prefix cache see accepted tokens alone.
+"""
+
+from typing import Any
+
+import torch
+from lmdeploy.pytorch.messages import MessageStatus
+from lmdeploy.pytorch.strategies.ar import ARStrategyFactory
+from lmdeploy.pytorch.strategies.ar.engine import AREngineStrategy
+from lmdeploy.pytorch.strategies.ar.model_agent import ARModelAgentStrategy
+from lmdeploy.pytorch.strategies.ar.sequence import ARSequenceStrategy
+
+from sagellm.core.config import SpeculativeSpec
+from sagellm.engines.lmdeploy.speculative.exchange import SpecExtraOutputs, extra_inputs_of
+from sagellm.engines.lmdeploy.speculative.reserve import Reserve
+from sagellm.engines.lmdeploy.speculative.speculator import Speculator
+from sagellm.engines.lmdeploy.speculative.stopping import SpecStoppingCriteria
+
+__all__ = ["SpecFactory"]
+
+
+class SpecFactory(ARStrategyFactory):
+    """`speculator`: of the model agent; the engine's factory has one of its own, which nobody asks."""
+
+    def __init__(self, model_config: Any, spec: SpeculativeSpec) -> None:
+        super().__init__(model_config)
+        self._spec = spec
+
+    def build_model_agent_strategy(self) -> "SpecAgentStrategy":
+        from sagellm.accel.speculative.registry import make_strategy
+
+        strategy = make_strategy(self._spec.name, **self._spec.options)
+        return SpecAgentStrategy(Speculator(strategy, self.model_config.vocab_size))
+
+    def build_engine_strategy(self, cache_config: Any, scheduler_config: Any) -> "SpecEngineStrategy":
+        return SpecEngineStrategy(scheduler_config, cache_config)
+
+    def build_sequence_strategy(self) -> "SpecSequenceStrategy":
+        return SpecSequenceStrategy()
+
+
+class SpecAgentStrategy(ARModelAgentStrategy):
+    def __init__(self, speculator: Speculator) -> None:
+        self.speculator = speculator
+
+    def slice_outputs(self, inputs: torch.Tensor, seq_length: torch.Tensor) -> torch.Tensor:
+        """Every row of a step with guesses counts, of other steps the last one of each sequence."""
+        return inputs if self.speculator.is_verifying else super().slice_outputs(inputs, seq_length)
+
+    def make_extra_inputs(self, seqs: list[Any]) -> Any:
+        return extra_inputs_of(seqs)
+
+    def make_extra_outputs(self, extra_inputs: Any, **kwargs: Any) -> SpecExtraOutputs:
+        return SpecExtraOutputs(self.speculator.num_drafted())
+
+    def make_stopping_criteria(self, seqs: list[Any]) -> SpecStoppingCriteria:
+        return SpecStoppingCriteria(super().make_stopping_criteria(seqs).num_appendable_ids)
+
+    def update_inputs_for_next_step(
+        self, model_inputs: Any, sampling_inputs: Any, next_token_ids: torch.Tensor, model_metas: Any, extra_inputs: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """The next decode step of a round: `next_token_ids` is [sequences, longest], padded with -1."""
+        counts = (next_token_ids >= 0).sum(1)
+        last = next_token_ids.gather(1, counts[:, None] - 1)
+        model_inputs.model_metas = model_metas
+        model_inputs.history_lengths = model_inputs.history_lengths + counts
+        model_inputs.input_ids = last.view(1, -1)
+        model_inputs.seq_length = torch.ones_like(counts)
+        num_kv = model_inputs.history_lengths + 1
+        model_inputs.max_q_seqlen = 1
+        model_inputs.max_kv_seqlen, model_inputs.sum_kv_seqlen = int(num_kv.max()), int(num_kv.sum())
+        if sampling_inputs.num_ignore_eos is not None:
+            sampling_inputs.num_ignore_eos = sampling_inputs.num_ignore_eos - counts
+        if sampling_inputs.random_offsets is not None:
+            sampling_inputs.random_offsets = sampling_inputs.random_offsets + counts
+        if (all_ids := sampling_inputs.all_ids) is not None:
+            # A text that got fewer tokens than another repeats its last one, which a penalty counts once.
+            sampling_inputs.all_ids = torch.cat([all_ids, torch.where(next_token_ids < 0, last, next_token_ids)], 1)
+        return model_inputs, extra_inputs
+
+
+class SpecEngineStrategy(AREngineStrategy):
+    """`reserve`: decides how much room guesses get; None until the engine is built."""
+
+    reserve: Reserve | None = None
+
+    def get_prealloc_size(self, is_decoding: bool) -> int:
+        size = super().get_prealloc_size(is_decoding)
+        return size if self.reserve is None or not is_decoding else self.reserve.size(size)
+
+
+class SpecSequenceStrategy(ARSequenceStrategy):
+    """A step gives a sequence several tokens, of which all but the last have their keys and values."""
+
+    def update_running(self, running: list[Any], batched_outputs: Any, is_decoding: bool) -> None:
+        stopped, stop_pos = batched_outputs.stopped.tolist(), batched_outputs.stop_pos.tolist()
+        metas = batched_outputs.model_metas or [None] * len(running)
+        drafted = batched_outputs.extra_outputs.num_drafted.tolist()
+        table = batched_outputs.next_token_ids.numpy()
+        for number, seq in enumerate(running):
+            if seq.status != MessageStatus.LOCKED:
+                continue
+            tokens = table[number]
+            tokens = tokens[tokens >= 0]
+            if stopped[number]:
+                tokens = tokens[: stop_pos[number] + 1]
+            seq.history_cache.append(tokens)
+            seq._num_history_ids += seq._num_token_ids + len(tokens) - 1
+            seq._num_token_ids = 1
+            seq.num_new_tokens += len(tokens)
+            seq.sage_known = seq.num_valid_ids
+            seq.sage_step = drafted[number], len(tokens)
+            if metas[number] is not None:
+                seq.model_meta = metas[number]
+            if stopped[number]:
+                seq.status = MessageStatus.TO_BE_MIGRATED if seq.preserve_cache else MessageStatus.STOPPED

@@ -1,0 +1,32 @@
+"""KV blocks for guesses: taken where there is plenty, and given back as soon as the guesses are judged."""
+
+from typing import Any
+
+__all__ = ["Reserve"]
+
+
+class Reserve:
+    """Nobody loses blocks for a guess, and no cached prefix does: guesses get free blocks, or the rest of the last block."""
+
+    def __init__(self, scheduler: Any, lookahead: int, num_loops: int) -> None:
+        self._scheduler = scheduler
+        self._extra = lookahead * num_loops
+
+    def size(self, needed: int) -> int:
+        """Tokens to find room for behind each sequence that decodes; `needed`: without guesses."""
+        scheduler = self._scheduler
+        size = scheduler.cache_config.block_size
+        most = needed + self._extra
+        num_lacking = sum([max(0, -(-(seq.num_all_ids + most) // size) - seq.num_blocks) for seq in scheduler.running])
+        return most if num_lacking < scheduler.block_manager.get_num_free_gpu_blocks() else needed
+
+    def give_back(self, seq: Any) -> int:
+        """Free the blocks behind the last token of a sequence that is not on the device; returns how many."""
+        blocks = seq.logical_blocks
+        keep = -(-seq.num_valid_ids // seq.block_size)
+        num = len(blocks) - keep
+        if num <= 0:
+            return 0
+        self._scheduler.block_manager.allocator.free(blocks.get_real_blocks()[keep:].copy())
+        blocks.resize(keep)
+        return num

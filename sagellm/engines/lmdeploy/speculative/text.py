@@ -1,0 +1,42 @@
+"""The tokens of one request as the model agent knows them."""
+
+import numpy as np
+
+__all__ = ["Text"]
+
+
+class Text:
+    """Grows in place.
+
+    Attributes:
+        may_guess: whether the strategy is asked about it.
+        room: tokens that fit into its blocks behind the last one.
+        left: tokens that it may still get.
+        blocks: its KV blocks.
+    """
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self._buffer = np.empty(len(tokens) + 256, np.int64)
+        self._buffer[: len(tokens)] = tokens
+        self.size = len(tokens)
+        self.may_guess = False
+        self.room = self.left = 0
+        self.blocks = np.empty(0, np.int64)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int64 [size], read-only."""
+        view = self._buffer[: self.size]
+        view.flags.writeable = False
+        return view
+
+    def append(self, tokens: list[int]) -> None:
+        end = self.size + len(tokens)
+        if end > len(self._buffer):
+            grown = np.empty(2 * end, np.int64)
+            grown[: self.size] = self._buffer[: self.size]
+            self._buffer = grown
+        self._buffer[self.size : end] = tokens
+        self.size = end
+        self.room -= len(tokens)
+        self.left -= len(tokens)

@@ -1,0 +1,77 @@
+"""Checking guesses: rows of one forward pass in, tokens out."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+__all__ = ["accepted", "sampling_rows"]
+
+
+def accepted(drafts: Sequence[Sequence[int]], sampled: Sequence[int]) -> list[list[int]]:
+    """The tokens that each sequence gets.
+
+    Args:
+        drafts: by sequence, its d guesses.
+        sampled: the model's own tokens, of d + 1 rows a sequence: behind its last token, and behind each guess.
+
+    Returns:
+        By sequence the guesses that agree with the model, up to the first that does not, and the model's token there.
+    """
+    found, row = [], 0
+    for guesses in drafts:
+        kept = []
+        for offset, guess in enumerate(guesses):
+            token = sampled[row + offset]
+            kept.append(token)
+            if token != guess:
+                break
+        else:
+            kept.append(sampled[row + len(guesses)])
+        found.append(kept)
+        row += len(guesses) + 1
+    return found
+
+
+def sampling_rows(inputs: Any, drafts: Sequence[Sequence[int]]) -> Any:
+    """LMDeploy's `SamplingInputs` of B sequences, for the rows of all their guesses: each row as if it stood alone, the guesses
+    before it being part of its text. A draw depends on the seed and the number of tokens before, so a row draws what the
+    sequence would have drawn there without guesses.
+    """
+    index = [number for number, guesses in enumerate(drafts) for _ in range(len(guesses) + 1)]
+    offset = torch.tensor([place for guesses in drafts for place in range(len(guesses) + 1)])
+    rows = torch.tensor(index)
+    changed: dict[str, Any] = {}
+    for name in ("temperature", "bad_words", "bad_mask", "stop_words", "stop_mask", "repetition_penalty", "top_k", "top_p",
+                 "min_p", "random_seeds"):  # fmt: skip
+        value = getattr(inputs, name)
+        if value is not None:
+            changed[name] = value.index_select(0, rows.to(value.device))
+    if inputs.random_offsets is not None:
+        changed["random_offsets"] = _plus(inputs.random_offsets, rows, offset)
+    if inputs.num_ignore_eos is not None:
+        changed["num_ignore_eos"] = _plus(inputs.num_ignore_eos, rows, -offset)
+    if inputs.all_ids is not None:
+        changed["all_ids"] = _texts(inputs.all_ids, rows, drafts)
+    for name in ("response_formats", "logits_processors", "session_ctx"):
+        value = getattr(inputs, name)
+        if value:
+            changed[name] = type(value)(value[number] for number in index)
+    return replace(inputs, batch_size=len(index), **changed)
+
+
+def _plus(values: torch.Tensor, rows: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    return values.index_select(0, rows.to(values.device)) + offset.to(values.device)
+
+
+def _texts(all_ids: torch.Tensor, rows: torch.Tensor, drafts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """[rows, n + longest]: a text that is shorter than the longest repeats its last token, which a penalty counts once."""
+    longest = max(len(guesses) for guesses in drafts)
+    texts = all_ids.index_select(0, rows.to(all_ids.device))
+    tails = []
+    for number, guesses in enumerate(drafts):
+        for place in range(len(guesses) + 1):
+            last = guesses[place - 1] if place else int(all_ids[number, -1])
+            tails.append([*guesses[:place], *[last] * (longest - place)])
+    return torch.cat([texts, torch.tensor(tails, dtype=all_ids.dtype, device=all_ids.device)], 1)
