@@ -3,7 +3,8 @@
 A layer's cache is [blocks, block_size, kv_heads, dim]; seen as [slots, kv_heads, dim], token t of a sequence lies in
 slot `table[t // block_size] * block_size + t % block_size`. Blocks that follow each other in memory, the usual case, are
 read in place; others are gathered. A batch of short sequences that decode is gathered as a whole: one product over a
-padded copy costs less than a call for each sequence.
+padded copy costs less than a call for each sequence. With guesses behind their last tokens sequences have several queries, of
+differing number.
 """
 
 from dataclasses import dataclass, field
@@ -21,30 +22,38 @@ class Span:
     """Where one sequence of the batch stands.
 
     `rows`: its tokens among the step's queries. `num_kv`: tokens in the cache after this step. `first_slot`: the slot of
-    token 0 if all its blocks are adjacent, else -1. `slots`: [num_kv] int64, filled only when they are not.
+    token 0 if all its blocks are adjacent, else -1. `slots`: [num_kv] int64, filled only when they are not. `masks`: by window,
+    made by the first layer that needs one.
     """
 
     rows: slice
     num_kv: int
     first_slot: int
     slots: torch.Tensor | None = None
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
 class DecodeBatch:
-    """One query for each of B sequences, padded to the longest, L tokens.
+    """Up to Q queries for each of B sequences, padded to the longest, L tokens.
 
     `slots`: [B * L] int64; padding repeats a slot of the same sequence, since a slot that was never written may hold NaN,
-    which no mask hides. `mask`: [B, 1, 1, L] in the cache's dtype, 0 where a query may look and -inf elsewhere.
+    which no mask hides. `mask`: [B, 1, Q, L] in the cache's dtype, 0 where a query may look and -inf elsewhere. Where Q is not
+    1, `queries`: [B * Q] int64, rows of the step, the last one of a sequence repeated for those that it lacks; `rows`: [rows]
+    int64, where each row of the step stands among them.
     """
 
     size: int
     slots: torch.Tensor
     mask: torch.Tensor
+    queries: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
 
 
 # Beyond this many padded tokens the copy costs more than the calls that it saves.
 MAX_GATHERED_TOKENS = 6144
+# Sequences with more queries are prompts.
+MAX_QUERIES = 65
 
 
 @dataclass
@@ -60,7 +69,8 @@ class CpuAttentionMetadata(AttentionMetadata):
         q_lens, kv_lens = context.q_seqlens.tolist(), context.kv_seqlens.tolist()
         cache, tables = context.kv_caches[0][0], context.block_offsets.numpy()
         spans, writes = _plan(q_lens, kv_lens, tables, cache.shape[1])
-        batch = _decode_batch(kv_lens, tables, cache) if max(q_lens) == 1 else None
+        is_decode = max(q_lens) == 1 or (context.is_decoding and max(q_lens) <= MAX_QUERIES)
+        batch = _decode_batch(q_lens, kv_lens, tables, cache) if is_decode else None
         return cls(
             context.is_decoding,
             context.block_offsets,
@@ -95,7 +105,9 @@ def _plan(q_lens: list[int], kv_lens: list[int], tables: np.ndarray, block_size:
     return spans, torch.from_numpy(np.concatenate(writes)) if writes else None
 
 
-def _decode_batch(kv_lens: list[int], tables: np.ndarray, cache: torch.Tensor) -> DecodeBatch | None:
+def _decode_batch(
+    q_lens: list[int], kv_lens: list[int], tables: np.ndarray, cache: torch.Tensor
+) -> DecodeBatch | None:
     size, longest = len(kv_lens), max(kv_lens)
     if size == 1 or min(kv_lens) == 0 or size * longest > MAX_GATHERED_TOKENS:
         return None
@@ -105,9 +117,23 @@ def _decode_batch(kv_lens: list[int], tables: np.ndarray, cache: torch.Tensor) -
     tokens = np.where(valid, tokens, 0)
     block_size = cache.shape[1]
     slots = np.take_along_axis(tables, tokens // block_size, axis=1) * block_size + tokens % block_size
-    mask = torch.zeros(size, 1, 1, longest, dtype=cache.dtype)
-    mask.masked_fill_(torch.from_numpy(~valid)[:, None, None], float("-inf"))
-    return DecodeBatch(size, torch.from_numpy(slots.ravel()), mask)
+    slots = torch.from_numpy(slots.ravel())
+    most = max(q_lens)
+    if most == 1:
+        return DecodeBatch(size, slots, _hidden(~valid[:, None], cache.dtype))
+    counts = np.array(q_lens)[:, None]
+    place = np.minimum(np.arange(most)[None], counts - 1)  # [B, Q] of a query among its sequence's
+    ends = lengths - counts + 1 + place  # tokens that it sees
+    starts = np.cumsum(counts)[:, None] - counts
+    rows = (np.arange(size)[:, None] * most + np.arange(most)[None])[np.arange(most)[None] < counts]
+    mask = _hidden(np.arange(longest)[None, None] >= ends[:, :, None], cache.dtype)
+    return DecodeBatch(size, slots, mask, torch.from_numpy((starts + place).ravel()), torch.from_numpy(rows))
+
+
+def _hidden(hidden: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """[B, Q, L] bool to [B, 1, Q, L]."""
+    mask = torch.zeros(hidden.shape, dtype=dtype)
+    return mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None]
 
 
 class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
@@ -157,6 +183,12 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
             slots.index_select(0, batch.slots).unflatten(0, (batch.size, -1)).transpose(1, 2)
             for slots in (k_slots, v_slots)
         )
+        if batch.queries is not None:
+            queries = query.index_select(0, batch.queries).unflatten(0, (batch.size, -1)).transpose(1, 2)
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=batch.mask, scale=self.scale, enable_gqa=self.num_heads != self.num_kv_heads
+            )
+            return out.transpose(1, 2).flatten(0, 1).index_select(0, batch.rows)
         grouped = query.reshape(batch.size, self.num_kv_heads, -1, self.head_size)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.mask, scale=self.scale)
         return out.reshape(batch.size, self.num_heads, self.v_head_size)
@@ -175,7 +207,7 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         past = span.num_kv - q_len
         first = 0 if self._window is None else max(0, past + 1 - self._window)
         keys, values = _read(k_slots, span, first), _read(v_slots, span, first)
-        mask = self._mask(q_len, past - first, query) if past > first or self._limits(q_len) else None
+        mask = self._mask(span, q_len, past - first) if past > first or self._limits(q_len) else None
         out = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
             keys,
@@ -190,11 +222,15 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
     def _limits(self, num_tokens: int) -> bool:
         return self._window is not None and num_tokens > self._window
 
-    def _mask(self, q_len: int, past: int, like: torch.Tensor) -> torch.Tensor:
+    def _mask(self, span: Span, q_len: int, past: int) -> torch.Tensor:
         """[q_len, past + q_len] bool, True where a query may look: not ahead, and not beyond the window."""
-        distance = torch.arange(past, past + q_len)[:, None] - torch.arange(past + q_len)[None]
-        allowed = distance >= 0
-        return allowed if self._window is None else allowed & (distance < self._window)
+        if (mask := span.masks.get(self._window)) is None:
+            distance = torch.arange(past, past + q_len)[:, None] - torch.arange(past + q_len)[None]
+            mask = distance >= 0
+            if self._window is not None:
+                mask &= distance < self._window
+            span.masks[self._window] = mask
+        return mask
 
 
 def _read(slots: torch.Tensor, span: Span, first: int) -> torch.Tensor:

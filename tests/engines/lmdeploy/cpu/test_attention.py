@@ -18,6 +18,7 @@ from sagellm.engines.lmdeploy.cpu.attention import (
 )
 
 BLOCK, BLOCKS, DIM = 16, 40, 16
+GUESSED = 6  # sequences with so few new tokens decode, with guesses behind their last ones
 
 
 def brute_force(query, keys, values, past, window):
@@ -35,7 +36,7 @@ def metadata_of(lengths, tables, caches):
     new, whole = ([n for n, _ in lengths], [n + p for n, p in lengths])
     step = SimpleNamespace(
         q_seqlens=torch.tensor(new), kv_seqlens=torch.tensor(whole), kv_caches=[caches],
-        block_offsets=torch.from_numpy(tables), is_decoding=max(new) == 1,
+        block_offsets=torch.from_numpy(tables), is_decoding=max(new) <= GUESSED,
         q_start_loc=torch.tensor(new).cumsum(0) - torch.tensor(new), kv_quant_policy=0,
     )  # fmt: skip
     return CpuAttentionMetadata.of_step(step)
@@ -81,6 +82,7 @@ SEQUENCE = st.one_of(
     lengths=st.one_of(
         st.lists(SEQUENCE, min_size=1, max_size=4),
         st.lists(st.tuples(st.just(1), st.integers(0, 90)), min_size=2, max_size=6),  # a step that only decodes
+        st.lists(st.tuples(st.integers(1, GUESSED), st.integers(0, 60)), min_size=2, max_size=6),
     ),
     window=st.sampled_from([None, 1, 15, 16, 24, 200]),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
