@@ -49,6 +49,8 @@ from sagellm.serve.objects import with_objects
 )
 @click.option("--strategy", help="Who schedules: a name of `sagellm strategy list`, or module:Class. Default: the engine.")
 @click.option("--strategy-options", help="Its options, as JSON.")
+@click.option("--speculative", help="Who guesses tokens: ngram, suffix, draft, dynamic:NAME, or module:Class. Default: nobody.")
+@click.option("--speculative-options", help="Its options, as JSON.")
 @click.option("--plugin-time-limit-s", type=float, help="Longest a hook may take. Default: 1.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write every decision to this file, as JSON lines.")
 @click.option("--comm-metrics", is_flag=True, default=None, help="Measure the time spent in collectives.")

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from sagellm.serve.service import SERVICE
+from sagellm.serve.speculation import add_guesses
 
 END = object()
 LOOP_IS_DEAD = "HANDLER_NOT_EXIST"  # LMDeploy's name for a request that nobody will ever work on
@@ -73,6 +74,7 @@ class Generation:
             gen_config = dataclasses.replace(gen_config, stop_words=None, include_stop_str_in_output=False)
         if gen_config is not None and (asked := SERVICE.get()) is not None:
             gen_config.sage = asked  # no field of it: copies and pickles keep it, `dataclasses.replace` would not
+        guesses = 0, 0
         outputs: asyncio.Queue = asyncio.Queue()
         inner = self._generate(messages, session_id, gen_config=gen_config, **options)
         # A task of its own: when a client leaves, the server cancels every `await` of its handler, also those with which
@@ -83,6 +85,9 @@ class Generation:
                 if isinstance(out, BaseException):
                     raise out
                 self._check(out)
+                if (now := getattr(out, "sage", None)) is not None:
+                    add_guesses(guesses, now)
+                    guesses = now
                 out.response, found = stops.feed(out.response or "")
                 if found:
                     out.finish_reason = "stop"

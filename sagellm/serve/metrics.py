@@ -75,6 +75,8 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "sagellm_prompt_cuts", "Times that a prompt was left off for another step.", value=report["chunks"]
         )
+    if report.get("speculation") is not None:
+        yield from _guesses(report["speculation"])
     yield _gauge(
         "sagellm_plugin_enabled", "1 while the plug-in is called, 0 once switched off.", "plugin", report["enabled"]
     )
@@ -109,6 +111,26 @@ def _leaves(values: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tup
             yield from _leaves(value, (*above, key))
         else:
             yield (*above, key), value
+
+
+def _guesses(report: dict[str, Any]) -> Iterator[Metric]:
+    """Of a speculative strategy. Tokens of a sequence in a decode step are 1 + accepted / sequence steps."""
+    kinds = ("drafted", "accepted")
+    yield _counter(
+        "sagellm_speculative_tokens", "Guesses that were computed, and right.", "kind", {kind: report[kind] for kind in kinds}
+    )
+    places = CounterMetricFamily("sagellm_speculative_place_tokens", "The same by place, from 1 on.", labels=["kind", "place"])
+    for kind in kinds:
+        for place, number in enumerate(report[f"{kind}_at"], 1):
+            places.add_metric([kind, str(place)], number)
+    yield places
+    steps = {"all": report["sequences"], "guessed": report["guessed"]}
+    yield _counter("sagellm_speculative_sequence_steps", "Decode steps of sequences: all, and with guesses.", "kind", steps)
+    spent = {"propose": report["propose_s"], "step": report["step_s"]}
+    yield _counter("sagellm_speculative_seconds", "Seconds of guessing, and of the decode steps.", "part", spent)
+    yield CounterMetricFamily(
+        "sagellm_speculative_faults", "Requests that a mistake of the strategy left without guesses.", value=report["faults"]
+    )
 
 
 def _lookups(report: dict[str, Any]) -> Iterator[Metric]:

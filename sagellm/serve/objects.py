@@ -26,8 +26,9 @@ def with_objects(given: dict[str, Any]) -> dict[str, Any]:
     if "quotas" in kv:
         kv["quotas"] = _quotas(kv["quotas"])
     rest = {flag: value for flag, value in given.items() if flag not in PART_OF}
-    if "strategy_options" in rest:
-        rest["strategy_options"] = _json("--strategy-options", rest["strategy_options"])
+    for name in ("strategy_options", "speculative_options"):
+        if name in rest:
+            rest[name] = _json(f"--{name.replace('_', '-')}", rest[name])
     return rest | {"kv": kv} if kv else rest
 
 

@@ -26,6 +26,7 @@ from sagellm.serve.following import following
 from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
 from sagellm.serve.logprobs import chat_logprobs
 from sagellm.serve.logs import claim_stdout, quiet_disconnects
+from sagellm.serve.speculation import with_guesses
 from sagellm.serve.startup import lasting_managers
 
 DEMO_NAME = "sagellm-demo"
@@ -144,9 +145,10 @@ def _serve(
     # LMDeploy prints its own hint three times; the banner says it once.
     silent = mock.patch.object(api_server, "print", lambda *_, **__: None, create=True)
     logprobs = mock.patch.object(api_server, "_create_chat_completion_logprobs", chat_logprobs)
+    usage = mock.patch.object(api_server, "UsageInfo", with_guesses(api_server.UsageInfo))
     try:
         started = mock.patch.object(uvicorn, "run", run_app)
-        with started, silent, logprobs, following(), lasting_managers(run_dir) as end_managers:
+        with started, silent, logprobs, usage, following(), lasting_managers(run_dir) as end_managers:
             api_server.serve(
                 str(model),
                 model_name=name,

@@ -17,6 +17,7 @@ from sagellm.serve.formats import check_format
 from sagellm.serve.parameters import Refused, check_parameters
 from sagellm.serve.prompts import Prompts, in_turn
 from sagellm.serve.service import SERVICE, take_service
+from sagellm.serve.speculation import USAGE, take_wish
 
 CHAT, COMPLETION, GENERATE, ENCODE = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/encode"
 POST_PATHS = (CHAT, COMPLETION, GENERATE, ENCODE)
@@ -57,6 +58,7 @@ class RequestValidation:
                     return
                 # Also where nothing is asked for: a pipelined request begins in the context of the one before it.
                 SERVICE.set(take_service(raw, headers.raw))
+                USAGE.set(take_wish(raw))
                 raw = await self._checked(path, raw, request, len(body))
                 receive = _replay(json.dumps(raw).encode(), receive)
         except Refused as refused:

@@ -33,7 +33,8 @@ class Statistics:
         decode step; 1 without guesses."""
         drafted, accepted = sum(self.drafted_at), sum(self.accepted_at)
         return {
-            "steps": self.num_steps, "sequences": self.num_sequences, "drafted": drafted, "accepted": accepted,
+            "steps": self.num_steps, "sequences": self.num_sequences, "guessed": self.num_guessed,
+            "drafted": drafted, "accepted": accepted,
             "drafted_at": list(self.drafted_at), "accepted_at": list(self.accepted_at),
             "acceptance": accepted / drafted if drafted else 0.0,
             "mean_accepted": accepted / self.num_guessed if self.num_guessed else 0.0,

@@ -114,6 +114,8 @@ class SpecSequenceStrategy(ARSequenceStrategy):
             seq.num_new_tokens += len(tokens)
             seq.sage_known = seq.num_valid_ids
             seq.sage_step = drafted[number], len(tokens)
+            num_drafted, num_accepted = getattr(seq, "sage_guesses", (0, 0))
+            seq.sage_guesses = num_drafted + drafted[number], num_accepted + min(len(tokens) - 1, drafted[number])
             if metas[number] is not None:
                 seq.model_meta = metas[number]
             if stopped[number]:
