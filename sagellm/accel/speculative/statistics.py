@@ -8,11 +8,12 @@ __all__ = ["Statistics"]
 
 
 class Statistics:
-    """Sums over decode steps. Index k of the lists: the k-th guess of a sequence and step."""
+    """Sums over decode steps. Index k of the lists: the k-th guess of a sequence and step; they are as long as
+    the most guesses so far."""
 
-    def __init__(self, lookahead: int) -> None:
-        self.drafted_at = [0] * lookahead
-        self.accepted_at = [0] * lookahead
+    def __init__(self) -> None:
+        self.drafted_at: list[int] = []
+        self.accepted_at: list[int] = []
         self.num_steps = self.num_sequences = self.num_guessed = 0
         self.propose_s = self.step_s = 0.0
 
@@ -23,6 +24,10 @@ class Statistics:
         self.step_s += outcome.step_s
         for _, num_drafted, num_accepted in outcome.verdicts:
             self.num_guessed += num_drafted > 0
+            if num_drafted > len(self.drafted_at):
+                longer = [0] * (num_drafted - len(self.drafted_at))
+                self.drafted_at += longer
+                self.accepted_at += longer
             for place in range(num_drafted):
                 self.drafted_at[place] += 1
             for place in range(num_accepted):

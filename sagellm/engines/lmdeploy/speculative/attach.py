@@ -30,10 +30,14 @@ class Speculation:
     def __init__(self, engine: Any) -> None:
         agent = engine.executor.model_agent
         self._speculator = agent.agent_strategy.speculator
-        strategy = self._speculator.strategy
-        self._reserve = Reserve(engine.scheduler, strategy.lookahead, engine.scheduler_config.prefill_interval)
+        if engine.scheduler.is_ssm:
+            raise SpeculationError(
+                f"{self._speculator.name}: the model keeps a state that moves with each token, also with a wrong guess; "
+                "start without --speculative."
+            )
+        self._reserve = Reserve(engine.scheduler, self._speculator.lookahead, engine.scheduler_config.prefill_interval)
         engine.engine_strategy.reserve = self._reserve
-        strategy.bind(Target(agent))
+        self._speculator.bind(Target(agent))
 
     def give_back(self, running: list[Any]) -> None:
         """These have left the device."""
@@ -42,8 +46,10 @@ class Speculation:
 
     def told(self, result: StepResult, running: list[Any]) -> StepResult:
         """What a decode step really gave: several tokens to some."""
-        computed = tuple([(seq.session_id, getattr(seq, "sage_step", (0, 1))[1]) for seq in running])
-        return result._replace(computed=computed, num_tokens=sum([tokens for _, tokens in computed]))
+        computed = tuple([(seq.session_id, seq.sage_step[1]) for seq in running])
+        num_tokens = sum([tokens for _, tokens in computed])
+        num_context = sum([seq.num_history_ids for seq in running]) - num_tokens
+        return result._replace(computed=computed, num_tokens=num_tokens, num_context_tokens=max(0, num_context))
 
     def report(self) -> dict[str, Any]:
         return self._speculator.report()

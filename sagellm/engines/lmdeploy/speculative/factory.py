@@ -18,6 +18,7 @@ from sagellm.engines.lmdeploy.speculative.exchange import SpecExtraOutputs, extr
 from sagellm.engines.lmdeploy.speculative.reserve import Reserve
 from sagellm.engines.lmdeploy.speculative.speculator import Speculator
 from sagellm.engines.lmdeploy.speculative.stopping import SpecStoppingCriteria
+from sagellm.engines.lmdeploy.speculative.verify import with_tails
 
 __all__ = ["SpecFactory"]
 
@@ -77,9 +78,9 @@ class SpecAgentStrategy(ARModelAgentStrategy):
             sampling_inputs.num_ignore_eos = sampling_inputs.num_ignore_eos - counts
         if sampling_inputs.random_offsets is not None:
             sampling_inputs.random_offsets = sampling_inputs.random_offsets + counts
-        if (all_ids := sampling_inputs.all_ids) is not None:
-            # A text that got fewer tokens than another repeats its last one, which a penalty counts once.
-            sampling_inputs.all_ids = torch.cat([all_ids, torch.where(next_token_ids < 0, last, next_token_ids)], 1)
+        if sampling_inputs.all_ids is not None:
+            tails = [tokens[tokens >= 0].tolist() for tokens in next_token_ids]
+            sampling_inputs.all_ids = with_tails(sampling_inputs.all_ids, tails)
         return model_inputs, extra_inputs
 
 
@@ -101,19 +102,25 @@ class SpecSequenceStrategy(ARSequenceStrategy):
         metas = batched_outputs.model_metas or [None] * len(running)
         drafted = batched_outputs.extra_outputs.num_drafted.tolist()
         table = batched_outputs.next_token_ids.numpy()
+        experts = batched_outputs.all_routed_experts
+        if experts is not None:  # such a step has no guesses in it
+            experts = experts.split([1 if is_decoding else seq.num_token_ids for seq in running])
         for number, seq in enumerate(running):
-            if seq.status != MessageStatus.LOCKED:
-                continue
             tokens = table[number]
             tokens = tokens[tokens >= 0]
             if stopped[number]:
                 tokens = tokens[: stop_pos[number] + 1]
+            seq.sage_step = drafted[number], len(tokens)
+            if seq.status != MessageStatus.LOCKED:
+                seq.sage_known = -1  # the agent has its tokens of this step too, which are nobody's
+                continue
+            if experts is not None and seq.return_routed_experts:
+                seq.all_routed_experts.append(experts[number].numpy())
             seq.history_cache.append(tokens)
             seq._num_history_ids += seq._num_token_ids + len(tokens) - 1
             seq._num_token_ids = 1
             seq.num_new_tokens += len(tokens)
             seq.sage_known = seq.num_valid_ids
-            seq.sage_step = drafted[number], len(tokens)
             num_drafted, num_accepted = getattr(seq, "sage_guesses", (0, 0))
             seq.sage_guesses = num_drafted + drafted[number], num_accepted + min(len(tokens) - 1, drafted[number])
             if metas[number] is not None:

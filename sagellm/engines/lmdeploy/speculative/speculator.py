@@ -1,6 +1,5 @@
 """One strategy in the model agent: asks it before each decode step, and tells it after the step what was right."""
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,26 +11,25 @@ import torch
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, Verdict
 from sagellm.accel.speculative.statistics import Statistics
 from sagellm.engines.lmdeploy.speculative.exchange import SpecExtraInputs
+from sagellm.engines.lmdeploy.speculative.guarded import GuardedStrategy
 from sagellm.engines.lmdeploy.speculative.text import Text
-from sagellm.engines.lmdeploy.speculative.verify import accepted, sampling_rows
+from sagellm.engines.lmdeploy.speculative.verify import accepted, sampling_rows, up_to_stop
 
 __all__ = ["Speculator"]
-
-logger = logging.getLogger("sagellm")
 
 
 class Speculator:
     """Every method runs on the thread of the agent's steps.
 
-    `is_verifying`: the step that runs now has guesses in it. `faults`: request -> what the strategy did wrong.
+    `is_verifying`: the step that runs now has guesses in it. `lookahead`: as many guesses there may be, now.
     """
 
     def __init__(self, strategy: SpeculativeStrategy, vocab_size: int) -> None:
         self.strategy = strategy
-        self.statistics = Statistics(strategy.lookahead)
-        self.faults: dict[int, str] = {}
+        self.statistics = Statistics()
         self.is_verifying = False
-        self._vocab_size = vocab_size
+        self._guarded = GuardedStrategy(strategy, vocab_size)
+        self.name, self.lookahead, self.bind = self._guarded.name, self._guarded.lookahead, self._guarded.bind
         self._texts: dict[int, Text] = {}
         self._extra: SpecExtraInputs | None = None
         self._batch: list[int] = []  # request ids of the step
@@ -56,13 +54,13 @@ class Speculator:
         if extra is not self._extra:
             for request in ended or ():
                 self._forget(request)
-            self._take(extra, inputs.block_offsets)
+            self._take(extra, inputs)
         if not inputs.is_decoding:
             return inputs
         begin_s = time.perf_counter()
         self._num_before = int(inputs.history_lengths.sum())
-        asks = [] if return_logits else self._asks(num_later)
-        drafts = dict(zip([ask.request_id for ask in asks], self._propose(asks), strict=True)) if asks else {}
+        has_images = inputs.cross_length is not None or any(inputs.model_metas or ())
+        drafts = {} if return_logits or extra.is_counted or has_images else self._proposed(num_later)
         self._drafts = [drafts.get(request, []) for request in self._batch]
         self._start_s = time.perf_counter()
         self._propose_s = self._start_s - begin_s
@@ -71,50 +69,41 @@ class Speculator:
         self.is_verifying = True
         return self._extended(inputs)
 
-    def _take(self, extra: SpecExtraInputs, block_offsets: torch.Tensor) -> None:
+    def _take(self, extra: SpecExtraInputs, inputs: Any) -> None:
         """A step, or a round of decode steps, begins."""
         self._extra, self._batch = extra, extra.request_ids
-        tables = block_offsets.cpu().numpy()
+        tables = inputs.block_offsets.cpu().numpy().astype(np.int64)  # a copy: the engine's own is nobody's to write in
+        tables.flags.writeable = False
         for number, request in enumerate(self._batch):
-            known = extra.known[number]
+            if extra.is_part[number]:
+                continue  # the strategy hears of it when its whole prompt is computed
+            known, before = extra.known[number], self._texts.get(request)
+            if known is None and not inputs.is_decoding:
+                known = before.tokens  # it lost its place, and found all but its last token in the prefix cache
             if known is not None:
                 self._texts[request] = text = Text(known)
-                text.may_guess = extra.may_guess[number] and self._told("begin", request, text.tokens)
+                text.is_blamed = before is not None and before.is_blamed
+                text.may_guess = extra.may_guess[number] and not text.is_blamed
+                self._tell("begin", request, text.tokens)
             text = self._texts[request]
-            text.room, text.left, text.blocks = extra.rooms[number], extra.lefts[number], tables[number]
+            text.room, text.left = extra.rooms[number], extra.lefts[number]
+            text.blocks = tables[number, : extra.num_blocks[number]]
 
-    def _asks(self, num_later: int) -> list[Ask]:
+    def _proposed(self, num_later: int) -> dict[int, list[int]]:
+        """Guesses by request."""
         asks = []
+        lookahead = self.lookahead()
         for request in self._batch:
             text = self._texts[request]
-            limit = min(self.strategy.lookahead, text.left - 1, text.room - num_later)
+            limit = min(lookahead, text.left - 1, text.room - num_later)
             if text.may_guess and limit > 0:
                 asks.append(Ask(request, text.tokens, limit, text.blocks))
-        return asks
-
-    def _propose(self, asks: list[Ask]) -> list[list[int]]:
-        try:
-            answers = self.strategy.propose(asks)
-            if len(answers) == len(asks):
-                return [self._checked(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
-            why = f"{len(answers)} proposals for {len(asks)} sequences"
-        except Exception as error:
-            why = _text_of(error)
-        if len(asks) == 1:
-            self._blame(asks[0].request_id, why)
-            return [[]]
-        return [self._propose([ask])[0] for ask in asks]  # one of them is at fault; the others keep their guesses
-
-    def _checked(self, ask: Ask, answer: Sequence[int]) -> list[int]:
-        guesses = [int(token) for token in answer]
-        if len(guesses) > ask.limit:
-            self._blame(ask.request_id, f"it proposed {len(guesses)} tokens; at most {ask.limit} were allowed")
-        elif guesses and not 0 <= min(guesses) <= max(guesses) < self._vocab_size:
-            odd = next(token for token in guesses if not 0 <= token < self._vocab_size)
-            self._blame(ask.request_id, f"it proposed token {odd}; the vocabulary has 0 to {self._vocab_size - 1}")
-        else:
-            return guesses
-        return []
+        drafts = {}
+        for ask, (guesses, why) in zip(asks, self._guarded.propose(asks) if asks else (), strict=True):
+            drafts[ask.request_id] = guesses
+            if why:
+                self._blame(ask.request_id, why)
+        return drafts
 
     def _extended(self, inputs: Any) -> Any:
         device = inputs.input_ids.device
@@ -133,7 +122,9 @@ class Speculator:
 
     # ---- after it
 
-    async def sample(self, sampler: Any, logits: torch.Tensor, sampling_inputs: Any, inputs: Any) -> tuple[torch.Tensor, Any]:
+    async def sample(
+        self, sampler: Any, logits: torch.Tensor, sampling_inputs: Any, inputs: Any
+    ) -> tuple[torch.Tensor, Any]:
         """What LMDeploy's sampling would answer: tokens, int64 [sequences, longest], -1 where a sequence has got fewer; and
         their log probabilities, a row for each token that is no -1.
 
@@ -141,20 +132,16 @@ class Speculator:
             sampler: LMDeploy's own; `(logits, sampling_inputs, inputs)` -> (token of each row, log probabilities).
             logits: [rows, vocabulary].
         """
-        if self.is_verifying:
-            sampling_inputs = sampling_rows(sampling_inputs, self._drafts)
-        sampled, logprobs = await sampler(logits, sampling_inputs, inputs)
         drafts = self._drafts if self.is_verifying else [[]] * len(self._batch)
+        rows = sampling_rows(sampling_inputs, drafts) if self.is_verifying else sampling_inputs
+        sampled, logprobs = await sampler(logits, rows, inputs)
         kept = accepted(drafts, sampled.tolist())
-        if self._is_decoding:
-            self._judge(drafts, kept)
-        for request, tokens in zip(self._batch, kept, strict=True):
-            text = self._texts[request]
-            text.append(tokens)
-            text.may_guess = text.may_guess and self._told("accept", request, tokens)
+        stops = [()] * len(kept) if sampling_inputs.stop_words is None else sampling_inputs.stop_words.tolist()
+        kept = [up_to_stop(tokens, words) for tokens, words in zip(kept, stops, strict=True)]
+        self._tell_all(drafts, kept, stops)
         if logprobs is not None and self.is_verifying:
-            rows = torch.tensor(_rows_of(drafts, kept), device=logprobs.vals.device)
-            logprobs = replace(logprobs, vals=logprobs.vals[rows], indices=logprobs.indices[rows])
+            chosen = torch.tensor(_rows_of(drafts, kept), device=logprobs.vals.device)
+            logprobs = replace(logprobs, vals=logprobs.vals[chosen], indices=logprobs.indices[chosen])
         longest = max(map(len, kept))
         table = [[*tokens, *[-1] * (longest - len(tokens))] for tokens in kept]
         return torch.tensor(table, dtype=sampled.dtype, device=sampled.device), logprobs
@@ -164,50 +151,51 @@ class Speculator:
         drafts = self._drafts if self.is_verifying else [()] * len(self._batch)
         return torch.tensor([len(guesses) for guesses in drafts])
 
+    def _tell_all(self, drafts: Sequence[Sequence[int]], kept: list[list[int]], stops: Sequence[Sequence[int]]) -> None:
+        for number, (request, tokens) in enumerate(zip(self._batch, kept, strict=True)):
+            if self._extra.is_part[number]:
+                continue
+            text = self._texts[request]
+            text.append(tokens)
+            self._tell("accept", request, tuple(tokens))
+            if tokens[-1] in stops[number]:
+                text.left = 0  # what further steps of the round say of it is nobody's
+        if self._is_decoding:
+            self._judge(drafts, kept)
+
     def _judge(self, drafts: Sequence[Sequence[int]], kept: list[list[int]]) -> None:
+        step_s = time.perf_counter() - self._start_s
         verdicts = tuple(
             Verdict(request, len(guesses), len(tokens) - 1)
             for request, guesses, tokens in zip(self._batch, drafts, kept, strict=True)
         )
         num_rows = sum(len(guesses) + 1 for guesses in drafts)
-        step_s = time.perf_counter() - self._start_s
         outcome = StepOutcome(verdicts, num_rows, self._num_before, step_s, self._propose_s)
         self.statistics.add(outcome)
-        try:
-            self.strategy.step_done(outcome)
-        except Exception as error:
+        if why := self._guarded.tell("step_done", outcome):
             for request in self._batch:
-                self._blame(request, f"step_done: {_text_of(error)}")
+                self._blame(request, why)
 
     def _forget(self, request: int) -> None:
-        self._texts.pop(request, None)
-        try:
-            self.strategy.end(request)
-        except Exception as error:
-            self._blame(request, f"end: {_text_of(error)}")
+        text = self._texts.pop(request, None)
+        why = self._guarded.tell("end", request)
+        if why and not (text is not None and text.is_blamed):
+            self._guarded.count(why, request)
 
-    def _told(self, method: str, request: int, tokens: Any) -> bool:
-        """Whether the strategy took it."""
-        try:
-            getattr(self.strategy, method)(request, tokens)
-        except Exception as error:
-            self._blame(request, f"{method}: {_text_of(error)}")
-            return False
-        return True
+    def _tell(self, method: str, request: int, tokens: Any) -> None:
+        """Nothing is told of those that are not guessed at."""
+        if self._texts[request].may_guess and (why := self._guarded.tell(method, request, tokens)):
+            self._blame(request, why)
 
     def _blame(self, request: int, why: str) -> None:
-        """The request goes on without guesses."""
-        if request in self._texts:
-            self._texts[request].may_guess = False
-        if not self.faults:
-            logger.error("strategy %s, request %s: %s; it goes on without guesses", self.strategy.name, request, why)
-        self.faults.setdefault(request, why)
+        """The request goes on without guesses, to its end."""
+        text = self._texts[request]
+        if not text.is_blamed:
+            text.is_blamed, text.may_guess = True, False
+            self._guarded.count(why, request)
 
     def report(self) -> dict[str, Any]:
-        return {
-            "strategy": self.strategy.name, **self.statistics.report(), "faults": len(self.faults),
-            "first_fault": next(iter(self.faults.values()), ""), "own": self.strategy.report(),
-        }  # fmt: skip
+        return self.statistics.report() | self._guarded.report()
 
 
 def _rows_of(drafts: Sequence[Sequence[int]], kept: list[list[int]]) -> list[int]:
@@ -217,7 +205,3 @@ def _rows_of(drafts: Sequence[Sequence[int]], kept: list[list[int]]) -> list[int
         rows += range(start, start + len(tokens))
         start += len(guesses) + 1
     return rows
-
-
-def _text_of(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

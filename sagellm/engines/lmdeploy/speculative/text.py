@@ -10,6 +10,7 @@ class Text:
 
     Attributes:
         may_guess: whether the strategy is asked about it.
+        is_blamed: whether it did something wrong with it before.
         room: tokens that fit into its blocks behind the last one.
         left: tokens that it may still get.
         blocks: its KV blocks.
@@ -19,7 +20,7 @@ class Text:
         self._buffer = np.empty(len(tokens) + 256, np.int64)
         self._buffer[: len(tokens)] = tokens
         self.size = len(tokens)
-        self.may_guess = False
+        self.may_guess = self.is_blamed = False
         self.room = self.left = 0
         self.blocks = np.empty(0, np.int64)
 

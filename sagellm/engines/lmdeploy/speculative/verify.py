@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["accepted", "sampling_rows"]
+__all__ = ["accepted", "sampling_rows", "up_to_stop", "with_tails"]
 
 
 def accepted(drafts: Sequence[Sequence[int]], sampled: Sequence[int]) -> list[list[int]]:
@@ -32,6 +32,14 @@ def accepted(drafts: Sequence[Sequence[int]], sampled: Sequence[int]) -> list[li
         found.append(kept)
         row += len(guesses) + 1
     return found
+
+
+def up_to_stop(tokens: list[int], stop_words: Sequence[int]) -> list[int]:
+    """The tokens up to the first one that ends an answer. Words of 0 count where LMDeploy has padded with them, as there."""
+    for place, token in enumerate(tokens[:-1]):
+        if token in stop_words:
+            return tokens[: place + 1]
+    return tokens
 
 
 def sampling_rows(inputs: Any, drafts: Sequence[Sequence[int]]) -> Any:
@@ -66,12 +74,21 @@ def _plus(values: torch.Tensor, rows: torch.Tensor, offset: torch.Tensor) -> tor
 
 
 def _texts(all_ids: torch.Tensor, rows: torch.Tensor, drafts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """[rows, n + longest]: a text that is shorter than the longest repeats its last token, which a penalty counts once."""
-    longest = max(len(guesses) for guesses in drafts)
     texts = all_ids.index_select(0, rows.to(all_ids.device))
-    tails = []
-    for number, guesses in enumerate(drafts):
-        for place in range(len(guesses) + 1):
-            last = guesses[place - 1] if place else int(all_ids[number, -1])
-            tails.append([*guesses[:place], *[last] * (longest - place)])
-    return torch.cat([texts, torch.tensor(tails, dtype=all_ids.dtype, device=all_ids.device)], 1)
+    return with_tails(texts, [guesses[:place] for guesses in drafts for place in range(len(guesses) + 1)])
+
+
+def with_tails(texts: torch.Tensor, tails: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Texts of one length, int64 [rows, n], each with further tokens: [rows, n + longest].
+
+    One that gets fewer repeats its first token before it, where LMDeploy pads too: a penalty counts it once, and whoever looks
+    at the end of a text finds it there.
+    """
+    longest = max(map(len, tails))
+    made = texts.new_empty(len(tails), texts.shape[1] + longest)
+    for row, tail in enumerate(tails):
+        pad = longest - len(tail)
+        made[row, :pad] = texts[row, 0]
+        made[row, pad : pad + texts.shape[1]] = texts[row]
+        made[row, pad + texts.shape[1] :] = texts.new_tensor(tail)
+    return made

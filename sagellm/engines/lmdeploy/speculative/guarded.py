@@ -1,0 +1,114 @@
+"""A strategy that somebody else wrote, as the engine may call it: nothing that it does or answers can stop the engine."""
+
+import json
+import logging
+from collections.abc import Sequence
+from itertools import islice
+from operator import index
+from typing import Any
+
+from sagellm.accel.speculative.base import MAX_LOOKAHEAD, Ask, SpeculativeStrategy
+from sagellm.core.errors import SageError, SpeculationError
+
+__all__ = ["GuardedStrategy"]
+
+logger = logging.getLogger("sagellm")
+
+RAISED = (Exception, SystemExit)
+
+
+class GuardedStrategy:
+    """`num_faults`: requests that it did something wrong with, and calls that belong to none. `first_fault`: in words."""
+
+    def __init__(self, strategy: SpeculativeStrategy, vocab_size: int) -> None:
+        self.strategy = strategy
+        self.name = str(getattr(strategy, "name", type(strategy).__name__))
+        self.num_faults, self.first_fault = 0, ""
+        self._vocab_size = vocab_size
+        self._has_odd_lookahead = self._has_odd_report = False
+
+    def lookahead(self) -> int:
+        """At most so many guesses for a sequence, now: a strategy may change it at any time. 0 where it makes no sense."""
+        try:
+            value = index(self.strategy.lookahead)
+            if 0 <= value <= MAX_LOOKAHEAD:
+                return value
+            why = str(value)
+        except RAISED as error:
+            why = _text_of(error)
+        if not self._has_odd_lookahead:
+            self._has_odd_lookahead = True
+            self.count(f"its lookahead makes no sense: {why}; it is a whole number from 0 to {MAX_LOOKAHEAD}")
+        return 0
+
+    def bind(self, target: Any) -> None:
+        """Raises SpeculationError: it cannot work with this model."""
+        try:
+            self.strategy.bind(target)
+        except SageError:
+            raise
+        except RAISED as error:
+            raise SpeculationError(f"strategy {self.name} cannot work with this model: {_text_of(error)}") from error
+
+    def tell(self, method: str, *arguments: Any) -> str:
+        """What it did wrong when it was told; empty if nothing."""
+        try:
+            getattr(self.strategy, method)(*arguments)
+        except RAISED as error:
+            return f"{method}: {_text_of(error)}"
+        return ""
+
+    def propose(self, asks: Sequence[Ask]) -> list[tuple[list[int], str]]:
+        """For each ask its guesses, and what is wrong with them; then there are none."""
+        answers, why = self._propose(asks)
+        if not why:
+            return [self._checked(ask, answer) for ask, answer in zip(asks, answers, strict=True)]
+        if len(asks) == 1:
+            return [([], why)]
+        found = [self.propose((ask,))[0] for ask in asks]  # one of them is at fault; the others keep their guesses
+        return found if any(fault for _, fault in found) else [([], why)] * len(asks)
+
+    def count(self, why: str, request: int | None = None) -> None:
+        """Something went wrong; the first time it is said, too."""
+        self.num_faults += 1
+        if not self.first_fault:
+            self.first_fault = why
+            of = "" if request is None else f", request {request}"
+            logger.error("speculative strategy %s%s: %s; it goes on without guesses", self.name, of, why)
+
+    def report(self) -> dict[str, Any]:
+        try:
+            own = self.strategy.report()
+            json.dumps(own)
+        except RAISED as error:
+            own = {}
+            if not self._has_odd_report:
+                self._has_odd_report = True
+                self.count(f"report: {_text_of(error)}")
+        return {"strategy": self.name, "faults": self.num_faults, "first_fault": self.first_fault, "own": own}
+
+    def _propose(self, asks: Sequence[Ask]) -> tuple[list[Any], str]:
+        try:
+            # Nothing is taken from an iterator that has no end.
+            answers = list(islice(iter(self.strategy.propose(tuple(asks))), len(asks) + 1))
+        except RAISED as error:
+            return [], f"propose: {_text_of(error)}"
+        if len(answers) == len(asks):
+            return answers, ""
+        return [], f"propose: it answered {len(answers)} proposals, or more, for {len(asks)} sequences"
+
+    def _checked(self, ask: Ask, answer: Any) -> tuple[list[int], str]:
+        try:
+            guesses = [index(token) for token in islice(iter(answer), ask.limit + 1)]
+        except RAISED as error:
+            return [], f"propose: a proposal is a list of whole numbers ({_text_of(error)})"
+        if len(guesses) > ask.limit:
+            return [], f"propose: more than {ask.limit} tokens for a sequence; so many were allowed"
+        for token in guesses:
+            if not 0 <= token < self._vocab_size:
+                return [], f"propose: token {token}; the vocabulary has 0 to {self._vocab_size - 1}"
+        return guesses, ""
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
