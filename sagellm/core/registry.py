@@ -138,7 +138,7 @@ class Registry(Generic[Kind]):
             raise self._error(f"{self._what} {name} has no name; give the class a text `name`.")
         return found
 
-    def make(self, kind: Callable[..., Kind], name: str, *arguments: Any, **options: Any) -> Kind:
+    def make(self, kind: Callable[..., Kind], name: str, /, *arguments: Any, **options: Any) -> Kind:
         """`kind(*arguments, **options)`. Raises `error`: it cannot be built."""
         try:
             return kind(*arguments, **options)

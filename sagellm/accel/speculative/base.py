@@ -124,19 +124,19 @@ class SpeculativeStrategy(ABC):
     def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
         """For each of `asks`, in order, up to `limit` guesses of what follows `tokens`; empty where there is no idea."""
 
-    def bind(self, target: TargetModel) -> None:
+    def bind(self, target: TargetModel) -> None:  # noqa: B027, those that keep no accounts need not
         """The engine is built. Raises SpeculationError: the strategy cannot work with this model."""
 
-    def begin(self, request_id: int, tokens: np.ndarray) -> None:
+    def begin(self, request_id: int, tokens: np.ndarray) -> None:  # noqa: B027
         """A request comes, or comes back after it lost its place: int64 [n], all of its tokens so far; read-only."""
 
-    def accept(self, request_id: int, tokens: Sequence[int]) -> None:
+    def accept(self, request_id: int, tokens: Sequence[int]) -> None:  # noqa: B027
         """A step gave the request these tokens: the guesses that were right, and one of the model's own."""
 
-    def end(self, request_id: int) -> None:
+    def end(self, request_id: int) -> None:  # noqa: B027
         """The request has ended. Comes late at times, and also for requests that were never begun."""
 
-    def step_done(self, outcome: StepOutcome) -> None:
+    def step_done(self, outcome: StepOutcome) -> None:  # noqa: B027
         """A decode step has ended; after `accept` of its requests."""
 
     def report(self) -> dict[str, Any]:

@@ -25,6 +25,6 @@ def find_strategy(name: str) -> type[SpeculativeStrategy]:
     return _STRATEGIES.find(name)
 
 
-def make_strategy(name: str, **options: Any) -> SpeculativeStrategy:
+def make_strategy(name: str, /, **options: Any) -> SpeculativeStrategy:
     """Raises SpeculationError: as `find_strategy`; bad options."""
     return _STRATEGIES.make(find_strategy(name), name, **options)

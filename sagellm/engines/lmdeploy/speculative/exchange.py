@@ -20,6 +20,7 @@ class SpecExtraInputs(ARExtraInputs):
         num_blocks: KV blocks that each holds.
         rooms: tokens that fit into a sequence's blocks behind its last one.
         lefts: tokens that it may still get.
+        floors: tokens after which a word may end the answer, which LMDeploy works out once a round; 0 where it may now.
         may_guess: whether guesses can be checked for it; `extra_inputs_of` says which cannot.
         is_part: whether the step computes a part of its prompt alone, so that what is sampled means nothing.
         is_counted: somebody wants something of each row of the step, which LMDeploy counts by sequence.
@@ -30,6 +31,7 @@ class SpecExtraInputs(ARExtraInputs):
     num_blocks: list[int] = field(default_factory=list)
     rooms: list[int] = field(default_factory=list)
     lefts: list[int] = field(default_factory=list)
+    floors: list[int] = field(default_factory=list)
     may_guess: list[bool] = field(default_factory=list)
     is_part: list[bool] = field(default_factory=list)
     is_counted: bool = False
@@ -59,6 +61,8 @@ def extra_inputs_of(seqs: list[Any]) -> SpecExtraInputs:
         made.num_blocks.append(len(seq.logical_blocks))
         made.rooms.append(len(seq.logical_blocks) * seq.block_size - seq.num_valid_ids)
         made.lefts.append(param.max_new_tokens - seq.num_new_tokens)
+        has_floor = param.stop_words and not param.ignore_eos
+        made.floors.append(max(0, param.min_new_tokens - seq.num_new_tokens) if has_floor else 0)
         follows_grammar = bool(param.response_format) and param.response_format.get("type") != "text"
         made.may_guess.append(not (follows_grammar or param.logits_processors))
         made.is_part.append(seq.num_valid_ids < len(seq.history_cache))

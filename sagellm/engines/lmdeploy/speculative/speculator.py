@@ -1,5 +1,6 @@
 """One strategy in the model agent: asks it before each decode step, and tells it after the step what was right."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -87,6 +88,7 @@ class Speculator:
                 self._tell("begin", request, text.tokens)
             text = self._texts[request]
             text.room, text.left = extra.rooms[number], extra.lefts[number]
+            text.floor = extra.floors[number] or math.inf
             text.blocks = tables[number, : extra.num_blocks[number]]
 
     def _proposed(self, num_later: int) -> dict[int, list[int]]:
@@ -95,9 +97,9 @@ class Speculator:
         lookahead = self.lookahead()
         for request in self._batch:
             text = self._texts[request]
-            limit = min(lookahead, text.left - 1, text.room - num_later)
+            limit = min(lookahead, text.left - 1, text.room - num_later, text.floor - 1)
             if text.may_guess and limit > 0:
-                asks.append(Ask(request, text.tokens, limit, text.blocks))
+                asks.append(Ask(request, text.tokens, int(limit), text.blocks))
         drafts = {}
         for ask, (guesses, why) in zip(asks, self._guarded.propose(asks) if asks else (), strict=True):
             drafts[ask.request_id] = guesses

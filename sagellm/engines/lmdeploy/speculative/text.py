@@ -1,5 +1,7 @@
 """The tokens of one request as the model agent knows them."""
 
+import math
+
 import numpy as np
 
 __all__ = ["Text"]
@@ -13,6 +15,7 @@ class Text:
         is_blamed: whether it did something wrong with it before.
         room: tokens that fit into its blocks behind the last one.
         left: tokens that it may still get.
+        floor: guesses end before that many further tokens; infinity where nothing stands in the way.
         blocks: its KV blocks.
     """
 
@@ -22,6 +25,7 @@ class Text:
         self.size = len(tokens)
         self.may_guess = self.is_blamed = False
         self.room = self.left = 0
+        self.floor = math.inf
         self.blocks = np.empty(0, np.int64)
 
     @property
@@ -41,3 +45,4 @@ class Text:
         self.size = end
         self.room -= len(tokens)
         self.left -= len(tokens)
+        self.floor -= len(tokens)

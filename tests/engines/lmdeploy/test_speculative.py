@@ -1,0 +1,331 @@
+"""Guesses in the engine: whatever is guessed and whatever happens meanwhile, the answers are those without guesses."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from sagellm.accel.speculative.base import SpeculativeStrategy
+from sagellm.core.hooks import Phase
+from sagellm.engines.base import SamplingParams
+from tests.engines.lmdeploy.test_chunks import chunked, of_request, plugin_of
+from tests.engines.lmdeploy.test_exactness import cancelled
+from tests.pool import check_pool, settle
+from tests.reference import make_prompts
+
+HERE = "tests.engines.lmdeploy.test_speculative:"
+NEW = 24
+GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+# Together they want far more than 30 blocks of 16 tokens.
+CROWD = make_prompts((40, 100, 33, 90, 64, 70, 20, 50, 130, 12))
+WHOLE: list[tuple[int, ...]] = []  # texts with their right answers, which `Knowing` knows
+
+
+class Knowing(SpeculativeStrategy):
+    """Guesses what is right, with errors at random places: so each number of right guesses occurs.
+
+    It keeps each text as it was told and raises where it is asked about another, which counts as a fault.
+    """
+
+    name = "knowing"
+
+    def __init__(self, lookahead=4, wrong=0.3, seed=0):
+        super().__init__(lookahead)
+        self.wrong, self.draw = wrong, random.Random(seed)
+        self.texts, self.begun, self.found = {}, [], {}
+
+    def begin(self, request_id, tokens):
+        self.texts[request_id] = tokens.tolist()
+        self.begun.append((request_id, len(tokens)))
+
+    def accept(self, request_id, tokens):
+        self.texts[request_id] += tokens
+
+    def end(self, request_id):
+        self.texts.pop(request_id, None)
+
+    def propose(self, asks):
+        return [self.one(ask) for ask in asks]
+
+    def one(self, ask):
+        assert ask.tokens.tolist() == self.texts[ask.request_id]
+        size = len(ask.tokens)
+        assert len(ask.blocks) * 16 >= size + ask.limit and len(set(ask.blocks.tolist())) == len(ask.blocks)
+        text = next((each for each in WHOLE if each[:size] == tuple(self.texts[ask.request_id])), ())
+        guesses = text[size : size + self.draw.randint(0, ask.limit)]
+        return [(token + 1) % 300 if self.draw.random() < self.wrong else token for token in guesses]
+
+
+def tell(prompts, answers):
+    WHOLE[:] = [(*prompt, *answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def ask(engine, prompts, every=({},), delays=None):
+    """[(tokens, log probabilities)] of requests with these values of LMDeploy's `GenerationConfig`, greedy by default."""
+    from lmdeploy.messages import GenerationConfig
+
+    async def one(prompt, values, delay_s):
+        await asyncio.sleep(delay_s)
+        session, instance = next(engine._sessions), engine.engine.create_instance()
+        settings = GenerationConfig(**dict(max_new_tokens=NEW, ignore_eos=True, do_sample=True, top_k=1) | values)
+        tokens, logprobs = [], []
+        try:
+            async for output in instance.async_stream_infer(session, list(prompt), gen_config=settings):
+                tokens += [int(token) for token in output.token_ids]
+                logprobs += output.logprobs or []
+        finally:
+            await instance.async_end(session)
+        return tuple(tokens), logprobs
+
+    async def together():
+        every_one = list(every) * len(prompts) if len(every) == 1 else every
+        return await asyncio.gather(*map(one, prompts, every_one, delays or [0.0] * len(prompts)))
+
+    found = engine._on_loop(together())
+    settle(engine)
+    return found
+
+
+def tokens_of(found):
+    return [tokens for tokens, _ in found]
+
+
+def counts(engine, faults=0):
+    report = engine.hooks.report()["speculation"]
+    assert report["faults"] == faults, report["first_fault"]
+    return report
+
+
+@pytest.mark.parametrize(("model", "blocks", "decode_round"), [
+    ("llama", 30, 1), ("llama", 30, 5), ("llama", 200, 3), ("qwen2-window", 60, 1),
+])  # fmt: skip
+def test_greedy_equals_transformers(start_engine, reference, model, blocks, decode_round):
+    expected = reference(CROWD, NEW, model)
+    tell(CROWD, expected)
+    engine = start_engine(model=model, kv_blocks=blocks, decode_round=decode_round, speculative=HERE + "Knowing")
+    for _ in range(2):
+        assert tokens_of(ask(engine, CROWD)) == expected
+    whole, report = engine.hooks.report(), counts(engine)
+    assert (whole["preempted"] > 0) == (blocks == 30)
+    assert whole["prefix"]["hit_tokens"] > 0 or blocks < 200
+    assert min(report["accepted_at"]) > 0 and min(np.subtract(report["drafted_at"], report["accepted_at"])) > 0
+    assert report["tokens_per_step"] > 1.2
+
+
+def test_500_prompts_are_answered_as_without(start_engine):
+    draw = random.Random(2)
+    prompts = [[draw.randint(3, 250) for _ in range(draw.randint(3, 30))] for _ in range(500)]
+    settings = dict(kv_blocks=300, max_batch_size=32)
+    answers = tokens_of(ask(start_engine(**settings), prompts, [dict(max_new_tokens=8)]))
+    tell(prompts, answers)
+    engine = start_engine(speculative=HERE + "Knowing", speculative_options={"wrong": 0.15}, **settings)
+    assert tokens_of(ask(engine, prompts, [dict(max_new_tokens=8)])) == answers
+    report = counts(engine)
+    assert report["sequences"] < 0.75 * 7 * len(prompts) and min(report["accepted_at"]) > 0
+
+
+def likes_another_token(seen):
+    """A processor of a request that looks at the end of its text."""
+
+    def process(all_ids, logits):
+        seen.append(tuple(all_ids[-2:].tolist()))
+        logits[(int(all_ids[-1]) * 7 + int(all_ids[-2])) % 200 + 10] += 3.0
+        return logits
+
+    return process
+
+
+@pytest.mark.parametrize("decode_round", [1, 4])
+def test_every_way_to_sample_gives_the_same_tokens(start_engine, decode_round):
+    """All of them in one batch, so that the rows of one stand beside those of another."""
+    prompts = make_prompts((20, 35, 50, 12, 28, 17, 40, 22), seed=8)
+    sampled = dict(top_k=0, temperature=1.2)
+    seen = []
+    ways = [
+        dict(logprobs=3),
+        dict(sampled, random_seed=5, logprobs=1),
+        dict(top_k=20, temperature=0.9, top_p=0.8, min_p=0.02, random_seed=2**31 + 7),
+        dict(repetition_penalty=1.4, logprobs=0),
+        dict(sampled, random_seed=3, repetition_penalty=0.8, bad_token_ids=[50, 51, 52]),
+        dict(logits_processors=[likes_another_token(seen)]),
+        dict(max_new_tokens=7, logprobs=3),
+        dict(response_format={"type": "text"}),
+    ]
+    plain = start_engine(decode_round=decode_round)
+    expected = ask(plain, prompts, ways)
+    # Words that end an answer amidst its tokens, and that may not do so at first: tokens that it does contain.
+    more = ({}, {}, {}, dict(min_new_tokens=6))
+    stops = [
+        dict(ignore_eos=False, stop_token_ids=[answer[place]], **values)
+        for (answer, _), place, values in zip(expected[:4], (9, 13, 5, 8), more, strict=True)
+    ]
+    if decode_round > 1:  # there LMDeploy bars the words to the end of a round, which depends on its steps
+        del stops[3]["min_new_tokens"]
+    with_stops = [dict(way, **stop) for way, stop in zip(ways, stops, strict=False)] + ways[4:]
+    expected_stopped = ask(plain, prompts, with_stops)
+    assert sum(len(tokens) < NEW for tokens in tokens_of(expected_stopped)) >= 4
+
+    engine = start_engine(decode_round=decode_round, speculative=HERE + "Knowing", speculative_options={"wrong": 0.2})
+    for every, wanted in ((ways, expected), (with_stops, expected_stopped)):
+        seen.clear()
+        tell(prompts, tokens_of(expected))
+        found = ask(engine, prompts, every)
+        assert tokens_of(found) == tokens_of(wanted)
+        text = (*prompts[5], *wanted[5][0])
+        first = len(prompts[5])
+        assert seen[:NEW] == [text[first + place - 2 : first + place] for place in range(NEW)]
+        for (tokens, ours), (_, theirs), way in zip(found, wanted, every, strict=True):
+            if "logprobs" not in way:
+                continue
+            assert len(ours) == len(tokens) and len(ours[0]) == max(1, way["logprobs"])
+            assert [sorted(each) for each in ours] == [sorted(each) for each in theirs]
+            for one, other in zip(ours, theirs, strict=True):
+                assert one == pytest.approx(other, abs=1e-3)
+    assert all(sum(counts(engine)["accepted_at"][place:]) for place in range(4))
+
+
+def test_every_token_up_to_a_least_number_may_be_guessed(start_engine, reference):
+    """A word that would end the answer is barred from the rows before that number, and from none behind it."""
+    (prompt,) = make_prompts((30,))
+    (answer,) = reference([prompt], NEW)
+    tell([prompt], [answer])
+    engine = start_engine(speculative=HERE + "Knowing", speculative_options={"wrong": 0.0, "lookahead": 8})
+    for least in range(1, 12):
+        stop = answer[least]
+        if stop in answer[:least]:
+            continue
+        ways = [dict(ignore_eos=False, stop_token_ids=[stop], min_new_tokens=least)]
+        assert tokens_of(ask(engine, [prompt], ways)) == [answer[: least + 1]]
+    assert counts(engine)["accepted"] > 10
+
+
+def test_cancellations_and_shared_prefixes_under_pressure(start_engine, reference):
+    texts, ends = make_prompts((48, 33), seed=3), make_prompts((20, 47, 16), seed=4)
+    prompts = [text + end[:length] for text in texts for end in ends for length in (1, 16, 40)]
+    expected = reference(prompts, NEW)
+    tell(prompts, expected)
+    engine = start_engine(kv_blocks=18, speculative=HERE + "Knowing", speculative_options={"wrong": 0.1})
+    draw = random.Random(4)
+
+    async def broken_off(prompt):
+        return await cancelled(engine, prompt, 0.02 * draw.random(), after_tokens=draw.randint(0, 8))
+
+    async def together(chosen):
+        whole = [engine._one(prompt, GREEDY, 0, 0) for prompt in chosen[:5]]
+        return await asyncio.gather(*whole, *map(broken_off, chosen[5:]))
+
+    for _ in range(4):
+        chosen = [draw.choice(range(len(prompts))) for _ in range(8)]
+        found = engine._on_loop(together([prompts[number] for number in chosen]))
+        settle(engine)
+        for place, number in enumerate(chosen):
+            tokens = found[place] if place >= 5 else found[place].token_ids
+            assert tokens == expected[number][: len(tokens)] and (place >= 5 or len(tokens) == NEW)
+        check_pool(engine)
+    assert tokens_of(ask(engine, prompts[:1])) == expected[:1]
+    speculator = engine.engine.executor.model_agent.agent_strategy.speculator
+    assert len(speculator._texts) <= 1 and len(speculator.strategy.texts) <= 1, "texts of requests that ended"
+    assert counts(engine)["accepted"] > 50 and engine.hooks.report()["preempted"]
+
+
+def test_prompts_in_parts(start_engine, reference):
+    """The strategy hears of a prompt when it is whole, and plug-ins of every token that a step gave."""
+    prompts = make_prompts((20, 33, 150), seed=5)
+    expected = reference(prompts, NEW)
+    tell(prompts, expected)
+    engine = start_engine(chunked(tokens=32), decode_round=1, speculative=HERE + "Knowing")
+    assert tokens_of(ask(engine, prompts, delays=[0, 0, 0.02])) == expected
+    assert engine.hooks.report()["chunks"] >= 4 and counts(engine)["accepted"] > 10
+    strategy = engine.engine.executor.model_agent.agent_strategy.speculator.strategy
+    assert sorted(strategy.begun) == [(number, len(prompt)) for number, prompt in enumerate(prompts)]
+    steps = plugin_of(engine).steps
+    for number, prompt in enumerate(prompts):
+        rows = of_request(steps, number)
+        assert sum(tokens for phase, tokens in rows if phase is Phase.PREFILL) == len(prompt)
+        assert sum(tokens for phase, tokens in rows if phase is Phase.DECODE) == NEW - 1
+    alone = [step for step in steps if step.phase is Phase.DECODE and [each for each, _ in step.computed] == [2]]
+    context = len(prompts[2]) + NEW - sum(step.num_tokens for step in alone) - 1
+    for step in alone:  # what was in the cache before each step is what those before it have left there
+        assert step.num_context_tokens == context
+        context += step.num_tokens
+
+
+class Bad(Knowing):
+    """Does one thing wrong."""
+
+    name = "bad"
+
+    def __init__(self, kind="raises"):
+        super().__init__(4, wrong=0.0)
+        self.kind = kind
+
+    def propose(self, asks):
+        right = super().propose(asks)
+        made = {
+            "raises": lambda: 1 / 0, "none": lambda: None, "few": lambda: right[:-1], "endless": lambda: iter(int, 1),
+            "long": lambda: [[*guesses, *[5] * 9] for guesses in right], "foreign": lambda: [[320] for _ in right],
+            "negative": lambda: [[-1] for _ in right], "halves": lambda: [[1.0] for _ in right],
+            "words": lambda: ["12" for _ in right], "exits": lambda: exit(1),
+        }  # fmt: skip
+        return made[self.kind]() if self.kind in made else right
+
+    def begin(self, request_id, tokens):
+        super().begin(request_id, tokens)
+        if self.kind == "begin":
+            raise KeyError(request_id)
+
+    def accept(self, request_id, tokens):
+        if self.kind == "accept":
+            raise KeyError(request_id)
+        super().accept(request_id, tokens)
+
+    def step_done(self, outcome):
+        if self.kind == "step_done":
+            raise KeyError
+        if self.kind == "lookahead":
+            self.lookahead = None
+
+    def report(self):
+        return {"odd": {1, 2}} if self.kind == "report" else {}
+
+
+@pytest.mark.parametrize("kind", [
+    "raises", "none", "few", "endless", "long", "foreign", "negative", "halves", "words", "exits", "begin", "accept",
+    "step_done", "lookahead", "report",
+])  # fmt: skip
+def test_a_bad_strategy_stops_nobody(start_engine, reference, kind, caplog):
+    prompts = CROWD[:3]
+    expected = reference(prompts, NEW)
+    tell(prompts, expected)
+    engine = start_engine(speculative=HERE + "Bad", speculative_options={"kind": kind})
+    assert tokens_of(ask(engine, prompts)) == expected
+    report = counts(engine, faults=1 if kind in ("lookahead", "report") else 3)
+    assert kind in ("raises", "exits", "lookahead") or report["first_fault"]
+    assert len([record for record in caplog.records if "speculative strategy bad" in record.message]) == 1
+
+
+class Free(Knowing):
+    """Answers in forms that a list of whole numbers may have, and changes its mind on how many guesses there may be."""
+
+    name = "free"
+
+    def propose(self, asks):
+        self.lookahead = np.int64(1 + (self.lookahead + 3) % 9)
+        return (np.array(guesses, np.int32) for guesses in super().propose(asks))
+
+
+def test_what_may_be_answered(start_engine, reference):
+    tell(CROWD[:4], reference(CROWD[:4], NEW))
+    engine = start_engine(kv_blocks=120, speculative=HERE + "Free", speculative_options={"wrong": 0.05})
+    assert tokens_of(ask(engine, CROWD[:4])) == reference(CROWD[:4], NEW)
+    report = counts(engine)
+    assert len(report["drafted_at"]) > 4 and report["accepted"] > 10
+
+
+def test_rows_keep_the_ends_of_texts():
+    from sagellm.engines.lmdeploy.speculative.verify import with_tails
+
+    texts = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    assert with_tails(texts, [[], [7], [8, 9]]).tolist() == [[1, 1, 1, 2], [3, 3, 4, 7], [5, 6, 8, 9]]
