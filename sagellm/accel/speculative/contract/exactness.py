@@ -1,0 +1,160 @@
+"""Checks of a whole engine: that guesses change nothing of what a model says."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from sagellm.accel.speculative.contract.fit import BROKEN_SIGMAS, deviation
+from sagellm.core.contract import Played, Report, Scenario
+from sagellm.core.errors import SageError
+
+__all__ = ["BF16_GAP", "ENGINE_SCENARIOS", "Guesser", "Trial"]
+
+GUESSERS = "sagellm.accel.speculative.contract.guessers:"
+# Logits of random models have a standard deviation of 4. In bfloat16 an engine that computes one token after the other is
+# off by up to 0.15 from a pass over the whole text; a token that is merely likely, by more than 1 most of the time.
+BF16_GAP = 0.5
+NUM_PROMPTS, NUM_NEW = 12, 20
+NUM_DRAWS = 1500
+
+
+class Guesser(NamedTuple):
+    """A strategy by name, and its options."""
+
+    name: str
+    options: dict
+
+
+class Trial(Protocol):
+    """An engine on tiny models of its own, in float32 and in bfloat16."""
+
+    vocab_size: int
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_new: int, *, guesser: Guesser | None, dtype: str = "float32",
+        decode_round: int = 1, seeds: Sequence[int] | None = None,
+    ) -> list[tuple[int, ...]]:  # fmt: skip
+        """Answers of so many tokens, greedy, or drawn at temperature 1 with a seed for each prompt.
+
+        Raises SageError: the engine failed, or the guesser did something wrong in it.
+        """
+        ...
+
+    def logits(self, texts: Sequence[Sequence[int]], dtype: str = "float32") -> np.ndarray:
+        """float [texts, n, vocabulary] of texts of one length, by another implementation, each in one pass."""
+        ...
+
+
+def _prompts(vocab_size: int, seed: int) -> list[list[int]]:
+    """Half of them repeat themselves."""
+    draw = np.random.default_rng(seed)
+    words = draw.integers(10, min(250, vocab_size), (NUM_PROMPTS, 8))
+    return [
+        [*row, *row, *row[:4]] if number % 2 else draw.integers(10, 250, 20).tolist()
+        for number, row in enumerate(words.tolist())
+    ]
+
+
+def _partly_right(
+    trial: Trial, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], seed: int
+) -> Guesser:
+    """Its errors are the second likeliest tokens: those that a careless check lets pass."""
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    second = np.argsort(trial.logits(texts), axis=-1)[..., -2]
+    likely = [[0, *row[:-1]] for row in second.tolist()]  # the logits at a place are for the token behind it
+    return Guesser(GUESSERS + "PartlyRightStrategy", {"texts": texts, "likely": likely, "seed": seed})
+
+
+def greedy(trial: Trial, guesser: Guesser, seed: int, report: Report) -> Played:
+    """Tokens as those of the same engine without guesses: with this strategy, and with one that is right now and then."""
+    prompts = _prompts(trial.vocab_size, seed)
+    expected = trial.generate(prompts, NUM_NEW, guesser=None)
+    partly_right = _partly_right(trial, prompts, expected, seed)
+    for each, decode_round in ((guesser, 1), (partly_right, 1), (partly_right, 4)):
+        try:
+            found = trial.generate(prompts, NUM_NEW, guesser=each, decode_round=decode_round)
+        except SageError as error:
+            report("runs", f"{each.name}: {error}")
+            continue
+        for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            if ours != theirs:
+                place = next(
+                    (at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours)
+                )
+                report(
+                    "greedy",
+                    f"with {each.name}, {decode_round} decode steps a round, prompt {number} got at place {place} "
+                    f"{ours[place : place + 1]}; without guesses it is {theirs[place : place + 1]}.",
+                )
+    return Played(len(prompts) * 3, {"runs", "greedy"})
+
+
+def near_argmax(trial: Trial, guesser: Guesser, seed: int, report: Report) -> Played:
+    """In bfloat16 a batch of another shape rounds otherwise, so tokens may differ: but never to one that is unlikely."""
+    prompts = [prompt for prompt in _prompts(trial.vocab_size, seed)]
+    first = trial.generate(prompts, NUM_NEW, guesser=None, dtype="bfloat16")
+    for each in (guesser, _partly_right(trial, prompts, first, seed)):
+        try:
+            found = trial.generate(prompts, NUM_NEW, guesser=each, dtype="bfloat16")
+        except SageError as error:
+            report("runs", f"{each.name}: {error}")
+            continue
+        texts = [[*prompt, *answer] for prompt, answer in zip(prompts, found, strict=True)]
+        logits = trial.logits(texts, "bfloat16")
+        for number, answer in enumerate(found):
+            rows = logits[number, -NUM_NEW - 1 : -1]
+            gaps = rows.max(-1) - rows[np.arange(NUM_NEW), list(answer)]
+            worst = int(gaps.argmax())
+            if gaps[worst] > BF16_GAP:
+                report(
+                    "near_argmax",
+                    f"with {each.name}, prompt {number} got at place {worst} a token whose logit is {gaps[worst]:.2f} under "
+                    f"the highest; rounding explains {BF16_GAP}.",
+                )
+    return Played(len(prompts) * 2, {"runs", "near_argmax"})
+
+
+def distribution(trial: Trial, guesser: Guesser, seed: int, report: Report) -> Played:
+    """Draws of the second token, and of the third where the second was the guess, against the model's own probabilities."""
+    vocab = trial.vocab_size
+    prompt = np.random.default_rng(seed).integers(10, 250, 12).tolist()
+    first = _softmax(trial.logits([prompt])[0, -1])
+    then = _softmax(trial.logits([[*prompt, token] for token in range(vocab)])[:, -1])
+    second = first @ then
+    guess = int(second.argmax())
+    behind = _softmax(trial.logits([[*prompt, token, guess] for token in range(vocab)])[:, -1])
+    third = (first * then[:, guess]) @ behind / second[guess]
+    seeds = [seed * NUM_DRAWS + number + 1 for number in range(NUM_DRAWS)]
+    constant = Guesser(GUESSERS + "ConstantStrategy", {"token": guess})
+    try:
+        found = trial.generate([prompt] * NUM_DRAWS, 3, guesser=constant, seeds=seeds)
+    except SageError as error:
+        report("runs", f"{constant.name}: {error}")
+        return Played(0, {"runs"})
+    samples = (
+        ("first token", [each[0] for each in found], first),
+        ("token where a guess stood", [each[1] for each in found], second),
+        ("token behind a right guess", [each[2] for each in found if each[1] == guess], third),
+    )
+    for what, draws, probabilities in samples:
+        sigmas, num_classes = deviation(draws, probabilities)
+        if sigmas > BROKEN_SIGMAS:
+            report(
+                "distribution",
+                f"the {what}: {len(draws)} draws in {num_classes} classes are {sigmas:.1f} standard deviations from the "
+                f"model's own distribution; {BROKEN_SIGMAS:g} are allowed.",
+            )
+    return Played(NUM_DRAWS, {"runs", "distribution"})
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    raised = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    return raised / raised.sum(-1, keepdims=True)
+
+
+ENGINE_SCENARIOS = {
+    "greedy answers": Scenario(greedy),
+    "answers in bfloat16": Scenario(near_argmax),
+    "drawn tokens": Scenario(distribution),
+}

@@ -1,0 +1,94 @@
+"""The contract of a strategy, and of an engine that checks its guesses, as checks that anybody can run on theirs:
+`sagellm speculative check module:Class`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from sagellm.accel.speculative.base import SpeculativeStrategy
+from sagellm.accel.speculative.contract.exactness import BF16_GAP, ENGINE_SCENARIOS, Guesser, Trial
+from sagellm.accel.speculative.contract.scenarios import SCENARIOS, StrategyBroke
+from sagellm.core.contract import ContractReport, Played, Report, Scenario, run_scenarios
+
+__all__ = ["ENGINE_RULES", "RULES", "check_engine", "check_strategy"]
+
+RULES = {
+    "builds": "has a name and can be built",
+    "options": "refuses, with SpeculationError, a lookahead that makes no sense",
+    "raises_nothing": "raises at nothing that it is told or asked",
+    "answers": "answers one list of whole numbers for each ask",
+    "limits": "guesses no more than the limit of each ask",
+    "vocabulary": "guesses tokens that there are",
+    "lookahead": "keeps a lookahead that makes sense",
+    "strangers": "bears requests that were never begun, steps that it was not told of, and ends that come twice",
+    "leaves_asks": "leaves what it is asked about as it is",
+    "deterministic": "guesses the same after the same events",
+    "forgets": "gives back what it kept of requests that ended, or bounds it",
+}
+ENGINE_RULES = {
+    "runs": "an engine runs with it, and finds no fault",
+    "greedy": "greedy answers in float32 are those without guesses, token by token",
+    "near_argmax": f"in bfloat16 each token's logit is within {BF16_GAP} of the highest, all of the answer in one pass",
+    "distribution": "drawn tokens have the model's own distribution, where a guess stood and behind one",
+}
+
+
+def check_strategy(
+    make: Callable[..., SpeculativeStrategy],
+    *,
+    seed: int = 0,
+    rounds: int = 3,
+    progress: Callable[[str], None] | None = None,
+    limit_s: float | None = None,
+) -> ContractReport:
+    """Hold a strategy against every rule that needs no engine. One that was never put to the test is not passed.
+
+    Args:
+        make: builds a strategy, with keyword arguments where options are tried; called often.
+        seed: the first of `rounds` seeds.
+        rounds: repetitions of each random scenario.
+        progress: called with the name of each scenario before it begins.
+        limit_s: for one run of a scenario, see `run_scenarios`.
+    """
+    return run_scenarios(
+        RULES, SCENARIOS, lambda scenario, number, report: _run(scenario, make, number, report),
+        seed=seed, rounds=rounds, progress=progress, limit_s=limit_s, what="strategy",
+    )  # fmt: skip
+
+
+def check_engine(
+    trial: Trial,
+    guesser: Guesser,
+    *,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+    limit_s: float | None = None,
+) -> ContractReport:
+    """Hold an engine with a strategy against every rule: the engine's checking is tried with guessers of the check's own, too.
+
+    What fails without guesses is no verdict on them: it is raised.
+
+    Args:
+        guesser: the strategy by name, and its options.
+        seed: of prompts and draws.
+    """
+    return run_scenarios(
+        ENGINE_RULES, ENGINE_SCENARIOS, lambda scenario, number, report: scenario.run(trial, guesser, number, report),
+        seed=seed, rounds=1, progress=progress, limit_s=limit_s, what="engine", built_rule="runs", raise_rule="runs",
+    )  # fmt: skip
+
+
+def _run(scenario: Scenario, make: Callable[..., SpeculativeStrategy], seed: int, report: Report) -> Played:
+    def build(**options: Any) -> SpeculativeStrategy:
+        try:
+            return make(**options)
+        except (Exception, SystemExit) as error:
+            if not options:
+                report("builds", f"it raised {type(error).__name__}: {error}; build it.")
+                raise StrategyBroke from error
+            raise
+
+    try:
+        return scenario.run(build, seed, report)
+    except StrategyBroke:
+        return Played(0, frozenset())

@@ -1,0 +1,237 @@
+"""Scenarios that play requests on a strategy alone, without an engine, and report the rules that it breaks."""
+
+import gc
+import random
+import tracemalloc
+from collections.abc import Callable
+from operator import index
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sagellm.accel.speculative.base import MAX_LOOKAHEAD, Ask, ModelRunner, SpeculativeStrategy, StepOutcome, Verdict
+from sagellm.core.contract import Played, Report, Scenario
+from sagellm.core.errors import SpeculationError
+
+__all__ = ["SCENARIOS", "StrategyBroke"]
+
+Make = Callable[..., SpeculativeStrategy]
+
+BLOCK_SIZE, VOCAB_SIZE = 16, 512
+NUM_STEPS = 120
+NUM_CHURN = 150  # requests that come and go in each phase of the memory check
+KEPT_BYTES = 200_000  # that may stay of them: what is kept on purpose has a bound, and reaches it in the phase before
+
+
+class StrategyBroke(Exception):
+    """The strategy raised; the scenario cannot go on."""
+
+
+class SmallTarget:
+    """A model that nobody has, on a machine without another one."""
+
+    vocab_size, block_size, num_blocks, device = VOCAB_SIZE, BLOCK_SIZE, 4096, "cpu"
+
+    def load(self, folder: Path) -> ModelRunner:
+        raise SpeculationError(f"no model can be loaded beside this one, {folder} neither.")
+
+
+class Play:
+    """Texts that repeat themselves, decoded by a machine that takes guesses at random."""
+
+    def __init__(self, make: Make, seed: int, report: Report) -> None:
+        self._report, self._draw = report, random.Random(seed)
+        self.seen: set[str] = set()
+        self.num_events = 0
+        self.guesses: list[list[int]] = []
+        self.texts: dict[int, list[int]] = {}
+        self._strategy = make()
+        self.call("bind", SmallTarget())
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self.num_events += 1
+        self.seen.add("raises_nothing")
+        try:
+            return getattr(self._strategy, method)(*arguments)
+        except (Exception, SystemExit) as error:
+            self._report("raises_nothing", f"{method} raised {type(error).__name__}: {error}; it has to answer.")
+            raise StrategyBroke from error
+
+    def begin(self, request: int, size: int | None = None) -> None:
+        draw = self._draw
+        word = [draw.randrange(3, 40) for _ in range(draw.randint(1, 9))]
+        size = size or draw.choice((1, 2, 17, 64, 300))
+        self.texts[request] = (word * (size // len(word) + 1))[:size]
+        self.call("begin", request, _array(self.texts[request]))
+
+    def step(self, requests: list[int], is_told: bool = True) -> None:
+        """One decode step of these, told of or not."""
+        asks = tuple([self._ask(request) for request in requests])
+        before = [(ask.tokens.copy(), ask.blocks.copy()) for ask in asks]
+        answers = self.call("propose", asks)
+        for ask, (tokens, blocks) in zip(asks, before, strict=True):
+            self.seen.add("leaves_asks")
+            if not (np.array_equal(ask.tokens, tokens) and np.array_equal(ask.blocks, blocks)):
+                self._report("leaves_asks", "it wrote into what it was asked about; copy what is to be changed.")
+        drafts = self._judged(asks, answers)
+        self.guesses += drafts
+        verdicts = []
+        for ask, draft in zip(asks, drafts, strict=True):
+            right = self._draw.randint(0, len(draft))
+            given = (*draft[:right], self._draw.randrange(3, 40))
+            self.texts[ask.request_id] += given
+            if is_told:
+                self.call("accept", ask.request_id, given)
+            verdicts.append(Verdict(ask.request_id, len(draft), right))
+        rows, context = sum(len(draft) + 1 for draft in drafts), sum(len(ask.tokens) for ask in asks)
+        self.call("step_done", StepOutcome(tuple(verdicts), rows, context, 0.01 + rows * 1e-4, 1e-4))
+
+    def end(self, request: int) -> None:
+        self.texts.pop(request, None)
+        self.call("end", request)
+
+    def _ask(self, request: int) -> Ask:
+        tokens = self.texts[request]
+        limit = self._draw.choice((1, 2, 5, self.lookahead()))
+        limit = max(1, min(limit, self.lookahead()))
+        blocks = np.arange((len(tokens) + limit) // BLOCK_SIZE + 1, dtype=np.int64)
+        blocks.flags.writeable = False
+        return Ask(request, _array(tokens), limit, blocks)
+
+    def lookahead(self) -> int:
+        """Reported where it makes no sense; a strategy may change it from step to step."""
+        self.seen.add("lookahead")
+        try:
+            value = index(self._strategy.lookahead)
+        except (AttributeError, TypeError):
+            value = -1
+        if 0 <= value <= MAX_LOOKAHEAD:
+            return value
+        shown = getattr(self._strategy, "lookahead", "missing")
+        self._report("lookahead", f"lookahead is {shown!r}; keep a whole number from 0 to {MAX_LOOKAHEAD}.")
+        raise StrategyBroke
+
+    def _judged(self, asks: tuple[Ask, ...], answers: Any) -> list[list[int]]:
+        self.seen |= {"answers", "limits", "vocabulary"}
+        try:
+            lists = [[index(token) for token in answer] for answer in answers]
+        except TypeError as error:
+            self._report(
+                "answers", f"propose returned {answers!r}"[:200] + f" ({error}); return lists of whole numbers."
+            )
+            return [[] for _ in asks]
+        if len(lists) != len(asks):
+            self._report("answers", f"propose returned {len(lists)} lists for {len(asks)} asks; return one for each.")
+            return [[] for _ in asks]
+        for ask, guesses in zip(asks, lists, strict=True):
+            if len(guesses) > ask.limit:
+                self._report("limits", f"{len(guesses)} guesses where {ask.limit} were allowed; give no more.")
+            if odd := [token for token in guesses if not 0 <= token < VOCAB_SIZE]:
+                self._report("vocabulary", f"token {odd[0]}; the vocabulary has 0 to {VOCAB_SIZE - 1}.")
+        return [[token for token in guesses[: ask.limit] if 0 <= token < VOCAB_SIZE]
+                for ask, guesses in zip(asks, lists, strict=True)]  # fmt: skip
+
+    def crowd(self) -> "Play":
+        """Requests that come, go, come back after they lost their place, and are left out of steps."""
+        draw, names = self._draw, iter(range(7, 10_000))
+        for _ in range(NUM_STEPS):
+            if (len(self.texts) < 6 and draw.random() < 0.5) or not self.texts:
+                self.begin(next(names))
+            chosen = [request for request in self.texts if draw.random() < 0.8]
+            if chosen and self.lookahead():
+                self.step(chosen)
+            if draw.random() < 0.1:
+                again = draw.choice(list(self.texts))
+                self.call("begin", again, _array(self.texts[again]))
+            if draw.random() < 0.1:
+                self.end(draw.choice(list(self.texts)))
+        return self
+
+
+def crowd(make: Make, seed: int, report: Report) -> Played:
+    first, second = Play(make, seed, report).crowd(), Play(make, seed, report).crowd()
+    if first.guesses != second.guesses:
+        report("deterministic", "the same requests were guessed at otherwise; take a seed for what is random.")
+    return Played(first.num_events, first.seen | {"deterministic"})
+
+
+def strangers(make: Make, seed: int, report: Report) -> Played:
+    """Requests that were never begun, steps that nothing was told of, ends twice, and names that come again."""
+    play = Play(make, seed, report)
+    play.end(1)
+    play.texts[2] = [5, 6, 5, 6, 5]
+    play.step([2])
+    play.begin(3, 40)
+    for _ in range(5):
+        play.step([2, 3], is_told=False)
+    play.end(3)
+    play.call("accept", 3, (4, 5))
+    play.begin(3, 10)
+    play.step([3])
+    play.end(3)
+    play.end(3)
+    return Played(play.num_events, play.seen | {"strangers"})
+
+
+def churn(make: Make, seed: int, report: Report) -> Played:
+    """What stays of requests that ended. The first phase fills what a strategy keeps on purpose."""
+    play = Play(make, seed, report)
+
+    def phase(first: int) -> None:
+        for request in range(first, first + NUM_CHURN):
+            play.begin(request, 200)
+            if play.lookahead():
+                play.step([request])
+            play.end(request)
+        play.guesses.clear()
+        gc.collect()
+
+    phase(0)
+    is_mine = not tracemalloc.is_tracing()
+    if is_mine:
+        tracemalloc.start()
+    try:
+        phase(NUM_CHURN)
+        before = tracemalloc.get_traced_memory()[0]
+        phase(2 * NUM_CHURN)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        if is_mine:
+            tracemalloc.stop()
+    if grown > KEPT_BYTES:
+        report(
+            "forgets", f"{NUM_CHURN} requests that ended left {grown} bytes; give them back in `end`, or keep a bound."
+        )
+    return Played(0, play.seen | {"forgets"})
+
+
+def options(make: Make, seed: int, report: Report) -> Played:
+    for value in (0, -1, MAX_LOOKAHEAD + 1, "4"):
+        try:
+            make(lookahead=value)
+        except SpeculationError:
+            continue
+        except TypeError as error:
+            if "lookahead" in str(error) and "unexpected" in str(error):
+                break  # it has no such option
+            report("options", f"lookahead {value!r} raised {type(error).__name__}: {error}; raise SpeculationError.")
+        except Exception as error:
+            report("options", f"lookahead {value!r} raised {type(error).__name__}: {error}; raise SpeculationError.")
+        else:
+            report("options", f"lookahead {value!r} was taken; raise SpeculationError.")
+    return Played(0, {"builds", "options"})
+
+
+def _array(tokens: list[int]) -> np.ndarray:
+    made = np.array(tokens, np.int64)
+    made.flags.writeable = False
+    return made
+
+
+SCENARIOS = {
+    "options": Scenario(options),
+    "crowd": Scenario(crowd, is_random=True),
+    "strangers": Scenario(strangers, is_random=True),
+    "requests that end": Scenario(churn),
+}

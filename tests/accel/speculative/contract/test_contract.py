@@ -1,0 +1,228 @@
+"""Good strategies keep to the contract, the engine to its answers; each planted fault is caught by a rule that it breaks."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from sagellm.accel.speculative.base import SpeculativeStrategy
+from sagellm.accel.speculative.contract.exactness import Guesser
+from sagellm.accel.speculative.contract.fit import BROKEN_SIGMAS, deviation
+from sagellm.accel.speculative.contract.rules import ENGINE_RULES, RULES, check_engine, check_strategy
+from sagellm.accel.speculative.ngram import NgramStrategy
+from sagellm.cli.speculative_check import check
+from sagellm.engines.lmdeploy.speculative import speculator as judging
+from sagellm.engines.lmdeploy.speculative.factory import SpecAgentStrategy
+from sagellm.engines.lmdeploy.speculative.trial import EngineTrial
+from sagellm.engines.lmdeploy.speculative.verify import accepted
+
+HERE = "tests.accel.speculative.contract.test_contract:"
+
+
+class Twos(SpeculativeStrategy):
+    """As many guesses as allowed."""
+
+    name = "twos"
+
+    def propose(self, asks):
+        return [[2] * ask.limit for ask in asks]
+
+
+class TooMany(Twos):
+    def propose(self, asks):
+        return [[2] * (ask.limit + 1) for ask in asks]
+
+
+class Foreign(Twos):
+    def propose(self, asks):
+        return [[512] for _ in asks]
+
+
+class Missing(Twos):
+    def propose(self, asks):
+        return super().propose(asks)[1:]
+
+
+class Halves(Twos):
+    def propose(self, asks):
+        return [[0.5] for _ in asks]
+
+
+class Writes(Twos):
+    def propose(self, asks):
+        for ask in asks:
+            ask.tokens.flags.writeable = True
+            ask.tokens[0] = 0
+        return super().propose(asks)
+
+
+class Forgetful(Twos):
+    """Knows begun requests alone."""
+
+    def __init__(self, lookahead=4):
+        super().__init__(lookahead)
+        self.texts = {}
+
+    def begin(self, request_id, tokens):
+        self.texts[request_id] = tokens
+
+    def end(self, request_id):
+        self.texts.pop(request_id, None)
+
+    def propose(self, asks):
+        return [[int(self.texts[ask.request_id][0])] for ask in asks]
+
+
+class Hoards(Forgetful):
+    def end(self, request_id):
+        self.texts[object()] = bytearray(10_000)
+
+    def propose(self, asks):
+        return [[2] for _ in asks]
+
+
+class Counts(Twos):
+    made = itertools.count()
+
+    def __init__(self, lookahead=4):
+        super().__init__(lookahead)
+        self.number = next(self.made) % 300
+
+    def propose(self, asks):
+        return [[self.number] for _ in asks]
+
+
+class Lenient(Twos):
+    def __init__(self, lookahead=4):
+        super().__init__()
+
+
+class Wild(Twos):
+    def step_done(self, outcome):
+        self.lookahead = 65
+
+
+FAULTS = {
+    TooMany: "limits", Foreign: "vocabulary", Missing: "answers", Halves: "answers", Writes: "leaves_asks",
+    Forgetful: "raises_nothing", Hoards: "forgets", Counts: "deterministic", Lenient: "options", Wild: "lookahead",
+}  # fmt: skip
+
+
+def broken(report):
+    return {result.rule: result.message for result in report.results if result.seen and not result.passed}
+
+
+@pytest.mark.parametrize("kind", [Twos, NgramStrategy], ids=lambda kind: kind.__name__)
+def test_good_ones(kind):
+    report = check_strategy(kind, rounds=1)
+    assert report.passed and [result.rule for result in report.results] == list(RULES), report
+    assert report.num_events > 200 and report.event_us > 0
+
+
+@pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
+def test_each_fault_of_a_strategy_is_caught(kind):
+    found = broken(check_strategy(kind, rounds=1))
+    assert set(found) == {FAULTS[kind]} and "[scenario " in found[FAULTS[kind]]
+
+
+@pytest.fixture(scope="module")
+def trial():
+    with EngineTrial() as trial:
+        yield trial
+
+
+def test_the_engine(trial):
+    report = check_engine(trial, Guesser("ngram", {"min_n": 1}))
+    assert report.passed and [result.rule for result in report.results] == list(ENGINE_RULES), report
+
+
+def first_unverified(drafts, sampled):
+    """The first guess stands without a look at it."""
+    found, row = [], 0
+    for guesses in drafts:
+        own = list(sampled[row : row + len(guesses) + 1])
+        own[:1] = guesses[:1] or own[:1]
+        found += accepted([guesses], own)
+        row += len(guesses) + 1
+    return found
+
+
+def bonus_of_another_row(drafts, sampled):
+    """The last token is the one of the row before, where there is one."""
+    found, row = [], 0
+    for guesses, kept in zip(drafts, accepted(drafts, sampled), strict=True):
+        if len(kept) > 1:
+            kept[-1] = sampled[row + len(kept) - 2]
+        found.append(kept)
+        row += len(guesses) + 1
+    return found
+
+
+class LenientSpeculator(judging.Speculator):
+    """A guess stands if it is among the five likeliest tokens."""
+
+    async def sample(self, sampler, logits, sampling_inputs, inputs):
+        async def lenient(logits, sampling_inputs, inputs):
+            likeliest = logits.topk(5).indices.tolist()
+            sampled, logprobs = await sampler(logits, sampling_inputs, inputs)
+            row = 0
+            for guesses in self._drafts if self.is_verifying else ():
+                for place, guess in enumerate(guesses):
+                    if guess in likeliest[row + place]:
+                        sampled[row + place] = guess
+                row += len(guesses) + 1
+            return sampled, logprobs
+
+        return await super().sample(lenient, logits, sampling_inputs, inputs)
+
+
+class LeavesRejectedKeys(SpecAgentStrategy):
+    """The next step of a round comes behind all that was guessed, not behind what was right."""
+
+    def update_inputs_for_next_step(self, model_inputs, sampling_inputs, next_token_ids, **kwargs):
+        drafted = self.speculator.num_drafted() + 1 - (next_token_ids >= 0).sum(1)
+        model_inputs, extra = super().update_inputs_for_next_step(model_inputs, sampling_inputs, next_token_ids, **kwargs)
+        model_inputs.history_lengths = model_inputs.history_lengths + drafted
+        model_inputs.max_kv_seqlen += int(drafted.max())
+        model_inputs.sum_kv_seqlen += int(drafted.sum())
+        return model_inputs, extra
+
+
+@pytest.mark.parametrize(("module", "name", "fault", "rules"), [
+    ("speculator", "accepted", first_unverified, {"greedy", "near_argmax", "distribution"}),
+    ("speculator", "accepted", bonus_of_another_row, {"greedy", "near_argmax", "distribution"}),
+    ("factory", "Speculator", LenientSpeculator, {"greedy", "near_argmax", "distribution"}),
+    ("factory", "SpecAgentStrategy", LeavesRejectedKeys, {"greedy"}),
+], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+def test_each_fault_of_an_engine_is_caught(trial, monkeypatch, module, name, fault, rules):
+    monkeypatch.setattr(f"sagellm.engines.lmdeploy.speculative.{module}.{name}", fault)
+    found = broken(check_engine(trial, Guesser("ngram", {})))
+    assert set(found) == rules, found
+
+
+def test_a_strategy_that_the_engine_finds_fault_with(trial):
+    found = broken(check_engine(trial, Guesser(HERE + "Missing", {})))
+    assert set(found) == {"runs"} and "Missing" in found["runs"]
+
+
+def test_the_fit():
+    """Its size is as stated, nearly: of 3,000 right samples none is called wrong; a small bias is."""
+    draw = np.random.default_rng(0)
+    wanted = draw.dirichlet(np.full(320, 0.1))
+    far = [deviation(draw.choice(320, 1500, p=wanted), wanted)[0] for _ in range(1000)]
+    assert max(far) < BROKEN_SIGMAS and abs(np.mean(far)) < 0.15 and 0.9 < np.std(far) < 1.1
+    biased = wanted.copy()
+    biased[biased.argmax()] += 0.08
+    assert deviation(draw.choice(320, 1500, p=biased / biased.sum()), wanted)[0] > BROKEN_SIGMAS
+
+
+def test_the_command():
+    done = CliRunner().invoke(check, [HERE + "Twos", "--rounds", "1", "--no-engine", "--json"])
+    document = json.loads(done.output)
+    assert done.exit_code == 0 and document["passed"] and [rule["rule"] for rule in document["rules"]] == list(RULES)
+    done = CliRunner().invoke(check, [HERE + "TooMany", "--rounds", "1", "--json"])
+    failed = [rule["rule"] for rule in json.loads(done.output)["rules"] if not rule["passed"]]
+    assert done.exit_code == 1 and failed == ["limits", "runs"], failed
+    assert CliRunner().invoke(check, ["ngram", "--options", '{"max_n": 0}']).exit_code == 2
