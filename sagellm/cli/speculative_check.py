@@ -1,6 +1,7 @@
 """`sagellm speculative check`: whether a strategy keeps to the contract, and an engine with it to its answers."""
 
 import sys
+from contextlib import redirect_stdout
 
 import click
 
@@ -58,7 +59,8 @@ def _in_engine(guesser: Guesser, device: str, seed: int, limit_s: float) -> Cont
     from sagellm.engines.lmdeploy.speculative.trial import EngineTrial
 
     try:
-        with EngineTrial(device) as trial:
+        # LMDeploy logs to where reports go.
+        with redirect_stdout(sys.stderr), EngineTrial(device) as trial:
             return check_engine(trial, guesser, seed=seed, progress=progress(), limit_s=limit_s)
     except SageError as error:
         raise click.ClickException(f"the engine does not run without guesses either: {error}") from None

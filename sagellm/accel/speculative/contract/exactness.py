@@ -15,8 +15,8 @@ GUESSERS = "sagellm.accel.speculative.contract.guessers:"
 # Logits of random models have a standard deviation of 4. In bfloat16 an engine that computes one token after the other is
 # off by up to 0.15 from a pass over the whole text; a token that is merely likely, by more than 1 most of the time.
 BF16_GAP = 0.5
-NUM_PROMPTS, NUM_NEW = 12, 20
-NUM_DRAWS = 1500
+NUM_PROMPTS, NUM_NEW = 10, 16
+NUM_DRAWS = 800
 
 
 class Guesser(NamedTuple):

@@ -19,9 +19,9 @@ __all__ = ["SCENARIOS", "StrategyBroke"]
 Make = Callable[..., SpeculativeStrategy]
 
 BLOCK_SIZE, VOCAB_SIZE = 16, 512
-NUM_STEPS = 120
-NUM_CHURN = 150  # requests that come and go in each phase of the memory check
-KEPT_BYTES = 200_000  # that may stay of them: what is kept on purpose has a bound, and reaches it in the phase before
+NUM_STEPS = 80
+NUM_CHURN = 50  # requests that come and go in each phase of the memory check
+KEPT_BYTES = 100_000  # that may stay of them: what is kept on purpose has a bound, and reaches it in the phase before
 
 
 class StrategyBroke(Exception):

@@ -73,7 +73,7 @@ class EngineTrial:
 
         guessing = {} if guesser is None else dict(speculative=guesser.name, speculative_options=guesser.options)
         config = SageConfig(
-            device=self._device, threads=1, block_size=16, kv_blocks=256, max_batch_size=32, decode_round=decode_round,
+            device=self._device, threads=1, block_size=16, kv_blocks=512, max_batch_size=128, decode_round=decode_round,
             model=self._model(dtype), **guessing,
         )  # fmt: skip
         greedy = [SamplingParams(num_new, ignore_eos=True)] * len(prompts)
