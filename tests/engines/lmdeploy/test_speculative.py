@@ -34,7 +34,7 @@ class Knowing(SpeculativeStrategy):
     def __init__(self, lookahead=4, wrong=0.3, seed=0):
         super().__init__(lookahead)
         self.wrong, self.draw = wrong, random.Random(seed)
-        self.texts, self.begun, self.found = {}, [], {}
+        self.texts, self.begun, self.ended = {}, [], {}
 
     def begin(self, request_id, tokens):
         self.texts[request_id] = tokens.tolist()
@@ -44,7 +44,7 @@ class Knowing(SpeculativeStrategy):
         self.texts[request_id] += tokens
 
     def end(self, request_id):
-        self.texts.pop(request_id, None)
+        self.ended[request_id] = self.texts.pop(request_id, None)
 
     def propose(self, asks):
         return [self.one(ask) for ask in asks]
@@ -184,6 +184,11 @@ def test_every_way_to_sample_gives_the_same_tokens(start_engine, decode_round):
             for one, other in zip(ours, theirs, strict=True):
                 assert one == pytest.approx(other, abs=1e-3)
     assert all(sum(counts(engine)["accepted_at"][place:]) for place in range(4))
+    strategy = engine.engine.executor.model_agent.agent_strategy.speculator.strategy
+    told = strategy.ended | strategy.texts
+    for number, (prompt, tokens) in enumerate(zip(prompts, tokens_of(expected_stopped), strict=True)):
+        if number != 5:  # the processor's, which the strategy is not told of
+            assert told[len(prompts) + number] == [*prompt, *tokens], "what is told ends where the answer does"
 
 
 def test_every_token_up_to_a_least_number_may_be_guessed(start_engine, reference):

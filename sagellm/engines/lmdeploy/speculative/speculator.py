@@ -155,13 +155,13 @@ class Speculator:
 
     def _tell_all(self, drafts: Sequence[Sequence[int]], kept: list[list[int]], stops: Sequence[Sequence[int]]) -> None:
         for number, (request, tokens) in enumerate(zip(self._batch, kept, strict=True)):
-            if self._extra.is_part[number]:
+            if self._extra.is_part[number] or self._texts[request].left <= 0:
                 continue
             text = self._texts[request]
             text.append(tokens)
             self._tell("accept", request, tuple(tokens))
             if tokens[-1] in stops[number]:
-                text.left = 0  # what further steps of the round say of it is nobody's
+                text.left = 0  # it has ended: what further steps of the round say of it is nobody's
         if self._is_decoding:
             self._judge(drafts, kept)
 
