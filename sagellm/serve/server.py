@@ -21,6 +21,7 @@ from sagellm.core.errors import ConfigError, PluginError
 from sagellm.core.registry import check_owners, find_plugin
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
+from sagellm.engines.lmdeploy.speculative.methods import speculative_config
 from sagellm.serve.backends import Backend, backend_of
 from sagellm.serve.following import following
 from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
@@ -154,6 +155,7 @@ def _serve(
                 model_name=name,
                 backend=backend.name,
                 backend_config=engine_config,
+                speculative_config=speculative_config(config),
                 log_level=config.log_level,
                 api_keys=list(config.api_key) or None,
             )

@@ -84,6 +84,12 @@ class ModelRunner(Protocol):
         """
         ...
 
+    def forward_scored(
+        self, token_ids: Sequence[np.ndarray], num_before: Sequence[int], blocks: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `forward`, and the probability of each of these tokens, float [sequences]."""
+        ...
+
 
 class TargetModel(Protocol):
     """The model that is to be spared work, and the device that it is on."""
@@ -104,6 +110,10 @@ class SpeculativeStrategy(ABC):
     A subclass gives `name` and `propose`. One that raises, or proposes what makes no sense, is not asked about that request
     again, and the request goes on without guesses.
 
+    Attributes:
+        models: folders that `bind` loads beside the target; they are checked and counted before anything is loaded. Whoever
+            wraps another strategy gives on the other's.
+
     Args:
         lookahead: at most so many guesses for a sequence and step, 1 to 64.
 
@@ -112,6 +122,7 @@ class SpeculativeStrategy(ABC):
     """
 
     name: ClassVar[str]
+    models: tuple[Path, ...] = ()
 
     def __init__(self, lookahead: int = 4) -> None:
         if type(lookahead) is not int or not 1 <= lookahead <= MAX_LOOKAHEAD:

@@ -3,25 +3,46 @@
 from typing import Any
 
 from sagellm.accel.speculative.base import SpeculativeStrategy
+from sagellm.accel.speculative.draft_model import DraftModelStrategy
 from sagellm.accel.speculative.ngram import NgramStrategy
 from sagellm.core.errors import SpeculationError
 from sagellm.core.registry import Registry
 
-__all__ = ["find_strategy", "make_strategy", "strategy_names"]
+__all__ = ["ENGINE_METHODS", "engine_method", "find_strategy", "make_strategy", "strategy_names"]
 
-_STRATEGIES = Registry(
-    "speculative strategy", SpeculativeStrategy, SpeculationError, "sagellm.speculative", (NgramStrategy,),
-    prompt_lookup="ngram",
+# LMDeploy guesses by itself with these, on a GPU: there is no class of theirs here.
+ENGINE_METHODS = ("eagle", "eagle3", "deepseek_mtp")
+
+
+class _Strategies(Registry[SpeculativeStrategy]):
+    def names(self) -> list[str]:
+        return [*super().names(), *ENGINE_METHODS]
+
+
+_STRATEGIES = _Strategies(
+    "speculative strategy", SpeculativeStrategy, SpeculationError, "sagellm.speculative", (NgramStrategy, DraftModelStrategy),
+    prompt_lookup="ngram", draft_model="draft",
 )  # fmt: skip
 
 
 def strategy_names() -> list[str]:
-    """Names that `find_strategy` knows."""
+    """Names of strategies and of the engine's own methods."""
     return _STRATEGIES.names()
+
+
+def engine_method(name: str | None) -> str | None:
+    """The method of LMDeploy's own engine that `name` stands for, capitals, `-` and `_` aside; None: it is none."""
+    plain = (name or "").lower().replace("-", "").replace("_", "")
+    return next((method for method in ENGINE_METHODS if method.replace("_", "") == plain), None)
 
 
 def find_strategy(name: str) -> type[SpeculativeStrategy]:
     """The class of that name, or of `module:Class`. Raises SpeculationError: unknown, cannot be loaded, or no strategy."""
+    if engine_method(name):
+        raise SpeculationError(
+            f"{name} is a method of LMDeploy's engine, not a strategy: it cannot be wrapped or checked; start a server on a "
+            f"GPU with --speculative {engine_method(name)}."
+        )
     return _STRATEGIES.find(name)
 
 

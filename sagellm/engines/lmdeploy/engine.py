@@ -22,7 +22,8 @@ from sagellm.engines.lmdeploy import patch_state
 from sagellm.engines.lmdeploy.kv_tiers import check_sizes
 from sagellm.engines.lmdeploy.layout import layout_of
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins, speculative_spec
-from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device, size_engine
+from sagellm.engines.lmdeploy.sizing import Sizes, gpu_share, resolve_device, size_engine
+from sagellm.engines.lmdeploy.speculative.methods import speculative_config
 
 # One decode step of a CPU takes long enough that scheduling between steps costs nothing, and a new request must not wait
 # for a whole round of steps; on a GPU LMDeploy's own value stays.
@@ -66,8 +67,8 @@ def build_engine_config(
     hooks = hooks.model_copy(update=known)
     default_round = CPU_DECODE_ROUND if device == "cpu" else DECODE_ROUND
     options: dict[str, Any] = {"prefill_interval": config.decode_round or default_round}
-    if config.kv_memory_share is not None and device != "cpu":
-        options["cache_max_entry_count"] = config.kv_memory_share
+    if device != "cpu" and (config.kv_memory_share is not None or sizes.draft is not None):
+        options["cache_max_entry_count"] = gpu_share(config.kv_memory_share, sizes)
     return PytorchEngineConfig(
         dtype=sizes.dtype,
         tp=config.tensor_parallel,
@@ -104,8 +105,8 @@ class LMDeployEngine(BaseEngine):
     """One engine on a thread with an event loop of its own.
 
     Raises:
-        PatchError, ConfigError, CapacityError, PluginError, PolicyError, TierError: at construction, before anything is
-            loaded.
+        PatchError, ConfigError, CapacityError, PluginError, PolicyError, TierError, SpeculationError: at construction,
+            before anything is loaded.
     """
 
     def __init__(self, config: SageConfig, model: Path | None = None) -> None:
@@ -124,7 +125,7 @@ class LMDeployEngine(BaseEngine):
         self._sessions = itertools.count()
         # Built here, not on the loop's thread: with several workers LMDeploy installs a signal handler, which Python
         # allows on the main thread only.
-        self.engine = _build(model, engine_config)
+        self.engine = _build(model, engine_config, speculative_config(config))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sagellm-engine", daemon=True)
         self._thread.start()
@@ -214,12 +215,12 @@ class LMDeployEngine(BaseEngine):
                     raise EngineError("the engine loop has stopped; its log says why.") from None
 
 
-def _build(model: Path, engine_config: Any) -> Any:
+def _build(model: Path, engine_config: Any, speculative: Any = None) -> Any:
     from lmdeploy.pytorch.engine import Engine
 
     if engine_config.tp > 1 and threading.current_thread() is not threading.main_thread():
         raise EngineError("tensor_parallel above 1 needs the main thread; build the engine there.")
-    return Engine.from_pretrained(str(model), engine_config=engine_config)
+    return Engine.from_pretrained(str(model), engine_config=engine_config, speculative_config=speculative)
 
 
 def _gen_config(params: SamplingParams) -> Any:

@@ -1,8 +1,10 @@
 """From settings to plug-ins: those that were named, and those that other settings stand for."""
 
+from sagellm.accel.speculative.registry import engine_method
 from sagellm.core.config import PluginSpec, SageConfig, SpeculativeSpec
 from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.kv_tiers import check_tiers, tier_plugins
+from sagellm.engines.lmdeploy.speculative.methods import check_method
 
 __all__ = ["all_plugins", "check_settings_plugins"]
 
@@ -26,6 +28,7 @@ def check_settings_plugins(config: SageConfig) -> None:
     Raises:
         ConfigError, PolicyError, TierError: as `check_tiers`; or options of no strategy.
         PlanError: an unknown strategy, or options that it does not take.
+        SpeculationError: likewise, of those who guess; or a method that the device cannot run.
     """
     check_tiers(config)
     if config.strategy is not None:
@@ -34,6 +37,7 @@ def check_settings_plugins(config: SageConfig) -> None:
         make_strategy(config.strategy, **config.strategy_options)
     elif config.strategy_options:
         raise ConfigError(f"strategy_options {config.strategy_options}: there is no strategy; give --strategy.")
+    check_method(config)
     spec = speculative_spec(config)
     if spec is not None:
         from sagellm.accel.speculative.registry import make_strategy
@@ -44,13 +48,14 @@ def check_settings_plugins(config: SageConfig) -> None:
                 "give one of the two."
             )
         make_strategy(spec.name, **spec.options)
-    elif config.speculative_options:
+    elif config.speculative_options and config.speculative is None:
         raise ConfigError(
             f"speculative_options {config.speculative_options}: there is no speculative strategy; give --speculative."
         )
 
 
 def speculative_spec(config: SageConfig) -> SpeculativeSpec | None:
-    if config.speculative is None:
+    """The strategy that is asked; None also where LMDeploy's own engine guesses."""
+    if config.speculative is None or engine_method(config.speculative):
         return None
     return SpeculativeSpec(name=config.speculative, options=config.speculative_options)

@@ -1,7 +1,7 @@
 """From a `SageConfig` and a model folder to sizes: dtype, context, batch, KV blocks. Refuses what cannot fit."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,21 @@ DEFAULT_CPU_CONTEXT = 32768
 MIN_BLOCKS = 16  # LMDeploy refuses fewer
 
 
+DEFAULT_GPU_SHARE = 0.8  # LMDeploy's own, of what its weights leave
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """What draft models add: bytes of their weights, and of each KV block beside the target's."""
+
+    weight_bytes: int
+    block_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the engine is started with. `num_blocks` 0 leaves the choice to LMDeploy (devices with their own memory)."""
+    """What the engine is started with. `num_blocks` 0 leaves the choice to LMDeploy (devices with their own memory).
+    `draft`: None where no draft model is loaded."""
 
     dtype: str
     context_length: int
@@ -26,6 +38,7 @@ class Sizes:
     schema: KVCacheSchema
     num_blocks: int
     num_host_blocks: int
+    draft: DraftSizes | None = None
 
 
 def read_hf_config(model: Path) -> dict[str, Any]:
@@ -62,7 +75,11 @@ def resolve_device(device: str) -> str:
 
 
 def size_engine(config: SageConfig, model: Path, device: str) -> Sizes:
-    """Raises CapacityError, with the numbers, when the pool and the model exceed the memory there is."""
+    """
+    Raises:
+        CapacityError: with the numbers, when the pool and the models exceed the memory there is.
+        SpeculationError: a draft model that cannot guess for this one.
+    """
     hf = read_hf_config(model)
     text = hf.get("text_config", hf)
     dtype = _dtype(config.dtype, text, device)
@@ -71,11 +88,51 @@ def size_engine(config: SageConfig, model: Path, device: str) -> Sizes:
     context = config.context_length or (min(longest, DEFAULT_CPU_CONTEXT) if device == "cpu" else longest)
     if context > longest:
         raise ConfigError(f"context_length {context} exceeds the {longest} tokens this model was made for.")
+    draft = _draft(config, model, schema.dtype)
     if device != "cpu":
         blocks = config.kv_blocks or 0
-        return Sizes(dtype, context, config.max_batch_size, schema, blocks, config.host_kv_blocks)
+        return Sizes(dtype, context, config.max_batch_size, schema, blocks, config.host_kv_blocks, draft)
     batch = config.max_batch_size or DEFAULT_CPU_BATCH
-    return _fit(config, model, Sizes(dtype, context, batch, schema, 0, config.host_kv_blocks))
+    return _fit(config, model, Sizes(dtype, context, batch, schema, 0, config.host_kv_blocks, draft))
+
+
+def gpu_share(wanted: float | None, sizes: Sizes) -> float:
+    """The share of free memory for LMDeploy's pool, which is sized and filled before a draft model is loaded: that takes part
+    of the share, its keys and values in proportion to a block, its weights as they are."""
+    share = DEFAULT_GPU_SHARE if wanted is None else wanted
+    if sizes.draft is None:
+        return share
+    import torch
+
+    weights = sizes.draft.weight_bytes / torch.cuda.mem_get_info()[0]
+    block = sizes.schema.block_bytes
+    left = (share - weights) * block / (block + sizes.draft.block_bytes)
+    if left <= 0:
+        raise CapacityError(
+            f"the draft model's weights, {_mib(sizes.draft.weight_bytes)}, exceed the share {share} of the GPU's free memory; "
+            "give a smaller draft model, or start without --speculative."
+        )
+    return left
+
+
+def _draft(config: SageConfig, model: Path, dtype: str) -> DraftSizes | None:
+    """Of all models that the speculative strategy loads; they compute in the dtype of the target."""
+    from sagellm.accel.speculative.registry import engine_method, make_strategy
+
+    if config.speculative is None or engine_method(config.speculative) or config.engine != "pytorch":
+        return None
+    folders = make_strategy(config.speculative, **config.speculative_options).models
+    if not folders:
+        return None
+    from sagellm.engines.lmdeploy.speculative.draft_folder import check_draft
+
+    weights = block = 0
+    for folder in folders:
+        check_draft(folder, model)
+        hf = read_hf_config(folder)
+        weights += _weight_bytes(folder, dtype)
+        block += _schema(hf.get("text_config", hf), dtype, config).block_bytes
+    return DraftSizes(weights, block)
 
 
 def _dtype(wanted: str, hf: dict[str, Any], device: str) -> str:
@@ -125,10 +182,11 @@ def _fit(config: SageConfig, model: Path, sizes: Sizes) -> Sizes:
     from sagellm.engines.lmdeploy.cpu.runtime import memory_bytes
 
     available, total = memory_bytes()
-    weights = _weight_bytes(model, sizes.schema.dtype)
+    weights = _weight_bytes(model, sizes.schema.dtype) + (sizes.draft.weight_bytes if sizes.draft else 0)
     room = available - weights
     # With tensor parallelism each of the workers on this machine holds its part of every block.
-    block = sizes.schema.block_bytes * config.tensor_parallel
+    host_block = sizes.schema.block_bytes * config.tensor_parallel
+    block = host_block + (sizes.draft.block_bytes if sizes.draft else 0)
     per_context = -(-sizes.context_length // config.block_size)
     if config.kv_blocks is not None:
         blocks = config.kv_blocks
@@ -138,14 +196,14 @@ def _fit(config: SageConfig, model: Path, sizes: Sizes) -> Sizes:
         affordable = max(int(available * DEFAULT_CPU_SHARE) // block, per_context + 1)
         blocks = min(sizes.max_batch_size * per_context, affordable)
     blocks = max(blocks, MIN_BLOCKS)
-    need = (blocks + sizes.num_host_blocks) * block
+    need = blocks * block + sizes.num_host_blocks * host_block
     if need > room:
         raise CapacityError(
             f"{blocks} KV blocks and {sizes.num_host_blocks} host blocks of {_mib(block)} need {_mib(need)}, the weights "
             f"{_mib(weights)}; of {_mib(total)} there are {_mib(available)} free. "
             f"Ask for at most {max(0, room // block)} blocks in all, or a shorter --context-length."
         )
-    return Sizes(sizes.dtype, sizes.context_length, sizes.max_batch_size, sizes.schema, blocks, sizes.num_host_blocks)
+    return replace(sizes, num_blocks=blocks)
 
 
 def _weight_bytes(model: Path, dtype: str) -> int:

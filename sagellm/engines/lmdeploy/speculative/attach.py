@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.accel.speculative.base import ModelRunner
-from sagellm.core.errors import SpeculationError
 from sagellm.core.hooks import StepResult
+from sagellm.engines.lmdeploy.speculative.draft_folder import check_draft
+from sagellm.engines.lmdeploy.speculative.draft_runner import DraftRunner
 from sagellm.engines.lmdeploy.speculative.reserve import Reserve
 
 __all__ = ["Speculation"]
@@ -21,7 +22,8 @@ class Target:
         self.device = agent.cache_config.device_type
 
     def load(self, folder: Path) -> ModelRunner:
-        raise SpeculationError(f"no draft model can be loaded beside this one yet; {folder} was asked for.")
+        check_draft(folder, Path(self._agent.model_path))
+        return DraftRunner(self._agent, folder)
 
 
 class Speculation:

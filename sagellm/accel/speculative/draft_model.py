@@ -1,0 +1,147 @@
+"""Guesses of a second, much smaller model, which runs beside the target and keeps keys and values of its own.
+
+Before a decode step it first computes what it has not seen of each text, then guesses token by token, all texts together.
+What it has computed of its own guesses stays right as far as these were accepted.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sagellm.accel.speculative.base import Ask, ModelRunner, SpeculativeStrategy, TargetModel
+from sagellm.core.errors import SpeculationError
+
+__all__ = ["DraftModelStrategy"]
+
+
+class _Known:
+    """What the draft model has computed of a text.
+
+    Attributes:
+        size: tokens of the text at the last proposal.
+        valid: so many of them have keys and values.
+        guesses: computed behind them, all but the last.
+        blocks: that hold it all, in order.
+    """
+
+    def __init__(self) -> None:
+        self.size = self.valid = 0
+        self.guesses: list[int] = []
+        self.blocks = np.empty(0, np.int64)
+
+    def keep(self, ask: Ask, block_size: int) -> None:
+        """Forget what `ask` shows to be wrong; at least its last token is to be computed anew."""
+        if self.valid == self.size:
+            for guess, token in zip(self.guesses[:-1], ask.tokens[self.size :], strict=False):
+                if guess != token:
+                    break
+                self.valid += 1
+        num = min(len(self.blocks), len(ask.blocks))
+        differs = self.blocks[:num] != ask.blocks[:num]
+        same = int(differs.argmax()) if differs.any() else num
+        self.valid = min(self.valid, same * block_size, len(ask.tokens) - 1)
+        self.size, self.guesses, self.blocks = len(ask.tokens), [], np.array(ask.blocks)
+
+
+class DraftModelStrategy(SpeculativeStrategy):
+    """
+    Args:
+        model: folder of a model with the tokenizer of the target.
+        lookahead: at most so many guesses for a sequence and step, 1 to 64.
+        min_probability: a guess that the draft model holds for less likely is not made, nor what would follow it.
+        step_tokens: at most so many tokens of texts that it has not seen yet are computed before a step of the target; such a
+            text gets no guesses until all of it is.
+
+    Raises:
+        SpeculationError: options out of range.
+    """
+
+    name = "draft"
+
+    def __init__(
+        self, model: str | Path, lookahead: int = 4, min_probability: float = 0.0, step_tokens: int = 512
+    ) -> None:
+        super().__init__(lookahead)
+        if not isinstance(model, (str, Path)) or not str(model):
+            raise SpeculationError(f"model is {model!r}; give the folder of a draft model with the target's tokenizer.")
+        if isinstance(min_probability, bool) or not isinstance(min_probability, (int, float)) or not 0 <= min_probability < 1:
+            raise SpeculationError(f"min_probability is {min_probability!r}; give a number from 0 to below 1.")
+        if type(step_tokens) is not int or step_tokens < 1:
+            raise SpeculationError(f"step_tokens is {step_tokens!r}; give a whole number of 1 or more.")
+        self.models = (Path(model),)
+        self._min_probability, self._step_tokens = min_probability, step_tokens
+        self._runner: ModelRunner | None = None
+        self._block_size = 0
+        self._known: dict[int, _Known] = {}
+        self._num_forwards = self._num_tokens = 0
+
+    def bind(self, target: TargetModel) -> None:
+        self._runner, self._block_size = target.load(self.models[0]), target.block_size
+
+    def begin(self, request_id: int, tokens: np.ndarray) -> None:
+        self._known[request_id] = _Known()  # its blocks may be others than before, and hold anything
+
+    def end(self, request_id: int) -> None:
+        self._known.pop(request_id, None)
+
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        known = [self._known.setdefault(ask.request_id, _Known()) for ask in asks]
+        for ask, state in zip(asks, known, strict=True):
+            state.keep(ask, self._block_size)
+        places = self._catch_up(asks, known)
+        num = 1
+        while places:
+            # The token that a text has got last is not computed yet: it stands behind `size` and the guesses before it.
+            places = [place for place in places if known[place].guesses and asks[place].limit > num]
+            if places:
+                self._guess(
+                    asks, known, places, [np.array(known[place].guesses[-1:]) for place in places],
+                    [known[place].size + num - 1 for place in places],
+                )  # fmt: skip
+                places = [place for place in places if len(known[place].guesses) > num]
+            num += 1
+        return [list(state.guesses) for state in known]
+
+    def _catch_up(self, asks: Sequence[Ask], known: list[_Known]) -> list[int]:
+        """Compute what is missing, within the bound; places of the texts that lack nothing, with a first guess each."""
+        rest, places, ends = self._step_tokens, [], []
+        for place, (ask, state) in enumerate(zip(asks, known, strict=True)):
+            missing = len(ask.tokens) - state.valid
+            if missing > self.lookahead + 1:  # more than a step of the target gives
+                missing = min(missing, rest)
+                rest -= missing
+            if missing:
+                places.append(place)
+                ends.append(state.valid + missing)
+        if not places:
+            return []
+        starts = [known[place].valid for place in places]
+        rows = [asks[place].tokens[start:end] for place, start, end in zip(places, starts, ends, strict=True)]
+        self._guess(asks, known, places, rows, starts)
+        for place, end in zip(places, ends, strict=True):
+            state = known[place]
+            state.valid = end
+            if end < state.size:
+                state.guesses = []
+        return [place for place in places if known[place].guesses]
+
+    def _guess(
+        self, asks: Sequence[Ask], known: list[_Known], places: list[int], rows: list[np.ndarray], num_before: list[int]
+    ) -> None:
+        """One step of the draft model; each text gets a guess, unless it is too unlikely."""
+        blocks = [asks[place].blocks for place in places]
+        self._num_forwards += 1
+        self._num_tokens += sum(map(len, rows))
+        if self._min_probability:
+            tokens, probabilities = self._runner.forward_scored(rows, num_before, blocks)
+            likely = (probabilities >= self._min_probability).tolist()
+        else:
+            tokens, likely = self._runner.forward(rows, num_before, blocks), [True] * len(places)
+        for place, token, is_likely in zip(places, tokens.tolist(), likely, strict=True):
+            if is_likely:
+                known[place].guesses.append(token)
+
+    def report(self) -> dict[str, Any]:
+        return {"model": str(self.models[0]), "forwards": self._num_forwards, "tokens": self._num_tokens}
