@@ -53,6 +53,12 @@ class DemoRecipe(BaseModel):
         text = f"{self.model_dump_json()} python{sys.version_info[0]}.{sys.version_info[1]}"
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    def draft(self) -> "DemoRecipe":
+        """The recipe of a draft model for this one: the same text and tokenizer, one narrow layer."""
+        return self.model_copy(update={
+            "hidden_size": self.hidden_size // 2, "intermediate_size": self.intermediate_size // 2, "num_layers": 1,
+        })  # fmt: skip
+
     def folder_name(self) -> str:
         """Name of the cached folder.
 

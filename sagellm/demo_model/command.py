@@ -19,9 +19,12 @@ from sagellm.demo_model.cache import build_at, default_cache_dir
 )
 @click.option("--force", is_flag=True, help="Train again even if the model is there.")
 @click.option("--steps", type=click.IntRange(min=1), help="Training steps; another number is another model.")
+@click.option("--draft", is_flag=True, help="Build its draft model instead, for --speculative draft.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the folder.")
 @click.pass_context
-def demo_model(context: click.Context, out: Path | None, force: bool, steps: int | None, as_json: bool) -> None:
+def demo_model(
+    context: click.Context, out: Path | None, force: bool, steps: int | None, draft: bool, as_json: bool
+) -> None:
     """Build the demo model (one to two minutes, once) and print its folder.
 
     Exit code 0: the folder is there; 1: it could not be built; 2: misuse.
@@ -30,6 +33,8 @@ def demo_model(context: click.Context, out: Path | None, force: bool, steps: int
     recipe = context.obj if isinstance(context.obj, DemoRecipe) else DemoRecipe()
     if steps:
         recipe = recipe.model_copy(update={"steps": steps})
+    if draft:
+        recipe = recipe.draft()
     folder = (out.expanduser() if out else default_cache_dir() / recipe.folder_name()).absolute()
     try:
         record, cached = build_at(folder, recipe, force=force)

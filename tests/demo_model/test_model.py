@@ -103,10 +103,14 @@ def test_command(tmp_path: Path, tiny_recipe: DemoRecipe, monkeypatch: pytest.Mo
     assert plain.stdout == answer["path"] + "\n"
 
 
-def test_command_out(tmp_path: Path, tiny_recipe: DemoRecipe):
-    done = CliRunner().invoke(demo_model, ["--out", str(tmp_path / "here")], obj=tiny_recipe)
+def test_command_out_and_draft(tmp_path: Path, tiny_recipe: DemoRecipe, tiny_folder: Path):
+    done = CliRunner().invoke(demo_model, ["--out", str(tmp_path / "here"), "--draft"], obj=tiny_recipe)
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'here'}\n")
     assert (tmp_path / "here" / "model.safetensors").is_file()
+    # A model of its own that speaks of tokens by the same numbers.
+    assert (tmp_path / "here" / "tokenizer.json").read_bytes() == (tiny_folder / "tokenizer.json").read_bytes()
+    assert read_record(tmp_path / "here").parameters < read_record(tiny_folder).parameters
+    assert read_record(tmp_path / "here").key == tiny_recipe.draft().key() != tiny_recipe.key()
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--steps", "many"], ["--nonsense"], ["--out", __file__]])
