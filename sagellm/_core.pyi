@@ -451,3 +451,69 @@ def replay_prefix(
         PolicyError: as `NativePolicy`; offsets that do not fit, a key after two different ones.
         CapacityError: requests whose outputs preempt each other for good.
     """
+
+class NgramIndex:
+    """The places of the n-grams of one text; `sagellm.accel.speculative.ngram` says how it guesses.
+
+    Tokens are 0 to 2**31 - 1, as int64 [n] or a list (ValueError). One thread at a time (RuntimeError).
+
+    Args:
+        min_n, max_n: 1 <= min_n <= max_n <= 32 (ValueError).
+    """
+
+    def __init__(self, min_n: int, max_n: int) -> None: ...
+    def append(self, tokens: _Tokens) -> None:
+        """The text goes on. O(max_n) a token."""
+
+    def follow(self, tokens: _Tokens) -> None:
+        """Make this the text: what it has more is appended; if it begins otherwise, all is built anew."""
+
+    def propose(self, tokens: _Tokens, limit: int) -> list[int]:
+        """Up to `limit` guesses of what follows `tokens`, which is followed first unless its length and end are the text's."""
+
+    def tokens(self, start: int = 0) -> Int32Array:
+        """The text from there, a copy."""
+
+    def __len__(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+class SuffixIndex:
+    """The suffix tree of one text, with counts; `sagellm.accel.speculative.suffix` says how it guesses.
+
+    Tokens, `append`, `follow`, `tokens` and threads as of `NgramIndex`.
+
+    Args:
+        max_depth: of the tree, 2 to 128 (ValueError).
+    """
+
+    def __init__(self, max_depth: int) -> None: ...
+    def append(self, tokens: _Tokens) -> None: ...
+    def follow(self, tokens: _Tokens) -> None: ...
+    def propose(
+        self, tokens: _Tokens, limit: int, min_probability: float, history: SuffixHistory | None = None
+    ) -> list[int]:
+        """As of `NgramIndex`; by this text and by those of `history`."""
+
+    def tokens(self, start: int = 0) -> Int32Array: ...
+    def __len__(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+class SuffixHistory:
+    """One suffix tree of texts that have ended, `max_tokens` tokens at most, the oldest text dropped first.
+
+    Args:
+        max_depth: of the tree, 2 to 128 (ValueError).
+        max_tokens: 0 to 2**28 (ValueError).
+    """
+
+    def __init__(self, max_depth: int, max_tokens: int) -> None: ...
+    def add(self, tokens: _Tokens) -> None:
+        """A text; the last `max_tokens` of it if it is longer."""
+
+    def __len__(self) -> int:
+        """Tokens that are held."""
+
+    @property
+    def num_bytes(self) -> int: ...

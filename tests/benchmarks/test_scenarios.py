@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "prefix_eviction": {"num_leaves": 200},
     "prefix_readers": {"num_tokens": 1024, "rounds": 1, "seconds": 0.01},
     "prefix_schedule": dict(num_blocks=200, num_requests=2, num_requests_found=4, num_blocks_found=300, concurrency=2),
+    "speculative_propose": {"num_steps": 2, "twin_steps": 1, "shorten": 64},
     "victim_choice": {"num_blocks": 40, "count": 4, "depth": 4, "repeats": 2},
 }
 DROPPED_IN = """

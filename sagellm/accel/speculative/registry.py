@@ -5,6 +5,7 @@ from typing import Any
 from sagellm.accel.speculative.base import SpeculativeStrategy
 from sagellm.accel.speculative.draft_model import DraftModelStrategy
 from sagellm.accel.speculative.ngram import NgramStrategy
+from sagellm.accel.speculative.suffix import SuffixStrategy
 from sagellm.core.errors import SpeculationError
 from sagellm.core.registry import Registry
 
@@ -20,7 +21,8 @@ class _Strategies(Registry[SpeculativeStrategy]):
 
 
 _STRATEGIES = _Strategies(
-    "speculative strategy", SpeculativeStrategy, SpeculationError, "sagellm.speculative", (NgramStrategy, DraftModelStrategy),
+    "speculative strategy", SpeculativeStrategy, SpeculationError, "sagellm.speculative",
+    (NgramStrategy, SuffixStrategy, DraftModelStrategy),
     prompt_lookup="ngram", draft_model="draft",
 )  # fmt: skip
 

@@ -1,0 +1,140 @@
+"""What the strategies guess that read the text: by hand, and through the life of a request."""
+
+import numpy as np
+import pytest
+
+from sagellm.accel.speculative.base import Ask, SpeculativeStrategy
+from sagellm.accel.speculative.ngram import NgramStrategy
+from sagellm.accel.speculative.registry import make_strategy, strategy_names
+from sagellm.accel.speculative.suffix import SuffixStrategy
+from sagellm.core.errors import SpeculationError
+
+BLOCKS = np.empty(0, np.int64)
+BOTH = pytest.mark.parametrize("reference", [False, True])
+
+
+def ask(tokens: list[int], limit: int = 4, request_id: int = 1) -> Ask:
+    return Ask(request_id, np.array(tokens, np.int64), limit, BLOCKS)
+
+
+def guess(strategy: SpeculativeStrategy, tokens: list[int], limit: int = 4, request_id: int = 1) -> list[int]:
+    """Of a request that nobody told it about."""
+    (guesses,) = strategy.propose([ask(tokens, limit, request_id)])
+    return list(guesses)
+
+
+def finish(strategy: SpeculativeStrategy, prompt: list[int], answer: list[int], request_id: int = 7) -> None:
+    strategy.begin(request_id, np.array(prompt, np.int64))
+    strategy.accept(request_id, answer)
+    strategy.end(request_id)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "tokens", "limit", "expected"),
+    [
+        ({}, [1, 2, 3, 4, 9, 1, 2], 2, [3, 4]),
+        ({}, [1, 2, 5, 1, 2, 6, 1, 2], 1, [6]),  # the latest place
+        ({}, [1, 2, 5, 9, 2, 6, 1, 2], 1, [5]),  # but the longer match before it
+        ({"max_n": 1}, [1, 2, 5, 9, 2, 6, 1, 2], 1, [6]),
+        ({"min_n": 2}, [2, 5, 9, 2], 4, []),
+        ({"min_n": 2}, [1, 2, 5, 1, 2], 1, [5]),
+        ({}, [7, 1, 2, 3, 1, 2], 7, [3, 1, 2, 3, 1, 2, 3]),  # goes on as if the text did
+        ({}, [4, 4], 5, [4] * 5),
+        ({}, [1, 2, 3], 4, []),
+        ({}, [1], 4, []),
+    ],
+)
+def test_ngram(reference: bool, options: dict, tokens: list[int], limit: int, expected: list[int]):
+    assert guess(NgramStrategy(reference=reference, **options), tokens, limit) == expected
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "tokens", "limit", "expected"),
+    [
+        ({}, [1, 2, 3, 4, 9, 1, 2], 2, [3, 4]),
+        ({}, [1, 2, 5, 8, 1, 2, 5, 9, 1, 2, 6, 7, 1, 2], 1, [5]),  # what followed twice, and not what did last
+        ({}, [1, 2, 5, 8, 1, 2, 6, 9, 1, 2], 1, [6]),  # of equals the last
+        ({"min_probability": 0.5}, [1, 2, 5, 8, 1, 2, 6, 9, 1, 2], 1, []),  # 1/2 of 2/3
+        ({"min_probability": 0.3}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], 9, [3, 4, 5, 6]),  # 2/3, 2/4, 2/5, 2/6 and not 2/7
+        ({"min_probability": 0.0}, [7, 1, 2, 3, 1, 2], 7, [3, 1, 2, 3, 1, 2, 3]),
+        ({}, [4] * 40, 8, [4] * 8),
+        ({}, [1, 2, 3], 4, []),
+        ({}, [1], 4, []),
+    ],
+)
+def test_suffix(reference: bool, options: dict, tokens: list[int], limit: int, expected: list[int]):
+    assert guess(SuffixStrategy(reference=reference, **options), tokens, limit) == expected
+
+
+@BOTH
+def test_suffix_remembers_answers_and_not_prompts(reference: bool):
+    strategy = SuffixStrategy(min_probability=0.0, reference=reference)
+    finish(strategy, [50, 51, 52, 53], [10, 11, 12, 13])
+    assert guess(strategy, [1, 10, 11]) == [12, 13]  # and no further than the answer went
+    assert guess(strategy, [1, 50, 51], request_id=2) == []
+    assert guess(strategy, [10, 11, 30, 31, 9, 10, 11], 2, request_id=3) == [30, 31]  # its own text before others'
+    assert strategy.report()["history_tokens"] == 4
+
+
+@BOTH
+def test_suffix_drops_the_oldest_answers(reference: bool):
+    strategy = SuffixStrategy(max_tokens=6, min_probability=0.0, reference=reference)
+    finish(strategy, [1], [10, 11, 12])
+    finish(strategy, [1], [20, 21, 22])
+    assert guess(strategy, [10]) == [11, 12] and guess(strategy, [20], request_id=2) == [21, 22]
+    finish(strategy, [1], [30, 31])
+    assert guess(strategy, [10], request_id=3) == [] and guess(strategy, [20], request_id=4) == [21, 22]
+    finish(strategy, [1], list(range(40, 50)))
+    assert guess(strategy, [40], request_id=5) == [] and guess(strategy, [44], request_id=6) == [45, 46, 47, 48]
+    assert strategy.report()["history_tokens"] == 6
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_through_the_life_of_a_request(name: str, reference: bool):
+    strategy, text = make_strategy(name, reference=reference), [5, 6, 7, 8, 5, 6]
+    strategy.begin(1, np.array(text, np.int64))
+    for new in ([7], [8, 9, 5], [6, 7, 8, 9], [1, 2]):
+        strategy.accept(1, new)
+        text = text + new
+        asks = [ask(text), ask([3, 4, 3], 2, request_id=2)]
+        assert strategy.propose(asks) == [guess(make_strategy(name, reference=reference), text), [4, 3]]
+    strategy.begin(1, np.array(text, np.int64))  # it lost its place, and comes back
+    assert guess(strategy, text) == guess(make_strategy(name, reference=reference), text)
+    strategy.end(1)
+    strategy.end(2)
+    strategy.end(3)
+    strategy.accept(1, [4])
+    assert guess(strategy, [60, 61, 60], 1) == [61]  # another one of that name
+    if name == "suffix":
+        assert strategy.report()["history_tokens"] == 10  # the answer of request 1; 2 came with all that it had
+    else:
+        assert len(strategy._indices) == 1  # the last one asked about
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("ngram", {"min_n": 0}, "min_n is 0; give a whole number from 1 to 32"),
+        ("ngram", {"min_n": 3, "max_n": 2}, "max_n is 2; give a whole number from 3 to 32"),
+        ("ngram", {"max_n": "4"}, "max_n is '4'; give a whole number"),
+        ("ngram", {"lookahead": 0}, "lookahead is 0; give a whole number from 1 to 64"),
+        ("suffix", {"max_depth": 1}, "max_depth is 1; give a whole number from 2 to 128"),
+        ("suffix", {"max_tokens": -1}, "max_tokens is -1; give a whole number from 0"),
+        ("suffix", {"max_tokens": True}, "max_tokens is True; give a whole number from 0"),
+        ("suffix", {"min_probability": 1.5}, "min_probability is 1.5; give a number from 0 to 1"),
+        ("suffix", {"min_probability": float("nan")}, "min_probability is nan; give a number from 0 to 1"),
+    ],
+)
+def test_bad_options_are_told(name: str, options: dict, words: str):
+    with pytest.raises(SpeculationError, match=words):
+        make_strategy(name, **options)
+
+
+def test_both_are_known_by_name_and_keep_their_options():
+    assert {"ngram", "suffix"} <= set(strategy_names())
+    ngram, suffix = make_strategy("ngram", lookahead=3, min_n=2, max_n=5), make_strategy("suffix", max_depth=9)
+    assert (ngram.lookahead, ngram.min_n, ngram.max_n) == (3, 2, 5)
+    assert (suffix.lookahead, suffix.max_depth, suffix.min_probability, suffix.max_tokens) == (8, 9, 0.2, 100_000)
