@@ -116,7 +116,7 @@ using Ngrams = Guarded<NgramIndex>;
 using Suffixes = Guarded<SuffixIndex>;
 using History = Guarded<SuffixHistory>;
 
-constexpr std::int64_t kMaxGram = 32, kMaxDepth = 128, kMaxHistory = std::int64_t{1} << 28, kMaxLimit = 1 << 16;
+constexpr std::int64_t kMaxGram = 32, kMaxTreeDepth = 128, kMaxHistory = std::int64_t{1} << 28, kMaxLimit = 1 << 16;
 
 std::unique_ptr<Ngrams> make_ngrams(std::int64_t min_n, std::int64_t max_n) {
   const std::size_t low = checked("min_n", min_n, 1, kMaxGram);
@@ -124,11 +124,11 @@ std::unique_ptr<Ngrams> make_ngrams(std::int64_t min_n, std::int64_t max_n) {
 }
 
 std::unique_ptr<Suffixes> make_suffixes(std::int64_t max_depth) {
-  return std::make_unique<Suffixes>(checked("max_depth", max_depth, 2, kMaxDepth));
+  return std::make_unique<Suffixes>(checked("max_depth", max_depth, 2, kMaxTreeDepth));
 }
 
 std::unique_ptr<History> make_history(std::int64_t max_depth, std::int64_t max_tokens) {
-  const std::size_t depth = checked("max_depth", max_depth, 2, kMaxDepth);
+  const std::size_t depth = checked("max_depth", max_depth, 2, kMaxTreeDepth);
   return std::make_unique<History>(depth, checked("max_tokens", max_tokens, 0, kMaxHistory));
 }
 
