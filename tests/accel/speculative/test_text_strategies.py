@@ -114,6 +114,13 @@ def test_through_the_life_of_a_request(name: str, reference: bool):
         assert len(strategy._indices) == 1  # the last one asked about
 
 
+@BOTH
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_another_text_of_the_same_length(name: str, reference: bool):
+    strategy = make_strategy(name, reference=reference)
+    assert guess(strategy, [1, 2, 3, 1, 2], 1) == [3] and guess(strategy, [5, 6, 7, 5, 6], 1) == [7]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
