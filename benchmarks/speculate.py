@@ -1,0 +1,141 @@
+"""Speculative strategies in the real engine, against none, on the same requests.
+
+    python -m benchmarks.speculate [--model demo] [--work copy,random] [--batch 1,4,16] [--strategy ngram,suffix,...] [--rounds 5]
+
+CPU engine, no prefix caching. The contestants take turns, round by round, each round on new prompts that all get alike. Tokens a
+second are those of decoding: from when the last request of a batch has its first token. Models:
+
+- *demo*: the demo model, float32, and a draft trained on the same text: code that it knows by heart. Work *copy*: a question, its
+  answer, and the question again; *fresh*: a question; *random*: letters, answered at temperature 1;
+- *0.5B*: Qwen2.5-0.5B's shape in bfloat16 with weights that follow a text (`speculation/chain_model.py`). Work *copy*: a text with
+  8% of its tokens changed, to be said without the changes; *random*: its tokens in random order, so that n-grams are always found
+  and always wrong.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.contestants import Contestant, paired_ratio, summary
+from benchmarks.machine import describe
+from benchmarks.speculation.engine import NONE, build
+from benchmarks.speculation.texts import chain_prompts, demo_prompts
+
+STRATEGIES = ("ngram", "suffix", "dynamic:ngram", "dynamic:suffix", "draft")
+WORKS = {"demo": ("copy", "fresh", "random"), "0.5B": ("copy", "random")}
+NEW = {"demo": 128, "0.5B": 96}
+VOCABULARY = 151_936
+
+
+@click.command()
+@click.option("--model", type=click.Choice(list(WORKS)), default="demo", show_default=True)
+@click.option("--work", "works", help="Names, by commas. Default: all of the model.")
+@click.option("--batch", "batches", default="1,4,16", show_default=True)
+@click.option("--strategy", "strategies", help="Names, by commas. Default: all that the model has.")
+@click.option("--options", default="{}", metavar="JSON", help='By strategy: {"ngram": {"lookahead": 8}}.')
+@click.option("--rounds", type=click.IntRange(2), default=5, show_default=True)
+@click.option("--threads", default=2, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
+def main(
+    model: str, works: str | None, batches: str, strategies: str | None, options: str, rounds: int, threads: int,
+    out: Path | None,
+) -> None:  # fmt: skip
+    """Measure, print, and write the result."""
+    chosen = works.split(",") if works else list(WORKS[model])
+    if unknown := set(chosen) - set(WORKS[model]):
+        raise click.BadParameter(f"{', '.join(sorted(unknown))}: no work of {model}; known are {', '.join(WORKS[model])}.")
+    known = [name for name in STRATEGIES if model == "demo" or name != "draft"]
+    names = [NONE, *(strategies.split(",") if strategies else known)]
+    given = json.loads(options)
+    result: dict[str, Any] = {"model": model, "threads": threads, "rounds": rounds, "machine": describe(), "cells": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, draft = _models(model, Path(scratch))
+        if draft is not None and "draft" in names:
+            given["draft"] = {"model": str(draft)} | given.get("draft", {})
+        contestants = [Contestant(name, build, str(folder), threads, name, given.get(name, {}), {}) for name in names]
+        try:
+            for work in chosen:
+                for batch in map(int, batches.split(",")):
+                    cell = _cell(contestants, model, folder, work, batch, rounds)
+                    result["cells"].append(cell)
+                    _show(cell)
+        finally:
+            for contestant in contestants:
+                contestant.close()
+    if out is not None:
+        out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _models(model: str, scratch: Path) -> tuple[Path, Path | None]:
+    if model == "0.5B":
+        from benchmarks.cpu_engine import write_half_billion
+        from benchmarks.speculation.chain_model import write_chain_model
+
+        return write_chain_model(write_half_billion(scratch)), None
+    from sagellm.demo_model import ensure_demo_model
+    from sagellm.demo_model.base import DemoRecipe
+
+    return ensure_demo_model(), ensure_demo_model(DemoRecipe().draft())
+
+
+def _cell(
+    contestants: list[Contestant], model: str, folder: Path, work: str, batch: int, rounds: int
+) -> dict[str, Any]:
+    plain = contestants[0]
+    answers: dict[str, list[Any]] = {contestant.name: [] for contestant in contestants}
+    for number in range(rounds + 1):  # the first one warms up
+        request = {
+            "prompts": _prompts(model, work, batch, number, folder, plain), "new": NEW[model],
+            "temperature": 1.0 if model == "demo" and work == "random" else 0.0,
+        }  # fmt: skip
+        turn = number % len(contestants)
+        for contestant in [*contestants[turn:], *contestants[:turn]]:
+            answer = contestant.ask(request)
+            if number:
+                answers[contestant.name].append(answer)
+    none = answers[plain.name]
+    return {
+        "work": work, "batch": batch,
+        "none_tokens_per_s": summary([each["tokens_per_s"] for each in none]),
+        "strategies": {name: _figures(every, none) for name, every in answers.items() if name != plain.name},
+    }  # fmt: skip
+
+
+def _prompts(model: str, work: str, batch: int, seed: int, folder: Path, plain: Contestant) -> list[list[int]]:
+    if model == "0.5B":
+        return chain_prompts(work, batch, seed, VOCABULARY)
+    return demo_prompts(
+        work, batch, seed, folder, lambda prompts: plain.ask({"prompts": prompts, "new": NEW[model]})["tokens"]
+    )
+
+
+def _figures(every: list[dict[str, Any]], none: list[dict[str, Any]]) -> dict[str, Any]:
+    total = {name: sum(each["counts"][name] for each in every) for name in every[0]["counts"]}
+    pairs = [(one, two) for ours, theirs in zip(every, none, strict=True) for one, two in zip(ours["tokens"], theirs["tokens"], strict=True)]
+    return {
+        "times_none": paired_ratio([each["tokens_per_s"] for each in every], [each["tokens_per_s"] for each in none]),
+        "times_none_cpu": paired_ratio([each["cpu_s"] for each in none], [each["cpu_s"] for each in every]),
+        "acceptance": total["accepted"] / total["drafted"] if total["drafted"] else 0.0,
+        "tokens_per_step": 1 + total["accepted"] / total["sequences"] if total["sequences"] else 0.0,
+        "propose_share": total["propose_s"] / (total["propose_s"] + total["step_s"]) if total["step_s"] else 0.0,
+        "equal": sum(one == two for one, two in pairs) / len(pairs), "faults": total["faults"],
+    }  # fmt: skip
+
+
+def _show(cell: dict[str, Any]) -> None:
+    speed = cell["none_tokens_per_s"]
+    click.echo(f"\n{cell['work']}, batch {cell['batch']}: none {speed['median']:.1f} tokens/s ({speed['low']:.1f}-{speed['high']:.1f})")
+    click.echo(f"{'strategy':<16} times none          CPU   accepted  a step  proposing  equal")
+    for name, row in cell["strategies"].items():
+        times, cpu = row["times_none"], row["times_none_cpu"]
+        click.echo(
+            f"{name:<16} {times['median']:5.2f} ({times['low']:.2f}-{times['high']:.2f}) {cpu['median']:6.2f} {row['acceptance']:9.1%} "
+            f"{row['tokens_per_step']:7.2f} {row['propose_share']:9.1%} {row['equal']:7.1%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Models, texts and contestants for `benchmarks.speculate`."""
