@@ -1,0 +1,276 @@
+"""Asks another strategy for as many guesses as pay: from measured acceptance, batch size and step times; none where none does."""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sagellm.accel.speculative.acceptance import Acceptance
+from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, TargetModel
+from sagellm.accel.speculative.step_times import StepTimes
+from sagellm.core.errors import SpeculationError
+
+__all__ = ["DynamicLookaheadStrategy"]
+
+DEFAULT_LOOKAHEAD = 8
+MIN_GAIN = 0.01  # of throughput, that is worth the trouble
+PURSE_START, PURSE_MOST = 0.75, 4.0  # plain steps
+FIRST_PLAIN = 3  # steps without guesses at the start, of which the first may be slow
+FIRST_PAUSE, LONGEST_PAUSE = 4, 256  # steps
+HELD_UP = 1.5  # times what a step takes: a longer one says nothing about guesses
+PROBE_SHARE = 0.005  # of all time, that probes may cost before pauses are as long as they get
+PLAIN_EVERY = 40  # steps with guesses, after which one without them says what they are compared with
+VARY_EVERY = 24  # steps with guesses, after which more or fewer are tried
+
+
+class DynamicLookaheadStrategy(SpeculativeStrategy):
+    """Before each step it looks for the number of guesses, by request, with the most expected tokens a second.
+
+    Losses are paid from a purse: `budget` of all time flows in, and what steps with guesses win or lose against plain steps.
+    When it is empty, or nothing is expected to pay, the strategy is silent for a pause, then tries a guess or two on few
+    sequences; pauses double as long as those fail. So work that cannot be guessed loses `budget` of its throughput and not
+    more, beside the purse's first content of less than a step. While it is silent `lookahead` is 0, and nobody is asked.
+
+    Deterministic: equal outcomes, equal guesses.
+
+    Args:
+        strategy: whose guesses they are: an instance, or a name with its `options`.
+        lookahead: at most so many guesses; by default those of the strategy, or 8 where it is given by name.
+        table: JSON of `sagellm speculative profile`: step times to start from, in place of measuring them first.
+        budget: share of time that may be lost to attempts.
+
+    Raises:
+        SpeculationError: bad options; a table that cannot be read.
+    """
+
+    name = "dynamic"
+
+    def __init__(
+        self, strategy: SpeculativeStrategy | str = "ngram", options: dict[str, Any] | None = None, lookahead: int | None = None,
+        *, table: str | Path | None = None, budget: float = 0.015,
+    ) -> None:  # fmt: skip
+        self.wrapped = _wrapped(strategy, options, lookahead)
+        super().__init__(self.wrapped.lookahead if lookahead is None else lookahead)
+        if not (isinstance(budget, (int, float)) and 0 < budget < 1):
+            raise SpeculationError(f"budget is {budget!r}; give a share of the time above 0 and below 1, such as 0.015.")
+        self.most = min(self.lookahead, self.wrapped.lookahead)
+        self.lookahead = self.most
+        self.budget = float(budget)
+        self.times = StepTimes(_table(table))
+        self.acceptance = Acceptance(self.most)
+        self._asked: dict[int, int] = {}  # of the step that runs: request -> guesses
+        self._mode = ""
+        self._num_sequences = 0  # of the latest step
+        self._gain = 1.0  # that is expected: throughput by that without guesses
+        self._ask_s = 0.0  # that a request costs which is asked about
+        self._purse: float | None = None  # seconds; None: no plain step was seen yet
+        self._pause, self._pause_left = FIRST_PAUSE, 0
+        self._step = self._since_plain = self._num_active = 0
+        self._chosen = [0] * (self.most + 1)
+        self._modes = {"silent": 0, "plain": 0, "probe": 0, "active": 0}
+
+    # ---- what the wrapped one is told
+
+    def bind(self, target: TargetModel) -> None:
+        self.wrapped.bind(target)
+
+    def begin(self, request_id: int, tokens: np.ndarray) -> None:
+        self.wrapped.begin(request_id, tokens)
+
+    def accept(self, request_id: int, tokens: Sequence[int]) -> None:
+        self.wrapped.accept(request_id, tokens)
+
+    def end(self, request_id: int) -> None:
+        self.acceptance.forget(request_id)
+        self.wrapped.end(request_id)
+
+    # ---- a step
+
+    def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
+        wanted = self._wanted(asks)
+        answers: list[Sequence[int]] = [()] * len(asks)
+        # Not in place of what is there: after a fault the engine asks again, request by request.
+        self._asked.update({ask.request_id: count for ask, count in zip(asks, wanted, strict=True) if count})
+        places = [number for number, count in enumerate(wanted) if count]
+        if places:
+            asked = [asks[number]._replace(limit=wanted[number]) for number in places]
+            for number, guesses in zip(places, self.wrapped.propose(asked), strict=True):
+                answers[number] = guesses
+        for count in wanted:
+            self._chosen[count] += 1
+        return answers
+
+    def step_done(self, outcome: StepOutcome) -> None:
+        asked, mode, self._asked, self._mode = self._asked, self._mode or "silent", {}, ""
+        num_sequences = self._num_sequences = len(outcome.verdicts)
+        self._step += 1
+        self._modes[mode] += 1
+        self.times.add(num_sequences, outcome.num_rows, outcome.step_s)
+        plain_s = self.times.plain(num_sequences)
+        num_right = 0
+        for request, num_drafted, num_accepted in outcome.verdicts if asked else ():
+            if count := asked.get(request):
+                self.acceptance.add(request, count, num_drafted, num_accepted, self._step)
+                num_right += num_accepted
+        if asked:
+            self._ask_s += 0.1 * (outcome.propose_s / len(asked) - self._ask_s)
+        self._pay(outcome, num_right, plain_s)
+        self._since_plain = self._since_plain + 1 if outcome.num_rows > num_sequences else 0
+        if mode == "probe":
+            self._probed(num_right, plain_s, outcome.num_rows - num_sequences)
+        elif mode == "active":
+            self._num_active += 1
+            if self._purse is not None and self._purse <= 0:
+                self._be_silent()
+            elif self._num_active % 8 == 0:
+                self._pause = FIRST_PAUSE
+        elif mode == "silent" and self._pause_left:
+            self._pause_left -= 1
+            if not self._pause_left:
+                self.acceptance.doubt()
+        self.lookahead = 0 if self._pause_left else self.most
+        self.wrapped.step_done(outcome)
+
+    def report(self) -> dict[str, Any]:
+        """`chosen`: how often a request was asked for 0, 1, ... guesses, while not silent. `steps`: by what they were for."""
+        return {
+            "strategy": self.wrapped.name, "most": self.most, "chosen": list(self._chosen), "steps": dict(self._modes),
+            "pause": self._pause, "purse_s": self._purse or 0.0, "ask_s": self._ask_s, "times": self.times.report(),
+            "acceptance": self.acceptance.report(), "own": self.wrapped.report(),
+        }  # fmt: skip
+
+    # ---- choices
+
+    def _wanted(self, asks: Sequence[Ask]) -> list[int]:
+        """Guesses for each."""
+        none = [0] * len(asks)
+        if self._pause_left:
+            self._mode = "silent"
+            return none
+        num_sequences = max(len(asks), self._num_sequences)
+        is_due = self._since_plain >= PLAIN_EVERY * min(4.0, self._gain)
+        if is_due or self._purse is None or not self.times.knows(num_sequences):
+            self._mode = "plain"
+            return none
+        plain_s = self.times.plain(num_sequences)
+        counts = self._best(asks, num_sequences, plain_s)
+        if any(counts) and self._purse > 0:
+            self._mode = "active"
+            return counts
+        counts = self._probe(asks, num_sequences, plain_s)
+        self._mode = "probe" if any(counts) else "plain"
+        if not any(counts):
+            self._pause_left = FIRST_PAUSE  # until more has flowed into the purse
+        return counts
+
+    def _best(self, asks: Sequence[Ask], num_sequences: int, plain_s: float) -> list[int]:
+        """The most expected tokens a second. The next guess goes to whoever gains most by it, so the best choice of each total
+        is a start of one order, and one curve over totals is searched."""
+        limits = np.array([min(ask.limit, self.most) for ask in asks])
+        gains = np.cumprod(self.acceptance.of([ask.request_id for ask in asks], self._step), axis=1)
+        gains[np.arange(self.most)[None, :] >= limits[:, None]] = 0.0
+        flat = gains.ravel()
+        order = np.argsort(-flat, kind="stable")[: int(limits.sum())]
+        order = order[: self._boldest(num_sequences, plain_s)]
+        if not len(order):
+            return [0] * len(asks)
+        filled = max(self.acceptance.filled, 0.02)
+        num_rows = filled * np.arange(len(order) + 1)
+        curve = self.times.curve(num_sequences, len(order))
+        num_asked = np.concatenate([[0], np.cumsum(order % self.most == 0)])
+        seconds = np.interp(num_rows, np.arange(len(curve)), curve) + self._ask_s * num_asked
+        tokens = num_sequences + filled * np.concatenate([[0.0], np.cumsum(flat[order])])
+        speed = tokens / seconds
+        best = int(speed.argmax())
+        self._gain = float(speed[best]) * plain_s / num_sequences
+        if self._gain < 1 + MIN_GAIN:
+            return [0] * len(asks)
+        if self._num_active % VARY_EVERY == VARY_EVERY - 1:
+            is_more = self._num_active // VARY_EVERY % 2
+            best = min(len(order), best + best // 2 + 1) if is_more else max(1, best // 2)
+        return np.bincount(order[:best] // self.most, minlength=len(asks)).tolist()
+
+    def _boldest(self, num_sequences: int, plain_s: float) -> int:
+        """The most guesses of a step: twice what has been seen, and where nothing has, what the purse can bear."""
+        seen = self.times.largest(num_sequences)
+        if seen:
+            return 2 * seen
+        bearable = int(self._purse / (0.25 * plain_s / num_sequences)) if self._purse and self._purse > 0 else 0
+        return max(1, min(bearable, max(4, num_sequences // 4)))
+
+    def _probe(self, asks: Sequence[Ask], num_sequences: int, plain_s: float) -> list[int]:
+        """A guess or two for few, in turn."""
+        counts = [0] * len(asks)
+        order = sorted(range(len(asks)), key=lambda number: self.acceptance.last_judged(asks[number].request_id))
+        for size in (2, 1):
+            few = order[: max(1, num_sequences // 8)]
+            for number in few:
+                counts[number] = min(size, asks[number].limit, self.most)
+            rows = sum(counts)
+            risk_s = self.times.plain(num_sequences, rows) - plain_s + self._ask_s * len(few)
+            if self.times.largest(num_sequences) < rows:
+                risk_s = max(risk_s, 0.5 * rows * plain_s / num_sequences)
+            if risk_s <= (self._purse or 0.0):
+                return counts
+        return [0] * len(asks)
+
+    def _pay(self, outcome: StepOutcome, num_right: int, plain_s: float) -> None:
+        num_sequences = len(outcome.verdicts)
+        if not num_sequences or not outcome.step_s > 0:
+            return
+        if self._purse is None:
+            if self._step >= FIRST_PLAIN:
+                self._purse = PURSE_START * plain_s
+            return
+        self._purse += self.budget * outcome.step_s
+        extra = outcome.num_rows - num_sequences
+        if extra > 0:
+            # What held up this step would have held up another.
+            cost_s = min(outcome.step_s, HELD_UP * self.times.usual(num_sequences, extra))
+            self._purse += plain_s * (1 + num_right / num_sequences) - cost_s
+        self._purse -= max(0.0, outcome.propose_s)
+        self._purse = min(max(self._purse, -plain_s), PURSE_MOST * plain_s)
+
+    def _probed(self, num_right: int, plain_s: float, num_drafted: int) -> None:
+        if num_right:
+            return  # looks promising: again at once, if the purse can bear it
+        # Where a probe costs next to nothing there is no need to wait long for the next one.
+        cost_s = self.times.plain(self._num_sequences, num_drafted) - plain_s + self._ask_s
+        longest = min(LONGEST_PAUSE, max(8 * FIRST_PAUSE, cost_s / (PROBE_SHARE * plain_s)))
+        self._be_silent()
+        self._pause = int(min(self._pause, longest))
+
+    def _be_silent(self) -> None:
+        self._pause_left = self._pause
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+
+def _wrapped(strategy: Any, options: dict[str, Any] | None, lookahead: int | None) -> SpeculativeStrategy:
+    from sagellm.accel.speculative.registry import find_strategy, make_strategy  # which knows this class, too
+
+    if isinstance(strategy, DynamicLookaheadStrategy) or strategy in ("", "dynamic"):
+        raise SpeculationError(f"dynamic of {strategy!r}: name the strategy that guesses, such as dynamic:ngram.")
+    if isinstance(strategy, SpeculativeStrategy):
+        if options:
+            raise SpeculationError(f"options {options} with a strategy that is built already; give its name instead.")
+        return strategy
+    if not isinstance(strategy, str):
+        raise SpeculationError(f"strategy is {strategy!r}; give a name, module:Class, or a SpeculativeStrategy.")
+    if options is not None and not isinstance(options, dict):
+        raise SpeculationError(f"options is {options!r}; give the options of {strategy}, by name.")
+    if issubclass(find_strategy(strategy), DynamicLookaheadStrategy):
+        raise SpeculationError(f"dynamic of {strategy!r}: name the strategy that guesses, such as dynamic:ngram.")
+    options = dict(options or {})
+    if "lookahead" in inspect.signature(find_strategy(strategy)).parameters:
+        options.setdefault("lookahead", DEFAULT_LOOKAHEAD if lookahead is None else lookahead)
+    return make_strategy(strategy, **options)
+
+
+def _table(path: str | Path | None) -> Any:
+    if path is None:
+        return None
+    from sagellm.accel.speculative.planning.table import read_table
+
+    return read_table(Path(path))

@@ -1,0 +1,159 @@
+"""What a decode step costs: learned from the steps that were made, by number of sequences and of rows."""
+
+import math
+from collections import deque
+from typing import Any, Protocol
+
+import numpy as np
+
+__all__ = ["StepTable", "StepTimes"]
+
+RING = 15  # samples of a cell; its median is what counts, so that a step which the machine held up changes nothing
+MEMORY = 400  # steps after which what a cell knows counts half
+DEFAULT_SLOPE = 0.25  # of a row that nobody has measured, in shares of a row's part of a plain step
+BELIEF = 0.01  # how much that counts beside a step
+CORRECTION_RATE = 0.05
+FORGET = 0.99
+
+
+class StepTable(Protocol):
+    """Seconds that were measured before, on the same machine and model."""
+
+    def step_s(self, num_sequences: float, lookahead: float) -> float: ...
+
+
+class _Cell:
+    """The latest steps of one size."""
+
+    def __init__(self) -> None:
+        self.samples: deque[tuple[int, float]] = deque(maxlen=RING)  # (further rows, seconds)
+        self.extra = self.seconds = 0.0
+        self.latest = 0
+
+    def add(self, extra: int, seconds: float, number: int) -> None:
+        self.samples.append((extra, seconds))
+        self.latest = number
+        self.extra = sum([rows for rows, _ in self.samples]) / len(self.samples)
+        ordered = sorted([each for _, each in self.samples])
+        middle = len(ordered) // 2
+        self.seconds = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+class StepTimes:
+    """Seconds of a step of N sequences and N + e rows.
+
+    Steps of about the same N and e share a cell, of which the median counts. Where no step has been, a line in N and rows
+    through all steps (weighted least squares that forgets), or a table, says how the cost goes on. All of it is multiplied by
+    one correction, observed by predicted, that follows what slows every step alike: longer contexts, a busier machine.
+
+    Args:
+        table: measured before; without it a row is believed to be cheap until it has been seen.
+    """
+
+    def __init__(self, table: StepTable | None = None) -> None:
+        self._table = table
+        self._cells: dict[int, dict[int, _Cell]] = {}
+        self._moments = np.zeros((3, 3))
+        self._sums = np.zeros(3)
+        self.correction = 1.0
+        self.num_steps = 0
+
+    def add(self, num_sequences: int, num_rows: int, seconds: float) -> None:
+        """A step took so long. What is no time at all is passed over."""
+        if not (num_sequences > 0 and seconds > 0 and math.isfinite(seconds)):
+            return
+        extra = max(0, num_rows - num_sequences)
+        self.num_steps += 1
+        cells = self._cells.setdefault(_batch(num_sequences), {})
+        cell = cells.get(_place(extra))
+        if cell is not None or self._table is not None:
+            self._correct(seconds / self.plain(num_sequences, extra))
+        if cell is None:
+            cell = cells[_place(extra)] = _Cell()
+        seconds /= self.correction
+        cell.add(extra, seconds, self.num_steps)
+        features = np.array([1.0, num_sequences, num_rows]) / seconds  # so errors count by their share
+        self._moments = FORGET * self._moments + np.outer(features, features)
+        self._sums = FORGET * self._sums + features
+
+    def knows(self, num_sequences: int) -> bool:
+        """Whether the cost of a step without guesses has been seen, or is in the table."""
+        return self._table is not None or 0 in self._cells.get(_batch(num_sequences), {})
+
+    def usual(self, num_sequences: int, extra: int) -> float:
+        """Seconds that such steps took; infinite where too few were made to say."""
+        cell = self._cells.get(_batch(num_sequences), {}).get(_place(extra))
+        return math.inf if cell is None or len(cell.samples) < 3 else cell.seconds * self.correction
+
+    def largest(self, num_sequences: int) -> int:
+        """The most further rows that a step of this size has had."""
+        cells = self._cells.get(_batch(num_sequences), {})
+        return max((round(cell.extra) for cell in cells.values()), default=0)
+
+    def plain(self, num_sequences: int, extra: int = 0) -> float:
+        """Seconds of a step with `extra` further rows."""
+        return float(self.curve(num_sequences, extra)[extra])
+
+    def curve(self, num_sequences: int, most: int) -> np.ndarray:
+        """Seconds, float64 [most + 1], of steps with 0 to `most` further rows: never falling."""
+        extra = np.arange(most + 1)
+        guess = self._without_cells(num_sequences, extra)
+        cells = self._cells.get(_batch(num_sequences))
+        if cells:
+            known = sorted(cells.values(), key=lambda cell: cell.extra)
+            at = np.array([cell.extra for cell in known])
+            ratio = np.array([self._ratio(cell, num_sequences) for cell in known])
+            guess = guess * np.interp(extra, at, ratio)
+        return np.maximum.accumulate(guess) * self.correction
+
+    def report(self) -> dict[str, Any]:
+        """`plain_s`: of a step without guesses, by number of sequences."""
+        plain = {str(batch): self.plain(batch) for batch, cells in sorted(self._cells.items()) if 0 in cells}
+        return {"correction": self.correction, "plain_s": plain, "from_table": self._table is not None}
+
+    def _correct(self, ratio: float) -> None:
+        if self._table is not None and self.num_steps <= 8:  # a table of another day: get near it at once
+            rate = 1 / self.num_steps
+        else:
+            rate, ratio = CORRECTION_RATE, min(2.0, max(0.5, ratio))
+        self.correction *= ratio**rate
+
+    def _ratio(self, cell: _Cell, num_sequences: int) -> float:
+        """What a cell has seen, by what is believed without it; few or old samples count less."""
+        believed = float(self._without_cells(num_sequences, np.array([cell.extra]))[0])
+        weight = len(cell.samples) * 0.5 ** ((self.num_steps - cell.latest) / MEMORY)
+        share = 1.0 if _place(round(cell.extra)) == 0 else weight / (weight + 2)
+        return (cell.seconds / believed) ** share
+
+    def _without_cells(self, num_sequences: int, extra: np.ndarray) -> np.ndarray:
+        if self._table is not None:
+            return np.array([self._table.step_s(num_sequences, float(each) / num_sequences) for each in extra])
+        if not self.num_steps:
+            return np.ones(len(extra))
+        base, _, slope = self._line(num_sequences)
+        return base + slope * extra
+
+    def _line(self, num_sequences: int) -> tuple[float, float, float]:
+        """(seconds of a plain step, of a sequence, of a row). Rows that were never seen alone cost `DEFAULT_SLOPE`."""
+        n = float(num_sequences)
+        cell = self._cells.get(_batch(num_sequences), {}).get(0)
+        plain = cell.seconds if cell is not None else None
+        scale = plain or self._sums[0] / self._moments[0, 0]
+        # Beliefs as weak observations: a row costs its default; a plain step grows with its sequences by half of itself.
+        a_row = np.array([0.0, 0.0, n]) / scale
+        a_sequence = np.array([1.0, -n, 0.0]) / scale
+        moments = self._moments + BELIEF * np.outer(a_row, a_row) + 1e-3 * np.outer(a_sequence, a_sequence)
+        sums = self._sums + BELIEF * DEFAULT_SLOPE * a_row
+        constant, by_sequence, by_row = np.linalg.solve(moments + 1e-9 * np.trace(moments) * np.eye(3), sums)
+        base = plain if plain is not None else max(constant + (by_sequence + by_row) * n, 1e-9)
+        return float(base), float(by_sequence), float(max(0.0, by_row))
+
+
+def _batch(num_sequences: int) -> int:
+    """A number of sequences that stands for all near it: 1, 2, 3, 4, and then four to an octave."""
+    return num_sequences if num_sequences <= 4 else round(2 ** (round(4 * math.log2(num_sequences)) / 4))
+
+
+def _place(extra: int) -> int:
+    """Numbers of further rows that share a cell: 0 to 4 stand alone, then two to an octave."""
+    return extra if extra <= 4 else round(2 * math.log2(extra))
