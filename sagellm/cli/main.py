@@ -10,6 +10,7 @@ COMMANDS = {
     "demo-model": ("sagellm.demo_model.command", "demo_model", "Build the demo model, or say where it is."),
     "policy": ("sagellm.cli.policy", "policy", "List the eviction policies, or check one."),
     "strategy": ("sagellm.cli.strategy", "strategy", "List the scheduling strategies, or check one."),
+    "speculative": ("sagellm.cli.speculative", "speculative", "List, check and plan speculative strategies."),
     "replay": ("sagellm.cli.replay", "replay", "Run a trace through policies, or a recorded log again."),
     "doctor": ("sagellm.cli.doctor", "doctor", "Say what this machine can run and what is missing."),
 }

@@ -15,7 +15,7 @@ from sagellm.core.errors import SpeculationError
 __all__ = ["DynamicLookaheadStrategy"]
 
 DEFAULT_LOOKAHEAD = 8
-MIN_GAIN = 0.01  # of throughput, that is worth the trouble
+MIN_GAIN = 0.025  # of throughput, that is worth the trouble
 PURSE_START, PURSE_MOST = 0.75, 4.0  # plain steps
 FIRST_PLAIN = 3  # steps without guesses at the start, of which the first may be slow
 FIRST_PAUSE, LONGEST_PAUSE = 4, 256  # steps
@@ -49,12 +49,12 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
 
     def __init__(
         self, strategy: SpeculativeStrategy | str = "ngram", options: dict[str, Any] | None = None, lookahead: int | None = None,
-        *, table: str | Path | None = None, budget: float = 0.015,
+        *, table: str | Path | None = None, budget: float = 0.01,
     ) -> None:  # fmt: skip
         self.wrapped = _wrapped(strategy, options, lookahead)
         super().__init__(self.wrapped.lookahead if lookahead is None else lookahead)
         if not (isinstance(budget, (int, float)) and 0 < budget < 1):
-            raise SpeculationError(f"budget is {budget!r}; give a share of the time above 0 and below 1, such as 0.015.")
+            raise SpeculationError(f"budget is {budget!r}; give a share of the time above 0 and below 1, such as 0.01.")
         self.most = min(self.lookahead, self.wrapped.lookahead)
         self.lookahead = self.most
         self.budget = float(budget)
@@ -228,8 +228,11 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         extra = outcome.num_rows - num_sequences
         if extra > 0:
             # What held up this step would have held up another.
-            cost_s = min(outcome.step_s, HELD_UP * self.times.usual(num_sequences, extra))
-            self._purse += plain_s * (1 + num_right / num_sequences) - cost_s
+            won_s = plain_s * (1 + num_right / num_sequences)
+            usual_s = self.times.usual(num_sequences, extra)
+            # Of a size that is new nobody can say; it is known from now on, so its loss is that of one step.
+            most_s = won_s + plain_s if usual_s is None else HELD_UP * usual_s
+            self._purse += won_s - min(outcome.step_s, most_s)
         self._purse -= max(0.0, outcome.propose_s)
         self._purse = min(max(self._purse, -plain_s), PURSE_MOST * plain_s)
 

@@ -19,7 +19,7 @@ FORGET = 0.99
 class StepTable(Protocol):
     """Seconds that were measured before, on the same machine and model."""
 
-    def step_s(self, num_sequences: float, lookahead: float) -> float: ...
+    def step_s(self, num_sequences: float, lookahead: np.ndarray) -> np.ndarray: ...
 
 
 class _Cell:
@@ -80,10 +80,10 @@ class StepTimes:
         """Whether the cost of a step without guesses has been seen, or is in the table."""
         return self._table is not None or 0 in self._cells.get(_batch(num_sequences), {})
 
-    def usual(self, num_sequences: int, extra: int) -> float:
-        """Seconds that such steps took; infinite where too few were made to say."""
+    def usual(self, num_sequences: int, extra: int) -> float | None:
+        """Seconds that such steps took; None where too few were made to say."""
         cell = self._cells.get(_batch(num_sequences), {}).get(_place(extra))
-        return math.inf if cell is None or len(cell.samples) < 3 else cell.seconds * self.correction
+        return None if cell is None or len(cell.samples) < 3 else cell.seconds * self.correction
 
     def largest(self, num_sequences: int) -> int:
         """The most further rows that a step of this size has had."""
@@ -127,7 +127,7 @@ class StepTimes:
 
     def _without_cells(self, num_sequences: int, extra: np.ndarray) -> np.ndarray:
         if self._table is not None:
-            return np.array([self._table.step_s(num_sequences, float(each) / num_sequences) for each in extra])
+            return self._table.step_s(num_sequences, extra / num_sequences)
         if not self.num_steps:
             return np.ones(len(extra))
         base, _, slope = self._line(num_sequences)

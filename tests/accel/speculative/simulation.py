@@ -1,96 +1,123 @@
 """A machine and a text that are laws: how long a step takes, and how likely a guess is right."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, Verdict
 
 TEXT = np.zeros(1, np.int64)
+PROPOSE_S = 2e-5  # for a sequence
 
 
-def memory_bound(num_rows: float, context: float = 0) -> float:
+def memory_bound(num_rows: float) -> float:
     """Reading the weights takes longest until there are many rows."""
-    return 1e-2 * max(1 + 0.03 * num_rows, num_rows / 24) + 1e-7 * context
+    return 1e-2 * max(1 + 0.03 * num_rows, num_rows / 24)
 
 
-def compute_bound(num_rows: float, context: float = 0) -> float:
-    return 1e-2 * (0.1 + 0.9 * num_rows) + 1e-7 * context
+def between(num_rows: float) -> float:
+    return 1e-2 * (0.7 + 0.3 * num_rows)
 
 
-def between(num_rows: float, context: float = 0) -> float:
-    return 1e-2 * (0.7 + 0.3 * num_rows) + 1e-7 * context
+def compute_bound(num_rows: float) -> float:
+    return 1e-2 * (0.1 + 0.9 * num_rows)
 
 
 class Guesser(SpeculativeStrategy):
-    """Proposes as many as it may; how many are right is the simulation's to say."""
+    """Proposes as many as it may; how many are right is the simulation's to say. `told`: what it was told, in order."""
 
     name = "guesser"
 
     def __init__(self, lookahead: int = 8) -> None:
         super().__init__(lookahead)
-        self.asked = 0
+        self.num_asked = 0
+        self.told: list[tuple] = []
 
     def propose(self, asks):
-        self.asked += len(asks)
+        self.num_asked += len(asks)
         return [[0] * ask.limit for ask in asks]
 
+    def begin(self, request_id, tokens):
+        self.told.append(("begin", request_id))
 
-def throughput(
-    strategy: SpeculativeStrategy, law: Callable[..., float], chance: Callable[[int, int], float], *, batch: int, steps: int,
-    noise: float = 0.0, propose_s: float = 2e-5, seed: int = 0, answer: int = 200,
-) -> float:  # fmt: skip
-    """Tokens a second of the law; the strategy sees times with noise. `chance(step, request)`: that a guess is right."""
-    random = np.random.default_rng(seed)
-    seconds, tokens = 0.0, 0
-    lengths = {request: 50 + 13 * request for request in range(batch)}
-    ends = {request: answer // 2 + 7 * request for request in range(batch)}
-    for request in lengths:
-        strategy.begin(request, TEXT)
-    for step in range(steps):
+    def accept(self, request_id, tokens):
+        self.told.append(("accept", request_id, len(tokens)))
+
+    def end(self, request_id):
+        self.told.append(("end", request_id))
+
+
+class Simulation:
+    """Steps of `batch` requests that are replaced when they end.
+
+    Args:
+        chance: (step, request) -> that a guess is right when those before it were.
+        noise: spread of the times that the strategy sees, in logarithms; one step in fifty is also held up.
+        slower: each step takes so much longer than the one before, for what slows all steps alike.
+    """
+
+    def __init__(
+        self, strategy: SpeculativeStrategy, law: Callable[[float], float], chance: Callable[[int, int], float], *, batch: int,
+        noise: float = 0.0, slower: float = 0.0, seed: int = 0, answer: int = 200,
+    ) -> None:  # fmt: skip
+        self.strategy, self._law, self._chance, self._noise, self._slower = strategy, law, chance, noise, slower
+        self._random = np.random.default_rng(seed)
+        self._answer = answer
+        self._left = {request: answer // 2 + 7 * request for request in range(batch)}
+        self.step = 0
+        self.drafted: dict[int, int] = {}  # of all requests that ran
+        self.choices: list[int] = []  # further rows of each step
+        for request in self._left:
+            strategy.begin(request, TEXT)
+
+    def run(self, num_steps: int) -> float:
+        """Throughput by that without guesses over the same steps: expected tokens, and times without noise."""
+        seconds, tokens, plain = 0.0, 0.0, 0.0
+        for _ in range(num_steps):
+            gained, took, none = self._one()
+            tokens, seconds, plain = tokens + gained, seconds + took, plain + none
+        return tokens / len(self._left) / seconds * plain / num_steps
+
+    def _one(self) -> tuple[float, float, float]:
+        strategy, random, left, batch = self.strategy, self._random, self._left, len(self._left)
         limit = strategy.lookahead
-        asks = [Ask(request, TEXT, limit, TEXT) for request in lengths] if limit else []
+        asks = [Ask(request, TEXT, limit, TEXT) for request in left] if limit else []
         drafts = strategy.propose(asks) if asks else []
         counts = {ask.request_id: len(guesses) for ask, guesses in zip(asks, drafts, strict=True)}
-        verdicts = []
-        for request in lengths:
+        verdicts, expected = [], 0.0
+        for request in left:
             drafted, right = counts.get(request, 0), 0
-            while right < drafted and random.random() < chance(step, request):
+            chance = self._chance(self.step, request)
+            while right < drafted and random.random() < chance:
                 right += 1
             verdicts.append(Verdict(request, drafted, right))
-        rows = batch + sum(counts.values())
-        true_s = law(rows, sum(lengths.values()))
-        seen_s = true_s * float(np.exp(noise * random.standard_normal() - noise**2 / 2))
-        if noise and random.random() < 0.02:
-            seen_s *= 4  # the machine did something else
-        cost_s = propose_s * sum(count > 0 for count in counts.values())
-        seconds += true_s + cost_s
+            expected += sum(chance**place for place in range(drafted + 1))
+            self.drafted[request] = self.drafted.get(request, 0) + drafted
+        extra = sum(counts.values())
+        machine = (1 + self._slower) ** self.step
+        true_s = self._law(batch + extra) * machine
+        seen_s = true_s * float(np.exp(self._noise * random.standard_normal() - self._noise**2 / 2))
+        if self._noise and random.random() < 0.02:
+            seen_s *= 4
+        cost_s = PROPOSE_S * sum(count > 0 for count in counts.values())
         for request, _, right in verdicts:
             strategy.accept(request, [0] * (right + 1))
-            tokens += right + 1
-            lengths[request] += right + 1
-            ends[request] -= right + 1
-        strategy.step_done(StepOutcome(tuple(verdicts), rows, sum(lengths.values()), seen_s, cost_s + 2e-6 * len(asks)))
-        for request in [request for request, left in ends.items() if left <= 0]:
+            left[request] -= right + 1
+        strategy.step_done(StepOutcome(tuple(verdicts), batch + extra, 0, seen_s, cost_s))
+        for request in [request for request in left if left[request] <= 0]:
             strategy.end(request)
-            del lengths[request], ends[request]
-            new = request + batch
-            lengths[new], ends[new] = 50, answer
-            strategy.begin(new, TEXT)
-    return tokens / seconds
+            del left[request]
+            left[request + batch] = self._answer
+            strategy.begin(request + batch, TEXT)
+        self.step += 1
+        self.choices.append(extra)
+        return expected, true_s + cost_s, self._law(batch) * machine
 
 
-class Fixed(Guesser):
-    """The same number of guesses in every step."""
-
-
-class Silent(Guesser):
-    def propose(self, asks: Any) -> list[list[int]]:
-        return [[]] * len(asks)
-
-
-def best_fixed(law: Any, chance: Any, **options: Any) -> tuple[float, float]:
-    """(throughput without guesses, of the best lookahead of 0 to 8)."""
-    none = throughput(Silent(), law, chance, **options)
-    return none, max(none, *(throughput(Fixed(k), law, chance, **options) for k in (1, 2, 3, 4, 6, 8)))
+def best_fixed(law: Callable[[float], float], chance: float, batch: int, most: int = 8) -> float:
+    """Throughput of the best lookahead of 0 to `most`, by that without guesses."""
+    found = []
+    for lookahead in range(most + 1):
+        seconds = law(batch * (lookahead + 1)) + PROPOSE_S * batch * (lookahead > 0)
+        found.append(sum(chance**place for place in range(lookahead + 1)) * law(batch) / seconds)
+    return max(found)

@@ -1,0 +1,194 @@
+"""`sagellm speculative`: the strategies that guess tokens, what guesses cost on this machine, and which setting pays."""
+
+import inspect
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sagellm.cli.plug_ins import show_rows, summary_of
+from sagellm.cli.values import Finite
+from sagellm.core.config import DEVICES, DTYPES
+from sagellm.core.errors import SageError
+
+# Imported when they are called.
+MODULES = {"check": ("sagellm.cli.speculative_check", "check", "Hold a strategy against every rule of the contract.")}
+MAX_GUESSES = 64
+MAX_BATCH = 4096
+
+
+class _Group(click.Group):
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*super().list_commands(context), *MODULES])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in MODULES:
+            module, attribute, _ = MODULES[name]
+            return getattr(import_module(module), attribute)
+        return super().get_command(context, name)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        texts = {name: command.get_short_help_str() for name, command in self.commands.items()}
+        texts.update({name: text for name, (_, _, text) in MODULES.items()})
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(texts.items()))
+
+
+class _Counts(click.ParamType):
+    """Whole numbers, separated by commas, in ascending order."""
+
+    name = "INTEGER,..."
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = [int(part) for part in value.split(",")]
+        except ValueError:
+            numbers = [self._least - 1]
+        if not all(self._least <= number <= self._most for number in numbers):
+            self.fail(f"{value!r}: give whole numbers from {self._least} to {self._most}, such as 1,4,16.", param, context)
+        return tuple(sorted(set(numbers)))
+
+
+@click.group(cls=_Group)
+def speculative() -> None:
+    """List the speculative strategies, check one of your own, or measure and plan what guesses cost."""
+
+
+@speculative.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def list_strategies(as_json: bool) -> None:
+    """Name every strategy that is known, its options, and what it does in a sentence."""
+    from sagellm.accel.speculative.registry import strategy_names
+
+    rows = [_describe(name) for name in strategy_names()]
+    show_rows(rows, {"strategy": "strategy", "options": "options", "what it does": "summary"}, as_json)
+
+
+@speculative.command()
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="JSON file to write the table to.")
+@click.option("--model", type=click.Path(path_type=Path), help="Local Hugging Face folder. Default: the demo model.")
+@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True)
+@click.option("--threads", type=click.IntRange(1), help="Of the CPU device [all cores].")
+@click.option("--lookaheads", type=_Counts(0, MAX_GUESSES), default="0,1,2,4,8", show_default=True, help="Guesses to try.")
+@click.option("--batches", type=_Counts(1, MAX_BATCH), default="1,4,16", show_default=True, help="Sequences in a step.")
+@click.option("--context", type=click.IntRange(1), default=256, show_default=True, help="Tokens of each prompt.")
+@click.option("--steps", type=click.IntRange(1), default=12, show_default=True, help="Steps of each kind, at least.")
+@click.option("--json", "as_json", is_flag=True, help="Print the table as one JSON document.")
+def profile(out: Path, as_json: bool, **given: Any) -> None:
+    """Measure decode steps with guesses on this machine and model, and write them as a table.
+
+    The table is for `sagellm speculative recommend`, and for --speculative dynamic:NAME with the option table.
+    Exit code 0: written; 1: it could not be measured; 2: misuse.
+    """
+    try:
+        table = _measure(given)
+        table.write(out)
+    except SageError as error:
+        click.echo(json.dumps({"error": str(error)}) if as_json else f"error: {error}", err=not as_json)
+        sys.exit(1)
+    if as_json:
+        click.echo(json.dumps(table.to_dict(), indent=1))
+        return
+    columns = {"sequences": "batch", **{f"{each} guesses": str(each) for each in table.lookaheads}}
+    rows = [
+        {"batch": batch, **{str(k): f"{1e3 * s:.3g} ms" for k, s in zip(table.lookaheads, seconds, strict=True)}}
+        for batch, seconds in zip(table.batches, table.seconds, strict=True)
+    ]
+    show_rows(rows, columns, False)
+    click.echo(f"wrote {out}")
+
+
+@speculative.command()
+@click.argument("table", type=click.Path(path_type=Path))
+@click.option(
+    "--acceptance", type=click.FloatRange(0, 1), required=True, help="Chance that a guess is right, as /metrics reports it."
+)
+@click.option("--target-ms", type=Finite(), help="Mean time between two tokens of a stream that is allowed [any].")
+@click.option("--batch", type=click.IntRange(1), help="Sequences in a step [whichever is best].")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def recommend(table: Path, acceptance: float, target_ms: float | None, batch: int | None, as_json: bool) -> None:
+    """Name the lookahead of most tokens a second, from a measured table and an acceptance rate.
+
+    Exit code 0: it keeps to the target; 1: nothing does, and the shortest latency is shown; 2: misuse, or a bad table.
+    """
+    from sagellm.accel.speculative.planning.recommend import recommend as best_setting
+    from sagellm.accel.speculative.planning.table import read_table
+
+    target_s = None if target_ms is None else target_ms / 1e3
+    try:
+        found = best_setting(read_table(table), acceptance, target_s=target_s, batch=batch)
+    except SageError as error:
+        raise click.UsageError(str(error)) from None
+    if as_json:
+        click.echo(json.dumps(found._asdict(), indent=1))
+    else:
+        beyond = "; beyond what was measured, so only a guess" if found.is_extrapolated else ""
+        click.echo(
+            f"lookahead {found.lookahead} with {found.batch} sequences: {found.tokens_per_s:.4g} tokens/s "
+            f"({found.speedup:.3g} times that without guesses), {1e3 * found.token_s:.3g} ms a token, "
+            f"steps of {1e3 * found.step_s:.3g} ms{beyond}."
+        )
+        if not found.meets_target:
+            click.echo(f"Nothing keeps to {target_ms:g} ms a token; this is the shortest.")
+    sys.exit(0 if found.meets_target else 1)
+
+
+def _measure(given: dict[str, Any]) -> Any:
+    from sagellm.accel.speculative.planning import profile as planning
+    from sagellm.core.config import SageConfig
+    from sagellm.demo_model.cache import ensure_demo_model
+    from sagellm.engines.base import SamplingParams
+    from sagellm.engines.lmdeploy.engine import LMDeployEngine
+
+    model = given["model"] or ensure_demo_model()
+    batches, context = given["batches"], given["context"]
+    axis = sorted({0, *given["lookaheads"]})
+    num_tokens = planning.tokens_needed(axis, given["steps"])
+    block_size = 64
+    num_blocks = batches[-1] * (-(-(context + num_tokens + axis[-1]) // block_size) + 1) + 16
+    config = SageConfig(
+        model=model, device=given["device"], dtype=given["dtype"], threads=given["threads"], block_size=block_size,
+        kv_blocks=num_blocks, max_batch_size=batches[-1], prefix_caching=False, decode_round=1,
+        speculative=planning.PROBE, speculative_options={"lookaheads": axis},
+    )  # fmt: skip
+    tell = (lambda what: click.echo(f"\r\033[K{what} ", nl=False, err=True)) if sys.stderr.isatty() else None
+    with LMDeployEngine(config) as engine:
+        info = engine.info
+        facts = {
+            **planning.machine_facts(), "model": str(model), "device": info.device, "dtype": info.kv_schema.dtype,
+            "threads": given["threads"], "block_size": block_size,
+        }  # fmt: skip
+
+        def generate(prompts: list[list[int]], num_new: int) -> None:
+            engine.generate(prompts, SamplingParams(max_new_tokens=num_new, ignore_eos=True))
+
+        table = planning.profile(
+            generate, lambda: engine.hooks.report()["speculation"]["own"], batches=batches, lookaheads=axis,
+            vocab_size=engine.engine.executor.model_agent.model_config.vocab_size, steps=given["steps"], context=context,
+            facts=facts, progress=tell,
+        )  # fmt: skip
+    if tell is not None:
+        click.echo("\r\033[K", nl=False, err=True)
+    return table
+
+
+def _describe(name: str) -> dict[str, Any]:
+    from sagellm.accel.speculative.registry import find_strategy
+
+    kind = find_strategy(name)
+    parameters = inspect.signature(kind).parameters.values()
+    return {
+        "strategy": name,
+        "options": {item.name: None if item.default is item.empty else item.default for item in parameters},
+        "summary": summary_of(kind),
+        "class": f"{kind.__module__}:{kind.__qualname__}",
+    }

@@ -1,0 +1,193 @@
+"""How many guesses are asked for: on machines and texts that are laws, and what the wrapped strategy is told."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, Verdict
+from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
+from sagellm.accel.speculative.ngram import NgramStrategy
+from sagellm.accel.speculative.planning.table import LatencyTable
+from sagellm.accel.speculative.registry import find_strategy, make_strategy, strategy_names
+from sagellm.core.errors import SpeculationError
+from tests.accel.speculative.simulation import (
+    TEXT,
+    Guesser,
+    Simulation,
+    best_fixed,
+    between,
+    compute_bound,
+    memory_bound,
+)
+
+WITHIN, NEVER_UNDER = 0.95, 0.97
+
+
+def dynamic(lookahead=8, **options):
+    return DynamicLookaheadStrategy(Guesser(lookahead), **options)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("law", "batch", "chance"),
+    [
+        (memory_bound, 1, 0.0), (memory_bound, 1, 0.4), (memory_bound, 1, 0.95), (memory_bound, 4, 0.6),
+        (memory_bound, 16, 0.2), (memory_bound, 16, 0.9), (between, 1, 0.8), (between, 4, 0.0), (between, 4, 0.95),
+        (compute_bound, 1, 0.6), (compute_bound, 4, 0.4), (compute_bound, 16, 0.0),
+    ],
+)  # fmt: skip
+def test_near_the_best_fixed_lookahead_and_never_much_worse_than_none(law, batch, chance, noise):
+    found = Simulation(dynamic(), law, lambda step, request: chance, batch=batch, noise=noise, seed=1).run(400)
+    assert found >= WITHIN * best_fixed(law, chance, batch)
+    assert found >= NEVER_UNDER
+
+
+def test_copied_text_gains_from_the_first_steps_on():
+    simulation = Simulation(dynamic(), memory_bound, lambda step, request: 0.95, batch=1, noise=0.1)
+    assert simulation.run(30) > 0.6 * best_fixed(memory_bound, 0.95, 1) > 3
+    assert simulation.run(30) > 0.9 * best_fixed(memory_bound, 0.95, 1)
+
+
+@pytest.mark.parametrize(("batch", "law"), [(1, memory_bound), (4, between), (16, memory_bound)])
+def test_a_text_that_changes_is_followed(batch, law):
+    strategy = dynamic()
+    simulation = Simulation(strategy, law, lambda step, _: 0.0 if 300 <= step < 700 else 0.9, batch=batch, noise=0.1)
+    good = best_fixed(law, 0.9, batch)
+    assert simulation.run(300) > 0.93 * good
+    assert simulation.run(400) > 0.95  # what the purse held, four steps, is lost as well
+    simulation.run(200)  # a pause may have to end first
+    assert simulation.run(200) > 0.93 * good
+
+
+def test_what_slows_every_step_alike_changes_no_choice():
+    simulation = Simulation(dynamic(), memory_bound, lambda step, _: 0.8, batch=4, noise=0.05, slower=0.002)
+    assert simulation.run(400) > WITHIN * best_fixed(memory_bound, 0.8, 4)
+    assert simulation.strategy.report()["times"]["correction"] > 1.2
+
+
+def test_silence_asks_nobody_and_pauses_grow():
+    strategy = dynamic()
+    simulation = Simulation(strategy, between, lambda step, request: 0.0, batch=16)
+    simulation.run(600)
+    tried = [number for number, extra in enumerate(simulation.choices) if extra]
+    gaps = np.diff([number for number in tried if number > 20])
+    assert len(tried) < 40 and gaps.max() >= 32 and max(simulation.choices[100:]) <= 4
+    steps = strategy.report()["steps"]
+    assert steps["silent"] > 500 and sum(steps.values()) == 600 and strategy.wrapped.num_asked < 100
+    accepts = [told for told in strategy.wrapped.told if told[0] == "accept"]
+    assert len(accepts) == 600 * 16  # nothing is kept from the wrapped one
+
+
+def test_a_request_whose_guesses_fail_gets_fewer():
+    simulation = Simulation(
+        dynamic(), memory_bound, lambda step, request: 0.95 if request % 2 else 0.0, batch=4, answer=500, seed=3
+    )
+    simulation.run(300)
+    bad = sum(count for request, count in simulation.drafted.items() if request % 2 == 0)
+    good = sum(count for request, count in simulation.drafted.items() if request % 2)
+    assert good > 5 * bad > 0
+
+
+def test_equal_outcomes_give_equal_choices():
+    runs = [Simulation(dynamic(), memory_bound, lambda s, r: 0.7, batch=4, noise=0.2, seed=5) for _ in range(2)]
+    for simulation in runs:
+        simulation.run(200)
+    assert runs[0].choices == runs[1].choices and any(runs[0].choices)
+    assert runs[0].strategy.report() == runs[1].strategy.report()
+
+
+def table_of(law, factor=1.0):
+    batches, lookaheads = (1, 4, 16), (0, 1, 2, 4, 8)
+    seconds = tuple(tuple(factor * law(batch * (k + 1)) for k in lookaheads) for batch in batches)
+    return LatencyTable(batches, lookaheads, seconds, ((9,) * 5,) * 3, 256.0, {})
+
+
+def test_a_table_spares_the_ramp_and_is_corrected(tmp_path):
+    file = tmp_path / "table.json"
+    table_of(memory_bound, factor=0.5).write(file)  # measured on a day when all went twice as fast
+    strategy = dynamic(table=file)
+    simulation = Simulation(strategy, memory_bound, lambda step, request: 0.9, batch=4)
+    assert simulation.run(400) > WITHIN * best_fixed(memory_bound, 0.9, 4)
+    times = strategy.report()["times"]
+    assert times["from_table"] and 1.9 < times["correction"] < 2.1
+    table_of(compute_bound).write(file)
+    careful = Simulation(dynamic(table=file), compute_bound, lambda step, request: 0.5, batch=4)
+    assert careful.run(30) > 0.97 and max(careful.choices) <= 2
+
+
+def test_limits_of_each_ask_are_kept():
+    strategy = dynamic()
+    simulation = Simulation(strategy, memory_bound, lambda step, request: 0.9, batch=4)
+    simulation.run(50)
+    asks = [Ask(request, TEXT, limit, TEXT) for request, limit in zip(range(4), (1, 8, 2, 3), strict=True)]
+    sizes = [len(guesses) for guesses in strategy.propose(asks)]
+    assert all(size <= ask.limit for size, ask in zip(sizes, asks, strict=True)) and sizes[1] > 3
+
+
+def test_times_that_are_none_change_nothing():
+    strategy = dynamic()
+    simulation = Simulation(strategy, memory_bound, lambda step, request: 0.9, batch=1)
+    simulation.run(50)
+    before = strategy.report()["times"]
+    for seconds in (0.0, -1.0, math.nan, math.inf):
+        strategy.step_done(StepOutcome((Verdict(1, 0, 0),), 1, 0, seconds, 0.0))
+    strategy.step_done(StepOutcome((), 0, 0, 1.0, 0.0))
+    assert strategy.report()["times"] == before
+    assert math.isfinite(strategy.report()["purse_s"])
+
+
+def test_by_name_with_options_of_both():
+    strategy = make_strategy("dynamic:ngram", options={"max_n": 3}, lookahead=5, budget=0.02)
+    assert type(strategy.wrapped) is NgramStrategy and strategy.wrapped.max_n == 3 and strategy.wrapped.lookahead == 5
+    assert strategy.lookahead == 5 and strategy.budget == 0.02 and "dynamic" in strategy_names()
+    assert make_strategy("Dynamic:prompt-lookup").lookahead == 8
+    assert make_strategy("dynamic:ngram", options={"lookahead": 3}).lookahead == 3
+    assert find_strategy("dynamic:ngram") is DynamicLookaheadStrategy
+    own = make_strategy(f"dynamic:{__name__}:Guesser")
+    assert isinstance(own.wrapped, Guesser) and own.report()["strategy"] == "guesser"
+    assert DynamicLookaheadStrategy(Guesser(3)).lookahead == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("dynamic:", {}, "names nobody"), ("dynamic:nothing", {}, "known are: ngram"),
+        ("dynamic:ngram", {"strategy": "ngram"}, "name it in one place"), ("dynamic:dynamic", {}, "the strategy that guesses"),
+        ("dynamic:dynamic:ngram", {}, "the strategy that guesses"), ("dynamic:ngram", {"lookahead": 0}, "from 1 to 64"),
+        ("dynamic:ngram", {"budget": 0}, "above 0 and below 1"), ("dynamic:ngram", {"options": {"max_n": 0}}, "min_n"),
+        ("dynamic:ngram", {"options": 3}, "by name"), ("dynamic:ngram", {"size": 3}, "cannot be built"),
+        ("dynamic:ngram", {"table": "/nowhere/table"}, "profile"),
+    ],
+)  # fmt: skip
+def test_bad_options(name, options, message):
+    with pytest.raises(SpeculationError, match=message):
+        make_strategy(name, **options)
+
+
+def test_a_strategy_that_is_built_takes_no_options():
+    with pytest.raises(SpeculationError, match="give its name instead"):
+        DynamicLookaheadStrategy(Guesser(), {"lookahead": 2})
+    with pytest.raises(SpeculationError, match="SpeculativeStrategy"):
+        DynamicLookaheadStrategy(3)
+
+
+def test_a_fault_of_the_wrapped_one_is_no_fault_in_the_books():
+    class Faulty(Guesser):
+        def propose(self, asks):
+            if len(asks) > 1:
+                raise RuntimeError("too many")
+            return super().propose(asks)
+
+    strategy: SpeculativeStrategy = DynamicLookaheadStrategy(Faulty(4))
+    asks = [Ask(request, TEXT, 4, TEXT) for request in range(2)]
+    for _ in range(4):
+        strategy.step_done(StepOutcome((Verdict(0, 0, 0), Verdict(1, 0, 0)), 2, 0, 0.01, 0.0))
+    with pytest.raises(RuntimeError):
+        strategy.propose(asks)
+    sizes = [len(strategy.propose([ask])[0]) for ask in asks]  # as the engine does then
+    verdicts = tuple(Verdict(request, size, 0) for request, size in enumerate(sizes))
+    strategy.step_done(StepOutcome(verdicts, 2 + sum(sizes), 0, 0.01, 0.0))
+    assert sum(sizes) > 1 and strategy.report()["acceptance"]["requests"] == 2
+    strategy.end(0), strategy.end(1), strategy.end(7)
+    assert strategy.report()["acceptance"]["requests"] == 0

@@ -1,0 +1,76 @@
+"""`sagellm speculative`: what it lists, a sweep on a tiny model, the setting that follows, and its exit codes."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from sagellm.accel.speculative.planning.table import LatencyTable, read_table
+from sagellm.accel.speculative.registry import make_strategy, strategy_names
+from sagellm.cli import main
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["speculative", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture
+def table(tmp_path):
+    file = tmp_path / "table.json"
+    LatencyTable((1, 4), (0, 2), ((0.010, 0.012), (0.02, 0.05)), ((5, 5), (5, 5)), 100.0, {}).write(file)
+    return file
+
+
+def test_list():
+    rows = json.loads(run("list", "--json").output)
+    assert [row["strategy"] for row in rows] == strategy_names()
+    (dynamic,) = [row for row in rows if row["strategy"] == "dynamic"]
+    assert dynamic["options"]["strategy"] == "ngram" and dynamic["summary"].startswith("Asks another")
+    assert all(name in run("list").output for name in strategy_names())
+    shown = run("--help").output
+    assert all(name in shown for name in ("check", "list", "profile", "recommend"))
+
+
+def test_a_sweep_on_a_tiny_model(model_folder, tmp_path):
+    file = tmp_path / "table.json"
+    done = run(
+        "profile", "--model", model_folder("llama"), "--out", file, "--device", "cpu", "--threads", 1, "--batches", "1,3",
+        "--lookaheads", "2", "--context", 20, "--steps", 2,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "2 guesses" in done.output
+    found = read_table(file)
+    assert (found.batches, found.lookaheads) == ((1, 3), (0, 2)) and 20 <= found.context < 60
+    assert found.facts["device"] == "cpu" and found.facts["dtype"] == "float32" and found.facts["threads"] == 1
+    assert make_strategy("dynamic:ngram", table=str(file)).report()["times"]["from_table"]
+
+
+def test_recommend(table):
+    found = json.loads(run("recommend", table, "--acceptance", 0.9, "--batch", 1, "--json").output)
+    assert found["lookahead"] == 2 and found["speedup"] == pytest.approx(2.71 / 1.2)
+    done = run("recommend", table, "--acceptance", 0.9, "--target-ms", 4.43, "--batch", 1)
+    assert done.exit_code == 0 and "lookahead 2" in done.output and "beyond" not in done.output
+    done = run("recommend", table, "--acceptance", 0.9, "--target-ms", 4.42, "--batch", 1)
+    assert done.exit_code == 1 and "Nothing keeps to 4.42 ms" in done.output
+    assert "only a guess" in run("recommend", table, "--acceptance", 0, "--batch", 8).output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["recommend", "/nowhere", "--acceptance", "0.5"], "sagellm speculative profile"),
+        (["recommend", "TABLE"], "Missing option"), (["recommend", "TABLE", "--acceptance", "2"], "not in the range"),
+        (["recommend", "TABLE", "--acceptance", "1", "--target-ms", "0"], "not in the range"),
+        (["profile", "--out", "x", "--batches", "0"], "whole numbers from 1"),
+        (["profile", "--out", "x", "--lookaheads", "4,x"], "whole numbers from 0 to 64"),
+        (["profile"], "Missing option"), (["nothing"], "No such command"),
+    ],
+)  # fmt: skip
+def test_misuse(table, words, message):
+    done = run(*(table if word == "TABLE" else word for word in words))
+    assert done.exit_code == 2 and message in done.output.replace("\n", " ")
+
+
+def test_a_model_that_is_none(tmp_path):
+    done = run("profile", "--model", tmp_path, "--out", tmp_path / "x", "--json")
+    assert done.exit_code == 1 and str(tmp_path) in json.loads(done.output)["error"]
