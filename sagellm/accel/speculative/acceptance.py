@@ -11,7 +11,7 @@ FORGET_REQUEST = 0.92
 FADE = 0.97  # of what a request tells, with each step that goes by: one that failed is tried again
 OLD_WEIGHT = 4.0  # guesses that count as much as all that is known from before a pause
 PRIOR, PRIOR_WEIGHT, PLACE_WEIGHT = 0.7, 2.0, 8.0  # the last: of the place before
-LEND = 6.0  # guesses of the request itself that count as much as those of all others
+LEND = 10.0  # guesses of the request itself that count as much as those of all others
 
 
 class _Record:

@@ -1,4 +1,4 @@
-"""Asks another strategy for as many guesses as pay: from measured acceptance, batch size and step times; none where none does."""
+"""Asks another strategy for as many guesses as pay, by measured acceptance, batch size and step times; none where none does."""
 
 import inspect
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ FIRST_PLAIN = 3  # steps without guesses at the start, of which the first may be
 FIRST_PAUSE, LONGEST_PAUSE = 4, 256  # steps
 HELD_UP = 1.5  # times what a step takes: a longer one says nothing about guesses
 PROBE_SHARE = 0.005  # of all time, that probes may cost before pauses are as long as they get
-PLAIN_EVERY = 40  # steps with guesses, after which one without them says what they are compared with
-VARY_EVERY = 24  # steps with guesses, after which more or fewer are tried
+PLAIN_EVERY = 64  # steps with guesses, after which one without them says what they are compared with
+VARY_EVERY = 32  # steps with guesses, after which more or fewer are tried; at first sooner
 
 
 class DynamicLookaheadStrategy(SpeculativeStrategy):
@@ -48,8 +48,8 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
     name = "dynamic"
 
     def __init__(
-        self, strategy: SpeculativeStrategy | str = "ngram", options: dict[str, Any] | None = None, lookahead: int | None = None,
-        *, table: str | Path | None = None, budget: float = 0.01,
+        self, strategy: SpeculativeStrategy | str = "ngram", options: dict[str, Any] | None = None,
+        lookahead: int | None = None, *, table: str | Path | None = None, budget: float = 0.01,
     ) -> None:  # fmt: skip
         self.wrapped = _wrapped(strategy, options, lookahead)
         super().__init__(self.wrapped.lookahead if lookahead is None else lookahead)
@@ -68,6 +68,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         self._purse: float | None = None  # seconds; None: no plain step was seen yet
         self._pause, self._pause_left = FIRST_PAUSE, 0
         self._step = self._since_plain = self._num_active = 0
+        self._vary_at, self._is_more = 4, False
         self._chosen = [0] * (self.most + 1)
         self._modes = {"silent": 0, "plain": 0, "probe": 0, "active": 0}
 
@@ -187,8 +188,9 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         self._gain = float(speed[best]) * plain_s / num_sequences
         if self._gain < 1 + MIN_GAIN:
             return [0] * len(asks)
-        if self._num_active % VARY_EVERY == VARY_EVERY - 1:
-            is_more = self._num_active // VARY_EVERY % 2
+        if self._num_active >= self._vary_at:
+            self._vary_at = self._num_active + min(VARY_EVERY, max(4, self._num_active // 4))
+            self._is_more = is_more = not self._is_more
             best = min(len(order), best + best // 2 + 1) if is_more else max(1, best // 2)
         return np.bincount(order[:best] // self.most, minlength=len(asks)).tolist()
 
@@ -230,8 +232,8 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
             # What held up this step would have held up another.
             won_s = plain_s * (1 + num_right / num_sequences)
             usual_s = self.times.usual(num_sequences, extra)
-            # Of a size that is new nobody can say; it is known from now on, so its loss is that of one step.
-            most_s = won_s + plain_s if usual_s is None else HELD_UP * usual_s
+            # Of a size that is new nobody can say; it is known from now on, so its loss counts little.
+            most_s = won_s + plain_s / 2 if usual_s is None else HELD_UP * usual_s
             self._purse += won_s - min(outcome.step_s, most_s)
         self._purse -= max(0.0, outcome.propose_s)
         self._purse = min(max(self._purse, -plain_s), PURSE_MOST * plain_s)

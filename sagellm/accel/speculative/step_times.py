@@ -14,6 +14,7 @@ DEFAULT_SLOPE = 0.25  # of a row that nobody has measured, in shares of a row's 
 BELIEF = 0.01  # how much that counts beside a step
 CORRECTION_RATE = 0.05
 FORGET = 0.99
+MOST_A_ROW = 1.1
 
 
 class StepTable(Protocol):
@@ -35,8 +36,7 @@ class _Cell:
         self.latest = number
         self.extra = sum([rows for rows, _ in self.samples]) / len(self.samples)
         ordered = sorted([each for _, each in self.samples])
-        middle = len(ordered) // 2
-        self.seconds = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        self.seconds = ordered[(len(ordered) - 1) // 2]  # the lower one of two in the middle: one of them may be held up
 
 
 class StepTimes:
@@ -71,6 +71,8 @@ class StepTimes:
         if cell is None:
             cell = cells[_place(extra)] = _Cell()
         seconds /= self.correction
+        if 0 in cells and extra:  # rows cannot cost more than as many plain steps: then something else held it up
+            seconds = min(seconds, MOST_A_ROW * cells[0].seconds * num_rows / num_sequences)
         cell.add(extra, seconds, self.num_steps)
         features = np.array([1.0, num_sequences, num_rows]) / seconds  # so errors count by their share
         self._moments = FORGET * self._moments + np.outer(features, features)

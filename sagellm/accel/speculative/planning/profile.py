@@ -82,7 +82,8 @@ def machine_facts() -> dict[str, Any]:
         processor = names[0] if names else processor
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = {name: _version(name) for name in PACKAGES}
-    return {"processor": processor, "cores": cores, "load_at_start": os.getloadavg()[0], "versions": versions, "commit": _commit()}
+    load = os.getloadavg()[0]
+    return {"processor": processor, "cores": cores, "load_at_start": load, "versions": versions, "commit": _commit()}
 
 
 def _version(name: str) -> str | None:
