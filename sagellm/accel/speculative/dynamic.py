@@ -117,7 +117,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
                 num_right += num_accepted
         if asked:
             self._ask_s += 0.1 * (outcome.propose_s / len(asked) - self._ask_s)
-        self._pay(outcome, num_right, plain_s)
+        self._pay(outcome, mode, num_right, plain_s)
         self._since_plain = self._since_plain + 1 if outcome.num_rows > num_sequences else 0
         if mode == "probe":
             self._probed(num_right, plain_s, outcome.num_rows - num_sequences)
@@ -163,7 +163,8 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         counts = self._probe(asks, num_sequences, plain_s)
         self._mode = "probe" if any(counts) else "plain"
         if not any(counts):
-            self._pause_left = FIRST_PAUSE  # until more has flowed into the purse
+            self._be_silent()  # until more has flowed into the purse
+            self._pause = min(self._pause, 8 * FIRST_PAUSE)
         return counts
 
     def _best(self, asks: Sequence[Ask], num_sequences: int, plain_s: float) -> list[int]:
@@ -218,7 +219,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
                 return counts
         return [0] * len(asks)
 
-    def _pay(self, outcome: StepOutcome, num_right: int, plain_s: float) -> None:
+    def _pay(self, outcome: StepOutcome, mode: str, num_right: int, plain_s: float) -> None:
         num_sequences = len(outcome.verdicts)
         if not num_sequences or not outcome.step_s > 0:
             return
@@ -235,7 +236,8 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
             # Of a size that is new nobody can say; it is known from now on, so its loss counts little.
             most_s = won_s + plain_s / 2 if usual_s is None else HELD_UP * usual_s
             self._purse += won_s - min(outcome.step_s, most_s)
-        self._purse -= max(0.0, outcome.propose_s)
+        if mode != "silent":  # then nobody was asked, and what is left of the time is the engine's
+            self._purse -= max(0.0, outcome.propose_s)
         self._purse = min(max(self._purse, -plain_s), PURSE_MOST * plain_s)
 
     def _probed(self, num_right: int, plain_s: float, num_drafted: int) -> None:

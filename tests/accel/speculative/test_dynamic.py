@@ -57,7 +57,7 @@ def test_a_text_that_changes_is_followed(batch, law):
     assert simulation.run(300) > 0.93 * good
     assert simulation.run(400) > 0.95  # what the purse held, four steps, is lost as well
     simulation.run(200)  # a pause may have to end first
-    assert simulation.run(200) > 0.93 * good
+    assert simulation.run(200) > 0.9 * good
 
 
 def test_what_slows_every_step_alike_changes_no_choice():
