@@ -75,8 +75,10 @@ class StepTimes:
             seconds = min(seconds, MOST_A_ROW * cells[0].seconds * num_rows / num_sequences)
         cell.add(extra, seconds, self.num_steps)
         features = np.array([1.0, num_sequences, num_rows]) / seconds  # so errors count by their share
-        self._moments = FORGET * self._moments + np.outer(features, features)
-        self._sums = FORGET * self._sums + features
+        self._moments *= FORGET
+        self._moments += features[:, None] * features
+        self._sums *= FORGET
+        self._sums += features
 
     def knows(self, num_sequences: int) -> bool:
         """Whether the cost of a step without guesses has been seen, or is in the table."""
@@ -94,6 +96,10 @@ class StepTimes:
 
     def plain(self, num_sequences: int, extra: int = 0) -> float:
         """Seconds of a step with `extra` further rows."""
+        if not extra:  # in every step: it has to be quick
+            cell = self._cells.get(_batch(num_sequences), {}).get(0)
+            if cell is not None:
+                return cell.seconds * self.correction
         return float(self.curve(num_sequences, extra)[extra])
 
     def curve(self, num_sequences: int, most: int) -> np.ndarray:
