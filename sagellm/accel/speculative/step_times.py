@@ -110,7 +110,8 @@ class StepTimes:
         if cells:
             known = sorted(cells.values(), key=lambda cell: cell.extra)
             at = np.array([cell.extra for cell in known])
-            ratio = np.array([self._ratio(cell, num_sequences) for cell in known])
+            believed = self._without_cells(num_sequences, at)
+            ratio = np.array([self._ratio(cell, each) for cell, each in zip(known, believed.tolist(), strict=True)])
             guess = guess * np.interp(extra, at, ratio)
         return np.maximum.accumulate(guess) * self.correction
 
@@ -126,9 +127,8 @@ class StepTimes:
             rate, ratio = CORRECTION_RATE, min(2.0, max(0.5, ratio))
         self.correction *= ratio**rate
 
-    def _ratio(self, cell: _Cell, num_sequences: int) -> float:
+    def _ratio(self, cell: _Cell, believed: float) -> float:
         """What a cell has seen, by what is believed without it; few or old samples count less."""
-        believed = float(self._without_cells(num_sequences, np.array([cell.extra]))[0])
         weight = len(cell.samples) * 0.5 ** ((self.num_steps - cell.latest) / MEMORY)
         share = 1.0 if _place(round(cell.extra)) == 0 else weight / (weight + 2)
         return (cell.seconds / believed) ** share
