@@ -76,6 +76,7 @@ def test_silence_asks_nobody_and_pauses_grow():
     steps = strategy.report()["steps"]
     assert steps["silent"] > 500 and sum(steps.values()) == 600 and strategy.wrapped.num_asked < 100
     accepts = [told for told in strategy.wrapped.told if told[0] == "accept"]
+    assert strategy.lookahead == 0  # so the engine does not even ask
     assert len(accepts) == 600 * 16  # nothing is kept from the wrapped one
 
 
