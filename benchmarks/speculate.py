@@ -1,15 +1,15 @@
 """Speculative strategies in the real engine, against none, on the same requests.
 
-    python -m benchmarks.speculate [--model demo] [--work copy,random] [--batch 1,4,16] [--strategy ngram,suffix,...] [--rounds 5]
+    python -m benchmarks.speculate [--model demo] [--work copy,random] [--batch 1,4,16] [--strategy ngram,...] [--rounds 5]
 
-CPU engine, no prefix caching. The contestants take turns, round by round, each round on new prompts that all get alike. Tokens a
-second are those of decoding: from when the last request of a batch has its first token. Models:
+CPU engine, no prefix caching. The contestants take turns, round by round, each round on new prompts that all get alike. Tokens
+a second are those of decoding: from when the last request of a batch has its first token. Models:
 
-- *demo*: the demo model, float32, and a draft trained on the same text: code that it knows by heart. Work *copy*: a question, its
-  answer, and the question again; *fresh*: a question; *random*: letters, answered at temperature 1;
-- *0.5B*: Qwen2.5-0.5B's shape in bfloat16 with weights that follow a text (`speculation/chain_model.py`). Work *copy*: a text with
-  8% of its tokens changed, to be said without the changes; *random*: its tokens in random order, so that n-grams are always found
-  and always wrong.
+- *demo*: the demo model, float32, and a draft trained on the same text: code that it knows by heart. Work *copy*: a question,
+  its answer, and the question again; *fresh*: a question; *random*: letters, answered at temperature 1;
+- *0.5B*: Qwen2.5-0.5B's shape in bfloat16 with weights that follow a text (`speculation/chain_model.py`). Work *copy*: a text
+  with 8% of its tokens changed, to be said without the changes; *random*: its tokens in random order, so that n-grams are
+  always found and always wrong.
 """
 
 import json
@@ -114,7 +114,9 @@ def _prompts(model: str, work: str, batch: int, seed: int, folder: Path, plain: 
 
 def _figures(every: list[dict[str, Any]], none: list[dict[str, Any]]) -> dict[str, Any]:
     total = {name: sum(each["counts"][name] for each in every) for name in every[0]["counts"]}
-    pairs = [(one, two) for ours, theirs in zip(every, none, strict=True) for one, two in zip(ours["tokens"], theirs["tokens"], strict=True)]
+    pairs = [
+        pair for ours, theirs in zip(every, none, strict=True) for pair in zip(ours["tokens"], theirs["tokens"], strict=True)
+    ]
     return {
         "times_none": paired_ratio([each["tokens_per_s"] for each in every], [each["tokens_per_s"] for each in none]),
         "times_none_cpu": paired_ratio([each["cpu_s"] for each in none], [each["cpu_s"] for each in every]),
@@ -127,13 +129,14 @@ def _figures(every: list[dict[str, Any]], none: list[dict[str, Any]]) -> dict[st
 
 def _show(cell: dict[str, Any]) -> None:
     speed = cell["none_tokens_per_s"]
-    click.echo(f"\n{cell['work']}, batch {cell['batch']}: none {speed['median']:.1f} tokens/s ({speed['low']:.1f}-{speed['high']:.1f})")
+    spread = f"({speed['low']:.1f}-{speed['high']:.1f})"
+    click.echo(f"\n{cell['work']}, batch {cell['batch']}: none {speed['median']:.1f} tokens/s {spread}")
     click.echo(f"{'strategy':<16} times none          CPU   accepted  a step  proposing  equal")
     for name, row in cell["strategies"].items():
         times, cpu = row["times_none"], row["times_none_cpu"]
         click.echo(
-            f"{name:<16} {times['median']:5.2f} ({times['low']:.2f}-{times['high']:.2f}) {cpu['median']:6.2f} {row['acceptance']:9.1%} "
-            f"{row['tokens_per_step']:7.2f} {row['propose_share']:9.1%} {row['equal']:7.1%}"
+            f"{name:<16} {times['median']:5.2f} ({times['low']:.2f}-{times['high']:.2f}) {cpu['median']:6.2f} "
+            f"{row['acceptance']:9.1%} {row['tokens_per_step']:7.2f} {row['propose_share']:9.1%} {row['equal']:7.1%}"
         )
 
 

@@ -44,4 +44,5 @@ def build(model: str, threads: int, strategy: str, options: dict[str, Any], sett
 
 def _counts(engine: Any) -> dict[str, float]:
     report = engine.hooks.report()["speculation"] or {}
-    return {name: report[name] for name in ("drafted", "accepted", "sequences", "propose_s", "step_s", "faults") if name in report}
+    names = ("drafted", "accepted", "sequences", "propose_s", "step_s", "faults")
+    return {name: report.get(name, 0) for name in names}

@@ -53,8 +53,8 @@ def demo_prompts(work: str, batch: int, seed: int, model: Path, answer: Any) -> 
     tokenizer = AutoTokenizer.from_pretrained(model)
     if work == "random":
         letters = [chr(code) for code in range(97, 123)] + [" ", "\n"]
-        texts = ["".join(random.choice(letters, 200)) for _ in range(batch)]
-        return [tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True) for text in texts]
+        chats = [[{"role": "user", "content": "".join(random.choice(letters, 200))}] for _ in range(batch)]
+        return [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
     chats = build_corpus(DemoRecipe()).chats
     questions = [chats[int(place)].user for place in random.choice(len(chats), batch, replace=False)]
     firsts = [[{"role": "user", "content": question}] for question in questions]

@@ -1,7 +1,7 @@
 """Guesses that were right and wrong, in the usage of an answer whose request asks for it.
 
-The field is OpenAI's for guesses that clients send, `completion_tokens_details`; here the server guesses. LMDeploy makes usage in
-its handlers, which know nothing of guesses, so the counts travel beside them in a context variable, as in `service`.
+The field is OpenAI's for guesses that clients send, `completion_tokens_details`; here the server guesses. LMDeploy makes usage
+in its handlers, which know nothing of guesses, so the counts travel beside them in a context variable, as in `service`.
 """
 
 from collections.abc import Callable

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.accel.speculative.base import ModelRunner
+from sagellm.core.errors import SpeculationError
 from sagellm.core.hooks import StepResult
 from sagellm.engines.lmdeploy.speculative.draft_folder import check_draft
 from sagellm.engines.lmdeploy.speculative.draft_runner import DraftRunner
