@@ -52,9 +52,9 @@ def main(
     given = json.loads(options)
     result: dict[str, Any] = {"model": model, "threads": threads, "rounds": rounds, "machine": describe(), "cells": []}
     with tempfile.TemporaryDirectory() as scratch:
-        folder, draft = _models(model, Path(scratch))
-        if draft is not None and "draft" in names:
-            given["draft"] = {"model": str(draft)} | given.get("draft", {})
+        folder = _model(model, Path(scratch))
+        if "draft" in names and "model" not in given.get("draft", {}):
+            given["draft"] = {"model": str(_draft(model))} | given.get("draft", {})
         contestants = [Contestant(name, build, str(folder), threads, name, given.get(name, {}), {}) for name in names]
         try:
             for work in chosen:
@@ -69,16 +69,23 @@ def main(
         out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _models(model: str, scratch: Path) -> tuple[Path, Path | None]:
+def _model(model: str, scratch: Path) -> Path:
     if model == "0.5B":
         from benchmarks.cpu_engine import write_half_billion
         from benchmarks.speculation.chain_model import write_chain_model
 
-        return write_chain_model(write_half_billion(scratch)), None
+        return write_chain_model(write_half_billion(scratch))
     from sagellm.demo_model import ensure_demo_model
-    from sagellm.demo_model.base import DemoRecipe
 
-    return ensure_demo_model(), ensure_demo_model(DemoRecipe().draft())
+    return ensure_demo_model()
+
+
+def _draft(model: str) -> Path:
+    if model != "demo":
+        raise click.BadParameter(f'{model} has no draft model; name one: --options \'{{"draft": {{"model": "FOLDER"}}}}\'.')
+    from sagellm.demo_model import DemoRecipe, ensure_demo_model
+
+    return ensure_demo_model(recipe=DemoRecipe().draft())
 
 
 def _cell(

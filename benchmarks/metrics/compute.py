@@ -93,7 +93,7 @@ def output_tokens(samples: Samples) -> int:
 
 
 def counter_metrics(before: Counters, after: Counters, tensor_parallel: int = 1) -> Measured:
-    """Hit rates, preemptions and communication share from the server's counters around a round.
+    """Hit rates, preemptions, communication share and guesses from the server's counters around a round.
 
     `before` and `after` as `parse_prometheus` gives them. A series that appears during the round began at 0.
 
@@ -121,6 +121,7 @@ def counter_metrics(before: Counters, after: Counters, tensor_parallel: int = 1)
     else:
         metrics["preemptions"] = preemptions
     _comm_share(deltas, tensor_parallel, metrics, absent)
+    _guesses(deltas, metrics, absent)
     return Measured(metrics, absent)
 
 
@@ -231,3 +232,21 @@ def _comm_share(deltas: Counters, tensor_parallel: int, metrics: dict[str, float
         absent["comm_share"] = "no engine step was made"
     else:
         metrics["comm_share"] = max(ranks.values()) / steps
+
+
+def _guesses(deltas: Counters, metrics: dict[str, float], absent: dict[str, str]) -> None:
+    name = "sagellm_speculative_tokens_total"
+    drafted, accepted = (deltas.get(series(name, kind=kind)) for kind in ("drafted", "accepted"))
+    steps = deltas.get(series("sagellm_speculative_sequence_steps_total", kind="all"))
+    if drafted is None or accepted is None or steps is None:
+        why = f"the server does not count {name}: no speculative strategy guesses"
+        absent.update(dict.fromkeys(("spec_acceptance", "spec_tokens_per_step"), why))
+        return
+    if drafted:
+        metrics["spec_acceptance"] = accepted / drafted
+    else:
+        absent["spec_acceptance"] = "no guess was made"
+    if steps:
+        metrics["spec_tokens_per_step"] = 1 + accepted / steps
+    else:
+        absent["spec_tokens_per_step"] = "no decode step was made"

@@ -128,6 +128,25 @@ DEFINITIONS: dict[str, Definition] = {
             "with tensor parallelism 1, where there is no collective."
         ),
     ),
+    "spec_acceptance": Definition(
+        unit="ratio",
+        better=None,
+        text=(
+            "Guesses of the speculative strategy that were right / guesses that the model computed, as differences of the "
+            "server's counters after and before the round. A guess counts as right with all before it of its sequence and "
+            "step alone, so a strategy that makes fewer, surer guesses has the higher rate and not always the higher speed. "
+            "Absent where the server does not guess, and for LMDeploy's own methods, which count nothing here."
+        ),
+    ),
+    "spec_tokens_per_step": Definition(
+        unit="tokens",
+        better="higher",
+        text=(
+            "Tokens that a sequence gets in a decode step: 1 + right guesses / decode steps summed over their sequences, those "
+            "without guesses among them, as differences of the server's counters after and before the round. 1 when no guess "
+            "is right. An answer's end in the middle of a step cuts off what it would have got. Absent as `spec_acceptance` is."
+        ),
+    ),
     "device_s_per_mtok": Definition(
         unit="device-s/Mtok",
         better="lower",

@@ -210,7 +210,7 @@ def test_an_unknown_preset_is_told_the_known_ones(tmp_path: Path, run: Any):
     with pytest.raises(BenchmarkError, match="'huge' is unknown") as caught:
         preset("huge")
     assert all(name in str(caught.value) for name in preset_names())
-    assert_misuse(run("--preset", "huge"), "ci, high_concurrency, long_context, mixed, planted_slowdown, small")
+    assert_misuse(run("--preset", "huge"), "ci, high_concurrency, long_context, mixed, planted_slowdown, small, speculative")
     assert not (tmp_path / "out").exists()
 
 

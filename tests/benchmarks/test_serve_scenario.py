@@ -23,6 +23,7 @@ BLOCK, BLOCKS, OUTPUT = 16, 128, 32
 # A token at a time: a round in which every answer came in one chunk would not count.
 SERVER = {
     "device": "cpu", "threads": 1, "block_size": BLOCK, "kv_blocks": BLOCKS, "max_batch_size": 4, "decode_round": 1,
+    "speculative": "ngram", "speculative_options": {"lookahead": 2},
 }  # fmt: skip
 WORKLOAD = {
     "arrivals": {"kind": "closed", "concurrency": 1},
@@ -74,6 +75,9 @@ def test_a_cold_round_counts_and_says_everything(run: Callable[..., Run], tmp_pa
     assert result.absent.keys() == {"kv_hit_rate_retries"}
     assert result.metrics["failed_requests"] == result.metrics["comm_share"] == 0
     assert 0 < result.metrics["mfu"] < 1
+    decoded, per_step = 5 * (OUTPUT - 1), result.metrics["spec_tokens_per_step"]
+    assert 1 <= per_step <= 1 + 2 and decoded / per_step == pytest.approx(round(decoded / per_step)), "steps are whole"
+    assert 0 <= result.metrics["spec_acceptance"] <= 1
     assert 0 < result.metrics["ttft_p50_s"] < result.metrics["e2e_p50_s"]
 
     samples = read_samples(tmp_path / result.samples)

@@ -95,3 +95,33 @@ def test_communication_that_nobody_counts_is_absent_and_not_zero(after: dict[str
 def test_no_step_no_share():
     counters = {waited("0", "all_reduce"): 1.0, "sagellm_step_seconds_total": 1.0}
     assert counter_metrics(counters, counters, tensor_parallel=2).absent["comm_share"] == "no engine step was made"
+
+
+def guessed(drafted: float, accepted: float, steps: float) -> dict[str, float]:
+    counted = {"drafted": drafted, "accepted": accepted}
+    found = {series("sagellm_speculative_tokens_total", kind=kind): value for kind, value in counted.items()}
+    return found | {
+        series("sagellm_speculative_sequence_steps_total", kind="all"): steps,
+        series("sagellm_speculative_sequence_steps_total", kind="guessed"): steps / 2,
+    }
+
+
+def test_guesses():
+    metrics, absent = counter_metrics(guessed(10, 4, 20), guessed(90, 64, 60))
+    assert metrics["spec_acceptance"] == 60 / 80 and metrics["spec_tokens_per_step"] == 1 + 60 / 40
+    assert not {"spec_acceptance", "spec_tokens_per_step"} & absent.keys()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tokens_per_step", "reasons"),
+    [
+        ({}, {}, None, ["no speculative strategy guesses"] * 2),
+        (guessed(3, 2, 5), guessed(3, 2, 9), 1.0, ["no guess was made"]),
+        (guessed(3, 2, 5), guessed(3, 2, 5), None, ["no guess was made", "no decode step was made"]),
+    ],
+)
+def test_guesses_that_nobody_made_are_absent(before: dict, after: dict, tokens_per_step: float | None, reasons: list[str]):
+    metrics, absent = counter_metrics(before, after)
+    assert metrics.get("spec_tokens_per_step") == tokens_per_step and "spec_acceptance" not in metrics
+    found = [why for name, why in absent.items() if name.startswith("spec_")]
+    assert len(found) == len(reasons) and all(want in why for want, why in zip(reasons, found, strict=True)), found
