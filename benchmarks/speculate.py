@@ -23,6 +23,9 @@ from benchmarks.contestants import Contestant, paired_ratio, summary
 from benchmarks.machine import describe
 from benchmarks.speculation.engine import NONE, build
 from benchmarks.speculation.texts import chain_prompts, demo_prompts
+from sagellm.accel.speculative.registry import find_strategy
+from sagellm.cli.plug_ins import read_options
+from sagellm.core.errors import SpeculationError
 
 STRATEGIES = ("ngram", "suffix", "dynamic:ngram", "dynamic:suffix", "draft")
 WORKS = {"demo": ("copy", "fresh", "random"), "0.5B": ("copy", "random")}
@@ -49,7 +52,7 @@ def main(
         raise click.BadParameter(f"{', '.join(sorted(unknown))}: no work of {model}; known are {', '.join(WORKS[model])}.")
     known = [name for name in STRATEGIES if model == "demo" or name != "draft"]
     names = [NONE, *(strategies.split(",") if strategies else known)]
-    given = json.loads(options)
+    given = _options(options, names)
     result: dict[str, Any] = {"model": model, "threads": threads, "rounds": rounds, "machine": describe(), "cells": []}
     with tempfile.TemporaryDirectory() as scratch:
         folder = _model(model, Path(scratch))
@@ -69,6 +72,21 @@ def main(
         out.write_text(json.dumps(result, indent=2) + "\n")
 
 
+def _options(text: str, names: list[str]) -> dict[str, dict[str, Any]]:
+    """By strategy. Raises click.UsageError: no JSON object of objects, or a name that is no strategy of this run."""
+    given = read_options(text, {"ngram": {"lookahead": 8}})
+    if unknown := sorted(set(given).difference(names)):
+        raise click.UsageError(f"--options names {', '.join(unknown)}; measured are {', '.join(names[1:])}.")
+    for name in names[1:]:
+        if not isinstance(given.setdefault(name, {}), dict):
+            raise click.UsageError(f"--options: {name} has {given[name]!r}; give an object of names and values.")
+        try:
+            find_strategy(name)
+        except SpeculationError as error:
+            raise click.UsageError(str(error)) from None
+    return given
+
+
 def _model(model: str, scratch: Path) -> Path:
     if model == "0.5B":
         from benchmarks.cpu_engine import write_half_billion
@@ -82,7 +100,7 @@ def _model(model: str, scratch: Path) -> Path:
 
 def _draft(model: str) -> Path:
     if model != "demo":
-        raise click.BadParameter(f'{model} has no draft model; name one: --options \'{{"draft": {{"model": "FOLDER"}}}}\'.')
+        raise click.UsageError(f'{model} has no draft model; name one: --options \'{{"draft": {{"model": "FOLDER"}}}}\'.')
     from sagellm.demo_model import DemoRecipe, ensure_demo_model
 
     return ensure_demo_model(recipe=DemoRecipe().draft())
