@@ -182,8 +182,13 @@ def _measure(given: dict[str, Any]) -> Any:
 
 
 def _describe(name: str) -> dict[str, Any]:
-    from sagellm.accel.speculative.registry import find_strategy
+    from sagellm.accel.speculative.registry import engine_method, find_strategy
 
+    if engine_method(name):
+        from sagellm.engines.lmdeploy.speculative.methods import OPTIONS
+
+        summary = "A method of LMDeploy's own engine, on a GPU: no strategy is asked."
+        return {"strategy": name, "options": dict.fromkeys(OPTIONS), "summary": summary, "class": None}
     kind = find_strategy(name)
     parameters = inspect.signature(kind).parameters.values()
     return {

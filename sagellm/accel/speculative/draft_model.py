@@ -46,7 +46,12 @@ class _Known:
 
 
 class DraftModelStrategy(SpeculativeStrategy):
-    """
+    """Asks a second model on the target's device, in the target's dtype, for its likeliest token, again and again.
+
+    A step costs as many passes of that model as the longest list of guesses has tokens, all sequences together. It holds keys
+    and values of its own, a block for each of the target's; those that the target brings back from the host tier, and those of
+    prefixes that it found in its cache, are computed anew.
+
     Args:
         model: folder of a model with the tokenizer of the target.
         lookahead: at most so many guesses for a sequence and step, 1 to 64.

@@ -138,11 +138,11 @@ class StepTimes:
             return self._table.step_s(num_sequences, extra / num_sequences)
         if not self.num_steps:
             return np.ones(len(extra))
-        base, _, slope = self._line(num_sequences)
+        base, slope = self._line(num_sequences)
         return base + slope * extra
 
-    def _line(self, num_sequences: int) -> tuple[float, float, float]:
-        """(seconds of a plain step, of a sequence, of a row). Rows that were never seen alone cost `DEFAULT_SLOPE`."""
+    def _line(self, num_sequences: int) -> tuple[float, float]:
+        """(seconds of a plain step, of a further row). Rows that were never seen alone cost `DEFAULT_SLOPE`."""
         n = float(num_sequences)
         cell = self._cells.get(_batch(num_sequences), {}).get(0)
         plain = cell.seconds if cell is not None else None
@@ -154,7 +154,7 @@ class StepTimes:
         sums = self._sums + BELIEF * DEFAULT_SLOPE * a_row
         constant, by_sequence, by_row = np.linalg.solve(moments + 1e-9 * np.trace(moments) * np.eye(3), sums)
         base = plain if plain is not None else max(constant + (by_sequence + by_row) * n, 1e-9)
-        return float(base), float(by_sequence), float(max(0.0, by_row))
+        return float(base), float(max(0.0, by_row))
 
 
 def _batch(num_sequences: int) -> int:

@@ -104,6 +104,7 @@ def test_the_installed_wheel_says_what_is_wrong():
         (dict(host_kv_blocks=4), "host_kv_blocks 4"),
         (dict(threads=2), "threads 2"),
         (dict(decode_round=4), "decode_round 4"),
+        (dict(speculative="ngram"), "speculative ngram: guesses are checked in steps of the PyTorch engine alone"),
         (dict(block_size=16), "block_size 16"),
     ],
 )
