@@ -110,8 +110,9 @@ def profile(out: Path, as_json: bool, **given: Any) -> None:
 @speculative.command()
 @click.argument("table", type=click.Path(path_type=Path))
 @click.option(
-    "--acceptance", type=click.FloatRange(0, 1), required=True, help="Chance that a guess is right, as /metrics reports it."
-)
+    "--acceptance", type=click.FloatRange(0, 1), required=True,
+    help="Chance that a guess is right where those before it were: accepted by drafted of place 1 in /metrics.",
+)  # fmt: skip
 @click.option("--target-ms", type=Finite(), help="Mean time between two tokens of a stream that is allowed [any].")
 @click.option("--batch", type=click.IntRange(1), help="Sequences in a step [whichever is best].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

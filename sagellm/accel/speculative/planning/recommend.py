@@ -45,7 +45,7 @@ def recommend(
         SpeculationError: a number out of range.
     """
     if not 0 <= acceptance <= 1:
-        raise SpeculationError(f"acceptance is {acceptance!r}; give a share from 0 to 1, as /metrics reports it.")
+        raise SpeculationError(f"acceptance is {acceptance!r}; give a share from 0 to 1, such as that of place 1 in /metrics.")
     if target_s is not None and not target_s > 0:
         raise SpeculationError(f"target_s is {target_s!r}; give seconds above 0, or leave it out.")
     if batch is not None and batch < 1:
