@@ -46,6 +46,7 @@ class Acceptance:
         self.filled = 1.0  # guesses that come, of those that are asked for
 
     def add(self, request_id: int, asked: int, num_drafted: int, num_accepted: int, step: int) -> None:
+        """A step, by its number, in which `asked` guesses of a request were wanted, 1 or more."""
         self.filled += 0.05 * (num_drafted / asked - self.filled)
         if not num_drafted:
             return

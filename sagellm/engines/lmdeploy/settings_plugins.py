@@ -6,7 +6,7 @@ from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.kv_tiers import check_tiers, tier_plugins
 from sagellm.engines.lmdeploy.speculative.methods import check_method
 
-__all__ = ["all_plugins", "check_settings_plugins"]
+__all__ = ["all_plugins", "check_settings_plugins", "speculative_spec"]
 
 STRATEGY = {
     "pytorch": "sagellm.scheduler_ir.strategy_plugin:StrategyPlugin",

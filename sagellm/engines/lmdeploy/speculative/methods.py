@@ -8,7 +8,7 @@ from sagellm.accel.speculative.registry import engine_method
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import SpeculationError
 
-__all__ = ["check_method", "speculative_config"]
+__all__ = ["OPTIONS", "check_method", "speculative_config"]
 
 OPTIONS = ("model", "num_speculative_tokens")
 # The draft heads of DeepSeek's models are in their own weights.
