@@ -16,7 +16,7 @@ def test_it_names_every_file_and_strategy():
     files = {*(ROOT / "accel").rglob("*.py"), *(ROOT / "engines" / "lmdeploy" / "speculative").glob("*.py")}
     names = {file.name for file in files} - {"__init__.py"}
     assert len(names) > 25 and not {name for name in names if not re.search(rf"[`/]{re.escape(name)}`", TEXT)}
-    assert not [name for name in strategy_names() if f"`{name}" not in TEXT]
+    assert not [name for name in strategy_names() if not re.search(rf"\| .*`{name}[`:]", TEXT)]
 
 
 def test_its_strategy_keeps_to_the_contract():
