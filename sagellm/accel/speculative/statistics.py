@@ -22,6 +22,8 @@ class Statistics:
         self.num_sequences += len(outcome.verdicts)
         self.propose_s += outcome.propose_s
         self.step_s += outcome.step_s
+        if outcome.num_rows == len(outcome.verdicts):
+            return  # nobody guessed
         for _, num_drafted, num_accepted in outcome.verdicts:
             self.num_guessed += num_drafted > 0
             if num_drafted > len(self.drafted_at):

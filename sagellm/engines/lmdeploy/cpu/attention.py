@@ -22,8 +22,8 @@ class Span:
     """Where one sequence of the batch stands.
 
     `rows`: its tokens among the step's queries. `num_kv`: tokens in the cache after this step. `first_slot`: the slot of
-    token 0 if all its blocks are adjacent, else -1. `slots`: [num_kv] int64, filled only when they are not. `masks`: by window,
-    made by the first layer that needs one.
+    token 0 if all its blocks are adjacent, else -1. `slots`: [num_kv] int64, filled only when they are not. `masks`: made
+    by the first layer that needs one; of few queries `few`, by window and heads that share a key head.
     """
 
     rows: slice
@@ -31,6 +31,7 @@ class Span:
     first_slot: int
     slots: torch.Tensor | None = None
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    few: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -40,7 +41,7 @@ class DecodeBatch:
     `slots`: [B * L] int64; padding repeats a slot of the same sequence, since a slot that was never written may hold NaN,
     which no mask hides. `mask`: [B, 1, Q, L] in the cache's dtype, 0 where a query may look and -inf elsewhere. Where Q is not
     1, `queries`: [B * Q] int64, rows of the step, the last one of a sequence repeated for those that it lacks; `rows`: [rows]
-    int64, where each row of the step stands among them.
+    int64, where each row of the step stands among them; `masks`: by number of heads that share a key head, each row as often.
     """
 
     size: int
@@ -48,6 +49,7 @@ class DecodeBatch:
     mask: torch.Tensor
     queries: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 # Beyond this many padded tokens the copy costs more than the calls that it saves.
@@ -174,7 +176,10 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
     def _attend(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
         if span.num_kv == 0:
             return query.new_zeros(*query.shape[:-1], self.v_head_size)
-        attend = self._decode if query.shape[0] == 1 else self._prefill
+        num_queries = query.shape[0]
+        if num_queries == 1:
+            return self._decode(query, k_slots, v_slots, span)
+        attend = self._few if num_queries <= MAX_QUERIES and span.num_kv > num_queries else self._prefill
         return attend(query, k_slots, v_slots, span)
 
     def _decode_all(self, query, k_slots, v_slots, batch: DecodeBatch) -> torch.Tensor:
@@ -184,11 +189,12 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
             for slots in (k_slots, v_slots)
         )
         if batch.queries is not None:
-            queries = query.index_select(0, batch.queries).unflatten(0, (batch.size, -1)).transpose(1, 2)
-            out = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=batch.mask, scale=self.scale, enable_gqa=self.num_heads != self.num_kv_heads
-            )
-            return out.transpose(1, 2).flatten(0, 1).index_select(0, batch.rows)
+            share = self.num_heads // self.num_kv_heads
+            if (mask := batch.masks.get(share)) is None:
+                mask = batch.masks[share] = batch.mask.repeat_interleave(share, 2)
+            queries = query.index_select(0, batch.queries).unflatten(0, (batch.size, -1))
+            out = F.scaled_dot_product_attention(self._grouped(queries), keys, values, attn_mask=mask, scale=self.scale)
+            return self._ungrouped(out).flatten(0, 1).index_select(0, batch.rows)
         grouped = query.reshape(batch.size, self.num_kv_heads, -1, self.head_size)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.mask, scale=self.scale)
         return out.reshape(batch.size, self.num_heads, self.v_head_size)
@@ -200,6 +206,28 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         grouped = query.reshape(1, self.num_kv_heads, -1, self.head_size)
         out = F.scaled_dot_product_attention(grouped, keys, values, scale=self.scale)
         return out.reshape(1, self.num_heads, self.v_head_size)
+
+    def _few(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
+        """A few queries behind a past, as guesses are: as in `_decode`, a key head is read once for all heads that share it."""
+        q_len, share = query.shape[0], self.num_heads // self.num_kv_heads
+        past = span.num_kv - q_len
+        first = 0 if self._window is None else max(0, past + 1 - self._window)
+        if (mask := span.few.get((self._window, share))) is None:
+            seen = self._mask(span, q_len, past - first).repeat_interleave(share, 0)
+            mask = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
+            span.few[self._window, share] = mask
+        keys, values = _read(k_slots, span, first), _read(v_slots, span, first)
+        out = F.scaled_dot_product_attention(self._grouped(query[None]), keys, values, attn_mask=mask, scale=self.scale)
+        return self._ungrouped(out)[0]
+
+    def _grouped(self, queries: torch.Tensor) -> torch.Tensor:
+        """[B, Q, heads, dim] to [B, kv_heads, Q * share, dim]."""
+        return queries.unflatten(2, (self.num_kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+
+    def _ungrouped(self, out: torch.Tensor) -> torch.Tensor:
+        """The way back."""
+        share = self.num_heads // self.num_kv_heads
+        return out.unflatten(2, (-1, share)).transpose(1, 2).flatten(2, 3)
 
     def _prefill(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
         """Many queries; what a prefix hit or an earlier chunk left in the cache comes before them."""

@@ -5,7 +5,7 @@ from lmdeploy.pytorch.nn.linear.base import LinearBase
 from torch import nn
 
 from sagellm.engines.lmdeploy.cpu.activation import CpuSiluAndMulImpl
-from sagellm.engines.lmdeploy.cpu.linear import CpuLinearImpl, GatedLinear, can_pack, pack
+from sagellm.engines.lmdeploy.cpu.linear import CpuLinearImpl, GatedLinear, can_pack, can_pack_too, pack
 
 
 class EagerRunner(GraphRunner):
@@ -27,6 +27,8 @@ def optimize(model: nn.Module) -> None:
         if isinstance(module, LinearBase) and isinstance(getattr(module, "impl", None), CpuLinearImpl):
             if can_pack(module.weight):
                 module.weight = nn.Parameter(pack(module.weight), requires_grad=False)
+            elif can_pack_too(module.weight):
+                module.impl.packed = pack(module.weight)
 
 
 def _fuse_gate(block: nn.Module) -> None:

@@ -44,8 +44,7 @@ class Speculation:
 
     def give_back(self, running: list[Any]) -> None:
         """These have left the device."""
-        for seq in running:
-            self._reserve.give_back(seq)
+        self._reserve.give_back(running)
 
     def told(self, result: StepResult, running: list[Any]) -> StepResult:
         """What a decode step really gave: several tokens to some."""

@@ -64,7 +64,12 @@ class SpecAgentStrategy(ARModelAgentStrategy):
         self, model_inputs: Any, sampling_inputs: Any, next_token_ids: torch.Tensor, model_metas: Any, extra_inputs: Any,
         **kwargs: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """The next decode step of a round: `next_token_ids` is [sequences, longest], padded with -1."""
+        """The next decode step of a round: `next_token_ids` is [sequences, longest], padded with -1, behind a step with
+        guesses."""
+        if next_token_ids.dim() == 1:
+            return super().update_inputs_for_next_step(
+                model_inputs, sampling_inputs, next_token_ids, model_metas, extra_inputs, **kwargs
+            )
         counts = (next_token_ids >= 0).sum(1)
         last = next_token_ids.gather(1, counts[:, None] - 1)
         model_inputs.model_metas = model_metas
@@ -98,32 +103,37 @@ class SpecSequenceStrategy(ARSequenceStrategy):
     """A step gives a sequence several tokens, of which all but the last have their keys and values."""
 
     def update_running(self, running: list[Any], batched_outputs: Any, is_decoding: bool) -> None:
-        stopped, stop_pos = batched_outputs.stopped.tolist(), batched_outputs.stop_pos.tolist()
-        metas = batched_outputs.model_metas or [None] * len(running)
-        drafted = batched_outputs.extra_outputs.num_drafted.tolist()
-        table = batched_outputs.next_token_ids.numpy()
-        experts = batched_outputs.all_routed_experts
-        if experts is not None:  # such a step has no guesses in it
-            experts = experts.split([1 if is_decoding else seq.num_token_ids for seq in running])
-        for number, seq in enumerate(running):
-            tokens = table[number]
-            tokens = tokens[tokens >= 0]
-            if stopped[number]:
-                tokens = tokens[: stop_pos[number] + 1]
-            seq.sage_step = drafted[number], len(tokens)
-            if seq.status != MessageStatus.LOCKED:
-                seq.sage_known = -1  # the agent has its tokens of this step too, which are nobody's
-                continue
-            if experts is not None and seq.return_routed_experts:
-                seq.all_routed_experts.append(experts[number].numpy())
-            seq.history_cache.append(tokens)
-            seq._num_history_ids += seq._num_token_ids + len(tokens) - 1
-            seq._num_token_ids = 1
-            seq.num_new_tokens += len(tokens)
-            seq.sage_known = seq.num_valid_ids
-            num_drafted, num_accepted = getattr(seq, "sage_guesses", (0, 0))
-            seq.sage_guesses = num_drafted + drafted[number], num_accepted + min(len(tokens) - 1, drafted[number])
-            if metas[number] is not None:
-                seq.model_meta = metas[number]
-            if stopped[number]:
-                seq.status = MessageStatus.TO_BE_MIGRATED if seq.preserve_cache else MessageStatus.STOPPED
+        is_run = [seq.status == MessageStatus.LOCKED for seq in running]
+        drafted = batched_outputs.extra_outputs.num_drafted
+        if drafted is None:
+            super().update_running(running, batched_outputs, is_decoding)
+            for seq in running:
+                seq.sage_step = 0, 1
+        else:
+            _append(running, is_run, batched_outputs, drafted.tolist())
+        for seq, has_run in zip(running, is_run, strict=True):
+            # Of one that does not run any more the agent has its tokens of this step too, which are nobody's.
+            seq.sage_known = seq.num_valid_ids if has_run else -1
+
+
+def _append(running: list[Any], is_run: list[bool], outputs: Any, drafted: list[int]) -> None:
+    """What a decode step with guesses gave. LMDeploy's own way believes that it computed all tokens but the last, before."""
+    stopped, stop_pos = outputs.stopped.tolist(), outputs.stop_pos.tolist()
+    metas = outputs.model_metas or [None] * len(running)
+    table = outputs.next_token_ids.numpy()
+    counts = (table >= 0).sum(1).tolist()
+    for number, seq in enumerate(running):
+        count = stop_pos[number] + 1 if stopped[number] else counts[number]
+        seq.sage_step = drafted[number], count
+        if not is_run[number]:
+            continue
+        seq.history_cache.append(table[number, :count])
+        seq._num_history_ids += seq._num_token_ids + count - 1
+        seq._num_token_ids = 1
+        seq.num_new_tokens += count
+        num_drafted, num_accepted = getattr(seq, "sage_guesses", (0, 0))
+        seq.sage_guesses = num_drafted + drafted[number], num_accepted + min(count - 1, drafted[number])
+        if metas[number] is not None:
+            seq.model_meta = metas[number]
+        if stopped[number]:
+            seq.status = MessageStatus.TO_BE_MIGRATED if seq.preserve_cache else MessageStatus.STOPPED

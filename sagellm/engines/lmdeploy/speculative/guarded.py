@@ -58,6 +58,16 @@ class GuardedStrategy:
             return f"{method}: {_text_of(error)}"
         return ""
 
+    def accept(self, told: Sequence[tuple[int, tuple[int, ...]]]) -> list[tuple[int, str]]:
+        """Requests and their new tokens; returns with whom it did what wrong."""
+        faults, strategy = [], self.strategy
+        for request, tokens in told:
+            try:
+                strategy.accept(request, tokens)
+            except RAISED as error:
+                faults.append((request, f"accept: {_text_of(error)}"))
+        return faults
+
     def propose(self, asks: Sequence[Ask]) -> list[tuple[list[int], str]]:
         """For each ask its guesses, and what is wrong with them; then there are none."""
         answers, why = self._propose(asks)

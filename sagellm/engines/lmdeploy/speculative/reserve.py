@@ -1,6 +1,6 @@
 """KV blocks for guesses: taken where there is plenty, and given back as soon as the guesses are judged."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 __all__ = ["Reserve"]
@@ -27,16 +27,19 @@ class Reserve:
         scheduler = self._scheduler
         size = scheduler.cache_config.block_size
         most = needed + extra
-        num_lacking = sum([max(0, -(-(seq.num_all_ids + most) // size) - seq.num_blocks) for seq in scheduler.running])
+        num_lacking = 0
+        for seq in scheduler.running:
+            lacking = -(-(seq.num_all_ids + most) // size) - len(seq.logical_blocks)
+            if lacking > 0:
+                num_lacking += lacking
         return most if num_lacking < scheduler.block_manager.get_num_free_gpu_blocks() else needed
 
-    def give_back(self, seq: Any) -> int:
-        """Free the blocks behind the last token of a sequence that is not on the device; returns how many."""
-        blocks = seq.logical_blocks
-        keep = -(-seq.num_valid_ids // seq.block_size)
-        num = len(blocks) - keep
-        if num <= 0:
-            return 0
-        self._scheduler.block_manager.allocator.free(blocks.get_real_blocks()[keep:].copy())
-        blocks.resize(keep)
-        return num
+    def give_back(self, running: Iterable[Any]) -> None:
+        """Free the blocks behind the last token of sequences that are not on the device."""
+        size = self._scheduler.cache_config.block_size
+        for seq in running:
+            blocks = seq.logical_blocks
+            if len(blocks) * size >= seq.num_valid_ids + size:
+                keep = -(-seq.num_valid_ids // size)
+                self._scheduler.block_manager.allocator.free(blocks.get_real_blocks()[keep:].copy())
+                blocks.resize(keep)

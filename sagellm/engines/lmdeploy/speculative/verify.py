@@ -9,6 +9,12 @@ import torch
 __all__ = ["accepted", "sampling_rows", "up_to_stop", "with_tails"]
 
 
+PER_ROW = (
+    "temperature", "bad_words", "bad_mask", "stop_words", "stop_mask", "repetition_penalty", "top_k", "top_p", "min_p",
+    "random_seeds",
+)  # fmt: skip
+
+
 def accepted(drafts: Sequence[Sequence[int]], sampled: Sequence[int]) -> list[list[int]]:
     """The tokens that each sequence gets.
 
@@ -48,24 +54,26 @@ def sampling_rows(inputs: Any, drafts: Sequence[Sequence[int]]) -> Any:
     sequence would have drawn there without guesses.
     """
     index = [number for number, guesses in enumerate(drafts) for _ in range(len(guesses) + 1)]
-    offset = torch.tensor([place for guesses in drafts for place in range(len(guesses) + 1)])
-    rows = torch.tensor(index)
     changed: dict[str, Any] = {}
-    for name in ("temperature", "bad_words", "bad_mask", "stop_words", "stop_mask", "repetition_penalty", "top_k", "top_p",
-                 "min_p", "random_seeds"):  # fmt: skip
-        value = getattr(inputs, name)
-        if value is not None:
-            changed[name] = value.index_select(0, rows.to(value.device))
-    if inputs.random_offsets is not None:
-        changed["random_offsets"] = _plus(inputs.random_offsets, rows, offset)
-    if inputs.num_ignore_eos is not None:
-        changed["num_ignore_eos"] = _plus(inputs.num_ignore_eos, rows, -offset)
-    if inputs.all_ids is not None:
-        changed["all_ids"] = _texts(inputs.all_ids, rows, drafts)
     for name in ("response_formats", "logits_processors", "session_ctx"):
         value = getattr(inputs, name)
         if value:
-            changed[name] = type(value)(value[number] for number in index)
+            changed[name] = type(value)([value[number] for number in index])
+    per_row = [name for name in PER_ROW if getattr(inputs, name) is not None]
+    if per_row or inputs.random_offsets is not None or inputs.all_ids is not None:
+        rows = torch.tensor(index)
+        offset = torch.tensor([place for guesses in drafts for place in range(len(guesses) + 1)])
+        for name in per_row:
+            value = getattr(inputs, name)
+            changed[name] = value.index_select(0, rows.to(value.device))
+        if inputs.random_offsets is not None:
+            changed["random_offsets"] = _plus(inputs.random_offsets, rows, offset)
+        if inputs.num_ignore_eos is not None:
+            changed["num_ignore_eos"] = _plus(inputs.num_ignore_eos, rows, -offset)
+        if inputs.all_ids is not None:
+            changed["all_ids"] = _texts(inputs.all_ids, rows, drafts)
+    else:  # greedy, and no stop words: who samples looks at no tensor, also at none of these
+        changed["num_ignore_eos"] = None
     return replace(inputs, batch_size=len(index), **changed)
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from sagellm.engines.lmdeploy.cpu.activation import CpuSiluAndMulImpl
-from sagellm.engines.lmdeploy.cpu.linear import CpuLinearImpl, GatedLinear, can_pack, pack
+from sagellm.engines.lmdeploy.cpu.linear import MIN_ROWS, CpuLinearImpl, GatedLinear, can_pack, can_pack_too, pack
 from sagellm.engines.lmdeploy.cpu.norm import CpuRMSNormImpl
 from sagellm.engines.lmdeploy.cpu.rotary import CpuApplyRotaryEmbImpl, _joined
 from sagellm.engines.lmdeploy.cpu.sampling import CpuMultinomialSamplingImpl, _uniform
@@ -75,11 +75,19 @@ def test_linear(bias, dtype, tokens):
     assert can_pack(weight) == (dtype is torch.bfloat16 and torch.backends.mkldnn.is_available())
     ready = pack(weight.clone()) if can_pack(weight) else weight
     assert ready.is_mkldnn == can_pack(weight) and not can_pack(ready)
-    out = CpuLinearImpl().forward(x, ready, b)
+    layer = CpuLinearImpl()
+    out = layer.forward(x, ready, b)
     assert out.shape == (2, tokens, 48) and out.dtype is dtype
     torch.testing.assert_close(out, F.linear(x, weight, b))
     exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-4 if dtype is torch.float32 else 0.2)
+    assert can_pack_too(weight) == (dtype is torch.float32 and torch.backends.mkldnn.is_available())
+    if can_pack_too(weight):
+        layer.packed = pack(weight + 1)  # another weight, to see which is read
+        shift = x.sum(-1, keepdim=True) if 2 * tokens >= MIN_ROWS else 0
+        torch.testing.assert_close(layer.forward(x, weight, b), out + shift, rtol=1e-4, atol=1e-4)
+        layer.update_weights(weight, b)
+        torch.testing.assert_close(layer.forward(x, weight, b), out)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
