@@ -104,24 +104,26 @@ class SpecSequenceStrategy(ARSequenceStrategy):
 
     def update_running(self, running: list[Any], batched_outputs: Any, is_decoding: bool) -> None:
         is_run = [seq.status == MessageStatus.LOCKED for seq in running]
-        drafted = batched_outputs.extra_outputs.num_drafted
-        if drafted is None:
+        if is_decoding and batched_outputs.all_routed_experts is None:
+            _append(running, is_run, batched_outputs)
+        else:
             super().update_running(running, batched_outputs, is_decoding)
             for seq in running:
                 seq.sage_step = 0, 1
-        else:
-            _append(running, is_run, batched_outputs, drafted.tolist())
         for seq, has_run in zip(running, is_run, strict=True):
             # Of one that does not run any more the agent has its tokens of this step too, which are nobody's.
             seq.sage_known = seq.num_valid_ids if has_run else -1
 
 
-def _append(running: list[Any], is_run: list[bool], outputs: Any, drafted: list[int]) -> None:
-    """What a decode step with guesses gave. LMDeploy's own way believes that it computed all tokens but the last, before."""
-    stopped, stop_pos = outputs.stopped.tolist(), outputs.stop_pos.tolist()
+def _append(running: list[Any], is_run: list[bool], outputs: Any) -> None:
+    """What a decode step gave. LMDeploy's own way believes that all tokens but the last were there before."""
+    stopped, stop_pos, table = outputs.stopped.tolist(), outputs.stop_pos.tolist(), outputs.next_token_ids.numpy()
     metas = outputs.model_metas or [None] * len(running)
-    table = outputs.next_token_ids.numpy()
-    counts = (table >= 0).sum(1).tolist()
+    drafted = outputs.extra_outputs.num_drafted
+    if drafted is None:
+        table, counts, drafted = table[:, None], [1] * len(running), [0] * len(running)
+    else:
+        counts, drafted = (table >= 0).sum(1).tolist(), drafted.tolist()
     for number, seq in enumerate(running):
         count = stop_pos[number] + 1 if stopped[number] else counts[number]
         seq.sage_step = drafted[number], count
@@ -131,8 +133,9 @@ def _append(running: list[Any], is_run: list[bool], outputs: Any, drafted: list[
         seq._num_history_ids += seq._num_token_ids + count - 1
         seq._num_token_ids = 1
         seq.num_new_tokens += count
-        num_drafted, num_accepted = getattr(seq, "sage_guesses", (0, 0))
-        seq.sage_guesses = num_drafted + drafted[number], num_accepted + min(count - 1, drafted[number])
+        if drafted[number]:
+            num_drafted, num_accepted = getattr(seq, "sage_guesses", (0, 0))
+            seq.sage_guesses = num_drafted + drafted[number], num_accepted + min(count - 1, drafted[number])
         if metas[number] is not None:
             seq.model_meta = metas[number]
         if stopped[number]:
