@@ -1,11 +1,12 @@
 """The model runner of the CPU device: eager, over a model whose weights were put in order once."""
 
+import torch
 from lmdeploy.pytorch.backends.graph_runner import GraphRunner
 from lmdeploy.pytorch.nn.linear.base import LinearBase
 from torch import nn
 
 from sagellm.engines.lmdeploy.cpu.activation import CpuSiluAndMulImpl
-from sagellm.engines.lmdeploy.cpu.linear import CpuLinearImpl, GatedLinear, can_pack, can_pack_too, pack
+from sagellm.engines.lmdeploy.cpu.linear import CpuLinearImpl, GatedLinear, can_pack, pack
 
 
 class EagerRunner(GraphRunner):
@@ -27,8 +28,6 @@ def optimize(model: nn.Module) -> None:
         if isinstance(module, LinearBase) and isinstance(getattr(module, "impl", None), CpuLinearImpl):
             if can_pack(module.weight):
                 module.weight = nn.Parameter(pack(module.weight), requires_grad=False)
-            elif can_pack_too(module.weight):
-                module.impl.packed = pack(module.weight)
 
 
 def _fuse_gate(block: nn.Module) -> None:
@@ -39,6 +38,8 @@ def _fuse_gate(block: nn.Module) -> None:
     if not isinstance(getattr(activation, "impl", None), CpuSiluAndMulImpl):
         return
     if merged.bias is not None or len(merged.lora_adapters) or not can_pack(merged.weight):
+        return
+    if merged.weight.dtype != torch.bfloat16:  # in float32 a second product costs more than what is saved
         return
     gate, up = merged.weight.detach().chunk(2, 0)
     block.gate_up_proj = GatedLinear(gate, up)

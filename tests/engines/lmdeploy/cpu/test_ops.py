@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from sagellm.engines.lmdeploy.cpu.activation import CpuSiluAndMulImpl
-from sagellm.engines.lmdeploy.cpu.linear import MIN_ROWS, CpuLinearImpl, GatedLinear, can_pack, can_pack_too, pack
+from sagellm.engines.lmdeploy.cpu.linear import CpuLinearImpl, GatedLinear, can_pack, pack
 from sagellm.engines.lmdeploy.cpu.norm import CpuRMSNormImpl
 from sagellm.engines.lmdeploy.cpu.rotary import CpuApplyRotaryEmbImpl, _joined
 from sagellm.engines.lmdeploy.cpu.sampling import CpuMultinomialSamplingImpl, _uniform
@@ -72,22 +72,14 @@ def test_rotary(layout, inplace):
 def test_linear(bias, dtype, tokens):
     x, weight = torch.randn(2, tokens, 64, dtype=dtype), torch.randn(48, 64, dtype=dtype)
     b = torch.randn(48, dtype=dtype) if bias else None
-    assert can_pack(weight) == (dtype is torch.bfloat16 and torch.backends.mkldnn.is_available())
+    assert can_pack(weight) == torch.backends.mkldnn.is_available() and not can_pack(weight.half())
     ready = pack(weight.clone()) if can_pack(weight) else weight
     assert ready.is_mkldnn == can_pack(weight) and not can_pack(ready)
-    layer = CpuLinearImpl()
-    out = layer.forward(x, ready, b)
+    out = CpuLinearImpl().forward(x, ready, b)
     assert out.shape == (2, tokens, 48) and out.dtype is dtype
     torch.testing.assert_close(out, F.linear(x, weight, b))
     exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-4 if dtype is torch.float32 else 0.2)
-    assert can_pack_too(weight) == (dtype is torch.float32 and torch.backends.mkldnn.is_available())
-    if can_pack_too(weight):
-        layer.packed = pack(weight + 1)  # another weight, to see which is read
-        shift = x.sum(-1, keepdim=True) if 2 * tokens >= MIN_ROWS else 0
-        torch.testing.assert_close(layer.forward(x, weight, b), out + shift, rtol=1e-4, atol=1e-4)
-        layer.update_weights(weight, b)
-        torch.testing.assert_close(layer.forward(x, weight, b), out)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
