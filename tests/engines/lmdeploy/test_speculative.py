@@ -312,21 +312,32 @@ def test_a_bad_strategy_stops_nobody(start_engine, reference, kind, caplog):
 
 
 class Free(Knowing):
-    """Answers in forms that a list of whole numbers may have, and changes its mind on how many guesses there may be."""
+    """Answers in forms that a list of whole numbers may have, and changes its mind on how many guesses there may be: also
+    none, for two steps."""
 
     name = "free"
+    silent = 0
 
     def propose(self, asks):
-        self.lookahead = np.int64(1 + (self.lookahead + 3) % 9)
+        self.lookahead = np.int64((self.lookahead + 5) % 9)
         return (np.array(guesses, np.int32) for guesses in super().propose(asks))
 
+    def step_done(self, outcome):
+        if not self.lookahead and outcome.num_rows == len(outcome.verdicts):
+            self.silent += 1
+            self.lookahead = 5 * (self.silent % 2 == 0)
 
-def test_what_may_be_answered(start_engine, reference):
+
+@pytest.mark.parametrize("decode_round", [1, 4])
+def test_what_may_be_answered(start_engine, reference, decode_round):
     tell(CROWD[:4], reference(CROWD[:4], NEW))
-    engine = start_engine(kv_blocks=120, speculative=HERE + "Free", speculative_options={"wrong": 0.05})
-    assert tokens_of(ask(engine, CROWD[:4])) == reference(CROWD[:4], NEW)
+    settings = dict(kv_blocks=120, decode_round=decode_round)
+    engine = start_engine(speculative=HERE + "Free", speculative_options={"wrong": 0.05}, **settings)
+    for _ in range(2):
+        assert tokens_of(ask(engine, CROWD[:4])) == reference(CROWD[:4], NEW)
     report = counts(engine)
     assert len(report["drafted_at"]) > 4 and report["accepted"] > 10
+    assert engine.engine.executor.model_agent.agent_strategy.speculator.strategy.silent > 4
 
 
 def test_rows_keep_the_ends_of_texts():
