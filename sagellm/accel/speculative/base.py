@@ -111,6 +111,8 @@ class SpeculativeStrategy(ABC):
     again, and the request goes on without guesses.
 
     Attributes:
+        joins: whether `accept` may come late, before `propose` or `end` of the request, with what several steps gave it. Who
+            wraps it saves time so while he asks for no guesses.
         models: folders that `bind` loads beside the target; they are checked and counted before anything is loaded. Whoever
             wraps another strategy gives on the other's.
 
@@ -122,6 +124,7 @@ class SpeculativeStrategy(ABC):
     """
 
     name: ClassVar[str]
+    joins: ClassVar[bool] = False
     models: tuple[Path, ...] = ()
 
     def __init__(self, lookahead: int = 4) -> None:

@@ -61,6 +61,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         self.budget = float(budget)
         self.times = StepTimes(_table(table))
         self.acceptance = Acceptance(self.most)
+        self._late: dict[int, list[int]] = {}  # what the wrapped one has not heard of yet, by request
         self._asked: dict[int, int] = {}  # of the step that runs: request -> guesses
         self._mode = ""
         self._num_sequences = 0  # of the latest step
@@ -79,14 +80,24 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         self.wrapped.bind(target)
 
     def begin(self, request_id: int, tokens: np.ndarray) -> None:
+        self._late.pop(request_id, None)  # `tokens` are all of them
         self.wrapped.begin(request_id, tokens)
 
     def accept(self, request_id: int, tokens: Sequence[int]) -> None:
-        self.wrapped.accept(request_id, tokens)
+        if self._pause_left and self.wrapped.joins:
+            self._late.setdefault(request_id, []).extend(tokens)
+        else:
+            self.wrapped.accept(request_id, tokens)
 
     def end(self, request_id: int) -> None:
         self.acceptance.forget(request_id)
+        self._tell_late([request_id])
         self.wrapped.end(request_id)
+
+    def _tell_late(self, requests: Sequence[int]) -> None:
+        for request in requests:
+            if late := self._late.pop(request, None):
+                self.wrapped.accept(request, late)
 
     # ---- a step
 
@@ -132,6 +143,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
             self._pause_left -= 1
             if not self._pause_left:
                 self.acceptance.doubt()
+                self._tell_late(list(self._late))
         self.lookahead = 0 if self._pause_left else self.most
         self.wrapped.step_done(outcome)
 

@@ -32,6 +32,7 @@ class NgramStrategy(SpeculativeStrategy):
     """
 
     name = "ngram"
+    joins = True
 
     def __init__(self, lookahead: int = 4, min_n: int = 1, max_n: int = 4, reference: bool = False) -> None:
         super().__init__(lookahead)

@@ -44,6 +44,7 @@ class SuffixStrategy(SpeculativeStrategy):
     """
 
     name = "suffix"
+    joins = True
 
     def __init__(
         self, lookahead: int = 8, max_depth: int = 32, min_probability: float = 0.2, max_tokens: int = 100_000,

@@ -80,6 +80,40 @@ def test_silence_asks_nobody_and_pauses_grow():
     assert len(accepts) == 600 * 16  # nothing is kept from the wrapped one
 
 
+class Counting(Guesser):
+    """Notes how much of each request it knew when it was asked, and when the request ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.at = {}, []
+
+    def accept(self, request_id, tokens):
+        super().accept(request_id, tokens)
+        self.known[request_id] = self.known.get(request_id, 0) + len(tokens)
+
+    def end(self, request_id):
+        self.at.append((request_id, self.known[request_id]))
+
+    def propose(self, asks):
+        self.at += [(ask.request_id, self.known.get(ask.request_id, 0)) for ask in asks]
+        return super().propose(asks)
+
+
+class Joining(Counting):
+    joins = True
+
+
+def test_one_that_joins_is_told_late_but_in_time():
+    found = []
+    for wrapped in (Counting(), Joining()):
+        strategy = DynamicLookaheadStrategy(wrapped)
+        Simulation(strategy, between, lambda step, request: 0.0, batch=16).run(600)
+        found.append((wrapped.at, sum(told[0] == "accept" for told in wrapped.told)))
+    (at, num_told), (at_late, num_late) = found
+    assert at_late == at and len(at) > 60
+    assert num_late < 0.3 * num_told
+
+
 def test_a_request_whose_guesses_fail_gets_fewer():
     simulation = Simulation(
         dynamic(), memory_bound, lambda step, request: 0.95 if request % 2 else 0.0, batch=4, answer=500, seed=3

@@ -66,13 +66,14 @@ def extra_inputs_of(seqs: list[Any]) -> SpecExtraInputs:
     """
     made = SpecExtraInputs(seqs[0].block_size)
     for number, seq in enumerate(seqs):
-        param = seq.sampling_param
+        if seq.num_token_ids != 1 or getattr(seq, "sage_known", -1) != seq.num_valid_ids:
+            param = seq.sampling_param
+            made.news[number] = _news_of(seq, param)
+            seq.sage_is_counted = param.out_logits or param.return_routed_experts
         made.request_ids.append(seq.session_id)
         made.num_blocks.append(len(seq.logical_blocks))
-        if param.out_logits or param.return_routed_experts:
+        if seq.sage_is_counted:
             made.is_counted = True
-        if seq.num_token_ids != 1 or getattr(seq, "sage_known", -1) != seq.num_valid_ids:
-            made.news[number] = _news_of(seq, param)
     return made
 
 

@@ -32,14 +32,20 @@ class Reserve:
             lacking = -(-(seq.num_all_ids + most) // size) - len(seq.logical_blocks)
             if lacking > 0:
                 num_lacking += lacking
-        return most if num_lacking < scheduler.block_manager.get_num_free_gpu_blocks() else needed
+        if num_lacking >= scheduler.block_manager.get_num_free_gpu_blocks():
+            return needed
+        for seq in scheduler.running:
+            seq.sage_lent = True
+        return most
 
     def give_back(self, running: Iterable[Any]) -> None:
         """Free the blocks behind the last token of sequences that are not on the device."""
         size = self._scheduler.cache_config.block_size
         for seq in running:
-            blocks = seq.logical_blocks
-            if len(blocks) * size >= seq.num_valid_ids + size:
-                keep = -(-seq.num_valid_ids // size)
+            if not getattr(seq, "sage_lent", False):
+                continue
+            seq.sage_lent = False
+            blocks, keep = seq.logical_blocks, -(-seq.num_valid_ids // size)
+            if len(blocks) > keep:
                 self._scheduler.block_manager.allocator.free(blocks.get_real_blocks()[keep:].copy())
                 blocks.resize(keep)
