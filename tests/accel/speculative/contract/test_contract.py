@@ -182,8 +182,10 @@ class LeavesRejectedKeys(SpecAgentStrategy):
     """The next step of a round comes behind all that was guessed, not behind what was right."""
 
     def update_inputs_for_next_step(self, model_inputs, sampling_inputs, next_token_ids, **kwargs):
-        drafted = self.speculator.num_drafted() + 1 - (next_token_ids >= 0).sum(1)
         model_inputs, extra = super().update_inputs_for_next_step(model_inputs, sampling_inputs, next_token_ids, **kwargs)
+        if not self.speculator.is_verifying:
+            return model_inputs, extra
+        drafted = self.speculator.num_drafted() + 1 - (next_token_ids >= 0).sum(1)
         model_inputs.history_lengths = model_inputs.history_lengths + drafted
         model_inputs.max_kv_seqlen += int(drafted.max())
         model_inputs.sum_kv_seqlen += int(drafted.sum())
