@@ -40,9 +40,3 @@ def test_guesses_in_the_server(launch):
     assert bad.status_code == 400 and "true or false" in bad.text
     generate(server)
     server.end()
-
-
-def test_a_strategy_that_nobody_knows(launch):
-    server = launch("--speculative", "nonsense")
-    server.end(None, code=2)
-    assert "known are: ngram" in server.stderr

@@ -102,6 +102,11 @@ def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
         (["--kv-policy", "lru", "--no-prefix-caching"], ["prefix_caching is off"]),
         (["--kv-disk", "/no/such/disk"], ["/no/such/disk", "give --host-kv-blocks"]),
         (["--kv-policy-options", "{"], ["--kv-policy-options", "is not JSON"]),
+        (["--strategy", "nonsense"], ["known are: fifo", "slo_aware"]),
+        (["--speculative", "nonsense"], ["known are: ngram", "suffix"]),
+        (["--speculative", "eagle3", "--device", "cpu"], ["eagle3"]),
+        (["--speculative", "ngram", "--speculative-options", '{"lookahead": 0}'], ["lookahead is 0", "1 to 64"]),
+        (["--speculative-options", "{}x"], ["--speculative-options", "is not JSON"]),
         (["--kv-blocks", 10**9], ["1000000000 KV blocks", "MiB", "Ask for at most"]),
     ],
 )

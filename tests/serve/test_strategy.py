@@ -25,9 +25,3 @@ def test_requests_of_the_api_are_scheduled_by_the_strategy(launch, tmp_path):
     assert decisions and plans and {line["strategy"] for line in plans} == {"priority"}
     assert all(line["queue"] and line["reason"] for line in decisions)
     assert not [line for line in lines if line["event"] == "fault"]
-
-
-def test_a_strategy_that_nobody_knows(launch):
-    server = launch("--strategy", "nonsense")
-    server.end(None, code=2)
-    assert "known are: fifo" in server.stderr and "slo_aware" in server.stderr
