@@ -24,7 +24,8 @@ __all__ = ["SpecFactory"]
 
 
 class SpecFactory(ARStrategyFactory):
-    """`speculator`: of the model agent; the engine's factory has one of its own, which nobody asks."""
+    """Asked by the model agent and by the engine, each for strategies of its own: the speculator of the agent's is the one that
+    guesses."""
 
     def __init__(self, model_config: Any, spec: SpeculativeSpec) -> None:
         super().__init__(model_config)
