@@ -9,7 +9,8 @@ contestants of a scene take turns, round by round, each round on new requests th
 - *long*: streams decode while a long prompt arrives; their inter-token latency until its first token;
 - *fair*: two tenants with requests waiting all the time, of which one sends ten times as many;
 - *burst*: requests of all lengths at once: whether `fifo`, through graph, passes and lowering, does step by step what
-  LMDeploy's own scheduler does, and what that costs: CPU time of the process over its steps.
+  LMDeploy's own scheduler does (those that are recorded), and what that costs (the others): CPU time of the process, and what
+  the threads beside the model's take more of it. With `--threads 1`, since several compute threads spin.
 """
 
 import json
@@ -28,12 +29,13 @@ from benchmarks.scheduling.engine import ENGINE, build, write_shape
 from benchmarks.scheduling.measures import figures, gaps_during, shares
 from benchmarks.scheduling.workloads import Job, burst, long_prompt, mixed, two_tenants
 
+RECORDED = ", recorded"
 SCENES = ("mixed", "long", "fair", "burst")
 CONTESTANTS = {
     "mixed": ("fifo", "priority", "slo_aware", "hybrid"),
     "long": (ENGINE, "adaptive"),
     "fair": (ENGINE, "fair"),
-    "burst": (ENGINE, "fifo"),
+    "burst": (ENGINE, "fifo", f"{ENGINE}{RECORDED}", f"fifo{RECORDED}"),
 }
 SECONDS, CHATS_PER_S, DOCUMENTS_PER_S = 40.0, 2.0, 0.8  # of the small shape on two cores: about what it can bear
 STREAMS, STREAM_NEW, LONG_TOKENS, LONG_AT_S = 4, 160, 4096, 1.0
@@ -64,9 +66,12 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         model = write_shape(Path(scratch), shape)
         for scene in names:
-            settings = {name: _settings(scene, Path(scratch), name) for name in CONTESTANTS[scene]}
+            settings = {name: _settings(Path(scratch), name) for name in CONTESTANTS[scene]}
             contestants = [
-                Contestant(name, build, str(model), threads, name, options.get(name, {}), settings[name])
+                Contestant(
+                    name, build, str(model), threads, name.removesuffix(RECORDED), options.get(name.removesuffix(RECORDED), {}),
+                    settings[name],
+                )
                 for name in CONTESTANTS[scene]
             ]
             try:
@@ -90,7 +95,8 @@ def read_options(text: str, scenes: Sequence[str]) -> dict[str, dict[str, Any]]:
         raise click.BadParameter(
             f'--strategy-options is a JSON {type(options).__name__}; give an object by strategy: {{"adaptive": {{...}}}}.'
         )
-    known = list(dict.fromkeys(name for scene in scenes for name in CONTESTANTS[scene] if name != ENGINE))
+    every = (name.removesuffix(RECORDED) for scene in scenes for name in CONTESTANTS[scene])
+    known = list(dict.fromkeys(name for name in every if name != ENGINE))
     if unknown := sorted(set(options).difference(known)):
         raise click.BadParameter(f"--strategy-options names {', '.join(unknown)}; known are {', '.join(known)}.")
     for name, given in options.items():
@@ -99,8 +105,8 @@ def read_options(text: str, scenes: Sequence[str]) -> dict[str, dict[str, Any]]:
     return options
 
 
-def _settings(scene: str, scratch: Path, name: str) -> dict[str, Any]:
-    return {"record": str(scratch / f"{name}.jsonl")} if scene == "burst" else {}
+def _settings(scratch: Path, name: str) -> dict[str, Any]:
+    return {"record": str(scratch / f"{name}.jsonl")} if name.endswith(RECORDED) else {}
 
 
 def _jobs(scene: str, seed: int, chats_per_s: float, documents_per_s: float) -> list[Job]:
@@ -181,7 +187,7 @@ def report_fair(rows: Rows, _: Any) -> dict[str, Any]:
 
 
 def report_burst(rows: Rows, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    steps = {name: _steps(Path(values["record"])) for name, values in settings.items()}
+    steps = {name: _steps(Path(values["record"])) for name, values in settings.items() if "record" in values}
     num_steps = [len(each) for each in steps.values()]
     equal = sum(a == b for a, b in zip(*steps.values(), strict=False))
     cpu = {name: [answers[name]["cpu_s"] for _, answers in rows] for name in CONTESTANTS["burst"]}
@@ -189,6 +195,9 @@ def report_burst(rows: Rows, settings: dict[str, dict[str, Any]]) -> dict[str, A
         "steps": num_steps, "steps_equal": equal,
         "tokens_equal": all(answers["fifo"]["tokens"] == answers[ENGINE]["tokens"] for _, answers in rows),
         "cpu_over_engine": _ratios(cpu["fifo"], cpu[ENGINE]),
+        "host_cpu_added_share": summary([
+            (answers["fifo"]["host_cpu_s"] - answers[ENGINE]["host_cpu_s"]) / answers[ENGINE]["cpu_s"] for _, answers in rows
+        ]),
     }  # fmt: skip
 
 
