@@ -2,17 +2,22 @@
 
     python -m benchmarks.speculate [--model demo] [--work copy,random] [--batch 1,4,16] [--strategy ngram,...] [--rounds 5]
 
-CPU engine, no prefix caching. The contestants take turns, round by round, each round on new prompts that all get alike. Tokens
-a second are those of decoding: from when the last request of a batch has its first token. Models:
+CPU engine, no prefix caching. The contestants take turns, round by round, each round on new prompts that all get alike, on the
+demo model six or more, batch after batch. Tokens a second are those of decoding: from when the last request of a batch has its
+first token. No question is asked twice. Models:
 
 - *demo*: the demo model, float32, and a draft trained on the same text: code that it knows by heart. Work *copy*: a question,
-  its answer, and the question again; *fresh*: a question; *random*: letters, answered at temperature 1;
+  its answer, and the question again, where half or more of what the model says is in the prompt (of half the questions it is
+  not); *fresh*: a question that was not asked before; *random*: letters, answered at temperature 1. Answers of *copy* and
+  *fresh* end where the model ends them;
 - *0.5B*: Qwen2.5-0.5B's shape in bfloat16 with weights that follow a text (`speculation/chain_model.py`). Work *copy*: a text
   with 8% of its tokens changed, to be said without the changes; *random*: its tokens in random order, so that n-grams are
   always found and always wrong.
 """
 
+import functools
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,14 +27,15 @@ import click
 from benchmarks.contestants import Contestant, paired_ratio, summary
 from benchmarks.machine import describe
 from benchmarks.speculation.engine import NONE, build
-from benchmarks.speculation.texts import chain_prompts, demo_prompts
+from benchmarks.speculation.texts import ChainTexts, DemoTexts
 from sagellm.accel.speculative.registry import find_strategy
 from sagellm.cli.plug_ins import read_options
 from sagellm.core.errors import SpeculationError
 
 STRATEGIES = ("ngram", "suffix", "dynamic:ngram", "dynamic:suffix", "draft")
 WORKS = {"demo": ("copy", "fresh", "random"), "0.5B": ("copy", "random")}
-NEW = {"demo": 128, "0.5B": 96}
+NEW = {"copy": {"demo": 256, "0.5B": 96}, "fresh": {"demo": 256}, "random": {"demo": 128, "0.5B": 96}}
+A_ROUND = {"demo": 6, "0.5B": 1}  # prompts at least
 VOCABULARY = 151_936
 
 
@@ -58,16 +64,18 @@ def main(
         folder = _model(model, Path(scratch))
         if "draft" in names and "model" not in given.get("draft", {}):
             given["draft"] = {"model": str(_draft(model))} | given.get("draft", {})
-        contestants = [Contestant(name, build, str(folder), threads, name, given.get(name, {}), {}) for name in names]
-        try:
-            for work in chosen:
-                for batch in map(int, batches.split(",")):
-                    cell = _cell(contestants, model, folder, work, batch, rounds)
-                    result["cells"].append(cell)
-                    _show(cell)
-        finally:
-            for contestant in contestants:
-                contestant.close()
+        texts = ChainTexts(VOCABULARY) if model == "0.5B" else DemoTexts(folder)
+        for work in chosen:
+            for batch in map(int, batches.split(",")):
+                # New engines for each, so that no strategy remembers what was said before.
+                contestants = [Contestant(name, build, str(folder), threads, name, given.get(name, {}), {}) for name in names]
+                try:
+                    cell = _cell(contestants, model, texts, work, batch, rounds)
+                finally:
+                    for contestant in contestants:
+                        contestant.close()
+                result["cells"].append(cell)
+                _show(cell)
     if out is not None:
         out.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -107,13 +115,16 @@ def _draft(model: str) -> Path:
 
 
 def _cell(
-    contestants: list[Contestant], model: str, folder: Path, work: str, batch: int, rounds: int
+    contestants: list[Contestant], model: str, texts: ChainTexts | DemoTexts, work: str, batch: int, rounds: int
 ) -> dict[str, Any]:
     plain = contestants[0]
+    texts.begin(work, functools.partial(_answers, plain, NEW[work][model]))
     answers: dict[str, list[Any]] = {contestant.name: [] for contestant in contestants}
     for number in range(rounds + 1):  # the first one warms up
+        prompts = texts.prompts(work, batch * math.ceil(A_ROUND[model] / batch), number)
         request = {
-            "prompts": _prompts(model, work, batch, number, folder, plain), "new": NEW[model],
+            "batches": [prompts[start : start + batch] for start in range(0, len(prompts), batch)], "new": NEW[work][model],
+            "ends": model == "demo" and work != "random",
             "temperature": 1.0 if model == "demo" and work == "random" else 0.0,
         }  # fmt: skip
         turn = number % len(contestants)
@@ -129,12 +140,8 @@ def _cell(
     }  # fmt: skip
 
 
-def _prompts(model: str, work: str, batch: int, seed: int, folder: Path, plain: Contestant) -> list[list[int]]:
-    if model == "0.5B":
-        return chain_prompts(work, batch, seed, VOCABULARY)
-    return demo_prompts(
-        work, batch, seed, folder, lambda prompts: plain.ask({"prompts": prompts, "new": NEW[model]})["tokens"]
-    )
+def _answers(plain: Contestant, new: int, prompts: list[list[int]]) -> list[list[int]]:
+    return plain.ask({"batches": [prompts], "new": new, "ends": True, "temperature": 0.0})["tokens"]
 
 
 def _figures(every: list[dict[str, Any]], none: list[dict[str, Any]]) -> dict[str, Any]:

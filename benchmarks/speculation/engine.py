@@ -8,8 +8,9 @@ NONE = "none"
 
 
 def build(model: str, threads: int, strategy: str, options: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """Answers {"prompts", "new", "temperature"} with the tokens, the seconds of the whole and of the process, and what the
-    strategy counted meanwhile."""
+    """Answers {"batches": lists of prompts, "new", "ends", "temperature"} with the tokens, the seconds of the whole and of the
+    process, and what the strategy counted meanwhile. The batches are answered one after the other; `ends`: answers end where
+    the model ends them, not only after `new` tokens."""
     from sagellm.core.config import SageConfig
     from sagellm.engines.base import SamplingParams
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
@@ -20,26 +21,32 @@ def build(model: str, threads: int, strategy: str, options: dict[str, Any], sett
     engine.generate([[5] * 300] * 2, SamplingParams(max_new_tokens=8, ignore_eos=True))
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
-        temperature = request.get("temperature", 0.0)
-        params = [
-            SamplingParams(max_new_tokens=request["new"], ignore_eos=True, temperature=temperature, seed=number + 1)
-            for number in range(len(request["prompts"]))
-        ]
+        tokens, decoded, decode_s = [], 0, 0.0
         before, cpu_s, start_s = _counts(engine), time.process_time(), time.perf_counter()
-        found = engine.generate(request["prompts"], params)
+        for prompts in request["batches"]:
+            found = engine.generate(prompts, [_params(request, number) for number in range(len(prompts))])
+            # From the first token of the last request to have one: what decoding takes, without the prompts.
+            begun_s = max(one.token_s[0] for one in found)
+            decoded += sum(sum(at > begun_s for at in one.token_s) for one in found)
+            decode_s += max(one.token_s[-1] for one in found) - begun_s
+            tokens += [one.token_ids for one in found]
         wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
         after = _counts(engine)
-        # From the first token of the last request to have one: what decoding takes, without the prompts.
-        begun_s = max(one.token_s[0] for one in found)
-        decoded = sum(sum(at > begun_s for at in one.token_s) for one in found)
-        end_s = max(one.token_s[-1] for one in found)
         return {
-            "tokens": [one.token_ids for one in found], "wall_s": wall_s, "cpu_s": cpu_s,
-            "tokens_per_s": decoded / (end_s - begun_s), "counts": {name: after[name] - before[name] for name in after},
+            "tokens": tokens, "wall_s": wall_s, "cpu_s": cpu_s, "tokens_per_s": decoded / decode_s,
+            "counts": {name: after[name] - before[name] for name in after},
         }  # fmt: skip
 
     answer.close = engine.close  # type: ignore[attr-defined]
     return answer
+
+
+def _params(request: dict[str, Any], number: int) -> Any:
+    from sagellm.engines.base import SamplingParams
+
+    return SamplingParams(
+        max_new_tokens=request["new"], ignore_eos=not request["ends"], temperature=request["temperature"], seed=number + 1
+    )
 
 
 def _counts(engine: Any) -> dict[str, float]:

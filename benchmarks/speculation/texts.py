@@ -1,68 +1,123 @@
 """Prompts whose answers are mostly in them, and prompts that lead guesses astray."""
 
+import difflib
+import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks.speculation.chain_model import CYCLE, FIRST, successors
 
-__all__ = ["chain_prompts", "demo_prompts"]
+__all__ = ["ChainTexts", "DemoTexts"]
 
 EDITED = 0.08  # of a text's tokens that stand otherwise in the prompt
+COPIED = 0.5  # of an answer's tokens
+RUN = 4  # tokens that count as copied together
+
+Answer = Callable[[list[list[int]]], list[list[int]]]
 
 
-def chain_prompts(work: str, batch: int, seed: int, vocab_size: int) -> list[list[int]]:
-    """For the chain model, by work:
+class ChainTexts:
+    """Prompts for the chain model of so large a vocabulary."""
 
-    - *copy*: a text of which a few tokens were replaced, and its beginning: the answer is the text without the changes;
-    - *random*: the tokens of the answer in random order, so that each latest token has been seen, with another one after it.
-    """
-    random = np.random.default_rng([seed, batch])
-    following = successors(vocab_size)
-    prompts = []
-    for start in random.choice(np.arange(FIRST, vocab_size - CYCLE), batch, replace=False):
-        text = [int(start)]
-        while len(text) < CYCLE:
-            text.append(int(following[text[-1]]))
-        text = np.array(text)
-        if work == "random":
-            prompts.append([*random.permutation(text).tolist(), int(text[0])])
-            continue
-        edited = np.where(random.random(CYCLE) < EDITED, random.choice(text, CYCLE), text)
-        prompts.append([*edited.tolist(), int(text[0])])
-    return prompts
+    def __init__(self, vocab_size: int) -> None:
+        self._following = successors(vocab_size)
+
+    def begin(self, work: str, answer: Answer) -> None:
+        """Nothing to do: texts are many."""
+
+    def prompts(self, work: str, num: int, seed: int) -> list[list[int]]:
+        """Token ids of `num` prompts, by work:
+
+        - *copy*: a text of which a few tokens were replaced, and its beginning: the answer is the text without the changes;
+        - *random*: the tokens of the answer in random order, so that each latest token has been seen, with another one after
+          it.
+        """
+        random = np.random.default_rng([seed, num])
+        prompts = []
+        for start in random.choice(np.arange(FIRST, len(self._following) - CYCLE), num, replace=False):
+            text = [int(start)]
+            while len(text) < CYCLE:
+                text.append(int(self._following[text[-1]]))
+            text = np.array(text)
+            if work == "random":
+                prompts.append([*random.permutation(text).tolist(), int(text[0])])
+                continue
+            edited = np.where(random.random(CYCLE) < EDITED, random.choice(text, CYCLE), text)
+            prompts.append([*edited.tolist(), int(text[0])])
+        return prompts
 
 
-def demo_prompts(work: str, batch: int, seed: int, model: Path, answer: Any) -> list[list[int]]:
-    """For the demo model, by work:
-
-    - *copy*: a question that it was trained on, its answer, and the question again;
-    - *fresh*: such a question;
-    - *random*: letters.
+class DemoTexts:
+    """Prompts for the demo model. No question is asked twice between two calls of `begin`.
 
     Args:
-        answer: prompts -> the model's answers, as token ids.
+        model: folder of the demo model.
     """
-    from transformers import AutoTokenizer
 
-    from sagellm.demo_model.base import DemoRecipe
-    from sagellm.demo_model.corpus import build_corpus
+    def __init__(self, model: Path) -> None:
+        from transformers import AutoTokenizer
 
-    random = np.random.default_rng([seed, batch])
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    if work == "random":
-        letters = [chr(code) for code in range(97, 123)] + [" ", "\n"]
-        chats = [[{"role": "user", "content": "".join(random.choice(letters, 200))}] for _ in range(batch)]
-        return [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
-    chats = build_corpus(DemoRecipe()).chats
-    questions = [chats[int(place)].user for place in random.choice(len(chats), batch, replace=False)]
-    firsts = [[{"role": "user", "content": question}] for question in questions]
-    prompts = [tokenizer.apply_chat_template(each, add_generation_prompt=True) for each in firsts]
-    if work == "fresh":
+        from sagellm.demo_model.base import DemoRecipe
+        from sagellm.demo_model.corpus import build_corpus
+
+        self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._questions = [chat.user for chat in build_corpus(DemoRecipe()).chats]
+        self._left: list[list[int]] = []
+        self._copies: list[list[int]] = []
+
+    def begin(self, work: str, answer: Answer) -> None:
+        """Whoever is asked from now on remembers nothing.
+
+        Args:
+            answer: prompts -> the model's answers, as token ids.
+        """
+        order = np.random.default_rng(11).permutation(len(self._questions)).tolist()
+        questions = [self._questions[place] for place in order]
+        if work == "copy":
+            self._copies = self._copies or self._copied(questions, answer)
+            self._left = list(self._copies)
+        else:
+            self._left = [self._prompt(question) for question in questions]
+
+    def prompts(self, work: str, num: int, seed: int) -> list[list[int]]:
+        """Token ids of `num` prompts, by work:
+
+        - *copy*: a question that the model was trained on, its answer, and the question again, answered like before: of the
+          tokens of the answer `COPIED` or more stand in the prompt, in runs;
+        - *fresh*: such a question, once;
+        - *random*: letters.
+
+        Raises:
+            ValueError: every question has been asked.
+        """
+        if work == "random":
+            random = np.random.default_rng([seed, num])
+            letters = [chr(code) for code in range(97, 123)] + [" ", "\n"]
+            return [self._prompt("".join(random.choice(letters, 200))) for _ in range(num)]
+        if len(self._left) < num:
+            raise ValueError("every question that the demo model knows was asked: measure fewer rounds or smaller batches")
+        prompts, self._left = self._left[:num], self._left[num:]
         return prompts
-    said = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answer(prompts)]
-    return [
-        tokenizer.apply_chat_template([*first, {"role": "assistant", "content": text}, *first], add_generation_prompt=True)
-        for first, text in zip(firsts, said, strict=True)
-    ]
+
+    def _copied(self, questions: list[str], answer: Answer) -> list[list[int]]:
+        """Prompts of *copy*: half of all questions the model answers otherwise when they stand behind an answer."""
+        said = answer([self._prompt(question) for question in questions])
+        texts = [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in said]
+        prompts = [self._prompt(question, text, question) for question, text in zip(questions, texts, strict=True)]
+        again = answer(prompts)
+        return [
+            prompt for prompt, first, second in zip(prompts, said, again, strict=True) if _share(first, second) >= COPIED
+        ]
+
+    def _prompt(self, *turns: str) -> list[int]:
+        roles = itertools.cycle(("user", "assistant"))
+        chat = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+        return self._tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+
+
+def _share(source: list[int], text: list[int]) -> float:
+    """Of `text`'s tokens, those in runs that stand in `source` in the same order."""
+    matches = difflib.SequenceMatcher(None, source, text, autojunk=False).get_matching_blocks()
+    return sum(match.size for match in matches if match.size >= RUN) / max(1, len(text))

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from benchmarks import speculate
 from benchmarks.speculation.chain_model import CYCLE, FIRST, successors, write_chain_model
-from benchmarks.speculation.texts import EDITED, chain_prompts, demo_prompts
+from benchmarks.speculation.texts import EDITED, ChainTexts, DemoTexts
 from sagellm.demo_model import corpus
 from sagellm.demo_model.random_model import write_random_model
 from tests.conftest import SHAPE
@@ -45,13 +45,14 @@ def test_each_token_has_one_successor():
 
 
 def test_prompts_of_the_chain_model():
-    copy, again, other = (chain_prompts("copy", 3, seed, VOCABULARY) for seed in (1, 1, 2))
+    texts = ChainTexts(VOCABULARY)
+    copy, again, other = (texts.prompts("copy", 3, seed) for seed in (1, 1, 2))
     assert copy == again != other and len(copy) == 3
     for prompt in copy:
         text = [prompt[-1], *continuation(prompt[-1], CYCLE - 1)]
         changed = np.mean(np.array(prompt[:-1]) != text)
         assert 0.5 * EDITED < changed < 1.5 * EDITED
-    for prompt in chain_prompts("random", 2, 1, VOCABULARY):
+    for prompt in texts.prompts("random", 2, 1):
         assert sorted(prompt[:-1]) == sorted(continuation(prompt[-1], CYCLE))
         pairs = itertools.pairwise(prompt)
         assert sum(continuation(one, 1) == [two] for one, two in pairs) < 0.02 * CYCLE, "what stood behind a token misleads"
@@ -64,16 +65,34 @@ def test_prompts_of_the_demo_model(model_folder, monkeypatch):
     tokenizer, seen = AutoTokenizer.from_pretrained(folder), []
 
     def answer(prompts):
-        seen.extend(prompts)
-        return [tokenizer.encode(f"answer {number}") for number in range(len(prompts))]
+        """To every third question the model says something else when it stands behind an answer."""
+        seen.append(prompts)
+        text = "def answer{}(self, one, two, three):\n    return one + two"
+        other = "".join(map(chr, range(97, 123)))
+        return [
+            tokenizer.encode(other if len(seen) == 2 and number % 3 == 0 else text.format(number))
+            for number in range(len(prompts))
+        ]
 
-    fresh, copy = (demo_prompts(work, 2, 3, folder, answer) for work in ("fresh", "copy"))
-    assert seen == fresh and fresh[0] != fresh[1]
-    for number, (short, long) in enumerate(zip(fresh, copy, strict=True)):
+    texts = DemoTexts(folder)
+    texts.begin("fresh", answer)
+    fresh = texts.prompts("fresh", 12, 0) + texts.prompts("fresh", 8, 1)
+    assert not seen and len({tuple(prompt) for prompt in fresh}) == 20
+    with pytest.raises(ValueError, match="every question"):
+        texts.prompts("fresh", 1, 2)
+    texts.begin("copy", answer)
+    copies = texts.prompts("copy", 6, 0) + texts.prompts("copy", 7, 1)
+    assert seen[0] == fresh and len({tuple(prompt) for prompt in copies}) == 13
+    with pytest.raises(ValueError, match="every question"):
+        texts.prompts("copy", 1, 2)
+    kept = [number for number in range(20) if number % 3]
+    for number, long in zip(kept, copies, strict=True):
         text = tokenizer.decode(long)
-        question = next(chat.user for chat in asked if f"{chat.user}<" in tokenizer.decode(short))
-        assert text.count(question) == 2 and text.count(f"answer {number}") == 1
-    letters = [demo_prompts("random", 2, seed, folder, answer) for seed in (3, 3, 4)]
+        question = next(chat.user for chat in asked if f"{chat.user}<" in tokenizer.decode(fresh[number]))
+        assert text.count(question) == 2 and text.count(f"def answer{number}(") == 1
+    texts.begin("copy", answer)
+    assert texts.prompts("copy", 13, 0) == copies and len(seen) == 2, "who is asked anew gets them anew"
+    letters = [texts.prompts("random", 2, seed) for seed in (3, 3, 4)]
     assert letters[0] == letters[1] != letters[2] and all(len(prompt) > 200 for prompt in letters[0])
 
 
@@ -95,7 +114,8 @@ class InThisProcess:
 
 
 def test_a_whole_run(chain, monkeypatch, tmp_path):
-    for name, value in {"Contestant": InThisProcess, "VOCABULARY": VOCABULARY, "NEW": {"0.5B": NEW}}.items():
+    new = {work: {"0.5B": NEW} for work in ("copy", "random")}
+    for name, value in {"Contestant": InThisProcess, "VOCABULARY": VOCABULARY, "NEW": new}.items():
         monkeypatch.setattr(speculate, name, value)
     monkeypatch.setattr(speculate, "_model", lambda model, scratch: chain)
     monkeypatch.setattr(InThisProcess, "every", [])
@@ -114,12 +134,14 @@ def test_a_whole_run(chain, monkeypatch, tmp_path):
     assert rows[1]["acceptance"] < 0.1 and 1 <= rows[1]["tokens_per_step"] < 1.1
     assert "copy, batch 2: none" in done.output and done.output.count("100.0%") == 2
 
-    none, ngram = InThisProcess.every
-    assert len(none.answers) == len(ngram.answers) == 2 * (1 + 2), "a round to warm up, and two"
-    for request, answer in none.answers:
-        assert [list(tokens) for tokens in answer["tokens"]] == [continuation(each[-1], NEW) for each in request["prompts"]]
-        assert answer["tokens_per_s"] > 0 and not any(answer["counts"].values())
-    assert [request for request, _ in none.answers] == [request for request, _ in ngram.answers]
+    assert [each.name for each in InThisProcess.every] == ["none", "ngram"] * 2, "engines that remember nothing, for each cell"
+    for none, ngram in (InThisProcess.every[:2], InThisProcess.every[2:]):
+        assert len(none.answers) == len(ngram.answers) == 1 + 2, "a round to warm up, and two"
+        for request, answer in none.answers:
+            prompts = [prompt for prompts in request["batches"] for prompt in prompts]
+            assert [list(tokens) for tokens in answer["tokens"]] == [continuation(each[-1], NEW) for each in prompts]
+            assert answer["tokens_per_s"] > 0 and not any(answer["counts"].values())
+        assert [request for request, _ in none.answers] == [request for request, _ in ngram.answers]
 
 
 def test_figures_add_up():
