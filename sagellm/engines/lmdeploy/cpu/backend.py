@@ -9,7 +9,7 @@ from sagellm.engines.lmdeploy.cpu.activation import CpuSiluAndMulBuilder
 from sagellm.engines.lmdeploy.cpu.attention import CpuAttentionBuilder, CpuAttentionMetadata
 from sagellm.engines.lmdeploy.cpu.linear import CpuLinearBuilder
 from sagellm.engines.lmdeploy.cpu.norm import CpuRMSNormBuilder
-from sagellm.engines.lmdeploy.cpu.rotary import CpuApplyRotaryEmbBuilder
+from sagellm.engines.lmdeploy.cpu.rotary import CpuApplyRotaryEmbBuilder, CpuRotaryEmbeddingBuilder
 from sagellm.engines.lmdeploy.cpu.sampling import CpuMultinomialSamplingBuilder
 
 _BUILDERS = {
@@ -18,6 +18,7 @@ _BUILDERS = {
     OpType.RMSNorm: CpuRMSNormBuilder,
     OpType.SiluAndMul: CpuSiluAndMulBuilder,
     OpType.ApplyRotaryEmb: CpuApplyRotaryEmbBuilder,
+    OpType.RotaryEmbedding: CpuRotaryEmbeddingBuilder,
     OpType.MultinomialSampling: CpuMultinomialSamplingBuilder,
 }
 

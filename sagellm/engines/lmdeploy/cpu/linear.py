@@ -6,11 +6,16 @@ from lmdeploy.pytorch import distributed as dist
 from lmdeploy.pytorch.backends.linear import LinearBuilder, LinearImpl
 from torch import nn
 
+# Below so many elements oneDNN's call, of 20 us and more, takes longer than the product of a few float32 rows; from 16 rows
+# on, and with more elements, the reordered weight wins.
+SMALL = 1 << 17
+
 
 def can_pack(weight: torch.Tensor) -> bool:
     """True for weights that are worth reordering."""
-    is_known = weight.dtype in (torch.bfloat16, torch.float32)
-    return is_known and not weight.is_mkldnn and torch.backends.mkldnn.is_available()
+    if weight.is_mkldnn or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and weight.numel() > SMALL)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

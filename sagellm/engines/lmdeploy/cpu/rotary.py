@@ -1,7 +1,43 @@
-"""Rotary position embedding (Su et al., 2021), applied in place."""
+"""Rotary position embedding (Su et al., 2021): its table, and how it is applied, in place."""
 
 import torch
 from lmdeploy.pytorch.backends.apply_rotary_emb import ApplyRotaryEmbBuilder, ApplyRotaryEmbImpl
+from lmdeploy.pytorch.backends.default.rotary_embedding import DefaultRotaryEmbeddingBuilder
+from lmdeploy.pytorch.backends.rotary_embedding import RopeType, RotaryEmbeddingBuilder
+from torch import nn
+
+# Of these a token's angles depend on its position alone; the others ask how long the longest text is.
+TABLED = (RopeType.Default, RopeType.LinearScaling, RopeType.Llama3, RopeType.Yarn)
+FIRST_POSITIONS = 1024
+
+
+class TabledRotaryEmbedding(nn.Module):
+    """cos and sin of LMDeploy's own embedding, computed once for each position, not in each step.
+
+    Args:
+        embedding: (x, position_ids [1, tokens]) -> cos, sin, [1, tokens, dim] of the dtype of `x`.
+    """
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self._embedding = embedding
+        self._tables: dict[torch.dtype, torch.Tensor] = {}  # [positions, 2 * dim]
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size, table = int(position_ids.max()) + 1, self._tables.get(x.dtype)
+        if table is None or len(table) < size:
+            table = self._tables[x.dtype] = self._table(x, max(FIRST_POSITIONS, 1 << (size - 1).bit_length()))
+        return table.index_select(0, position_ids.flatten()).view(*position_ids.shape, -1).chunk(2, dim=-1)
+
+    def _table(self, x: torch.Tensor, size: int) -> torch.Tensor:
+        return torch.cat(self._embedding(x, torch.arange(size, device=x.device)[None]), dim=-1)[0]
+
+
+class CpuRotaryEmbeddingBuilder(RotaryEmbeddingBuilder):
+    @staticmethod
+    def build(*args, emb_type: RopeType = RopeType.Default, **kwargs) -> nn.Module:
+        embedding = DefaultRotaryEmbeddingBuilder.build(*args, emb_type=emb_type, **kwargs)
+        return TabledRotaryEmbedding(embedding) if emb_type in TABLED else embedding
 
 
 class CpuApplyRotaryEmbImpl(ApplyRotaryEmbImpl):

@@ -3,11 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from lmdeploy.pytorch.backends.default.rotary_embedding import DefaultRotaryEmbeddingBuilder
+from lmdeploy.pytorch.backends.rotary_embedding import Llama3Parameters, RopeType, YarnParameters
 
 from sagellm.engines.lmdeploy.cpu.activation import CpuSiluAndMulImpl
-from sagellm.engines.lmdeploy.cpu.linear import CpuLinearImpl, GatedLinear, can_pack, pack
+from sagellm.engines.lmdeploy.cpu.linear import SMALL, CpuLinearImpl, GatedLinear, can_pack, pack
 from sagellm.engines.lmdeploy.cpu.norm import CpuRMSNormImpl
-from sagellm.engines.lmdeploy.cpu.rotary import CpuApplyRotaryEmbImpl, _joined
+from sagellm.engines.lmdeploy.cpu.rotary import (
+    CpuApplyRotaryEmbImpl,
+    CpuRotaryEmbeddingBuilder,
+    TabledRotaryEmbedding,
+    _joined,
+)
 from sagellm.engines.lmdeploy.cpu.sampling import CpuMultinomialSamplingImpl, _uniform
 
 
@@ -66,17 +73,41 @@ def test_rotary(layout, inplace):
     assert torch.equal(query, out[0] if inplace else kept[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (RopeType.Default, {}),
+        (RopeType.LinearScaling, {"scaling_factor": 4.0}),
+        (RopeType.Llama3, {"scaling_factor": 8.0, "llama3_params": Llama3Parameters(1.0, 4.0, 256)}),
+        (RopeType.Yarn, {"scaling_factor": 4.0, "yarn_params": YarnParameters()}),
+        (RopeType.DynamicNTKScaling, {"scaling_factor": 2.0}),
+    ],
+)
+def test_rotary_embedding_is_that_of_lmdeploy(kind, options, dtype):
+    options |= {"dim": 16, "max_position_embeddings": 64, "base": 10000, "emb_type": kind}
+    ours, theirs = CpuRotaryEmbeddingBuilder.build(**options), DefaultRotaryEmbeddingBuilder.build(**options)
+    assert isinstance(ours, TabledRotaryEmbedding) == (kind != RopeType.DynamicNTKScaling), "that one looks at the longest text"
+    x = torch.zeros(1, 4, 32, dtype=dtype)
+    for positions in ([0, 1, 63, 7], [3], [5, 4000, 1024, 5000], [1023]):  # the table grows once
+        wanted, found = theirs(x, torch.tensor([positions])), ours(x, torch.tensor([positions]))
+        for one, other in zip(found, wanted, strict=True):
+            assert one.dtype == dtype and one.shape == other.shape
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_linear(bias, dtype, tokens):
-    x, weight = torch.randn(2, tokens, 64, dtype=dtype), torch.randn(48, 64, dtype=dtype)
-    b = torch.randn(48, dtype=dtype) if bias else None
-    assert can_pack(weight) == torch.backends.mkldnn.is_available() and not can_pack(weight.half())
+@pytest.mark.parametrize(("tokens", "size"), [(1, 48), (7, 48), (7, 2 * SMALL // 64)])
+def test_linear(bias, dtype, tokens, size):
+    x, weight = torch.randn(2, tokens, 64, dtype=dtype), torch.randn(size, 64, dtype=dtype)
+    b = torch.randn(size, dtype=dtype) if bias else None
+    is_worth_it = dtype is torch.bfloat16 or size > 48
+    assert can_pack(weight) == (is_worth_it and torch.backends.mkldnn.is_available()) and not can_pack(weight.half())
     ready = pack(weight.clone()) if can_pack(weight) else weight
     assert ready.is_mkldnn == can_pack(weight) and not can_pack(ready)
     out = CpuLinearImpl().forward(x, ready, b)
-    assert out.shape == (2, tokens, 48) and out.dtype is dtype
+    assert out.shape == (2, tokens, size) and out.dtype is dtype
     torch.testing.assert_close(out, F.linear(x, weight, b))
     exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-4 if dtype is torch.float32 else 0.2)
