@@ -2,7 +2,11 @@
 
 import json
 
+import httpx
+
+from tests.serve.test_guided import COLOUR, ask
 from tests.serve.test_plugins import generate
+from tests.serve.test_streaming import LONG, events
 
 PROMPT = "one two three one two three one two three"
 COUNTS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
@@ -32,6 +36,15 @@ def test_guesses_in_the_server(launch):
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == chat.choices[0].message.content
     assert chunks[-1].usage.completion_tokens_details == chat.usage.completion_tokens_details
+
+    with httpx.stream("POST", f"{server.url}/generate", json=LONG | {"prompt": PROMPT}, timeout=60) as response:
+        chunks = events(response.iter_lines())  # kept: the connection closes when nothing refers to them
+        assert next(chunks)["text"]
+        choice = ask(client, model, COLOUR)  # beside requests that are guessed at one that is not
+        assert choice.finish_reason == "stop" and json.loads(choice.message.content) in COLOUR["enum"]
+    server.wait_idle()
+    several = server.post("/v1/completions", {"model": model, "prompt": "a", "n": 2})
+    assert several.status_code == 400 and "n is 2" in several.text
 
     drafted, right = (server.metric("sagellm_speculative_tokens_total", kind=kind) for kind in ("drafted", "accepted"))
     assert drafted >= right >= 2 * accepted

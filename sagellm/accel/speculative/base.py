@@ -39,7 +39,9 @@ class Ask(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of one sequence's guesses: the first `num_accepted` of `num_drafted` were right."""
+    """What became of one sequence's guesses: the first `num_accepted` of `num_drafted` were right, and gave it a token each
+    that the step would not have given without them. What ends an answer is the model's own token, also where it was guessed:
+    nothing was saved by that."""
 
     request_id: int
     num_drafted: int

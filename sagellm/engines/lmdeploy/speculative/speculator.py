@@ -94,7 +94,7 @@ class Speculator:
                 is_blamed = text is not None and text.is_blamed
                 text = self._texts[request] = Text(news.known, news.left, news.floor or FAR)
                 text.is_blamed, text.may_guess = is_blamed, news.may_guess and not is_blamed
-            # Without news in a prompt step: it lost its place, and found all but its last token in the prefix cache.
+            # Without news in a prompt step: it lost its place, and kept or found again the blocks of all but its last token.
             if news is not None or not is_decoding:
                 self._begin(request, text)
             self._batch.append((request, text))

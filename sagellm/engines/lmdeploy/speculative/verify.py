@@ -41,7 +41,8 @@ def accepted(drafts: Sequence[Sequence[int]], sampled: Sequence[int]) -> list[li
 
 
 def up_to_stop(tokens: list[int], stop_words: Sequence[int]) -> list[int]:
-    """The tokens up to the first one that ends an answer. Words of 0 count where LMDeploy has padded with them, as there."""
+    """The tokens up to the first one that ends an answer, which is then the model's own token of the step. Words of 0 count
+    where LMDeploy has padded with them, as there."""
     for place, token in enumerate(tokens[:-1]):
         if token in stop_words:
             return tokens[: place + 1]
