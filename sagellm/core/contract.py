@@ -3,13 +3,17 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-__all__ = ["ContractReport", "Played", "RuleResult", "Scenario", "run_scenarios"]
+__all__ = ["Broke", "ContractReport", "Played", "RuleResult", "Scenario", "playing", "run_scenarios"]
 
 Report = Callable[[str, str], None]
+
+
+class Broke(Exception):
+    """What is checked raised, and it has been reported; the scenario cannot go on."""
 
 
 class RuleResult(NamedTuple):
@@ -51,6 +55,39 @@ class Scenario(NamedTuple):
     is_random: bool = False
 
 
+def _given_options(*arguments: Any, **options: Any) -> bool:
+    return bool(options)
+
+
+def playing(
+    make: Callable[..., Any], may_refuse: Callable[..., bool] = _given_options
+) -> Callable[[Scenario, int, Report], Played]:
+    """How `run_scenarios` plays the scenarios of a class that `make` builds.
+
+    Args:
+        may_refuse: called with the arguments of `make`, says whether it may raise; by default where an option is tried. What is
+            raised elsewhere breaks the rule `builds` and ends the scenario.
+    """
+
+    def play(scenario: Scenario, seed: int, report: Report) -> Played:
+        def build(*arguments: Any, **options: Any) -> Any:
+            try:
+                return make(*arguments, **options)
+            except (Exception, SystemExit) as error:
+                if may_refuse(*arguments, **options):
+                    raise
+                wanted = "".join(f" for {argument}" for argument in arguments)
+                report("builds", f"it raised {type(error).__name__}: {error}; build it{wanted}.")
+                raise Broke from error
+
+        try:
+            return scenario.run(build, seed, report)
+        except Broke:
+            return Played(0, frozenset())
+
+    return play
+
+
 def run_scenarios(
     rules: Mapping[str, str],
     scenarios: Mapping[str, Scenario],
@@ -60,6 +97,7 @@ def run_scenarios(
     rounds: int,
     progress: Callable[[str], None] | None,
     limit_s: float | None,
+    only: Collection[str] | None = None,
     what: str = "policy",
     built_rule: str = "builds",
     raise_rule: str = "raises_nothing",
@@ -72,9 +110,12 @@ def run_scenarios(
         progress: called with the name of each scenario before it begins.
         limit_s: for one run of a scenario; what takes longer, in Python, is stopped and nothing else is tried. Only in a
             process's main thread, on systems that have signals.
+        only: names of the scenarios to play; by default all.
         what: is checked, for messages.
         built_rule, raise_rule: the rules that are broken where nothing can be built, and where there is no end.
     """
+    if only is not None:
+        scenarios = {name: scenarios[name] for name in only}
     messages: dict[str, str] = {}
     seen: set[str] = set()
     num_events, seconds = 0, 0.0
@@ -92,7 +133,8 @@ def run_scenarios(
     except _TimedOut:
         messages.setdefault(raise_rule, f"no end within {limit_s:g} s [scenario {name}, seed {number}]")
     is_built = built_rule not in messages or num_events > 0
-    why = "not seen: other faults came first." if is_built else f"not checked: the {what} could not be built."
+    others = "other faults came first" if only is None else "no scenario that was played shows it"
+    why = f"not seen: {others}." if is_built else f"not checked: the {what} could not be built."
     results = tuple(
         RuleResult(rule, says, messages.get(rule, "" if rule in seen else why), rule in seen or rule in messages)
         for rule, says in rules.items()

@@ -4,12 +4,11 @@ Each rule is held against random sequences of events; a rule that is broken says
 shows it again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from sagellm.core.contract import ContractReport, Played, Report, RuleResult, Scenario, run_scenarios
+from sagellm.core.contract import ContractReport, RuleResult, playing, run_scenarios
 from sagellm.kv_policy.base import EvictionPolicy
 from sagellm.kv_policy.contract.scenarios import SCENARIOS
-from sagellm.kv_policy.contract.world import PolicyBroke
 
 __all__ = ["RULES", "ContractReport", "RuleResult", "check_policy"]
 
@@ -37,6 +36,7 @@ def check_policy(
     rounds: int = 3,
     progress: Callable[[str], None] | None = None,
     limit_s: float | None = None,
+    only: Collection[str] | None = None,
 ) -> ContractReport:
     """Hold a policy against every rule. One that was never put to the test, because the policy broke others before, is not
     passed.
@@ -48,24 +48,9 @@ def check_policy(
         progress: called with the name of each scenario before it begins.
         limit_s: for one run of a scenario; a policy that takes longer, in Python, is stopped and nothing else is tried. Only
             in a process's main thread, on systems that have signals.
+        only: names of the scenarios to play; by default all.
     """
     return run_scenarios(
-        RULES, SCENARIOS, lambda scenario, number, report: _run(scenario, make, number, report),
-        seed=seed, rounds=rounds, progress=progress, limit_s=limit_s,
+        RULES, SCENARIOS, playing(make, may_refuse=lambda capacity: capacity < 1), seed=seed, rounds=rounds,
+        progress=progress, limit_s=limit_s, only=only,
     )  # fmt: skip
-
-
-def _run(scenario: Scenario, make: Callable[[int], EvictionPolicy], seed: int, report: Report) -> Played:
-    def build(capacity: int) -> EvictionPolicy:
-        try:
-            return make(capacity)
-        except (Exception, SystemExit) as error:
-            if capacity > 0:
-                report("builds", f"capacity {capacity} raised {type(error).__name__}: {error}; build it.")
-                raise PolicyBroke from error
-            raise
-
-    try:
-        return scenario.run(build, seed, report)
-    except PolicyBroke:
-        return Played(0, frozenset())

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 
-from sagellm.core.contract import Played, Report, Scenario
+from sagellm.core.contract import Broke, Played, Report, Scenario
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext
-from sagellm.kv_policy.contract.world import MASK, PolicyBroke, World
+from sagellm.kv_policy.contract.world import MASK, World
 
 __all__ = ["SCENARIOS"]
 
@@ -65,7 +65,7 @@ def requests(make: Make, seed: int, report: Report) -> Played:
     seen: set[str] = set()
     for capacity in CAPACITIES:
         world = World(make(capacity), capacity, seed, report)
-        with suppress(PolicyBroke):
+        with suppress(Broke):
             play(world)
         num_events += world.num_events
         seen |= world.seen
@@ -79,7 +79,7 @@ def twice(make: Make, seed: int, report: Report) -> Played:
         world = World(make(CAPACITIES[2]), CAPACITIES[2], seed, lambda rule, message: None)
         try:
             play(world)
-        except PolicyBroke:
+        except Broke:
             return Played(0, frozenset())  # another scenario reports it
         worlds.append(world)
     first, second = (world.decisions for world in worlds)
@@ -111,7 +111,7 @@ def asking(make: Make, seed: int, report: Report) -> Played:
                 world.tell("on_hit", key, 0.0)
             world.ask(len(world.blocks))
             world._report = report
-    except PolicyBroke:
+    except Broke:
         pass
     return Played(world.num_events, world.seen)
 
@@ -129,7 +129,7 @@ def chain(make: Make, seed: int, report: Report) -> Played:
         for victim in world.ask(CHAIN):
             world.remove(victim, evicted=True)
         world.admit(blocks)
-    except PolicyBroke:
+    except Broke:
         pass
     return Played(world.num_events, world.seen)
 

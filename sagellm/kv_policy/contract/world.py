@@ -4,15 +4,12 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from sagellm.core.contract import Broke
 from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionDecision, EvictionPolicy, PolicyContext
 
-__all__ = ["PolicyBroke", "World"]
+__all__ = ["World"]
 
 MASK = 2**64 - 1
-
-
-class PolicyBroke(Exception):
-    """The policy raised; the scenario cannot go on."""
 
 
 class World:
@@ -175,4 +172,4 @@ class World:
 
     def _broke(self, what: str, error: BaseException) -> NoReturn:
         self._report("raises_nothing", f"{what} raised {type(error).__name__}: {error}; it has to answer.")
-        raise PolicyBroke from error
+        raise Broke from error

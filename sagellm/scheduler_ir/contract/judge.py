@@ -5,17 +5,14 @@ from collections.abc import Callable
 from operator import index
 from typing import Any, NoReturn
 
+from sagellm.core.contract import Broke
 from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, StepResult, StepView
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 
-__all__ = ["HOLD_LIMIT_S", "Judge", "StrategyBroke"]
+__all__ = ["HOLD_LIMIT_S", "Judge"]
 
 HOLD_LIMIT_S = 60.0  # as the engine's: who is held or not admitted for longer counts as starved
 SHORT_HOLD_S = 1.0  # for the rest of a scenario in which somebody starved: it has been told, and the others shall go on soon
-
-
-class StrategyBroke(Exception):
-    """The strategy raised; the scenario cannot go on."""
 
 
 class Judge(SchedulingStrategy):
@@ -162,7 +159,7 @@ class Judge(SchedulingStrategy):
     def _broke(self, what: str, error: BaseException) -> NoReturn:
         self.seen.add("raises_nothing")
         self._report("raises_nothing", f"{what} raised {type(error).__name__}: {error}; it has to answer.")
-        raise StrategyBroke from error
+        raise Broke from error
 
 
 def _fresh(request: RequestMetadata) -> RequestMetadata:

@@ -4,11 +4,9 @@ Each rule is held against requests on a virtual engine (`simulation/`) that the 
 what was got, what is allowed and which seed shows it again.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
 
-from sagellm.core.contract import ContractReport, Played, Report, Scenario, run_scenarios
-from sagellm.scheduler_ir.contract.judge import StrategyBroke
+from sagellm.core.contract import ContractReport, playing, run_scenarios
 from sagellm.scheduler_ir.contract.scenarios import SCENARIOS
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 
@@ -40,6 +38,7 @@ def check_strategy(
     rounds: int = 3,
     progress: Callable[[str], None] | None = None,
     limit_s: float | None = None,
+    only: Collection[str] | None = None,
 ) -> ContractReport:
     """Hold a strategy against every rule. One that was never put to the test, because the strategy broke others before, is not
     passed.
@@ -50,24 +49,9 @@ def check_strategy(
         rounds: repetitions of each random scenario.
         progress: called with the name of each scenario before it begins.
         limit_s: for one run of a scenario, see `run_scenarios`.
+        only: names of the scenarios to play; by default all.
     """
     return run_scenarios(
-        RULES, SCENARIOS, lambda scenario, number, report: _run(scenario, make, number, report),
-        seed=seed, rounds=rounds, progress=progress, limit_s=limit_s, what="strategy",
+        RULES, SCENARIOS, playing(make), seed=seed, rounds=rounds, progress=progress, limit_s=limit_s, only=only,
+        what="strategy",
     )  # fmt: skip
-
-
-def _run(scenario: Scenario, make: Callable[..., SchedulingStrategy], seed: int, report: Report) -> Played:
-    def build(**options: Any) -> SchedulingStrategy:
-        try:
-            return make(**options)
-        except (Exception, SystemExit) as error:
-            if not options:
-                report("builds", f"it raised {type(error).__name__}: {error}; build it.")
-                raise StrategyBroke from error
-            raise
-
-    try:
-        return scenario.run(build, seed, report)
-    except StrategyBroke:
-        return Played(0, frozenset())

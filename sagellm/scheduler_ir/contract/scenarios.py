@@ -7,11 +7,11 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 
-from sagellm.core.contract import Played, Report, Scenario
+from sagellm.core.contract import Broke, Played, Report, Scenario
 from sagellm.core.errors import PlanError
 from sagellm.core.hooks import Phase, RequestId, RequestMetadata, StepResult, StepView
 from sagellm.core.scheduling import NO_SERVICE, ServiceLevel
-from sagellm.scheduler_ir.contract.judge import Judge, StrategyBroke
+from sagellm.scheduler_ir.contract.judge import Judge
 from sagellm.scheduler_ir.contract.watch import watched
 from sagellm.scheduler_ir.simulation.base import EngineShape, FaultKind, LinearCosts, StrategyFault
 from sagellm.scheduler_ir.simulation.requests import VirtualRequest
@@ -52,7 +52,7 @@ def play(
 ) -> VirtualEngine:
     """Requests until all are complete. A bound of steps that even the smallest chunks do not reach stands for ever.
 
-    Raises StrategyBroke: the strategy raised.
+    Raises Broke: the strategy raised.
     """
     chance = random.Random(seed)
     requests = random_requests(chance, NUM_REQUESTS)
@@ -70,7 +70,7 @@ def play(
                 engine.cancel(chance.choice(engine.in_flight or requests).request_id)
     except StrategyFault as fault:
         if fault.kind is FaultKind.RAISED:
-            raise StrategyBroke from fault
+            raise Broke from fault
         report("completes" if fault.kind is FaultKind.HELD else "answer", str(fault))
     if left := engine.unfinished:
         report("completes", f"{len(left)} requests, as {left[0].request_id}, are not complete after {num_calls} steps.")
@@ -82,7 +82,7 @@ def workload(make: Make, seed: int, report: Report) -> Played:
     num_events, seen = 0, set()
     for num_blocks in (8000, 600, 330):
         judge = Judge(make(), report)
-        with suppress(StrategyBroke):
+        with suppress(Broke):
             play(judge, seed, num_blocks, report)
             judge.seen.add("completes")
         num_events, seen = num_events + judge.num_events, seen | judge.seen
@@ -92,7 +92,7 @@ def workload(make: Make, seed: int, report: Report) -> Played:
 def vanishing(make: Make, seed: int, report: Report) -> Played:
     """Requests are cancelled wherever they are, and those on the device are in no view."""
     judge = Judge(make(), report)
-    with suppress(StrategyBroke):
+    with suppress(Broke):
         play(judge, seed, 400, report, cancels=True)
     return Played(judge.num_events, judge.seen)
 
@@ -104,7 +104,7 @@ def twice(make: Make, seed: int, report: Report) -> Played:
         judge = Judge(make(), lambda rule, message: None, renew)
         try:
             play(judge, seed, 400, lambda rule, message: None)
-        except StrategyBroke:
+        except Broke:
             return Played(0, frozenset())  # another scenario reports it
         judges.append(judge)
     first = judges[0].decisions
@@ -125,7 +125,7 @@ def clocks(make: Make, seed: int, report: Report) -> Played:
 
     strategy = _Watched(make, read)
     judge = Judge(strategy, lambda rule, message: None)
-    with suppress(StrategyBroke):
+    with suppress(Broke):
         play(judge, seed, 400, lambda rule, message: None)
     return Played(judge.num_events, {"reads_nothing"})
 
@@ -167,7 +167,7 @@ def extremes(make: Make, seed: int, report: Report) -> Played:
         tuple(first._replace(request_id=RequestId(number)) for number in range(20)), (),
     )  # fmt: skip
     judge = Judge(make(), lambda rule, message: None if rule == "completes" else report(rule, message))  # the clock jumps
-    with suppress(StrategyBroke):
+    with suppress(Broke):
         for step, requests in enumerate(groups * 2):
             for now_s, budget in ((0.0, 1), (1e300, BIG), (-5.0, 4096)):
                 view = StepView(step, Phase.PREFILL, requests, BIG * (step % 2), budget, step % 3, step % 2, now_s)

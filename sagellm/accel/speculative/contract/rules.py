@@ -2,13 +2,12 @@
 `sagellm speculative check module:Class`.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
 
 from sagellm.accel.speculative.base import SpeculativeStrategy
 from sagellm.accel.speculative.contract.exactness import BF16_GAP, ENGINE_SCENARIOS, Guesser, Trial
-from sagellm.accel.speculative.contract.scenarios import SCENARIOS, StrategyBroke
-from sagellm.core.contract import ContractReport, Played, Report, Scenario, run_scenarios
+from sagellm.accel.speculative.contract.scenarios import SCENARIOS
+from sagellm.core.contract import ContractReport, playing, run_scenarios
 
 __all__ = ["ENGINE_RULES", "RULES", "check_engine", "check_strategy"]
 
@@ -40,6 +39,7 @@ def check_strategy(
     rounds: int = 3,
     progress: Callable[[str], None] | None = None,
     limit_s: float | None = None,
+    only: Collection[str] | None = None,
 ) -> ContractReport:
     """Hold a strategy against every rule that needs no engine. One that was never put to the test is not passed.
 
@@ -49,10 +49,11 @@ def check_strategy(
         rounds: repetitions of each random scenario.
         progress: called with the name of each scenario before it begins.
         limit_s: for one run of a scenario, see `run_scenarios`.
+        only: names of the scenarios to play; by default all.
     """
     return run_scenarios(
-        RULES, SCENARIOS, lambda scenario, number, report: _run(scenario, make, number, report),
-        seed=seed, rounds=rounds, progress=progress, limit_s=limit_s, what="strategy",
+        RULES, SCENARIOS, playing(make), seed=seed, rounds=rounds, progress=progress, limit_s=limit_s, only=only,
+        what="strategy",
     )  # fmt: skip
 
 
@@ -76,19 +77,3 @@ def check_engine(
         ENGINE_RULES, ENGINE_SCENARIOS, lambda scenario, number, report: scenario.run(trial, guesser, number, report),
         seed=seed, rounds=1, progress=progress, limit_s=limit_s, what="engine", built_rule="runs", raise_rule="runs",
     )  # fmt: skip
-
-
-def _run(scenario: Scenario, make: Callable[..., SpeculativeStrategy], seed: int, report: Report) -> Played:
-    def build(**options: Any) -> SpeculativeStrategy:
-        try:
-            return make(**options)
-        except (Exception, SystemExit) as error:
-            if not options:
-                report("builds", f"it raised {type(error).__name__}: {error}; build it.")
-                raise StrategyBroke from error
-            raise
-
-    try:
-        return scenario.run(build, seed, report)
-    except StrategyBroke:
-        return Played(0, frozenset())

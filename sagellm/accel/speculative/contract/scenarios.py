@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from sagellm.accel.speculative.base import MAX_LOOKAHEAD, Ask, ModelRunner, SpeculativeStrategy, StepOutcome, Verdict
-from sagellm.core.contract import Played, Report, Scenario
+from sagellm.core.contract import Broke, Played, Report, Scenario
 from sagellm.core.errors import SpeculationError
 
-__all__ = ["SCENARIOS", "StrategyBroke"]
+__all__ = ["SCENARIOS"]
 
 Make = Callable[..., SpeculativeStrategy]
 
@@ -22,10 +22,6 @@ BLOCK_SIZE, VOCAB_SIZE = 16, 512
 NUM_STEPS = 80
 NUM_CHURN = 50  # requests that come and go in each phase of the memory check
 KEPT_BYTES = 100_000  # that may stay of them: what is kept on purpose has a bound, and reaches it in the phase before
-
-
-class StrategyBroke(Exception):
-    """The strategy raised; the scenario cannot go on."""
 
 
 class SmallTarget:
@@ -56,7 +52,7 @@ class Play:
             return getattr(self._strategy, method)(*arguments)
         except (Exception, SystemExit) as error:
             self._report("raises_nothing", f"{method} raised {type(error).__name__}: {error}; it has to answer.")
-            raise StrategyBroke from error
+            raise Broke from error
 
     def begin(self, request: int, size: int | None = None) -> None:
         draw = self._draw
@@ -110,7 +106,7 @@ class Play:
             return value
         shown = getattr(self._strategy, "lookahead", "missing")
         self._report("lookahead", f"lookahead is {shown!r}; keep a whole number from 0 to {MAX_LOOKAHEAD}.")
-        raise StrategyBroke
+        raise Broke
 
     def _judged(self, asks: tuple[Ask, ...], answers: Any) -> list[list[int]]:
         self.seen |= {"answers", "limits", "vocabulary"}
