@@ -215,6 +215,12 @@ BREAKS = {
     Unbuildable: "builds", Abstract: "builds", Lenient: "bad_events",
 }  # fmt: skip
 
+# The scenarios of the rules, and of the faults, that `requests` does not show.
+SHOWN_IN = {
+    "deterministic": "twice", "asking": "asking", "bounded": "churn", "builds": "building", "bad_events": "bad_events",
+    NeedsIncoming: "asking", Recursive: "chain",
+}  # fmt: skip
+
 # Rules that a fault breaks besides its own: a bad victim is one good victim fewer, and one that was lost is asked for again.
 FOLLOWS = {
     "on_tier": {"enough", "asking"}, "unpinned": {"enough", "asking"}, "distinct": {"enough", "asking"},

@@ -1,6 +1,7 @@
 """Strategies that break the contract, each in one way; `BREAKS` says which of the contract's rules must say so."""
 
 import datetime
+import itertools
 import random
 import time
 from random import shuffle
@@ -121,13 +122,15 @@ class DrawsNumpy(Fifo):
 
 
 class Counts(Fifo):
-    """Shares a counter among instances."""
+    """Shares a counter among instances: every other one begins with the last."""
 
-    num_asked = 0
+    made = itertools.count()
+
+    def __init__(self):
+        self.number = next(self.made)
 
     def decide(self, view):
-        Counts.num_asked += 1
-        return ScheduleDecision(ids(view) if Counts.num_asked % 7 else ids(view)[::-1])
+        return ScheduleDecision(ids(view)[:: -1 if self.number % 2 else 1])
 
 
 class Identity(Fifo):
@@ -273,6 +276,12 @@ BREAKS = {
     NoChunk: "amounts", NoText: "reasons", NoTextForOne: "reasons", Mutates: "unchanged", Hoards: "forgets",
     TakesAnything: "options", OddOptions: "options", LazyOptions: "options", CannotBeBuilt: "builds", Nameless: "builds",
     NoStrategy: "builds",
+}  # fmt: skip
+# The scenarios of the rules, and of the fault, that the views of `extremes` do not show.
+SHOWN_IN = {
+    "completes": "workload", "deterministic": "twice", "identity": "twice", "reads_nothing": "clocks", "forgets": "churn",
+    "options": "building", "builds": "building",
+    DropsLate: "workload",  # where memory runs out
 }  # fmt: skip
 # What follows from a fault, beside its own rule.
 FOLLOWS = {ClockInConstructor: set(), Hoards: set(), DrawsUnseeded: {"identity"}}
