@@ -1,14 +1,13 @@
 """`sagellm policy`: the eviction policies there are, and whether one keeps to the contract."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
+from sagellm.cli.contract_check import check_options, conclude
 from sagellm.cli.current_folder import look_in_current_folder
-from sagellm.cli.plug_ins import option_defaults, progress, read_options, show_report, show_rows, summary_of
-from sagellm.cli.values import LONGEST_LIMIT_S, Finite
+from sagellm.cli.plug_ins import option_defaults, progress, read_options, show_rows, summary_of
 from sagellm.core.errors import PolicyError
 from sagellm.kv_policy.base import EvictionPolicy
 from sagellm.kv_policy.contract.rules import check_policy
@@ -30,18 +29,8 @@ def list_policies(as_json: bool) -> None:
 
 
 @policy.command()
-@click.argument("name")
-@click.option("--options", default="{}", metavar="JSON", help="The policy's options, a JSON object.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="The first seed of the random scenarios."
-)
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Seeds to try.")
+@check_options("policy")
 @click.option("--reference", is_flag=True, help="Check the twin in plain Python, not the native one.")
-@click.option(
-    "--limit-s", type=Finite(LONGEST_LIMIT_S), default=60.0, show_default=True,
-    help="Seconds for a scenario; a policy that takes longer has failed.",
-)  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def check(name: str, options: str, seed: int, rounds: int, reference: bool, limit_s: float, as_json: bool) -> None:
     """Hold a policy, by name or as module:Class, against every rule of the contract.
 
@@ -51,8 +40,7 @@ def check(name: str, options: str, seed: int, rounds: int, reference: bool, limi
     look_in_current_folder()
     make = _maker(name, read_options(options, {"small_ratio": 0.2}), reference)
     report = check_policy(make, seed=seed, rounds=rounds, progress=progress(), limit_s=limit_s)
-    show_report("policy", name, report, seed, as_json)
-    sys.exit(0 if report.passed else 1)
+    conclude("policy", name, report, seed, as_json)
 
 
 def _describe(name: str) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """`sagellm strategy`: the scheduling strategies there are, and whether one keeps to the contract."""
 
-import sys
 from typing import Any
 
 import click
 
+from sagellm.cli.contract_check import check_options, conclude
 from sagellm.cli.current_folder import look_in_current_folder
-from sagellm.cli.plug_ins import option_defaults, progress, read_options, show_report, show_rows, summary_of
-from sagellm.cli.values import LONGEST_LIMIT_S, Finite
+from sagellm.cli.plug_ins import option_defaults, progress, read_options, show_rows, summary_of
 from sagellm.core.errors import PlanError
 from sagellm.scheduler_ir.contract.rules import check_strategy
 from sagellm.scheduler_ir.strategies.registry import find_strategy, make_strategy, strategy_names
@@ -27,17 +26,7 @@ def list_strategies(as_json: bool) -> None:
 
 
 @strategy.command()
-@click.argument("name")
-@click.option("--options", default="{}", metavar="JSON", help="The strategy's options, a JSON object.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="The first seed of the random scenarios."
-)
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Seeds to try.")
-@click.option(
-    "--limit-s", type=Finite(LONGEST_LIMIT_S), default=60.0, show_default=True,
-    help="Seconds for a scenario; a strategy that takes longer has failed.",
-)  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@check_options("strategy")
 def check(name: str, options: str, seed: int, rounds: int, limit_s: float, as_json: bool) -> None:
     """Hold a strategy, by name or as module:Class, against every rule of the contract.
 
@@ -55,8 +44,7 @@ def check(name: str, options: str, seed: int, rounds: int, limit_s: float, as_js
     report = check_strategy(
         lambda **tried: kind(**{**given, **tried}), seed=seed, rounds=rounds, progress=progress(), limit_s=limit_s
     )
-    show_report("strategy", name, report, seed, as_json)
-    sys.exit(0 if report.passed else 1)
+    conclude("strategy", name, report, seed, as_json)
 
 
 def _describe(name: str) -> dict[str, Any]:
