@@ -2,15 +2,17 @@
 
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import click
 
+from sagellm.accel.speculative.base import SpeculativeStrategy
 from sagellm.accel.speculative.contract.exactness import Guesser
 from sagellm.accel.speculative.contract.rules import check_engine, check_strategy
 from sagellm.accel.speculative.registry import make_strategy
+from sagellm.cli.contract_check import check_options, conclude
 from sagellm.cli.current_folder import look_in_current_folder
-from sagellm.cli.plug_ins import progress, read_options, show_report
-from sagellm.cli.values import LONGEST_LIMIT_S, Finite
+from sagellm.cli.plug_ins import progress, read_options
 from sagellm.core.contract import ContractReport
 from sagellm.core.errors import SageError, SpeculationError
 
@@ -18,19 +20,9 @@ __all__ = ["check"]
 
 
 @click.command()
-@click.argument("name")
-@click.option("--options", default="{}", metavar="JSON", help="The strategy's options, a JSON object.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="The first seed of the random scenarios."
-)
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Seeds to try.")
-@click.option(
-    "--limit-s", type=Finite(LONGEST_LIMIT_S), default=60.0, show_default=True,
-    help="Seconds for a scenario; a strategy that takes longer has failed.",
-)  # fmt: skip
+@check_options("strategy")
 @click.option("--engine/--no-engine", default=True, show_default=True, help="Run it in an engine on tiny models, too.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="The engine's.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def check(
     name: str, options: str, seed: int, rounds: int, limit_s: float, engine: bool, device: str, as_json: bool
 ) -> None:
@@ -42,7 +34,9 @@ def check(
     look_in_current_folder()
     given = read_options(options, {"lookahead": 4})
     try:
-        make_strategy(name, **given)
+        models = _models(make_strategy(name, **given))
+        if engine:
+            _check_folders(models)
     except SpeculationError as error:
         raise click.UsageError(str(error)) from None
     report = check_strategy(
@@ -50,9 +44,24 @@ def check(
         limit_s=limit_s,
     )  # fmt: skip
     if engine:
-        report = _joined(report, _in_engine(Guesser(name, given), device, seed, limit_s))
-    show_report("strategy", name, report, seed, as_json)
-    sys.exit(0 if report.passed else 1)
+        report = _joined(report, _in_engine(Guesser(name, given, models), device, seed, limit_s))
+    conclude("strategy", name, report, seed, as_json)
+
+
+def _models(strategy: SpeculativeStrategy) -> tuple[Path, ...]:
+    try:
+        return tuple([Path(folder) for folder in strategy.models])
+    except (AttributeError, TypeError):  # a rule of the contract says so
+        return ()
+
+
+def _check_folders(models: tuple[Path, ...]) -> None:
+    """Raises SpeculationError: one of them is no model."""
+    if models:
+        from sagellm.engines.lmdeploy.speculative.draft_folder import check_folder
+
+        for folder in models:
+            check_folder(folder)
 
 
 def _in_engine(guesser: Guesser, device: str, seed: int, limit_s: float) -> ContractReport:

@@ -86,6 +86,12 @@ def test_rules_that_nothing_could_break_are_not_said_to_be_kept():
     assert states["no_more"] == (True, True) and states["enough"] == (True, False) and states["unpinned"] == (False, False)
 
 
+def test_rules_of_scenarios_that_were_not_played_are_not_said_to_be_kept():
+    report = check_policy(Lru, only=("building", "bad_events"))
+    assert [result.rule for result in report.results if result.passed] == ["builds", "bad_events"] and not report.passed
+    assert {result.message for result in report.results} == {"", "not seen: no scenario that was played shows it."}
+
+
 def test_a_policy_that_never_ends_is_stopped():
     before = signal.getsignal(signal.SIGALRM)
     report = check_policy(Endless, rounds=1, limit_s=0.2)

@@ -18,6 +18,7 @@ from sagellm.engines.lmdeploy.engine import hook_config
 from sagellm.engines.lmdeploy.settings_plugins import check_settings_plugins
 from sagellm.engines.lmdeploy.sizing import gpu_share, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
+from tests.accel.speculative.contract import bad_drafts
 from tests.conftest import SHAPE
 from tests.pool import settle
 from tests.reference import make_prompts
@@ -104,6 +105,20 @@ def test_sampling_keeps_its_tokens(start_engine, model_folder):
     engine = start(start_engine, model_folder("llama"), decode_round=3)
     assert answers(engine, params=params) == expected
     assert 0 < speculation(engine)["accepted"] < speculation(engine)["drafted"]
+
+
+@pytest.mark.parametrize(("kind", "says"), [
+    (bad_drafts.KeepsRejected, ""), (bad_drafts.BlocksOfAnother, ""), (bad_drafts.ForeignBlocks, "block 1000"),
+    (bad_drafts.NegativeBlocks, "block -"), (bad_drafts.TooFewBlocks, "do not fit"), (bad_drafts.ForeignTokens, "token 1000"),
+], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+def test_who_misuses_the_draft_model_changes_no_token(start_engine, reference, model_folder, kind, says):
+    options = {"model": str(model_folder("llama")), "lookahead": LOOKAHEAD}
+    engine = start_engine(speculative=f"{kind.__module__}:{kind.__name__}", speculative_options=options, kv_blocks=30)
+    assert answers(engine) == reference(PROMPTS, NUM_NEW)
+    assert answers(engine, PROMPTS[:2]) == reference(PROMPTS[:2], NUM_NEW)
+    report = engine.hooks.report()["speculation"]
+    assert says in report["first_fault"] and bool(says) == (report["faults"] > 0), report["first_fault"]
+    assert says or report["drafted"] > 100
 
 
 class FakeRunner:

@@ -1,6 +1,7 @@
 """Checks of a whole engine: that guesses change nothing of what a model says."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,10 +21,11 @@ NUM_DRAWS = 800
 
 
 class Guesser(NamedTuple):
-    """A strategy by name, and its options."""
+    """A strategy by name, and its options. `models`: folders that it loads beside the target."""
 
     name: str
     options: dict
+    models: tuple[Path, ...] = ()
 
 
 class Trial(Protocol):
@@ -33,17 +35,29 @@ class Trial(Protocol):
 
     def generate(
         self, prompts: Sequence[Sequence[int]], num_new: int, *, guesser: Guesser | None, dtype: str = "float32",
-        decode_round: int = 1, seeds: Sequence[int] | None = None,
+        decode_round: int = 1, seeds: Sequence[int] | None = None, model: Path | None = None,
     ) -> list[tuple[int, ...]]:  # fmt: skip
-        """Answers of so many tokens, greedy, or drawn at temperature 1 with a seed for each prompt.
+        """Answers of so many tokens, greedy, or drawn at temperature 1 with a seed for each prompt; of the model in
+        that folder, by default of a tiny one.
 
         Raises SageError: the engine failed, or the guesser did something wrong in it.
         """
         ...
 
-    def logits(self, texts: Sequence[Sequence[int]], dtype: str = "float32") -> np.ndarray:
+    def logits(self, texts: Sequence[Sequence[int]], dtype: str = "float32", model: Path | None = None) -> np.ndarray:
         """float [texts, n, vocabulary] of texts of one length, by another implementation, each in one pass."""
         ...
+
+    def fellow(self, draft: Path, dtype: str = "float32") -> Path:
+        """The folder of a tiny model with the tokens of `draft`, which can guess for it. Raises SageError: none can be made."""
+        ...
+
+
+class _Try(NamedTuple):
+    guesser: Guesser
+    model: Path | None = None
+    decode_round: int = 1
+    seeds: Sequence[int] | None = None
 
 
 def _prompts(vocab_size: int, seed: int) -> list[list[int]]:
@@ -67,15 +81,27 @@ def _partly_right(
 
 
 def greedy(trial: Trial, guesser: Guesser, seed: int, report: Report) -> Played:
-    """Tokens as those of the same engine without guesses: with this strategy, and with one that is right now and then."""
+    """Tokens as those of the same engine without guesses: with this strategy, and with one that is right now and then.
+
+    One with models of its own guesses for a target that they know nothing of, and for themselves: there its guesses are right,
+    and where tokens are drawn some are.
+    """
     prompts = _prompts(trial.vocab_size, seed)
-    expected = trial.generate(prompts, NUM_NEW, guesser=None)
-    partly_right = _partly_right(trial, prompts, expected, seed)
-    for each, decode_round in ((guesser, 1), (partly_right, 1), (partly_right, 4)):
+    partly_right = _partly_right(trial, prompts, trial.generate(prompts, NUM_NEW, guesser=None), seed)
+    tries = [_Try(guesser)]
+    if guesser.models:
+        seeds = [seed * NUM_PROMPTS + number + 1 for number in range(NUM_PROMPTS)]
+        tries = [_Try(guesser, trial.fellow(guesser.models[0]))]
+        for folder in guesser.models:
+            tries += [_Try(guesser, folder), _Try(guesser, folder, 4, seeds)]
+    for each in (*tries, _Try(partly_right), _Try(partly_right, decode_round=4)):
+        expected = trial.generate(prompts, NUM_NEW, guesser=None, model=each.model, seeds=each.seeds)
         try:
-            found = trial.generate(prompts, NUM_NEW, guesser=each, decode_round=decode_round)
+            found = trial.generate(
+                prompts, NUM_NEW, guesser=each.guesser, model=each.model, decode_round=each.decode_round, seeds=each.seeds
+            )
         except SageError as error:
-            report("runs", f"{each.name}: {error}")
+            report("runs", f"{each.guesser.name}: {error}")
             continue
         for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             if ours != theirs:
@@ -84,24 +110,25 @@ def greedy(trial: Trial, guesser: Guesser, seed: int, report: Report) -> Played:
                 )
                 report(
                     "greedy",
-                    f"with {each.name}, {decode_round} decode steps a round, prompt {number} got at place {place} "
+                    f"with {each.guesser.name}, {each.decode_round} decode steps a round, prompt {number} got at place {place} "
                     f"{ours[place : place + 1]}; without guesses it is {theirs[place : place + 1]}.",
                 )
-    return Played(len(prompts) * 3, {"runs", "greedy"})
+    return Played(len(prompts) * (len(tries) + 2), {"runs", "greedy"})
 
 
 def near_argmax(trial: Trial, guesser: Guesser, seed: int, report: Report) -> Played:
     """In bfloat16 a batch of another shape rounds otherwise, so tokens may differ: but never to one that is unlikely."""
     prompts = [prompt for prompt in _prompts(trial.vocab_size, seed)]
     first = trial.generate(prompts, NUM_NEW, guesser=None, dtype="bfloat16")
-    for each in (guesser, _partly_right(trial, prompts, first, seed)):
+    target = trial.fellow(guesser.models[0], "bfloat16") if guesser.models else None
+    for each, model in ((guesser, target), (_partly_right(trial, prompts, first, seed), None)):
         try:
-            found = trial.generate(prompts, NUM_NEW, guesser=each, dtype="bfloat16")
+            found = trial.generate(prompts, NUM_NEW, guesser=each, dtype="bfloat16", model=model)
         except SageError as error:
             report("runs", f"{each.name}: {error}")
             continue
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, found, strict=True)]
-        logits = trial.logits(texts, "bfloat16")
+        logits = trial.logits(texts, "bfloat16", model)
         for number, answer in enumerate(found):
             rows = logits[number, -NUM_NEW - 1 : -1]
             gaps = rows.max(-1) - rows[np.arange(NUM_NEW), list(answer)]

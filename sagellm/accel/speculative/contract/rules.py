@@ -21,12 +21,13 @@ RULES = {
     "lookahead": "keeps a lookahead that makes sense",
     "strangers": "bears requests that were never begun, steps that it was not told of, and ends that come twice",
     "leaves_asks": "leaves what it is asked about as it is",
+    "models": "loads the models that it names, and computes with them behind keys of the text that it was asked about",
     "deterministic": "guesses the same after the same events",
     "forgets": "gives back what it kept of requests that ended, or bounds it",
 }
 ENGINE_RULES = {
     "runs": "an engine runs with it, and finds no fault",
-    "greedy": "greedy answers in float32 are those without guesses, token by token",
+    "greedy": "greedy answers in float32 are those without guesses, token by token; of draft models drawn ones too",
     "near_argmax": f"in bfloat16 each token's logit is within {BF16_GAP} of the highest, all of the answer in one pass",
     "distribution": "drawn tokens have the model's own distribution, where a guess stood and behind one",
 }
@@ -64,16 +65,18 @@ def check_engine(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
     limit_s: float | None = None,
+    only: Collection[str] | None = None,
 ) -> ContractReport:
     """Hold an engine with a strategy against every rule: the engine's checking is tried with guessers of the check's own, too.
 
     What fails without guesses is no verdict on them: it is raised.
 
     Args:
-        guesser: the strategy by name, and its options.
+        guesser: the strategy by name, its options, and the models that it loads.
         seed: of prompts and draws.
+        only: names of the scenarios to play; by default all.
     """
     return run_scenarios(
         ENGINE_RULES, ENGINE_SCENARIOS, lambda scenario, number, report: scenario.run(trial, guesser, number, report),
-        seed=seed, rounds=1, progress=progress, limit_s=limit_s, what="engine", built_rule="runs", raise_rule="runs",
+        seed=seed, rounds=1, progress=progress, limit_s=limit_s, only=only, what="engine", built_rule="runs", raise_rule="runs",
     )  # fmt: skip

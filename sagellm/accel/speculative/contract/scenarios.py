@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.accel.speculative.base import MAX_LOOKAHEAD, Ask, ModelRunner, SpeculativeStrategy, StepOutcome, Verdict
+from sagellm.accel.speculative.base import MAX_LOOKAHEAD, Ask, SpeculativeStrategy, StepOutcome, Verdict
+from sagellm.accel.speculative.contract.small_model import BLOCK_SIZE, VOCAB_SIZE, SmallTarget
 from sagellm.core.contract import Broke, Played, Report, Scenario
 from sagellm.core.errors import SpeculationError
 
@@ -18,19 +19,10 @@ __all__ = ["SCENARIOS"]
 
 Make = Callable[..., SpeculativeStrategy]
 
-BLOCK_SIZE, VOCAB_SIZE = 16, 512
 NUM_STEPS = 80
 NUM_CHURN = 50  # requests that come and go in each phase of the memory check
+NUM_NEAR = 64  # free blocks of which the next one is taken: those that were given back last
 KEPT_BYTES = 100_000  # that may stay of them: what is kept on purpose has a bound, and reaches it in the phase before
-
-
-class SmallTarget:
-    """A model that nobody has, on a machine without another one."""
-
-    vocab_size, block_size, num_blocks, device = VOCAB_SIZE, BLOCK_SIZE, 4096, "cpu"
-
-    def load(self, folder: Path) -> ModelRunner:
-        raise SpeculationError(f"no model can be loaded beside this one, {folder} neither.")
 
 
 class Play:
@@ -42,8 +34,12 @@ class Play:
         self.num_events = 0
         self.guesses: list[list[int]] = []
         self.texts: dict[int, list[int]] = {}
+        self._target = SmallTarget(lambda why: report("models", f"a model was asked for nonsense: {why}"))
+        self._free = list(range(self._target.num_blocks))
+        self._blocks: dict[int, list[int]] = {}
         self._strategy = make()
-        self.call("bind", SmallTarget())
+        self.call("bind", self._target)
+        self._look_at_models()
 
     def call(self, method: str, *arguments: Any) -> Any:
         self.num_events += 1
@@ -59,13 +55,23 @@ class Play:
         word = [draw.randrange(3, 40) for _ in range(draw.randint(1, 9))]
         size = size or draw.choice((1, 2, 17, 64, 300))
         self.texts[request] = (word * (size // len(word) + 1))[:size]
+        self.come(request)
+
+    def come(self, request: int) -> None:
+        """For the first time, or again: its blocks are others, or those that it had and others wrote in."""
+        if self._draw.random() < 0.5:
+            self._give_back(request)
+        self._target.lose(self._blocks.get(request, ()))
         self.call("begin", request, _array(self.texts[request]))
 
     def step(self, requests: list[int], is_told: bool = True) -> None:
         """One decode step of these, told of or not."""
         asks = tuple([self._ask(request) for request in requests])
         before = [(ask.tokens.copy(), ask.blocks.copy()) for ask in asks]
+        self._target.ask(asks)
         answers = self.call("propose", asks)
+        if self._target.is_used:
+            self.seen.add("models")
         for ask, (tokens, blocks) in zip(asks, before, strict=True):
             self.seen.add("leaves_asks")
             if not (np.array_equal(ask.tokens, tokens) and np.array_equal(ask.blocks, blocks)):
@@ -85,15 +91,34 @@ class Play:
 
     def end(self, request: int) -> None:
         self.texts.pop(request, None)
+        self._give_back(request)
         self.call("end", request)
 
     def _ask(self, request: int) -> Ask:
         tokens = self.texts[request]
         limit = self._draw.choice((1, 2, 5, self.lookahead()))
         limit = max(1, min(limit, self.lookahead()))
-        blocks = np.arange((len(tokens) + limit) // BLOCK_SIZE + 1, dtype=np.int64)
-        blocks.flags.writeable = False
-        return Ask(request, _array(tokens), limit, blocks)
+        held = self._blocks.setdefault(request, [])
+        while len(held) * BLOCK_SIZE < len(tokens) + limit:
+            held.append(self._free.pop(-self._draw.randint(1, min(NUM_NEAR, len(self._free)))))
+        return Ask(request, _array(tokens), limit, _array(held))
+
+    def _give_back(self, request: int) -> None:
+        self._free += self._blocks.pop(request, ())
+
+    def _look_at_models(self) -> None:
+        try:
+            named = {Path(folder) for folder in self._strategy.models}
+        except (AttributeError, TypeError) as error:
+            self._report("models", f"`models` is no row of folders: {error}.")
+            return
+        loaded = set(self._target.loaded)
+        if loaded - named:
+            self._report("models", f"bind loads {_shown(loaded - named)}, which `models` lacks; name what it loads.")
+        elif named - loaded:
+            self._report("models", f"`models` names {_shown(named - loaded)}, which bind does not load; name what it loads.")
+        elif not named:
+            self.seen.add("models")
 
     def lookahead(self) -> int:
         """Reported where it makes no sense; a strategy may change it from step to step."""
@@ -139,7 +164,7 @@ class Play:
                 self.step(chosen)
             if draw.random() < 0.1:
                 again = draw.choice(list(self.texts))
-                self.call("begin", again, _array(self.texts[again]))
+                self.come(again)
             if draw.random() < 0.1:
                 self.end(draw.choice(list(self.texts)))
         return self
@@ -217,6 +242,10 @@ def options(make: Make, seed: int, report: Report) -> Played:
         else:
             report("options", f"lookahead {value!r} was taken; raise SpeculationError.")
     return Played(0, {"builds", "options"})
+
+
+def _shown(folders: set[Path]) -> str:
+    return ", ".join(sorted(map(str, folders)))
 
 
 def _array(tokens: list[int]) -> np.ndarray:

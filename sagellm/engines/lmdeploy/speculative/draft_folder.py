@@ -7,7 +7,7 @@ from typing import Any
 from sagellm.core.errors import SpeculationError
 from sagellm.engines.lmdeploy.sizing import read_hf_config
 
-__all__ = ["check_draft"]
+__all__ = ["check_draft", "check_folder", "text_config"]
 
 
 def check_draft(draft: Path, target: Path) -> None:
@@ -17,13 +17,8 @@ def check_draft(draft: Path, target: Path) -> None:
         SpeculationError: `draft` is no folder of a model, or its vocabulary or tokenizer is another; names the difference.
         ConfigError: a config.json that cannot be read.
     """
-    if not (draft / "config.json").is_file():
-        raise SpeculationError(f"the draft model {draft} has no config.json; give a local Hugging Face model folder.")
-    if not any(draft.glob("*.safetensors")) and not any(draft.glob("pytorch_model*.bin")):
-        raise SpeculationError(
-            f"the draft model {draft} has no weights (*.safetensors or pytorch_model*.bin); give a folder that has them."
-        )
-    ours, theirs = _text_config(draft), _text_config(target)
+    check_folder(draft)
+    ours, theirs = text_config(draft), text_config(target)
     sizes = ours.get("vocab_size"), theirs.get("vocab_size")
     if sizes[0] != sizes[1]:
         raise SpeculationError(
@@ -38,7 +33,18 @@ def check_draft(draft: Path, target: Path) -> None:
         )
 
 
-def _text_config(folder: Path) -> dict[str, Any]:
+def check_folder(draft: Path) -> None:
+    """Raises SpeculationError: `draft` is no folder of a model."""
+    if not (draft / "config.json").is_file():
+        raise SpeculationError(f"the draft model {draft} has no config.json; give a local Hugging Face model folder.")
+    if not any(draft.glob("*.safetensors")) and not any(draft.glob("pytorch_model*.bin")):
+        raise SpeculationError(
+            f"the draft model {draft} has no weights (*.safetensors or pytorch_model*.bin); give a folder that has them."
+        )
+
+
+def text_config(folder: Path) -> dict[str, Any]:
+    """What its config.json says of text, `vocab_size` for one. Raises ConfigError: it cannot be read."""
     config = read_hf_config(folder)
     return config.get("text_config", config)
 

@@ -21,7 +21,6 @@ from sagellm.core.errors import SageError, SpeculationError
 __all__ = ["DraftRunner"]
 
 
-
 class DraftRunner:
     """A `ModelRunner` that computes in the dtype of the target.
 
@@ -61,6 +60,7 @@ class DraftRunner:
         self._model = get_backend().build_graph_runner(
             model, model_config=config, cache_config=cache_config, backend_config=agent.backend_config, device=agent.device
         )
+        self._num_blocks, self._block_size = cache_config.num_gpu_blocks, cache_config.block_size
         self._cache = CacheEngine(cache_config, config, cache_stream=agent.cache_stream)
 
     def forward(
@@ -85,6 +85,11 @@ class DraftRunner:
             hidden = hidden[inputs.seq_length.cumsum(0) - 1]
         return self._model.get_logits(hidden[None])[0, :, : self.vocab_size]
 
+    def _refuse(self, what: str, least: int, most: int, bound: int) -> None:
+        """What is out of range would be written to memory of others, on a device that does not look."""
+        if least < 0 or most >= bound:
+            raise SpeculationError(f"{what} {least if least < 0 else most} for the draft model; there are 0 to {bound - 1}.")
+
     def _inputs(self, token_ids: Sequence[np.ndarray], num_before: Sequence[int], blocks: Sequence[np.ndarray]) -> ModelInputs:
         device = self._agent.device
         lengths = [len(tokens) for tokens in token_ids]
@@ -92,8 +97,16 @@ class DraftRunner:
         tables = np.zeros((len(blocks), max(map(len, blocks))), blocks[0].dtype)
         for row, table in zip(tables, blocks, strict=True):
             row[: len(table)] = table
+        tokens = np.concatenate(token_ids)
+        self._refuse("token", tokens.min(), tokens.max(), self.vocab_size)
+        self._refuse("block", tables.min(), tables.max(), self._num_blocks)
+        for before, end, table in zip(num_before, num_kv, blocks, strict=True):
+            if before < 0 or end > len(table) * self._block_size:
+                raise SpeculationError(
+                    f"tokens {before} to {end - 1} of a text in {len(table)} blocks of {self._block_size}; they do not fit."
+                )
         return ModelInputs(
-            input_ids=torch.from_numpy(np.concatenate(token_ids)[None]).to(device),
+            input_ids=torch.from_numpy(tokens[None]).to(device),
             seq_length=torch.tensor(lengths).to(device),
             history_lengths=torch.tensor(num_before).to(device),
             block_offsets=torch.from_numpy(tables).to(device),

@@ -12,6 +12,7 @@ from sagellm.accel.speculative.contract.exactness import Guesser
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import SpeculationError
 from sagellm.engines.base import SamplingParams
+from sagellm.engines.lmdeploy.speculative.draft_folder import check_folder, text_config
 
 __all__ = ["EngineTrial"]
 
@@ -30,7 +31,7 @@ class EngineTrial:
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
         self._folder = Path(tempfile.mkdtemp(prefix="sagellm-check-"))
-        self._references: dict[str, Any] = {}
+        self._references: dict[Path, Any] = {}
         self._plain: dict[tuple, list[tuple[int, ...]]] = {}
 
     def __enter__(self) -> "EngineTrial":
@@ -41,40 +42,49 @@ class EngineTrial:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], num_new: int, *, guesser: Guesser | None, dtype: str = "float32",
-        decode_round: int = 1, seeds: Sequence[int] | None = None,
+        decode_round: int = 1, seeds: Sequence[int] | None = None, model: Path | None = None,
     ) -> list[tuple[int, ...]]:  # fmt: skip
         """Raises SpeculationError: the guesser did something wrong. EngineError: the engine stopped."""
-        key = (str(prompts), num_new, dtype, decode_round, str(seeds))
+        model = self._model(dtype) if model is None else model
+        key = (str(prompts), num_new, dtype, decode_round, str(seeds), model)
         if guesser is None and key in self._plain:
             return self._plain[key]
-        found, fault = self._run(prompts, num_new, guesser, dtype, decode_round, seeds)
+        found, fault = self._run(prompts, num_new, guesser, dtype, decode_round, seeds, model)
         if fault:
             raise SpeculationError(fault)
         if guesser is None:
             self._plain[key] = found
         return found
 
-    def logits(self, texts: Sequence[Sequence[int]], dtype: str = "float32") -> np.ndarray:
+    def logits(self, texts: Sequence[Sequence[int]], dtype: str = "float32", model: Path | None = None) -> np.ndarray:
         """By transformers, in the type of the weights and scored in float32."""
         import torch
         from transformers import AutoModelForCausalLM
 
-        if dtype not in self._references:
+        model = self._model(dtype) if model is None else model
+        if model not in self._references:
             kind = getattr(torch, dtype)
-            self._references[dtype] = AutoModelForCausalLM.from_pretrained(self._model(dtype), dtype=kind).eval()
+            self._references[model] = AutoModelForCausalLM.from_pretrained(model, dtype=kind).eval()
         with torch.inference_mode():
-            return self._references[dtype](torch.tensor(texts)).logits.float().numpy()
+            return self._references[model](torch.tensor(texts)).logits.float().numpy()
+
+    def fellow(self, draft: Path, dtype: str = "float32") -> Path:
+        """Raises SpeculationError: `draft` is no folder of a model. ConfigError: its tokenizer does not fit it."""
+        check_folder(draft)
+        tokenizer = draft if (draft / "tokenizer.json").is_file() else None
+        vocab_size = text_config(draft)["vocab_size"]
+        return self._model(dtype, f"{draft.name}-{vocab_size}", vocab_size=vocab_size, tokenizer_from=tokenizer)
 
     def _run(
         self, prompts: Sequence[Sequence[int]], num_new: int, guesser: Guesser | None, dtype: str, decode_round: int,
-        seeds: Sequence[int] | None,
+        seeds: Sequence[int] | None, model: Path,
     ) -> tuple[list[tuple[int, ...]], str]:  # fmt: skip
         from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
         guessing = {} if guesser is None else dict(speculative=guesser.name, speculative_options=guesser.options)
         config = SageConfig(
             device=self._device, threads=1, block_size=16, kv_blocks=512, max_batch_size=128, decode_round=decode_round,
-            model=self._model(dtype), **guessing,
+            model=model, dtype=dtype, **guessing,
         )  # fmt: skip
         greedy = [SamplingParams(num_new, ignore_eos=True)] * len(prompts)
         drawn = [SamplingParams(num_new, temperature=1.0, seed=seed, ignore_eos=True) for seed in seeds or ()]
@@ -83,10 +93,10 @@ class EngineTrial:
             speculation = engine.hooks.report()["speculation"]
         return found, "" if speculation is None else speculation["first_fault"]
 
-    def _model(self, dtype: str) -> Path:
+    def _model(self, dtype: str, name: str = "own", **shape: Any) -> Path:
         from sagellm.demo_model.random_model import write_random_model
 
-        path = self._folder / dtype
+        path = self._folder / f"{name}-{dtype}"
         if not path.exists():
-            write_random_model(path, dtype=dtype, **SHAPE)
+            write_random_model(path, dtype=dtype, **SHAPE | shape)
         return path
