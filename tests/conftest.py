@@ -1,7 +1,9 @@
 """Tiny random models, engines on them that are checked and closed after each test, and transformers as the oracle."""
 
+import gc
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 # Before torch is loaded, here and in every process that a test starts: barriers between threads that share a core cost
@@ -25,6 +27,8 @@ from xdist.scheduler import LoadFileScheduling
 from sagellm.core.config import PluginSpec, SageConfig
 from tests.pool import check_pool, settle
 from tests.reference import Reference, greedy_reference, write_mistral
+
+sys.dont_write_bytecode = False  # and in each run each worker would rewrite the assertions of all tests
 
 SHAPE = dict(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=128, vocab_size=320)
 WINDOW = 24
@@ -81,6 +85,18 @@ class ByFileAndServer(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFileAndServer | None:
     return ByFileAndServer(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collection loads every library. To search all that again and again for garbage, of which there is next to none, would
+    take a third of its time; and what is there at its end stays, so that later searches leave it out."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
