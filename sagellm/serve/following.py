@@ -4,6 +4,7 @@ A server that is killed, or that a library crashes, ends no child of its own; th
 memory, and their GPU, for ever.
 """
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -11,18 +12,46 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
 from unittest import mock
 
 POLL_S = 0.5
 
 
 class FollowingProcess(SpawnProcess):
-    """A spawned process that follows its parent, as do the processes that it spawns itself."""
+    """A spawned process that follows its parent, as do the processes that it spawns itself.
+
+    What it is to run loads the libraries while it is unpickled, which `loading_libraries` makes quicker.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (type(self),), self.__dict__  # the state comes after the call
 
     def run(self) -> None:
+        _keep_libraries()
         follow_parent()
         SpawnContext.Process = FollowingProcess
         super().run()
+
+
+@contextmanager
+def loading_libraries() -> Iterator[None]:
+    """No search for garbage while libraries are loaded: it would find none, in a sixth of the time; nor later among them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        _keep_libraries()
+
+
+def _arrive(kind: type[FollowingProcess]) -> FollowingProcess:
+    gc.disable()
+    return kind.__new__(kind)
+
+
+def _keep_libraries() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def follow_parent() -> None:

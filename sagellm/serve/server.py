@@ -23,7 +23,7 @@ from sagellm.engines.lmdeploy.settings_plugins import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
 from sagellm.serve.backends import Backend, backend_of
-from sagellm.serve.following import following
+from sagellm.serve.following import following, loading_libraries
 from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
 from sagellm.serve.logprobs import chat_logprobs
 from sagellm.serve.logs import claim_stdout, quiet_disconnects
@@ -132,7 +132,8 @@ def _serve(
     watch: EngineWatch,
     run_dir: Path,
 ) -> int:
-    from lmdeploy.serve.openai import api_server
+    with loading_libraries():
+        from lmdeploy.serve.openai import api_server
 
     # At its end the interpreter searches every object of every library for cycles, which takes a second, for nothing.
     atexit.register(gc.freeze)
