@@ -47,13 +47,6 @@ def refuses(server):
     return False
 
 
-def test_interrupt_while_idle(launch):
-    server = launch().ready()
-    server.end(signal.SIGINT)
-    assert json.loads(server.stdout)["ready"] is True  # one line, nothing else
-    assert "Traceback" not in server.stderr
-
-
 def test_interrupt_of_the_group_lets_a_running_request_finish(launch):
     """Ctrl-C in a terminal reaches every process of the group."""
     server = launch("--drain-timeout-s", 25).ready()

@@ -1,13 +1,25 @@
-"""A strategy in the server: what clients ask of it comes to its decisions, and both are on record."""
+"""A strategy and a speculator in one server: what clients ask of them comes to their decisions, both are on record."""
 
 import json
+import signal
 
+import httpx
+from openai import OpenAI
+
+from tests.serve.harness import ServerProcess
+from tests.serve.test_guided import COLOUR, ask
 from tests.serve.test_plugins import generate
+from tests.serve.test_streaming import LONG, events
+
+PROMPT = "one two three one two three one two three"
+COUNTS = ("accepted_prediction_tokens", "rejected_prediction_tokens")
 
 
-def test_requests_of_the_api_are_scheduled_by_the_strategy(launch, tmp_path):
+def test_requests_of_the_api_are_scheduled_and_guessed_until_an_interrupt(launch, tmp_path):
     record = tmp_path / "record.jsonl"
-    server = launch("--strategy", "priority", "--strategy-options", '{"ageing_s": 5}', "--record", record).ready()
+    scheduled = ("--strategy", "priority", "--strategy-options", '{"ageing_s": 5}', "--record", record)
+    guessed = ("--speculative", "ngram", "--speculative-options", '{"lookahead": 3}')
+    server = launch(*scheduled, *guessed).ready()
     client = server.client()
     model = client.models.list().data[0].id
     asked = {"priority": -7, "tenant": "acme", "ttft_slo_ms": 900}
@@ -15,13 +27,57 @@ def test_requests_of_the_api_are_scheduled_by_the_strategy(launch, tmp_path):
     answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hello"}], **body)
     assert answer.usage.completion_tokens == 8
     generate(server)
+    guesses_in_the_server(server, client, model)
     server.wait_idle()
-    server.end()
+
+    server.end(signal.SIGINT)  # while it is idle
+    assert json.loads(server.stdout)["ready"] is True  # one line, nothing else
+    assert "Traceback" not in server.stderr
     lines = [json.loads(line) for line in record.read_text().splitlines()]
-    first, second = [line for line in lines if line["event"] == "arrive"]
+    first, second, *_ = [line for line in lines if line["event"] == "arrive"]
     assert first["tenant"] == "acme" and first["service"] == {"priority": -7, "ttft_s": 0.9} and "service" not in second
     decisions = [line for line in lines if line["event"] == "schedule"]
     plans = [line for line in lines if line["event"] == "plan"]
     assert decisions and plans and {line["strategy"] for line in plans} == {"priority"}
     assert all(line["queue"] and line["reason"] for line in decisions)
     assert not [line for line in lines if line["event"] == "fault"]
+
+
+def guesses_in_the_server(server: ServerProcess, client: OpenAI, model: str) -> None:
+    """The same answers, and counts of guesses where they are asked for."""
+    asked = {"max_tokens": 32, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    wish = asked | {"extra_body": {"ignore_eos": True, "speculation_usage": True}}
+
+    plain = client.completions.create(model=model, prompt=PROMPT, **asked)
+    assert getattr(plain.usage, "completion_tokens_details", None) is None
+    told = client.completions.create(model=model, prompt=PROMPT, **wish)
+    assert told.choices[0].text == plain.choices[0].text and told.usage.completion_tokens == 32
+    accepted, rejected = (getattr(told.usage.completion_tokens_details, name) for name in COUNTS)
+    assert accepted > 0 and rejected >= 0
+
+    messages = [{"role": "user", "content": PROMPT}]
+    chat = client.chat.completions.create(model=model, messages=messages, logprobs=True, top_logprobs=2, **wish)
+    assert len(chat.choices[0].logprobs.content) == 32 == chat.usage.completion_tokens
+    stream = client.chat.completions.create(
+        model=model, messages=messages, stream=True, stream_options={"include_usage": True}, **wish
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == chat.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens_details == chat.usage.completion_tokens_details
+
+    with httpx.stream("POST", f"{server.url}/generate", json=LONG | {"prompt": PROMPT}, timeout=60) as response:
+        chunks = events(response.iter_lines())  # kept: the connection closes when nothing refers to them
+        assert next(chunks)["text"]
+        choice = ask(client, model, COLOUR)  # beside requests that are guessed at one that is not
+        assert choice.finish_reason == "stop" and json.loads(choice.message.content) in COLOUR["enum"]
+    server.wait_idle()
+    several = server.post("/v1/completions", {"model": model, "prompt": "a", "n": 2})
+    assert several.status_code == 400 and "n is 2" in several.text
+
+    drafted, right = (server.metric("sagellm_speculative_tokens_total", kind=kind) for kind in ("drafted", "accepted"))
+    assert drafted >= right >= 2 * accepted
+    assert 0 < server.metric("sagellm_speculative_place_tokens_total", kind="drafted", place="3") < drafted
+    bad = server.post("/v1/completions", {"model": model, "prompt": "a", "speculation_usage": "yes"})
+    assert bad.status_code == 400 and "true or false" in bad.text
+    generate(server)
