@@ -19,7 +19,7 @@ from benchmarks.scenarios import serve
 from benchmarks.scenarios.serve import ServeScenario, Subject
 from benchmarks.server import Server
 
-BLOCK, BLOCKS, OUTPUT = 16, 128, 32
+BLOCK, BLOCKS, OUTPUT = 16, 128, 16
 # A token at a time: a round in which every answer came in one chunk would not count.
 SERVER = {
     "device": "cpu", "threads": 1, "block_size": BLOCK, "kv_blocks": BLOCKS, "max_batch_size": 4, "decode_round": 1,
@@ -256,7 +256,7 @@ def test_misuse_that_only_a_server_shows(benchmark: Callable[..., Result], tmp_p
     """More tokens than the model's own context, of which the config says nothing."""
     done = benchmark(seed=4, prompt_tokens={"kind": "constant", "value": 4000})
     assert (done.exit_code, done.stdout) == (2, ""), done.output
-    assert done.stderr.startswith("error: a prompt and its answer take 4032 tokens; the server's context has ")
+    assert done.stderr.startswith(f"error: a prompt and its answer take {4000 + OUTPUT} tokens; the server's context has ")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
