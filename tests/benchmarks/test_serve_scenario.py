@@ -208,8 +208,11 @@ def test_requests_longer_than_the_context_are_refused(run: Callable[..., Run], s
 class UpAlready:
     """The server of these tests in the place of one that a runner would start, and end."""
 
+    num_started = num_closed = 0
+
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
+        UpAlready.num_started += 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._subject.server, name)
@@ -218,7 +221,7 @@ class UpAlready:
         return self._subject.facts
 
     def close(self) -> None:
-        pass
+        UpAlready.num_closed += 1
 
 
 @pytest.fixture
@@ -227,7 +230,7 @@ def benchmark(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("benchmarks.runner.Server", lambda config, checkout: UpAlready(subject))
 
     def once(seed: int, **workload: Any) -> Result:
-        config = scenario_config(subject.model, {"rounds": 2, "seed": seed, "peak_tflops": 1.0}, workload)
+        config = scenario_config(subject.model, {"launches": 2, "rounds": 1, "seed": seed, "peak_tflops": 1.0}, workload)
         file = tmp_path / "config.yaml"
         file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
         return CliRunner().invoke(main, ["--config", str(file), "--out", str(tmp_path / "out")])
@@ -236,11 +239,14 @@ def benchmark(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_benchmark_that_is_complete(benchmark: Callable[..., Result], tmp_path: Path):
+    before = UpAlready.num_started
     done = benchmark(seed=2)
     assert done.exit_code == 0, done.output
+    assert UpAlready.num_started == UpAlready.num_closed == before + 2, "each launch has a server of its own"
     result = read_result(tmp_path / "out" / "result.json")
     assert (result.status, result.reason) == ("complete", "")
-    assert [(run.round, run.seed, run.status) for run in result.runs] == [(0, 2000, "valid"), (1, 2001, "valid")]
+    runs = [(run.launch, run.round, run.seed, run.status) for run in result.runs]
+    assert runs == [(0, 0, 2000, "valid"), (1, 1, 2001, "valid")]
     assert done.stdout == (tmp_path / "out" / "report.md").read_text() + "\n"
 
 
