@@ -54,10 +54,12 @@ class DemoRecipe(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def draft(self) -> "DemoRecipe":
-        """The recipe of a draft model for this one: the same text and tokenizer, one narrow layer."""
-        return self.model_copy(update={
-            "hidden_size": self.hidden_size // 2, "intermediate_size": self.intermediate_size // 2, "num_layers": 1,
-        })  # fmt: skip
+        """The recipe of a draft model for this one: the same text and tokenizer, one layer.
+
+        As wide as this one: half the width would spare a tenth of a pass, which is mostly calls, and guess 14 to 17% of all
+        tokens less right.
+        """
+        return self.model_copy(update={"num_layers": 1})
 
     def folder_name(self) -> str:
         """Name of the cached folder.
