@@ -2,7 +2,7 @@
 
 import difflib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ __all__ = ["ChainTexts", "DemoTexts"]
 EDITED = 0.08  # of a text's tokens that stand otherwise in the prompt
 COPIED = 0.5  # of an answer's tokens
 RUN = 4  # tokens that count as copied together
+AT_ONCE = 32  # questions that are asked for copies
 
 Answer = Callable[[list[list[int]]], list[list[int]]]
 
@@ -63,9 +64,11 @@ class DemoTexts:
         from sagellm.demo_model.corpus import build_corpus
 
         self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._questions = [chat.user for chat in build_corpus(DemoRecipe()).chats]
-        self._left: list[list[int]] = []
+        questions = [chat.user for chat in build_corpus(DemoRecipe()).chats]
+        self._questions = [questions[place] for place in np.random.default_rng(11).permutation(len(questions)).tolist()]
+        self._left: Iterator[list[int]] = iter(())
         self._copies: list[list[int]] = []
+        self._num_asked = 0  # questions that were looked at for copies
 
     def begin(self, work: str, answer: Answer) -> None:
         """Whoever is asked from now on remembers nothing.
@@ -73,13 +76,10 @@ class DemoTexts:
         Args:
             answer: prompts -> the model's answers, as token ids.
         """
-        order = np.random.default_rng(11).permutation(len(self._questions)).tolist()
-        questions = [self._questions[place] for place in order]
         if work == "copy":
-            self._copies = self._copies or self._copied(questions, answer)
-            self._left = list(self._copies)
+            self._left = itertools.chain(self._copies, self._copied(answer))
         else:
-            self._left = [self._prompt(question) for question in questions]
+            self._left = iter([self._prompt(question) for question in self._questions])
 
     def prompts(self, work: str, num: int, seed: int) -> list[list[int]]:
         """Token ids of `num` prompts, by work:
@@ -96,20 +96,25 @@ class DemoTexts:
             random = np.random.default_rng([seed, num])
             letters = [chr(code) for code in range(97, 123)] + [" ", "\n"]
             return [self._prompt("".join(random.choice(letters, 200))) for _ in range(num)]
-        if len(self._left) < num:
+        prompts = list(itertools.islice(self._left, num))
+        if len(prompts) < num:
             raise ValueError("every question that the demo model knows was asked: measure fewer rounds or smaller batches")
-        prompts, self._left = self._left[:num], self._left[num:]
         return prompts
 
-    def _copied(self, questions: list[str], answer: Answer) -> list[list[int]]:
-        """Prompts of *copy*: half of all questions the model answers otherwise when they stand behind an answer."""
-        said = answer([self._prompt(question) for question in questions])
-        texts = [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in said]
-        prompts = [self._prompt(question, text, question) for question, text in zip(questions, texts, strict=True)]
-        again = answer(prompts)
-        return [
-            prompt for prompt, first, second in zip(prompts, said, again, strict=True) if _share(first, second) >= COPIED
-        ]
+    def _copied(self, answer: Answer) -> Iterator[list[int]]:
+        """Further prompts of *copy*: half of all questions the model answers otherwise when they stand behind an answer."""
+        while self._num_asked < len(self._questions):
+            questions = self._questions[self._num_asked : self._num_asked + AT_ONCE]
+            self._num_asked += len(questions)
+            said = answer([self._prompt(question) for question in questions])
+            texts = [self._tokenizer.decode(tokens, skip_special_tokens=True) for tokens in said]
+            prompts = [self._prompt(question, text, question) for question, text in zip(questions, texts, strict=True)]
+            again = answer(prompts)
+            found = [
+                prompt for prompt, first, second in zip(prompts, said, again, strict=True) if _share(first, second) >= COPIED
+            ]
+            self._copies += found
+            yield from found
 
     def _prompt(self, *turns: str) -> list[int]:
         roles = itertools.cycle(("user", "assistant"))

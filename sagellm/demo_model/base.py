@@ -54,12 +54,12 @@ class DemoRecipe(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def draft(self) -> "DemoRecipe":
-        """The recipe of a draft model for this one: the same text and tokenizer, one layer.
+        """The recipe of a draft model for this one: the same text and tokenizer, one layer, twice the steps.
 
-        As wide as this one: half the width would spare a tenth of a pass, which is mostly calls, and guess 14 to 17% of all
-        tokens less right.
+        A pass of one layer is mostly calls, so half the width would spare a tenth of it and guess far less; a step of training
+        takes a third of one of this model, and half as many leave the tokens of a copy right in 75% instead of 88%.
         """
-        return self.model_copy(update={"num_layers": 1})
+        return self.model_copy(update={"num_layers": 1, "steps": 2 * self.steps})
 
     def folder_name(self) -> str:
         """Name of the cached folder.
