@@ -118,13 +118,13 @@ def _cell(
     contestants: list[Contestant], model: str, texts: ChainTexts | DemoTexts, work: str, batch: int, rounds: int
 ) -> dict[str, Any]:
     plain = contestants[0]
-    texts.begin(work, functools.partial(_answers, plain, NEW[work][model]))
+    texts.begin(work, functools.partial(_answers, plain, NEW[work][model], texts.ends))
     answers: dict[str, list[Any]] = {contestant.name: [] for contestant in contestants}
     for number in range(rounds + 1):  # the first one warms up
         prompts = texts.prompts(work, batch * math.ceil(A_ROUND[model] / batch), number)
         request = {
             "batches": [prompts[start : start + batch] for start in range(0, len(prompts), batch)], "new": NEW[work][model],
-            "ends": model == "demo" and work != "random",
+            "stop": () if work == "random" else texts.ends,
             "temperature": 1.0 if model == "demo" and work == "random" else 0.0,
         }  # fmt: skip
         turn = number % len(contestants)
@@ -140,8 +140,8 @@ def _cell(
     }  # fmt: skip
 
 
-def _answers(plain: Contestant, new: int, prompts: list[list[int]]) -> list[list[int]]:
-    return plain.ask({"batches": [prompts], "new": new, "ends": True, "temperature": 0.0})["tokens"]
+def _answers(plain: Contestant, new: int, stop: tuple[int, ...], prompts: list[list[int]]) -> list[list[int]]:
+    return plain.ask({"batches": [prompts], "new": new, "stop": stop, "temperature": 0.0})["tokens"]
 
 
 def _figures(every: list[dict[str, Any]], none: list[dict[str, Any]]) -> dict[str, Any]:

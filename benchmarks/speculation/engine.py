@@ -8,9 +8,9 @@ NONE = "none"
 
 
 def build(model: str, threads: int, strategy: str, options: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """Answers {"batches": lists of prompts, "new", "ends", "temperature"} with the tokens, the seconds of the whole and of the
-    process, and what the strategy counted meanwhile. The batches are answered one after the other; `ends`: answers end where
-    the model ends them, not only after `new` tokens."""
+    """Answers {"batches": lists of prompts, "new", "stop", "temperature"} with the tokens, the seconds of the whole and of the
+    process, and what the strategy counted meanwhile. The batches are answered one after the other; answers end with a token of
+    `stop`, or after `new` tokens."""
     from sagellm.core.config import SageConfig
     from sagellm.engines.base import SamplingParams
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
@@ -45,8 +45,9 @@ def _params(request: dict[str, Any], number: int) -> Any:
     from sagellm.engines.base import SamplingParams
 
     return SamplingParams(
-        max_new_tokens=request["new"], ignore_eos=not request["ends"], temperature=request["temperature"], seed=number + 1
-    )
+        max_new_tokens=request["new"], ignore_eos=not request["stop"], stop_token_ids=tuple(request["stop"]),
+        temperature=request["temperature"], seed=number + 1,
+    )  # fmt: skip
 
 
 def _counts(engine: Any) -> dict[str, float]:

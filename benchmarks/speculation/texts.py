@@ -20,7 +20,9 @@ Answer = Callable[[list[list[int]]], list[list[int]]]
 
 
 class ChainTexts:
-    """Prompts for the chain model of so large a vocabulary."""
+    """Prompts for the chain model of so large a vocabulary. `ends`: tokens that end an answer; its texts have no end."""
+
+    ends = ()
 
     def __init__(self, vocab_size: int) -> None:
         self._following = successors(vocab_size)
@@ -51,7 +53,7 @@ class ChainTexts:
 
 
 class DemoTexts:
-    """Prompts for the demo model. No question is asked twice between two calls of `begin`.
+    """Prompts for the demo model. No question is asked twice between two calls of `begin`. `ends`: tokens that end an answer.
 
     Args:
         model: folder of the demo model.
@@ -64,6 +66,7 @@ class DemoTexts:
         from sagellm.demo_model.corpus import build_corpus
 
         self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self.ends = (self._tokenizer.eos_token_id,)
         questions = [chat.user for chat in build_corpus(DemoRecipe()).chats]
         self._questions = [questions[place] for place in np.random.default_rng(11).permutation(len(questions)).tolist()]
         self._left: Iterator[list[int]] = iter(())
