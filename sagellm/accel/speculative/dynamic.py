@@ -121,6 +121,12 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         self._step += 1
         self._modes[mode] += 1
         self.times.add(num_sequences, outcome.num_rows, outcome.step_s)
+        if mode == "silent" and self._pause_left > 1 and self._purse is not None and num_sequences and outcome.step_s > 0:
+            self._pause_left -= 1  # the next step is silent, too: all that happens is that the purse fills
+            self._purse += self.budget * outcome.step_s
+            self._since_plain = 0
+            self.wrapped.step_done(outcome)
+            return
         plain_s = self.times.plain(num_sequences)
         num_right = 0
         for request, num_drafted, num_accepted in outcome.verdicts if asked else ():

@@ -15,6 +15,7 @@ BELIEF = 0.01  # how much that counts beside a step
 CORRECTION_RATE = 0.05
 FORGET = 0.99
 MOST_A_ROW = 1.1
+MOST_UNREAD = 512  # steps
 
 
 class StepTable(Protocol):
@@ -55,22 +56,41 @@ class StepTimes:
         self._cells: dict[int, dict[int, _Cell]] = {}
         self._moments = np.zeros((3, 3))
         self._sums = np.zeros(3)
-        self.correction = 1.0
+        self._correction = 1.0
         self.num_steps = 0
+        self._unread: list[tuple[int, int, float]] = []
 
     def add(self, num_sequences: int, num_rows: int, seconds: float) -> None:
-        """A step took so long. What is no time at all is passed over."""
-        if not (num_sequences > 0 and seconds > 0 and math.isfinite(seconds)):
-            return
+        """A step took so long. What is no time at all is passed over.
+
+        It is learned from when somebody asks: between two steps of a model nothing is in the caches, and the same lines take
+        ten times as long as in one go later.
+        """
+        if num_sequences > 0 and seconds > 0 and math.isfinite(seconds):
+            self._unread.append((num_sequences, num_rows, seconds))
+            if len(self._unread) >= MOST_UNREAD:
+                self._learn()
+
+    @property
+    def correction(self) -> float:
+        self._learn()
+        return self._correction
+
+    def _learn(self) -> None:
+        unread, self._unread = self._unread, []
+        for step in unread:
+            self._learn_from(*step)
+
+    def _learn_from(self, num_sequences: int, num_rows: int, seconds: float) -> None:
         extra = max(0, num_rows - num_sequences)
         self.num_steps += 1
         cells = self._cells.setdefault(_batch(num_sequences), {})
         cell = cells.get(_place(extra))
         if cell is not None or self._table is not None:
-            self._correct(seconds / self.plain(num_sequences, extra))
+            self._correct(seconds / self._plain(num_sequences, extra))
         if cell is None:
             cell = cells[_place(extra)] = _Cell()
-        seconds /= self.correction
+        seconds /= self._correction
         if 0 in cells and extra:  # rows cannot cost more than as many plain steps: then something else held it up
             seconds = min(seconds, MOST_A_ROW * cells[0].seconds * num_rows / num_sequences)
         cell.add(extra, seconds, self.num_steps)
@@ -82,28 +102,39 @@ class StepTimes:
 
     def knows(self, num_sequences: int) -> bool:
         """Whether the cost of a step without guesses has been seen, or is in the table."""
+        self._learn()
         return self._table is not None or 0 in self._cells.get(_batch(num_sequences), {})
 
     def usual(self, num_sequences: int, extra: int) -> float | None:
         """Seconds that such steps took; None where too few were made to say."""
+        self._learn()
         cell = self._cells.get(_batch(num_sequences), {}).get(_place(extra))
-        return None if cell is None or len(cell.samples) < 3 else cell.seconds * self.correction
+        return None if cell is None or len(cell.samples) < 3 else cell.seconds * self._correction
 
     def largest(self, num_sequences: int) -> int:
         """The most further rows that a step of this size has had."""
+        self._learn()
         cells = self._cells.get(_batch(num_sequences), {})
         return max((round(cell.extra) for cell in cells.values()), default=0)
 
     def plain(self, num_sequences: int, extra: int = 0) -> float:
         """Seconds of a step with `extra` further rows."""
+        self._learn()
+        return self._plain(num_sequences, extra)
+
+    def _plain(self, num_sequences: int, extra: int) -> float:
         if not extra:  # in every step: it has to be quick
             cell = self._cells.get(_batch(num_sequences), {}).get(0)
             if cell is not None:
-                return cell.seconds * self.correction
-        return float(self.curve(num_sequences, extra)[extra])
+                return cell.seconds * self._correction
+        return float(self._curve(num_sequences, extra)[extra])
 
     def curve(self, num_sequences: int, most: int) -> np.ndarray:
         """Seconds, float64 [most + 1], of steps with 0 to `most` further rows: never falling."""
+        self._learn()
+        return self._curve(num_sequences, most)
+
+    def _curve(self, num_sequences: int, most: int) -> np.ndarray:
         extra = np.arange(most + 1)
         guess = self._without_cells(num_sequences, extra)
         cells = self._cells.get(_batch(num_sequences))
@@ -113,10 +144,11 @@ class StepTimes:
             believed = self._without_cells(num_sequences, at)
             ratio = np.array([self._ratio(cell, each) for cell, each in zip(known, believed.tolist(), strict=True)])
             guess = guess * np.interp(extra, at, ratio)
-        return np.maximum.accumulate(guess) * self.correction
+        return np.maximum.accumulate(guess) * self._correction
 
     def report(self) -> dict[str, Any]:
         """`plain_s`: of a step without guesses, by number of sequences."""
+        self._learn()
         plain = {str(batch): self.plain(batch) for batch, cells in sorted(self._cells.items()) if 0 in cells}
         return {"correction": self.correction, "plain_s": plain, "from_table": self._table is not None}
 
@@ -125,7 +157,7 @@ class StepTimes:
             rate = 1 / self.num_steps
         else:
             rate, ratio = CORRECTION_RATE, min(2.0, max(0.5, ratio))
-        self.correction *= ratio**rate
+        self._correction *= ratio**rate
 
     def _ratio(self, cell: _Cell, believed: float) -> float:
         """What a cell has seen, by what is believed without it; few or old samples count less."""
