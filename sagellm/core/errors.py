@@ -58,3 +58,15 @@ class PlanError(SageError, ValueError):
 
 class SpeculationError(SageError, ValueError):
     """A speculative strategy that is unknown, cannot work with this model or engine, or breaks its contract."""
+
+
+class CommError(SageError):
+    """A communication backend that is unknown, cannot work here, was misused, or is broken."""
+
+
+class CommTimeoutError(CommError, TimeoutError):
+    """An operation that did not end before its deadline. The group it belongs to is broken from then on."""
+
+
+class CommPeerError(CommError):
+    """Another rank has gone, or has closed the group. The group is broken from then on."""
