@@ -61,14 +61,25 @@ class CommBackendProtocol(ABC):
     """
 
     name: ClassVar[str]
+    schemes: ClassVar[tuple[str, ...]] = ("file", "tcp")  # of a rendezvous; ("memory",): ranks are threads of one process
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     detects_mismatch: ClassVar[bool] = False  # ranks whose shapes or dtypes differ get a CommError, not garbage
 
     def __init__(self, config: CommConfig) -> None:
+        if config.rendezvous.partition("://")[0] not in self.schemes:
+            allowed = " or ".join(f"{scheme}://" for scheme in self.schemes)
+            raise CommError(f"{self.name} cannot meet at {config.rendezvous}; give {allowed}.")
+        if missing := self.missing():
+            raise CommError(missing)
         self.config = config
         self.rank, self.world_size = config.rank, config.world_size
         self._is_closed = False
         self._open()
+
+    @classmethod
+    def missing(cls) -> str:
+        """What it needs and does not find here, in words; empty where it can work."""
+        return ""
 
     # ---- collectives
 
@@ -77,7 +88,9 @@ class CommBackendProtocol(ABC):
     ) -> Work | None:
         """In place: `tensor` [any] becomes the reduction of those of all ranks, the same bits on each."""
         self._check(tensor)
-        return self._done(self._start_all_reduce(tensor, ReduceOp(op), self._limit(timeout_s)), async_op)
+        if type(op) is not ReduceOp:
+            op = self._op(op)
+        return self._done(self._start_all_reduce(tensor, op, self._limit(timeout_s)), async_op)
 
     def all_gather(
         self, output: torch.Tensor, tensor: torch.Tensor, *, timeout_s: float | None = None, async_op: bool = False
@@ -169,6 +182,12 @@ class CommBackendProtocol(ABC):
             return work
         work.wait()
         return None
+
+    def _op(self, op: object) -> ReduceOp:
+        try:
+            return ReduceOp(op)
+        except ValueError:
+            raise CommError(f"op is {op!r}; give {', '.join(ReduceOp)}.") from None
 
     def _limit(self, timeout_s: float | None) -> float:
         if timeout_s is None:

@@ -1,0 +1,1 @@
+"""What every communication backend must keep, as checks that anyone can run on their own."""

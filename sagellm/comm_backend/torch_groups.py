@@ -1,0 +1,282 @@
+"""Process groups of torch.distributed: gloo for tensors in memory, NCCL for those on GPUs.
+
+A group is the backend's own, on a store of its own, and never the default group of the process, which belongs to the engine.
+"""
+
+import threading
+from abc import abstractmethod
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, BarrierOptions
+
+from sagellm.comm_backend.base import CommBackendProtocol, ReduceOp, Work
+from sagellm.comm_backend.config import CommConfig
+from sagellm.comm_backend.rendezvous import is_local, open_store
+from sagellm.core.errors import CommError, CommPeerError, CommTimeoutError
+
+__all__ = ["GlooBackend", "NcclBackend", "TorchGroupBackend"]
+
+OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
+TAG, BREAK_TAG = 0x5A6E, 0x5A6F  # other users of a group that was given have tags of their own
+SHORTEST_S = 0.001  # torch counts in milliseconds, and takes 0 for no limit
+POLL_S = 0.0002
+# A rank whose deadline has passed closes its connections, so that others see an end of the connection.
+TIMED_OUT = ("timed out", "timeout", "deadline")
+GONE = ("connection closed", "connection reset", "read error", "write error", "broken pipe", "connection refused", "remote")
+
+
+class _TorchWork(Work):
+    """An operation of a group. One of a message ends for torch only when somebody waits: who asks for it starts a thread."""
+
+    __slots__ = ("_backend", "_failure", "_is_collective", "_started", "_timeout_s", "_waiter", "_work")
+
+    def __init__(self, backend: "TorchGroupBackend", work: Any, timeout_s: float, is_collective: bool) -> None:
+        self._backend, self._work, self._timeout_s, self._is_collective = backend, work, timeout_s, is_collective
+        self._started = monotonic()
+        self._failure: CommError | None = None
+        self._waiter: threading.Thread | None = None
+
+    def is_completed(self) -> bool:
+        if self._work is None:
+            return True
+        if self._is_collective:  # messages: see above
+            return self._work.is_completed() or monotonic() - self._started >= self._timeout_s
+        if self._waiter is None:
+            self._waiter = threading.Thread(target=self._finish, name="comm-wait", daemon=True)
+            self._waiter.start()
+        return False
+
+    def wait(self) -> None:
+        if self._waiter is not None:
+            self._waiter.join()
+        if self._work is not None:
+            self._finish()
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+
+    def _finish(self) -> None:
+        taken_s = monotonic() - self._started
+        try:
+            if taken_s < SHORTEST_S:
+                self._work.wait(self._backend._as_limit(self._timeout_s))
+            else:
+                self._work.wait(timedelta(seconds=max(self._timeout_s - taken_s, SHORTEST_S)))
+        except RuntimeError as error:
+            self._failure = self._backend._failed(error, self._timeout_s)
+        self._work = None
+
+
+class _NcclWork(_TorchWork):
+    __slots__ = ()
+
+    def _finish(self) -> None:
+        # NCCL's own `wait` makes a stream wait, not the host.
+        try:
+            while not self._work.is_completed():
+                if monotonic() - self._started >= self._timeout_s:
+                    raise RuntimeError("timed out")
+                sleep(POLL_S)
+            if (error := self._work.exception()) is not None:
+                raise RuntimeError(str(error))
+            self._work.synchronize()
+        except RuntimeError as error:
+            self._failure = self._backend._failed(error, self._timeout_s)
+        self._work = None
+
+
+class TorchGroupBackend(CommBackendProtocol):
+    """A rank of a process group. A subclass says how its group is made, and how it is broken."""
+
+    options: ClassVar[tuple[str, ...]] = ()
+    _work_kind: ClassVar[type[_TorchWork]] = _TorchWork
+    reducible: ClassVar[frozenset[torch.dtype]]  # the dtypes it knows; others travel as bytes, and are not reduced
+    _given: Any = None
+
+    @classmethod
+    def from_group(cls, group: dist.ProcessGroup, timeout_s: float = 30.0) -> "TorchGroupBackend":
+        """Over a group that there is, which others may use too: `close` leaves it as it is.
+
+        Raises CommError: it has no backend of this name for tensors of this kind.
+        """
+        made = cls.__new__(cls)
+        made._given = group
+        config = dict(backend=cls.name, rank=group.rank(), world_size=group.size(), rendezvous="file:///given")
+        made.__init__(CommConfig(**config, timeout_s=timeout_s))  # type: ignore[misc]
+        return made
+
+    @abstractmethod
+    def _make_group(self, store: dist.Store, timeout: timedelta) -> Any:
+        """The group, once all ranks have come. A RuntimeError stands for a CommError."""
+
+    def _break_group(self) -> None:
+        """Wake whoever waits, here and on other ranks."""
+
+    def _open(self) -> None:
+        self._failure: CommError | None = None
+        self._failing = threading.Lock()
+        self._default_limit = timedelta(seconds=self.config.timeout_s)
+        if unknown := sorted(set(self.config.options) - set(self.options)):
+            raise CommError(f"options {unknown}; {self.name} has {list(self.options) or 'none'}.")
+        if self._given is not None:
+            self._group = self._backend_of(self._given)
+            return
+        self._store = open_store(self.config)
+        try:
+            self._group = self._make_group(self._store, self._default_limit)
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            if any(word in first.lower() for word in TIMED_OUT):
+                said = f"not all {self.world_size} ranks came to {self.config.rendezvous} within {self.config.timeout_s:g} s"
+                raise CommTimeoutError(f"{said} ({first}).") from error
+            raise CommError(f"{self.name} cannot make a group at {self.config.rendezvous}: {first}") from error
+
+    def _backend_of(self, group: dist.ProcessGroup) -> Any:
+        try:
+            backend = group._get_backend(torch.device(self.device_types[0]))
+        except RuntimeError as error:
+            raise CommError(f"the group has no {self.name} for {self.device_types[0]} ({error}); give one that has.") from None
+        if backend.name() != self.name:
+            raise CommError(f"the group uses {backend.name()} for {self.device_types[0]}, not {self.name}.")
+        return backend
+
+    def _start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> Work:
+        if tensor.dtype not in self.reducible:
+            raise CommError(f"{self.name} cannot reduce {tensor.dtype}; give {_names(self.reducible)}.")
+        return self._started(True, timeout_s, self._group.allreduce, [tensor], OPS[op], self._as_limit(timeout_s))
+
+    def _start_all_gather(self, output: torch.Tensor, tensor: torch.Tensor, timeout_s: float) -> Work:
+        options = AllgatherOptions()
+        options.timeout = self._as_limit(timeout_s)
+        rows, row = self._plain(output).view(-1), self._plain(tensor).view(-1)
+        return self._started(True, timeout_s, self._group._allgather_base, rows, row, options)
+
+    def _start_broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Work:
+        return self._started(
+            True, timeout_s, self._group.broadcast, self._plain(tensor), src, self._as_limit(timeout_s)
+        )
+
+    def _start_barrier(self, timeout_s: float) -> Work:
+        options = BarrierOptions()
+        options.timeout = self._as_limit(timeout_s)
+        return self._started(True, timeout_s, self._group.barrier, options)
+
+    def _start_send(self, tensor: torch.Tensor, dst: int, timeout_s: float) -> Work:
+        return self._started(False, timeout_s, self._group.send, [tensor], dst, TAG)
+
+    def _start_recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Work:
+        return self._started(False, timeout_s, self._group.recv, [tensor], src, TAG)
+
+    def _close(self) -> None:
+        with self._failing:
+            if self._failure is None:
+                self._failure = CommError(f"this group of {self.name} was closed.")
+        if self._given is None:
+            self._break_group()
+        self._group = self._store = None
+
+    def _started(self, is_collective: bool, timeout_s: float, start: Any, *arguments: Any) -> _TorchWork:
+        if self._failure is not None:
+            raise self._first_failure()
+        try:
+            work = start(*arguments)
+        except RuntimeError as error:
+            raise self._failed(error, timeout_s) from error
+        return self._work_kind(self, work, timeout_s, is_collective)
+
+    def _as_limit(self, timeout_s: float) -> timedelta:
+        if timeout_s == self.config.timeout_s:
+            return self._default_limit
+        return timedelta(seconds=max(timeout_s, SHORTEST_S))
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.dtype in self.reducible else tensor.view(-1).view(torch.uint8)
+
+    def _failed(self, error: RuntimeError | None, timeout_s: float) -> CommError:
+        """What broke the group first, which may be this."""
+        with self._failing:
+            if is_first := self._failure is None:
+                self._failure = _failure_of(error, timeout_s)
+        if is_first and self._given is None:
+            self._break_group()
+        return self._first_failure()
+
+    def _first_failure(self) -> CommError:
+        assert self._failure is not None
+        return type(self._failure)(*self._failure.args)
+
+
+class GlooBackend(TorchGroupBackend):
+    """Tensors in memory, over TCP: the loopback interface where the rendezvous says that all ranks are on one host.
+
+    Options: `interface`, the network interface to use where it does not (by default that of the host's name).
+    """
+
+    name = "gloo"
+    options = ("interface",)
+    reducible = frozenset(
+        {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64}
+    )
+
+    def _make_group(self, store: dist.Store, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        kind = dist.ProcessGroupGloo
+        if interface := self.config.options.get("interface"):
+            options._devices = [kind.create_device(interface=interface)]
+        else:
+            is_here = is_local(self.config)
+            options._devices = [kind.create_device(hostname="127.0.0.1") if is_here else kind.create_default_device()]
+        return kind(store, self.rank, self.world_size, options)
+
+    def _break_group(self) -> None:
+        # Gloo's `abort` wakes nobody. A receive whose time has passed closes every connection of the group.
+        if self.world_size > 1:
+            with suppress(RuntimeError):
+                nothing = self._group.recv([torch.empty(1)], (self.rank + 1) % self.world_size, BREAK_TAG)
+                nothing.wait(timedelta(seconds=SHORTEST_S))
+
+
+class NcclBackend(TorchGroupBackend):
+    """Tensors on GPUs of NVIDIA, one GPU a rank: that of the rank's current device. Work ends on the host, not on a stream."""
+
+    name = "nccl"
+    device_types = ("cuda",)
+    reducible = GlooBackend.reducible
+    _work_kind = _NcclWork
+
+    @classmethod
+    def missing(cls) -> str:
+        if not dist.is_nccl_available():
+            return f"nccl needs a build of torch for CUDA, and torch {torch.__version__} has no NCCL; use gloo."
+        if not torch.cuda.is_available():
+            return "nccl needs an NVIDIA GPU, and torch finds none; use gloo."
+        return ""
+
+    def _make_group(self, store: dist.Store, timeout: timedelta) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = 4 * timeout  # torch's watchdog ends the process; the deadlines here come first
+        group = dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+        group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        return group
+
+    def _break_group(self) -> None:
+        self._group.abort()
+
+
+def _failure_of(error: RuntimeError | None, timeout_s: float) -> CommError:
+    lines = str(error).splitlines() or [""]
+    first = lines[0].partition(". This is typically caused")[0]
+    if any(word in first.lower() for word in TIMED_OUT):
+        return CommTimeoutError(f"not done within {timeout_s:g} s: {first}.")
+    if any(word in first.lower() for word in GONE):
+        return CommPeerError(f"another rank has gone, or has closed the group: {first}.")
+    return CommError(f"torch.distributed: {first}")
+
+
+def _names(dtypes: frozenset[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
