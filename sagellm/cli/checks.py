@@ -104,6 +104,18 @@ def engines() -> list[Finding]:
     return [Finding("turbomind", NOTE, f"{text}; the PyTorch engine serves", next_step)]
 
 
+def collectives() -> list[Finding]:
+    """The vendors' libraries of collectives. The backends of the project need none of them."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    from sagellm.comm_backend.vendors import State, vendor_libraries
+
+    return [
+        Finding(row.library.name, OK if row.state is State.USABLE else NOTE, f"{row.library.vendor}: {row.state}; {row.reason}")
+        for row in vendor_libraries()
+    ]
+
+
 def processor() -> list[Finding]:
     from sagellm.engines.lmdeploy.cpu.runtime import usable_cores
 

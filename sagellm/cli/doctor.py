@@ -20,6 +20,7 @@ def examine(port: int) -> list[Finding]:
         checks.lmdeploy,
         checks.torch,
         checks.engines,
+        checks.collectives,
         checks.processor,
         checks.memory,
         checks.disk_and_demo_model,
