@@ -9,8 +9,9 @@ from click.testing import CliRunner
 
 from sagellm.cli import main
 from sagellm.comm_backend.topology import LinkKind, TopologyInfo, TopologyManager
-from sagellm.comm_backend.topology.base import NumaNode
+from sagellm.comm_backend.topology.base import NumaNode, PciDevice
 from sagellm.comm_backend.topology.draw import text_tree
+from sagellm.comm_backend.topology.links import pci_path
 from sagellm.core.errors import CommError
 from tests.comm_backend.sysfs_tree import Tree, nvml, two_sockets
 
@@ -44,6 +45,8 @@ def test_devices_of_two_sockets(machine):
     assert nics["lo"].kind == "loopback" and nics["lo"].address is None
     assert nics["ib0v0"].hca == "mlx5_1" and "ib0v0" not in info.device_names  # its card is there itself
     (function,) = [device for device in info.pci if device.physical_function]
+    speeds = {device.address: (device.link_gts, device.link_width) for device in info.pci}
+    assert speeds["0000:1a:00.0"] == (16.0, 16) and speeds["0000:21:00.0"] == (8.0, 16)  # that of the slower end
     assert (function.address, function.physical_function) == ("0000:1a:00.2", "0000:1a:00.0")
     assert info.notes == ("there are NVIDIA GPUs, and no pynvml to ask for their NVLinks: pip install nvidia-ml-py",)
 
@@ -68,6 +71,27 @@ def test_how_far_apart(machine, a, b, text, gigabytes):
     link, back = machine.link(a, b), machine.link(b, a)
     assert link.text == back.text == text and link.bytes_per_s == back.bytes_per_s == pytest.approx(1e9 * gigabytes)
     assert link.latency_s == back.latency_s
+
+
+def test_by_the_bridges_between():
+    def device(address, *bridges):
+        return PciDevice(address=address, kind="gpu", path=("pci0000:00", *bridges, address))
+
+    port = ("0000:00:01.0",)
+    first = device("0000:02:00.0", *port, "a")
+    assert pci_path(first, device("0000:03:00.0", *port, "b")) == pci_path(first, device("0000:03:00.0", *port)) == "PIX"
+    assert pci_path(first, device("0000:03:00.0", *port, "b", "c")) == "PXB"  # a bridge below the switch
+    assert pci_path(first, device("0000:03:00.0", "0000:00:02.0", "b")) == "PHB"
+    assert pci_path(device("0000:02:00.0"), device("0000:02:00.1")) == "PIX"  # functions of one card
+    assert pci_path(first, device("0000:03:00.0").model_copy(update={"path": ("pci0000:80", "0000:03:00.0")})) is None
+
+
+@pytest.mark.parametrize("text", ["7-3", "-7", "0-70000", "0,x", "1-2-3"])
+def test_a_list_of_cpus_that_is_none(tree, text):
+    tree.node(0, "", "10")
+    tree.write("devices/system/node/node0", {"cpulist": text})
+    info = TopologyManager(tree.root).detect()
+    assert info.numa_nodes[0].cpus == () and info.notes[0].endswith(f"cpulist holds {text!r}, which makes no sense")
 
 
 def test_each_device_takes_the_cheapest_nic(machine):
@@ -99,6 +123,7 @@ def test_nvlinks_between_gpus_and_by_a_switch(machine, tmp_path):
     del direct.nvmlDeviceGetNvLinkRemoteDeviceType
     manager = TopologyManager(root, direct)
     assert [gpu.address for gpu in manager.info.gpus] == order and manager.info.gpus[0].memory_bytes == 80 << 30
+    assert [(links.peer, links.count) for links in manager.info.gpus[0].nvlinks] == [(GPUS[0], 3)]
     link = manager.link("gpu0", "gpu1")
     assert (link.kind, link.text, link.bytes_per_s) == (LinkKind.NVLINK, "NV3", 60e9)
     assert manager.link("gpu0", "gpu2").text == "SYS" and manager.link("gpu1", "gpu2").text == "PXB"

@@ -84,9 +84,9 @@ class Sysfs:
         text = self.text(*parts)
         found: set[int] = set()
         for piece in (text or "").split(","):
-            first, _, last = piece.strip().partition("-")
-            if not first:
+            if not piece.strip():
                 continue
+            first, _, last = piece.strip().partition("-")
             try:
                 low, high = int(first), int(last or first)
             except ValueError:
