@@ -4,13 +4,15 @@ from sagellm.comm_backend.base import CommBackendProtocol
 from sagellm.comm_backend.config import CommConfig
 from sagellm.comm_backend.memory import MemoryBackend
 from sagellm.comm_backend.torch_groups import GlooBackend, NcclBackend
+from sagellm.comm_backend.vendor_groups import BkclBackend, CnclBackend, HcclBackend, RcclBackend
 from sagellm.core.errors import CommError
 from sagellm.core.registry import Registry
 
 __all__ = ["backend_names", "find_backend", "make_backend"]
 
 GROUP = "sagellm.comm_backends"
-_REGISTRY = Registry("communication backend", CommBackendProtocol, CommError, GROUP, (MemoryBackend, GlooBackend, NcclBackend))
+OWN = (MemoryBackend, GlooBackend, NcclBackend, RcclBackend, HcclBackend, CnclBackend, BkclBackend)
+_REGISTRY = Registry("communication backend", CommBackendProtocol, CommError, GROUP, OWN)
 
 
 def backend_names() -> list[str]:

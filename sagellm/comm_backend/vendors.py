@@ -16,7 +16,17 @@ from typing import NamedTuple
 
 from sagellm.core.errors import CommError
 
-__all__ = ["LIBRARIES", "State", "VendorLibrary", "VendorState", "library", "require", "torch_backend", "vendor_libraries"]
+__all__ = [
+    "LIBRARIES",
+    "State",
+    "VendorLibrary",
+    "VendorState",
+    "library",
+    "missing",
+    "require",
+    "torch_backend",
+    "vendor_libraries",
+]
 
 
 class State(StrEnum):
@@ -81,22 +91,30 @@ def vendor_libraries(dev: Path = Path("/dev"), is_installed: Callable[[str], boo
     return [_plugin_state(each, dev, installed) if each.plugin else _torch_state(each) for each in LIBRARIES]
 
 
+def missing(name: str) -> str:
+    """Why a library cannot be used here, or "" where nothing is seen to be missing. Raises CommError: unknown."""
+    which = library(name)
+    found = next(state for state in vendor_libraries() if state.library is which)
+    is_usable = found.state is State.USABLE
+    return "" if is_usable else f"{which.name} ({which.vendor}) cannot be used here: {found.state}; {found.reason}."
+
+
 def require(name: str) -> VendorLibrary:
     """The library, its plug-in imported and a name of it registered with torch.distributed.
 
     Raises:
         CommError: says what is missing.
     """
-    found = next(state for state in vendor_libraries() if state.library is library(name))
-    if found.state is not State.USABLE:
-        raise CommError(f"{name} ({found.library.vendor}) cannot be used here: {found.state}; {found.reason}.")
-    if found.library.plugin:
+    if reason := missing(name):
+        raise CommError(reason)
+    which = library(name)
+    if which.plugin:
         try:
-            importlib.import_module(found.library.plugin)
+            importlib.import_module(which.plugin)
         except Exception as error:  # a plug-in may raise anything while it looks for its driver
-            raise CommError(f"{name} ({found.library.vendor}): cannot import {found.library.plugin} ({error!r}).") from error
-    torch_backend(found.library)
-    return found.library
+            raise CommError(f"{name} ({which.vendor}): cannot import {which.plugin} ({error!r}).") from error
+    torch_backend(which)
+    return which
 
 
 def torch_backend(which: VendorLibrary) -> str:
