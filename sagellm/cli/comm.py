@@ -63,10 +63,10 @@ def _describe(name: str) -> dict[str, Any]:
     try:
         kind = find_backend(name)
     except CommError as error:  # of a package that cannot be loaded
-        return {"backend": name, "devices": [], "here": str(error), "summary": "", "class": ""}
+        return {"backend": name, "devices": "", "here": str(error), "summary": "", "class": ""}
     return {
         "backend": name,
-        "devices": list(kind.device_types),
+        "devices": ", ".join(kind.device_types),
         "here": kind.missing() or "yes",
         "summary": " ".join((kind.__doc__ or "").split("\n\n")[0].split()),
         "class": f"{kind.__module__}:{kind.__qualname__}",

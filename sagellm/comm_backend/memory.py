@@ -21,7 +21,10 @@ REDUCE = {
 
 
 class MemoryBackend(CommBackendProtocol):
-    """A rank of a group that exists in this process alone. A thread that ends without `close` is not noticed: deadlines are."""
+    """Ranks that are threads of this process.
+
+    A thread that ends without `close` is not noticed: others wait for their deadlines.
+    """
 
     name = "memory"
     schemes = ("memory",)
@@ -59,7 +62,7 @@ class MemoryBackend(CommBackendProtocol):
         group = self._group
         with group.changed:
             work = _Part(group, f"recv from {src}", {src}, timeout_s, [tensor])
-            group.check(work)
+            group.check()
             group.wanted[src, self.rank].append(work)
             group.deliver(src, self.rank)
             group.check(work)

@@ -25,6 +25,8 @@ OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
 TAG, BREAK_TAG = 0x5A6E, 0x5A6F  # other users of a group that was given have tags of their own
 SHORTEST_S = 0.001  # torch counts in milliseconds, and takes 0 for no limit
 POLL_S = 0.0002
+# What gloo tells the other waits of a rank when the time of one has passed, and how long the cause may take to be known.
+CONSEQUENCE, CAUSE_S = "Application timeout caused pair closure", 1.0
 # A rank whose deadline has passed closes its connections, so that others see an end of the connection.
 TIMED_OUT = ("timed out", "timeout", "deadline")
 GONE = ("connection closed", "connection reset", "read error", "write error", "broken pipe", "connection refused", "remote")
@@ -118,7 +120,7 @@ class TorchGroupBackend(CommBackendProtocol):
 
     def _open(self) -> None:
         self._failure: CommError | None = None
-        self._failing = threading.Lock()
+        self._failing = threading.Condition()
         self._default_limit = timedelta(seconds=self.config.timeout_s)
         if unknown := sorted(set(self.config.options) - set(self.options)):
             raise CommError(f"options {unknown}; {self.name} has {list(self.options) or 'none'}.")
@@ -199,8 +201,11 @@ class TorchGroupBackend(CommBackendProtocol):
     def _failed(self, error: RuntimeError | None, timeout_s: float) -> CommError:
         """What broke the group first, which may be this."""
         with self._failing:
+            if CONSEQUENCE in str(error):  # the wait whose time has passed is about to say so
+                self._failing.wait_for(lambda: self._failure is not None, CAUSE_S)
             if is_first := self._failure is None:
                 self._failure = _failure_of(error, timeout_s)
+                self._failing.notify_all()
         if is_first and self._given is None:
             self._break_group()
         return self._first_failure()
@@ -211,9 +216,10 @@ class TorchGroupBackend(CommBackendProtocol):
 
 
 class GlooBackend(TorchGroupBackend):
-    """Tensors in memory, over TCP: the loopback interface where the rendezvous says that all ranks are on one host.
+    """Tensors in memory, over TCP.
 
-    Options: `interface`, the network interface to use where it does not (by default that of the host's name).
+    The loopback interface is used where the rendezvous says that all ranks are on one host. Options: `interface`, the network
+    interface (by default that of the host's name where it does not say so).
     """
 
     name = "gloo"
@@ -242,7 +248,10 @@ class GlooBackend(TorchGroupBackend):
 
 
 class NcclBackend(TorchGroupBackend):
-    """Tensors on GPUs of NVIDIA, one GPU a rank: that of the rank's current device. Work ends on the host, not on a stream."""
+    """Tensors on GPUs of NVIDIA, one a rank: its current device.
+
+    Work that has ended has ended for the host, which waits; no stream has to. Never run on a GPU so far.
+    """
 
     name = "nccl"
     device_types = ("cuda",)

@@ -104,10 +104,11 @@ def messages(seat: Seat) -> None:
         sent = [[_message(seat, seat.rank, dst, k, size) for k, size in enumerate(sizes)] for dst in seat.others]
         got = [[seat.tensor(torch.zeros(size)) for size in sizes] for _ in seat.others]
         works = [
-            work
-            for other, out, into in zip(seat.others, sent, got, strict=True)
-            for k in range(NUM_MESSAGES)
-            for work in (backend.send(out[k], other, async_op=True), backend.recv(into[k], other, async_op=True))
+            backend.send(tensor, dst, async_op=True) for dst, out in zip(seat.others, sent, strict=True) for tensor in out
+        ]
+        backend.barrier()  # a queue of messages is there
+        works += [
+            backend.recv(tensor, src, async_op=True) for src, into in zip(seat.others, got, strict=True) for tensor in into
         ]
         for work in works:
             work.wait()
@@ -124,6 +125,7 @@ def messages(seat: Seat) -> None:
                 seat.expect("reuse", tensor, torch.full_like(tensor, src), "a tensor that was sent")
                 tensor.fill_(-1)
             elif seat.rank == dst:
+                time.sleep(0.01)  # the sender goes on meanwhile, if it may
                 backend.recv(tensor.fill_(-2), src)
                 seat.expect("reuse", tensor, torch.full_like(tensor, src), "overwritten after send, a message")
     with seat.held("apart"):

@@ -66,10 +66,11 @@ class Seat:
         is_gpu = kind == "cuda" and torch.cuda.device_count() > 0
         return torch.device(kind, self.rank % torch.cuda.device_count()) if is_gpu else torch.device(kind)
 
-    def open(self, name: str = "", timeout_s: float = GROUP_S, **changes: Any) -> CommBackendProtocol:
+    def open(self, name: str = "", timeout_s: float | None = None, **changes: Any) -> CommBackendProtocol:
         """A group of all ranks; another `name` is another group."""
         config = CommConfig(
-            backend=self.task.kind.name, rank=self.rank, rendezvous=self.task.rendezvous + name, timeout_s=timeout_s,
+            backend=self.task.kind.name, rank=self.rank, rendezvous=self.task.rendezvous + name,
+            timeout_s=timeout_s or GROUP_S,
             **{"world_size": self.world_size, "options": self.task.options, **changes},
         )  # fmt: skip
         backend = self.task.kind(config)
