@@ -1,0 +1,25 @@
+"""The demo of the README runs and prints what it says, and every file and backend is named."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import sagellm.comm_backend
+from sagellm.comm_backend.registry import backend_names
+from tests.readme import unnamed_files
+
+TEXT = Path(sagellm.comm_backend.__file__).with_name("README.md").read_text()
+
+
+def test_the_demo_prints_what_it_says():
+    (demo,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    found = subprocess.run([sys.executable, "-c", demo], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == re.findall(r"print\(.*\)  # (.*)", demo) and found.stdout.count("\n") == 2
+
+
+def test_every_file_and_backend_is_named():
+    assert unnamed_files(sagellm.comm_backend) == set()
+    folder = Path(sagellm.comm_backend.__file__).parent / "contract"
+    assert not [path.name for path in folder.glob("[!_]*.py") if f"`{path.name}`" not in TEXT]
+    assert not [name for name in backend_names() if f"`{name}`" not in TEXT]
