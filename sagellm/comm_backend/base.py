@@ -73,7 +73,7 @@ class CommBackendProtocol(ABC):
             raise CommError(missing)
         self.config = config
         self.rank, self.world_size = config.rank, config.world_size
-        self._is_closed = False
+        self._is_closed, self._takes_cpu = False, "cpu" in self.device_types
         self._open()
 
     @classmethod
@@ -202,7 +202,7 @@ class CommBackendProtocol(ABC):
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise CommError(f"got {type(tensor).__name__}; give a torch.Tensor.")
-            if tensor.device.type not in self.device_types:
+            if not (tensor.is_cpu and self._takes_cpu) and tensor.device.type not in self.device_types:  # the first is quick
                 allowed = " or ".join(self.device_types)
                 raise CommError(f"a tensor on {tensor.device}; {self.name} takes tensors on {allowed}.")
             if not tensor.is_contiguous():
