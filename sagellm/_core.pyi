@@ -517,3 +517,55 @@ class SuffixHistory:
 
     @property
     def num_bytes(self) -> int: ...
+
+class ShmSegment:
+    """Shared memory of a group of processes, without a name; `sagellm.comm_backend.shm`."""
+
+    @staticmethod
+    def create(world_size: int, ring_bytes: int, staging_bytes: int, heap_bytes: int) -> ShmSegment:
+        """Sizes are rounded up to whole pages, the ring to a power of two. Raises CommError: no such memory."""
+
+    @staticmethod
+    def open(pid: int, fd: int, token: int) -> ShmSegment:
+        """The one that a process holds as that file. Raises CommPeerError: it has gone; CommError: it cannot be had."""
+
+    def release_fd(self) -> None:
+        """From now on nobody can open it; who has it keeps it."""
+
+    @property
+    def fd(self) -> int: ...
+    @property
+    def token(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+
+class ShmGroup:
+    """One rank of a group. `deadline`s are of `time.monotonic()`; what waits releases the GIL and hears Ctrl-C.
+
+    One thread at a time may send to a rank, one receive from a rank, one meet. Whatever fails breaks the group, for all ranks.
+
+    Raises:
+        CommTimeoutError, CommPeerError, CommError: as in `sagellm.comm_backend.base`.
+    """
+
+    def __init__(self, segment: ShmSegment, rank: int, chunk_bytes: int, spin_s: float) -> None: ...
+    def join(self, deadline: float) -> None:
+        """Until all ranks have."""
+
+    def send(self, to: int, data: int, num_bytes: int, label: str, deadline: float) -> None:
+        """The bytes at address `data`. `label` says what they are, and is the receiver's."""
+
+    def recv(self, source: int, data: int, num_bytes: int, label: str, deadline: float) -> None: ...
+    def meet(self, label: str, deadline: float) -> None:
+        """Until all ranks have come with this label; what they wrote to the staging before is seen after it."""
+
+    def staging(self) -> NDArray[np.uint8]:
+        """[world_size * 2 * staging_bytes], of all ranks, the same memory for all; it may outlive the group."""
+
+    def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
+        """[num_bytes] > 0 in this rank's heap, until the array is forgotten. Raises CommError: no such place."""
+
+    def fail(self, text: str) -> None:
+        """Break the group, unless it is broken already."""
+
+    def close(self) -> None: ...

@@ -3,6 +3,7 @@
 from sagellm.comm_backend.base import CommBackendProtocol
 from sagellm.comm_backend.config import CommConfig
 from sagellm.comm_backend.memory import MemoryBackend
+from sagellm.comm_backend.shm import ShmBackend
 from sagellm.comm_backend.torch_groups import GlooBackend, NcclBackend
 from sagellm.comm_backend.vendor_groups import BkclBackend, CnclBackend, HcclBackend, RcclBackend
 from sagellm.core.errors import CommError
@@ -11,7 +12,7 @@ from sagellm.core.registry import Registry
 __all__ = ["backend_names", "find_backend", "make_backend"]
 
 GROUP = "sagellm.comm_backends"
-OWN = (MemoryBackend, GlooBackend, NcclBackend, RcclBackend, HcclBackend, CnclBackend, BkclBackend)
+OWN = (MemoryBackend, GlooBackend, NcclBackend, ShmBackend, RcclBackend, HcclBackend, CnclBackend, BkclBackend)
 _REGISTRY = Registry("communication backend", CommBackendProtocol, CommError, GROUP, OWN)
 
 

@@ -50,7 +50,7 @@ build_address() {
 }
 
 native_tests() {
-    local build="$folder/$1" name names="threads hook_table plugin_port"
+    local build="$folder/$1" name names="threads hook_table plugin_port shm_group"
     [ "$1" = thread ] || names="$names functional block_cache policies stream_copy suffix_tree abi" # these have one thread
     shift
     for name in $names; do

@@ -20,6 +20,7 @@ from benchmarks.scenarios import component, component_names
 
 # Small enough for a test; a scenario that is not here runs with its own defaults.
 SMALL: dict[str, dict[str, Any]] = {
+    "comm_transfer": {"mib": [], "rounds": 2, "pings": 20},
     "hook_call": {"calls": 5, "notices_per_call": 2},
     "kv_migration": {"mib": [], "rounds": 1, "disk_kib": 4, "disk_blocks": 2},
     "kv_policy": {"num_objects": 500, "num_requests": 2000, "num_rows": 50},

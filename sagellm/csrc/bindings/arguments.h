@@ -113,5 +113,6 @@ void bind_turbomind(py::module_& module);
 void bind_policies(py::module_& module);
 void bind_stream_copy(py::module_& module);
 void bind_speculative(py::module_& module);
+void bind_shm(py::module_& module);
 
 }  // namespace sage::python

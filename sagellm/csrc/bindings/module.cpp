@@ -3,6 +3,7 @@
 #include "arguments.h"
 #include "prefix_hit.h"
 #include "sagellm/prefix_replay.h"
+#include "sagellm/shm_segment.h"
 
 namespace sage::python {
 
@@ -10,6 +11,7 @@ namespace {
 
 // The classes of sagellm/core/errors.py; they live as long as the process.
 PyObject *argument_error, *lock_error, *reuse_error, *policy_error, *capacity_error;
+PyObject *comm_error, *comm_timeout_error, *comm_peer_error;
 
 void register_errors() {
   const auto errors = py::module_::import("sagellm.core.errors");
@@ -18,6 +20,9 @@ void register_errors() {
   reuse_error = py::object(errors.attr("BlockReuseError")).release().ptr();
   policy_error = py::object(errors.attr("PolicyError")).release().ptr();
   capacity_error = py::object(errors.attr("CapacityError")).release().ptr();
+  comm_error = py::object(errors.attr("CommError")).release().ptr();
+  comm_timeout_error = py::object(errors.attr("CommTimeoutError")).release().ptr();
+  comm_peer_error = py::object(errors.attr("CommPeerError")).release().ptr();
   py::register_local_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
@@ -27,6 +32,11 @@ void register_errors() {
       PyErr_SetString(capacity_error, error.what());
     } catch (const PolicyError& error) {
       set_error(error);
+    } catch (const CommError& error) {
+      PyErr_SetString(error.fault() == CommFault::kTimeout ? comm_timeout_error
+                      : error.fault() == CommFault::kPeer  ? comm_peer_error
+                                                           : comm_error,
+                      error.what());
     }
   });
 }
@@ -55,4 +65,5 @@ PYBIND11_MODULE(_core, module) {
   sage::python::bind_policies(module);
   sage::python::bind_stream_copy(module);
   sage::python::bind_speculative(module);
+  sage::python::bind_shm(module);
 }

@@ -1,0 +1,152 @@
+"""Messages between two processes of one host: `shm` against a plain copy in one process, and against gloo on loopback."""
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+
+from benchmarks.result import Definition
+from sagellm.comm_backend import CommConfig
+from sagellm.comm_backend.shm import ShmBackend
+
+OPTIONS: dict[str, Any] = {"mib": [1, 4, 16, 64], "rounds": 30, "pings": 3000}
+SIZES = (1, 4, 16, 64)
+MIB = 1 << 20
+BATCH = 32  # pings of one contestant before the next has its turn
+DEFINITIONS = {
+    f"comm_transfer_{name}_{size}mib": Definition(unit=unit, better=better, text=text.format(size=size))
+    for size in SIZES
+    for name, unit, better, text in (
+        (
+            "share", "1", "higher",
+            "Bandwidth of a message of {size} MiB from the sender's shared heap to ordinary memory of the receiver, from the "
+            "receiver's call to its end with the sender in its own, over that of `Tensor.copy_` by one thread of one process "
+            "into the same memory. The median of `rounds` ratios, of contestants that follow each other in random order.",
+        ),
+        ("best_share", "1", "higher", "The same, of the best of `rounds` each: who had the cores all the time."),
+        ("ring_share", "1", "higher", "The share where the message lies in ordinary memory, and goes through the ring."),
+        ("over_gloo", "1", "higher", "Bandwidth of the message from the heap over that of gloo's, median of ratios."),
+        ("ring_over_gloo", "1", "higher", "Bandwidth of the message through the ring over that of gloo's."),
+        ("copy_gb_s", "GB/s", None, "`Tensor.copy_` of {size} MiB, at best."),
+        ("gb_s", "GB/s", "higher", "The message of {size} MiB from the heap, at best."),
+    )
+} | {
+    f"comm_transfer_{name}_us": Definition(
+        unit="us", better="lower",
+        text=f"Half the time for a message of 8 bytes there and back, {text}, median.",
+    )
+    for name, text in (("control", "by `shm`"), ("gloo_control", "by gloo"))
+}  # fmt: skip
+
+
+def run(seed: int, mib: list[int], rounds: int, pings: int) -> dict[str, float]:
+    """Sizes that are not in `mib` are measured as 4 KiB."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = context.Pipe(duplex=False)
+        arguments = (folder, seed, mib, rounds, pings)
+        processes = [context.Process(target=_rank, args=(rank, theirs, *arguments)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        theirs.close()
+        try:
+            return ours.recv()
+        finally:
+            for process in processes:
+                process.join(60)
+                process.kill()
+
+
+def _rank(rank: int, answer: Connection, folder: str, seed: int, mib: list[int], rounds: int, pings: int) -> None:
+    torch.set_num_threads(1)
+    config = CommConfig(
+        backend="shm", rank=rank, world_size=2, rendezvous=f"file://{folder}/shm", options={"heap_bytes": 2 * 64 * MIB}
+    )
+    gloo = _Gloo(rank, Path(folder) / "gloo")
+    with ShmBackend(config) as shm:
+        metrics = _control(rank, shm, gloo, pings)
+        for size in SIZES:
+            metrics |= _sizes(rank, shm, gloo, size, size * MIB if size in mib else 4096, rounds, seed)
+        shm.barrier()
+    if rank == 1:
+        answer.send(metrics)
+
+
+class _Gloo:
+    """Plain gloo, as torch has it."""
+
+    def __init__(self, rank: int, path: Path) -> None:
+        store = distributed.FileStore(str(path), 2)
+        options = distributed.ProcessGroupGloo._Options()
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=60)
+        self._group = distributed.ProcessGroupGloo(store, rank, 2, options)
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        self._group.send([tensor], dst, 0).wait()
+
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        self._group.recv([tensor], src, 0).wait()
+
+
+def _control(rank: int, shm: ShmBackend, gloo: _Gloo, pings: int) -> dict[str, float]:
+    tensor = torch.zeros(8, dtype=torch.uint8)
+    seconds: dict[str, list[float]] = {"control": [], "gloo_control": []}
+    for _ in range(0, pings, BATCH):
+        for name, group in (("control", shm), ("gloo_control", gloo)):
+            for _ in range(BATCH):
+                start = time.perf_counter()
+                if rank == 0:
+                    group.send(tensor, 1)
+                    group.recv(tensor, 1)
+                else:
+                    group.recv(tensor, 0)
+                    group.send(tensor, 0)
+                seconds[name].append((time.perf_counter() - start) / 2)
+    return {f"comm_transfer_{name}_us": float(np.median(taken)) * 1e6 for name, taken in seconds.items()}
+
+
+def _sizes(
+    rank: int, shm: ShmBackend, gloo: _Gloo, size: int, num_bytes: int, rounds: int, seed: int
+) -> dict[str, float]:
+    """Rank 1 receives and measures. Rank 0 has come to its call, or is about to, when the clock starts."""
+    own = torch.full((num_bytes,), rank + 1, dtype=torch.uint8)
+    heap = shm.empty((num_bytes,), torch.uint8).fill_(rank + 1)
+    target = torch.zeros(num_bytes, dtype=torch.uint8)
+    calls: list[Callable[[], object]]
+    if rank == 0:
+        calls = [lambda: None, lambda: shm.send(heap, 1), lambda: shm.send(own, 1), lambda: gloo.send(own, 1)]
+    else:
+        receive = lambda: shm.recv(target, 0)  # noqa: E731
+        calls = [lambda: target.copy_(own), receive, receive, lambda: gloo.recv(target, 0)]
+    seconds: list[list[float]] = [[] for _ in calls]
+    random = np.random.default_rng(seed)  # the same order on both ranks
+    for number in range(rounds + 1):
+        for place in random.permutation(len(calls)):
+            target.zero_()
+            shm.barrier()
+            start = time.perf_counter()
+            calls[place]()
+            if number:  # the first touches memory for the first time
+                seconds[place].append(time.perf_counter() - start)
+            if rank == 1 and place:
+                assert target[0] == target[-1] == 1
+    copy, shared, ring, other = (np.array(taken) for taken in seconds)
+    metrics = {
+        "share": np.median(copy / shared),
+        "best_share": copy.min() / shared.min(),
+        "ring_share": np.median(copy / ring),
+        "over_gloo": np.median(other / shared),
+        "ring_over_gloo": np.median(other / ring),
+        "copy_gb_s": num_bytes / copy.min() / 1e9,
+        "gb_s": num_bytes / shared.min() / 1e9,
+    }
+    return {f"comm_transfer_{name}_{size}mib": float(value) for name, value in metrics.items()}

@@ -1,0 +1,117 @@
+"""Operations of the backend `shm`, and the lanes that keep those of one kind in order.
+
+A call that waits runs in the caller's thread: handing it to another one costs more than a small message. What is started to be
+waited for later runs on the lane's own thread, behind what was started there before.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from sagellm.comm_backend.base import Work
+from sagellm.core.errors import CommError
+
+__all__ = ["Lane", "Operation"]
+
+
+class Operation(Work):
+    """A call that is run once, in its lane."""
+
+    __slots__ = ("_call", "_error", "_is_done", "_kept", "_lane", "ended")
+
+    def __init__(self, lane: Lane, call: Callable[[], None], *kept: object) -> None:
+        self._lane, self._kept = lane, kept
+        self._call: Callable[[], None] | None = call
+        self._error: BaseException | None = None
+        self._is_done = False
+        self.ended: threading.Event | None = None  # once it was handed to the lane's thread
+
+    def is_completed(self) -> bool:
+        return self._is_done
+
+    def wait(self) -> None:
+        if self.ended is not None:
+            self.ended.wait()
+        elif not self._is_done:
+            self._lane.run(self)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def start(self) -> None:
+        """On the lane's thread."""
+        self._lane.start(self)
+
+    def finish(self) -> None:
+        """Run it. What it kept is let go."""
+        call, self._call = self._call, None
+        assert call is not None
+        try:
+            call()
+        except CommError as error:
+            self._error = error
+        except BaseException as error:  # Ctrl-C, no memory: the others wait for the rest
+            self._lane.fail(f"{self._lane.name} was broken off by {error!r}; make a new group.")
+            self._error = error
+        self._kept = ()
+        self._is_done = True
+        if self.ended is not None:
+            self.ended.set()
+
+
+class Lane:
+    """What runs one after the other: messages to one rank, messages from one rank, or collectives."""
+
+    def __init__(self, name: str, fail: Callable[[str], None]) -> None:
+        self.name, self.fail = name, fail
+        self._lock = threading.Lock()
+        self._num_pending = 0
+        self._queue: SimpleQueue[Operation | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def start(self, operation: Operation) -> None:
+        """Run it on the lane's thread."""
+        operation.ended = threading.Event()
+        with self._lock:
+            if self._is_closed:
+                raise CommError("this group of shm is closed; make a new one.")
+            self._num_pending += 1
+            self._queue.put(operation)
+            if self._thread is None:
+                # A daemon, or the interpreter would wait for it before it closes the group, which ends it.
+                self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+                self._thread.start()
+
+    def run(self, operation: Operation) -> None:
+        """Run it in this thread, or, behind others, on the lane's thread; it has ended then."""
+        with self._lock:
+            is_free = self._num_pending == 0
+            self._num_pending += is_free
+        if not is_free:
+            self.start(operation)
+            assert operation.ended is not None
+            operation.ended.wait()
+            return
+        try:
+            operation.finish()
+        finally:
+            with self._lock:
+                self._num_pending -= 1
+
+    def close(self) -> None:
+        """Waits for what runs, which has to be ended before; what has not begun ends as the group's end has it."""
+        with self._lock:
+            self._is_closed = True
+            thread = self._thread
+            self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _serve(self) -> None:
+        while (operation := self._queue.get()) is not None:
+            operation.finish()
+            del operation  # and with it its result, while this waits for the next
+            with self._lock:
+                self._num_pending -= 1

@@ -1,0 +1,91 @@
+// One rank of a group of processes that share a segment: messages, and the meetings that collectives are made of.
+//
+// Between each ordered pair of ranks lies a ring with one writer and one reader, so a message is copied out while it is still
+// copied in. A message that lies in the sender's heap is not copied in at all: its place is told, the reader copies it from
+// there, and the sender waits for that. Waiting is a short spin, then a futex, and at least every 50 ms a look at the deadline
+// and at whether those that are waited for still live. The first failure is written down in the segment, for all ranks to see.
+//
+// Threads: at most one at a time sends to a given rank, one receives from a given rank, one meets; these go on at once.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "sagellm/shm_heap.h"
+#include "sagellm/shm_segment.h"
+
+namespace sage {
+
+struct ShmEvent;
+struct ShmLane;
+struct ShmMessage;
+class ShmLayout;
+
+struct ShmOptions {
+  std::size_t chunk_bytes = std::size_t{128} << 10;  // of what is copied before it is published; at most half a ring
+  double spin_s = 50e-6;
+};
+
+// Deadlines are seconds of `std::chrono::steady_clock`. All that waits throws CommError, and breaks the group.
+class ShmGroup {
+ public:
+  ShmGroup(std::shared_ptr<ShmSegment> segment, std::uint32_t rank, const ShmOptions& options);
+  ~ShmGroup();
+
+  // Called now and then by whoever waits; it may throw.
+  void on_idle(std::function<void()> call) { idle_ = std::move(call); }
+
+  void join(double deadline);
+  // `label` says what the message is; sender and receiver must say the same.
+  void send(std::uint32_t to, const void* data, std::size_t num_bytes, std::string_view label, double deadline);
+  void recv(std::uint32_t from, void* data, std::size_t num_bytes, std::string_view label, double deadline);
+  // Until all ranks have come, with the same label. What a rank wrote to shared memory before is seen by all after.
+  void meet(std::string_view label, double deadline);
+  // uint8 [world_size, 2, sizes().staging]
+  std::uint8_t* staging() const noexcept;
+
+  ShmHeap& heap() noexcept { return *heap_; }
+  std::uint8_t* heap_data() const noexcept;
+  const std::shared_ptr<ShmSegment>& segment() const noexcept { return segment_; }
+
+  // Break the group: the first one to do so is believed.
+  void fail(CommFault fault, const std::string& text) noexcept;
+  // Leave; whoever waits here, or elsewhere for this rank, fails.
+  void close() noexcept;
+
+ private:
+  // Until `ready()`. `missing(rank)` tells who is waited for, `what` the operation.
+  template <typename Ready, typename Missing>
+  void wait(ShmEvent& event, double deadline, std::string_view what, Ready ready, Missing missing);
+  template <typename Ready>
+  bool spin(Ready ready) const;
+  void check() const;
+  [[noreturn]] void fail_and_throw(CommFault fault, const std::string& text);
+  void watch(std::uint32_t rank);
+  bool has_gone(std::uint32_t rank) const;
+  void wake_all() noexcept;
+  bool is_in_heap(const void* data, std::size_t num_bytes) const noexcept;
+  void put(std::uint8_t* ring, std::uint64_t at, const void* data, std::size_t num_bytes) const;
+  void take(const std::uint8_t* ring, std::uint64_t at, void* data, std::size_t num_bytes) const;
+  void take_payload(std::uint32_t from, ShmLane& lane, void* data, std::size_t num_bytes, double deadline);
+
+  std::shared_ptr<ShmSegment> segment_;
+  const std::unique_ptr<ShmLayout> layout_;
+  const std::uint32_t rank_, world_size_;
+  const ShmSizes sizes_;
+  ShmOptions options_;
+  std::shared_ptr<ShmHeap> heap_;
+  std::function<void()> idle_;
+  std::vector<int> pidfds_;
+  std::uint64_t num_meetings_ = 0;
+  std::atomic<bool> has_joined_{false}, is_closed_{false};
+};
+
+}  // namespace sage
