@@ -552,8 +552,17 @@ class ShmGroup:
     def join(self, deadline: float) -> None:
         """Until all ranks have."""
 
-    def send(self, to: int, data: int, num_bytes: int, label: str, deadline: float) -> None:
-        """The bytes at address `data`. `label` says what they are, and is the receiver's."""
+    def post(self, to: int, data: int, num_bytes: int, label: str, deadline: float) -> int:
+        """Send the bytes at address `data`. `label` says what they are, and is the receiver's.
+
+        Returns what `wait_read` takes, for they may not be written until it has returned; 0 if they may at once.
+        """
+
+    def can_post_at_once(self, to: int, data: int, num_bytes: int) -> bool:
+        """Whether it lies in the heap, is large enough to be left there, and `post` waits for nothing to say so."""
+
+    def wait_read(self, to: int, position: int, deadline: float) -> None:
+        """Until that rank has read what was posted."""
 
     def recv(self, source: int, data: int, num_bytes: int, label: str, deadline: float) -> None: ...
     def meet(self, label: str, deadline: float) -> None:

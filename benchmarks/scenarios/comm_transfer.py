@@ -17,26 +17,27 @@ from benchmarks.result import Definition
 from sagellm.comm_backend import CommConfig
 from sagellm.comm_backend.shm import ShmBackend
 
-OPTIONS: dict[str, Any] = {"mib": [1, 4, 16, 64], "rounds": 30, "pings": 3000}
+OPTIONS: dict[str, Any] = {"mib": [1, 4, 16, 64], "total_mib": 64, "rounds": 20, "pings": 3000}
 SIZES = (1, 4, 16, 64)
 MIB = 1 << 20
 BATCH = 32  # pings of one contestant before the next has its turn
+WINDOW = 8  # messages that the sender has started and not waited for
 DEFINITIONS = {
     f"comm_transfer_{name}_{size}mib": Definition(unit=unit, better=better, text=text.format(size=size))
     for size in SIZES
     for name, unit, better, text in (
         (
             "share", "1", "higher",
-            "Bandwidth of a message of {size} MiB from the sender's shared heap to ordinary memory of the receiver, from the "
-            "receiver's call to its end with the sender in its own, over that of `Tensor.copy_` by one thread of one process "
+            "Bandwidth of messages of {size} MiB, `total_mib` in a row, from the sender's heap to ordinary memory of the "
+            "receiver, as it sees them, up to 8 on the way, over that of as many `Tensor.copy_` by one thread of one process "
             "into the same memory. The median of `rounds` ratios, of contestants that follow each other in random order.",
         ),
         ("best_share", "1", "higher", "The same, of the best of `rounds` each: who had the cores all the time."),
-        ("ring_share", "1", "higher", "The share where the message lies in ordinary memory, and goes through the ring."),
-        ("over_gloo", "1", "higher", "Bandwidth of the message from the heap over that of gloo's, median of ratios."),
-        ("ring_over_gloo", "1", "higher", "Bandwidth of the message through the ring over that of gloo's."),
+        ("ring_share", "1", "higher", "The share where they lie in ordinary memory, and go through the ring."),
+        ("over_gloo", "1", "higher", "Bandwidth of messages from the heap over that of gloo's, median of ratios."),
+        ("ring_over_gloo", "1", "higher", "Bandwidth of messages through the ring over that of gloo's."),
         ("copy_gb_s", "GB/s", None, "`Tensor.copy_` of {size} MiB, at best."),
-        ("gb_s", "GB/s", "higher", "The message of {size} MiB from the heap, at best."),
+        ("gb_s", "GB/s", "higher", "Messages of {size} MiB from the heap, at best."),
     )
 } | {
     f"comm_transfer_{name}_us": Definition(
@@ -47,12 +48,12 @@ DEFINITIONS = {
 }  # fmt: skip
 
 
-def run(seed: int, mib: list[int], rounds: int, pings: int) -> dict[str, float]:
+def run(seed: int, mib: list[int], total_mib: int, rounds: int, pings: int) -> dict[str, float]:
     """Sizes that are not in `mib` are measured as 4 KiB."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = context.Pipe(duplex=False)
-        arguments = (folder, seed, mib, rounds, pings)
+        arguments = (folder, seed, mib, total_mib, rounds, pings)
         processes = [context.Process(target=_rank, args=(rank, theirs, *arguments)) for rank in range(2)]
         for process in processes:
             process.start()
@@ -65,7 +66,9 @@ def run(seed: int, mib: list[int], rounds: int, pings: int) -> dict[str, float]:
                 process.kill()
 
 
-def _rank(rank: int, answer: Connection, folder: str, seed: int, mib: list[int], rounds: int, pings: int) -> None:
+def _rank(
+    rank: int, answer: Connection, folder: str, seed: int, mib: list[int], total_mib: int, rounds: int, pings: int
+) -> None:
     torch.set_num_threads(1)
     config = CommConfig(
         backend="shm", rank=rank, world_size=2, rendezvous=f"file://{folder}/shm", options={"heap_bytes": 2 * 64 * MIB}
@@ -74,7 +77,8 @@ def _rank(rank: int, answer: Connection, folder: str, seed: int, mib: list[int],
     with ShmBackend(config) as shm:
         metrics = _control(rank, shm, gloo, pings)
         for size in SIZES:
-            metrics |= _sizes(rank, shm, gloo, size, size * MIB if size in mib else 4096, rounds, seed)
+            num_bytes, num_messages = (size * MIB, max(2, total_mib // size)) if size in mib else (4096, 2)
+            metrics |= _sizes(rank, shm, gloo, size, num_bytes, num_messages, rounds, seed)
         shm.barrier()
     if rank == 1:
         answer.send(metrics)
@@ -90,11 +94,14 @@ class _Gloo:
         options._timeout = timedelta(seconds=60)
         self._group = distributed.ProcessGroupGloo(store, rank, 2, options)
 
-    def send(self, tensor: torch.Tensor, dst: int) -> None:
-        self._group.send([tensor], dst, 0).wait()
+    def send(self, tensor: torch.Tensor, dst: int, async_op: bool = False) -> Any:
+        return self._wait(self._group.send([tensor], dst, 0), async_op)
 
-    def recv(self, tensor: torch.Tensor, src: int) -> None:
-        self._group.recv([tensor], src, 0).wait()
+    def recv(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Any:
+        return self._wait(self._group.recv([tensor], src, 0), async_op)
+
+    def _wait(self, work: Any, async_op: bool) -> Any:
+        return work if async_op else work.wait()
 
 
 def _control(rank: int, shm: ShmBackend, gloo: _Gloo, pings: int) -> dict[str, float]:
@@ -115,18 +122,34 @@ def _control(rank: int, shm: ShmBackend, gloo: _Gloo, pings: int) -> dict[str, f
 
 
 def _sizes(
-    rank: int, shm: ShmBackend, gloo: _Gloo, size: int, num_bytes: int, rounds: int, seed: int
+    rank: int, shm: ShmBackend, gloo: _Gloo, size: int, num_bytes: int, num_messages: int, rounds: int, seed: int
 ) -> dict[str, float]:
-    """Rank 1 receives and measures. Rank 0 has come to its call, or is about to, when the clock starts."""
+    """Rank 1 receives and measures; nothing has been sent when the clock starts."""
     own = torch.full((num_bytes,), rank + 1, dtype=torch.uint8)
     heap = shm.empty((num_bytes,), torch.uint8).fill_(rank + 1)
     target = torch.zeros(num_bytes, dtype=torch.uint8)
-    calls: list[Callable[[], object]]
-    if rank == 0:
-        calls = [lambda: None, lambda: shm.send(heap, 1), lambda: shm.send(own, 1), lambda: gloo.send(own, 1)]
-    else:
-        receive = lambda: shm.recv(target, 0)  # noqa: E731
-        calls = [lambda: target.copy_(own), receive, receive, lambda: gloo.recv(target, 0)]
+
+    def copies() -> None:
+        for _ in range(num_messages if rank == 1 else 0):
+            target.copy_(own)
+
+    def messages(group: Any, source: torch.Tensor) -> Callable[[], None]:
+        def send() -> None:
+            works: list[Any] = []
+            for _ in range(num_messages):
+                works.append(group.send(source, 1, async_op=True))
+                if len(works) == WINDOW:
+                    works.pop(0).wait()
+            for work in works:
+                work.wait()
+
+        def receive() -> None:
+            for _ in range(num_messages):
+                group.recv(target, 0)
+
+        return receive if rank == 1 else send
+
+    calls = [copies, messages(shm, heap), messages(shm, own), messages(gloo, own)]
     seconds: list[list[float]] = [[] for _ in calls]
     random = np.random.default_rng(seed)  # the same order on both ranks
     for number in range(rounds + 1):
@@ -146,7 +169,7 @@ def _sizes(
         "ring_share": np.median(copy / ring),
         "over_gloo": np.median(other / shared),
         "ring_over_gloo": np.median(other / ring),
-        "copy_gb_s": num_bytes / copy.min() / 1e9,
-        "gb_s": num_bytes / shared.min() / 1e9,
+        "copy_gb_s": num_bytes * num_messages / copy.min() / 1e9,
+        "gb_s": num_bytes * num_messages / shared.min() / 1e9,
     }
     return {f"comm_transfer_{name}_{size}mib": float(value) for name, value in metrics.items()}

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sagellm._core import ShmGroup
 from sagellm.comm_backend.base import CommBackendProtocol, ReduceOp, Work
 from sagellm.comm_backend.shm_collectives import REDUCTIONS, Collectives, describe
-from sagellm.comm_backend.shm_lanes import Lane, Operation
+from sagellm.comm_backend.shm_lanes import Lane, Operation, Rest
 from sagellm.comm_backend.shm_rendezvous import find_segment
 from sagellm.core.errors import CommError
 
@@ -114,7 +114,9 @@ class ShmBackend(CommBackendProtocol):
         return self._meeting(partial(self._group.meet, "barrier"), timeout_s)
 
     def _start_send(self, tensor: torch.Tensor, dst: int, timeout_s: float) -> Work:
-        return self._message(self._sends[dst], partial(self._group.send, dst), tensor, timeout_s)
+        operation = self._message(self._sends[dst], partial(_send, self._group, dst), tensor, timeout_s)
+        operation.is_quick = self._group.can_post_at_once(dst, tensor.data_ptr(), tensor.nbytes)
+        return operation
 
     def _start_recv(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Work:
         return self._message(self._recvs[src], partial(self._group.recv, src), tensor, timeout_s)
@@ -136,6 +138,11 @@ class ShmBackend(CommBackendProtocol):
 
     def _close(self) -> None:
         self._leave()
+
+
+def _send(group: ShmGroup, dst: int, data: int, num_bytes: int, label: str, deadline: float) -> Rest:
+    position = group.post(dst, data, num_bytes, label, deadline)
+    return partial(group.wait_read, dst, position, deadline) if position else None
 
 
 def _leave(group: ShmGroup, lanes: list[Lane]) -> None:

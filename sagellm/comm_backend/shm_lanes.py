@@ -1,7 +1,8 @@
 """Operations of the backend `shm`, and the lanes that keep those of one kind in order.
 
 A call that waits runs in the caller's thread: handing it to another one costs more than a small message. What is started to be
-waited for later runs on the lane's own thread, behind what was started there before.
+waited for later runs on the lane's own thread, behind what was started there before; of a message that is read where it lies
+only the wait for its reader does.
 """
 
 from __future__ import annotations
@@ -13,20 +14,23 @@ from queue import SimpleQueue
 from sagellm.comm_backend.base import Work
 from sagellm.core.errors import CommError
 
-__all__ = ["Lane", "Operation"]
+__all__ = ["Lane", "Operation", "Rest"]
+
+Rest = Callable[[], None] | None  # what is left to do of a call, if anything
 
 
 class Operation(Work):
     """A call that is run once, in its lane."""
 
-    __slots__ = ("_call", "_error", "_is_done", "_kept", "_lane", "ended")
+    __slots__ = ("_error", "_is_done", "_kept", "_lane", "_rest", "ended", "is_quick")
 
-    def __init__(self, lane: Lane, call: Callable[[], None], *kept: object) -> None:
+    def __init__(self, lane: Lane, call: Callable[[], Rest], *kept: object) -> None:
         self._lane, self._kept = lane, kept
-        self._call: Callable[[], None] | None = call
+        self._rest: Rest | Callable[[], Rest] = call
         self._error: BaseException | None = None
         self._is_done = False
         self.ended: threading.Event | None = None  # once it was handed to the lane's thread
+        self.is_quick = False  # its call waits for nothing, only the rest of it does
 
     def is_completed(self) -> bool:
         return self._is_done
@@ -43,21 +47,22 @@ class Operation(Work):
         """On the lane's thread."""
         self._lane.start(self)
 
-    def finish(self) -> None:
-        """Run it. What it kept is let go."""
-        call, self._call = self._call, None
+    def advance(self) -> None:
+        """Run its call, then the rest of it. What it kept is let go at the end."""
+        call, self._rest = self._rest, None
         assert call is not None
         try:
-            call()
+            self._rest = call()
         except CommError as error:
             self._error = error
         except BaseException as error:  # Ctrl-C, no memory: the others wait for the rest
             self._lane.fail(f"{self._lane.name} was broken off by {error!r}; make a new group.")
             self._error = error
-        self._kept = ()
-        self._is_done = True
-        if self.ended is not None:
-            self.ended.set()
+        if self._rest is None:
+            self._kept = ()
+            self._is_done = True
+            if self.ended is not None:
+                self.ended.set()
 
 
 class Lane:
@@ -67,6 +72,7 @@ class Lane:
         self.name, self.fail = name, fail
         self._lock = threading.Lock()
         self._num_pending = 0
+        self._num_behind = 0  # those of them whose call is the thread's to make
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -78,6 +84,11 @@ class Lane:
             if self._is_closed:
                 raise CommError("this group of shm is closed; make a new one.")
             self._num_pending += 1
+            if operation.is_quick and not self._num_behind:
+                operation.advance()  # the receiver need not wait until this lane's thread has come to it
+            else:
+                operation.is_quick = False
+                self._num_behind += 1
             self._queue.put(operation)
             if self._thread is None:
                 # A daemon, or the interpreter would wait for it before it closes the group, which ends it.
@@ -95,7 +106,8 @@ class Lane:
             operation.ended.wait()
             return
         try:
-            operation.finish()
+            while not operation.is_completed():
+                operation.advance()
         finally:
             with self._lock:
                 self._num_pending -= 1
@@ -111,7 +123,9 @@ class Lane:
 
     def _serve(self) -> None:
         while (operation := self._queue.get()) is not None:
-            operation.finish()
-            del operation  # and with it its result, while this waits for the next
+            while not operation.is_completed():
+                operation.advance()
             with self._lock:
                 self._num_pending -= 1
+                self._num_behind -= not operation.is_quick
+            del operation  # and with it the last hold on its result, while this waits for the next

@@ -76,13 +76,20 @@ void bind_shm(py::module_& module) {
       .def(py::init(&make_group), py::arg("segment"), py::arg("rank"), py::arg("chunk_bytes"), py::arg("spin_s"))
       .def("join", &ShmGroup::join, py::arg("deadline"), Release())
       .def(
-          "send",
+          "post",
           [](ShmGroup& group, std::uint32_t to, std::uintptr_t data, std::size_t num_bytes, std::string_view label,
              double deadline) {
             const py::gil_scoped_release release;
-            group.send(to, reinterpret_cast<const void*>(data), num_bytes, label, deadline);
+            return group.post(to, reinterpret_cast<const void*>(data), num_bytes, label, deadline);
           },
           py::arg("to"), py::arg("data"), py::arg("num_bytes"), py::arg("label"), py::arg("deadline"))
+      .def(
+          "can_post_at_once",
+          [](const ShmGroup& group, std::uint32_t to, std::uintptr_t data, std::size_t num_bytes) {
+            return group.can_post_at_once(to, reinterpret_cast<const void*>(data), num_bytes);
+          },
+          py::arg("to"), py::arg("data"), py::arg("num_bytes"))
+      .def("wait_read", &ShmGroup::wait_read, py::arg("to"), py::arg("position"), py::arg("deadline"), Release())
       .def(
           "recv",
           [](ShmGroup& group, std::uint32_t from, std::uintptr_t data, std::size_t num_bytes, std::string_view label,

@@ -106,13 +106,24 @@ void ShmGroup::join(double deadline) {
 // ---- messages
 
 void ShmGroup::send(std::uint32_t to, const void* data, std::size_t num_bytes, std::string_view label, double deadline) {
+  const std::uint64_t position = post(to, data, num_bytes, label, deadline);
+  if (position != 0) wait_read(to, position, deadline);
+}
+
+void ShmGroup::wait_read(std::uint32_t to, std::uint64_t position, double deadline) {
+  ShmLane& lane = layout_->lane(rank_, to);
+  const auto has_read = [&] { return lane.tail.load() >= position; };
+  wait(lane.read, deadline, "send", has_read, [to](std::uint32_t rank) { return rank == to; });
+}
+
+std::uint64_t ShmGroup::post(std::uint32_t to, const void* data, std::size_t num_bytes, std::string_view label,
+                             double deadline) {
   check();
   ShmLane& lane = layout_->lane(rank_, to);
   std::uint8_t* const ring = layout_->ring(rank_, to);
   std::uint64_t at = lane.head.load(std::memory_order_relaxed);
-  const auto wait_for_tail = [&](std::uint64_t least) {
-    const auto has_read = [&] { return lane.tail.load() + least >= at; };
-    wait(lane.read, deadline, "send", has_read, [to](std::uint32_t rank) { return rank == to; });
+  const auto wait_for_room = [&](std::uint64_t num_new) {
+    if (at + num_new > sizes_.ring) wait_read(to, at + num_new - sizes_.ring, deadline);
   };
   const auto publish = [&](std::uint64_t num_new) {
     at += num_new;
@@ -122,27 +133,27 @@ void ShmGroup::send(std::uint32_t to, const void* data, std::size_t num_bytes, s
 
   ShmMessage message{num_bytes, kInRing, {}};
   write_label(message.label, label);
-  if (num_bytes >= kOwnPlaceBytes && is_in_heap(data, num_bytes)) {
+  if (is_read_in_place(data, num_bytes)) {
     message.offset = static_cast<std::uint64_t>(static_cast<const std::uint8_t*>(data) - heap_data());
-    wait_for_tail(sizes_.ring - sizeof message);
+    wait_for_room(sizeof message);
     put(ring, at, &message, sizeof message);
     publish(sizeof message);
-    wait_for_tail(0);
-    return;
+    return at;
   }
   // What fits goes together with the message, so that a small one is published once.
   const auto* from = static_cast<const std::uint8_t*>(data);
   std::size_t piece = std::min(num_bytes, options_.chunk_bytes - sizeof message);
-  wait_for_tail(sizes_.ring - sizeof message - whole_pieces(piece));
+  wait_for_room(sizeof message + whole_pieces(piece));
   put(ring, at, &message, sizeof message);
   put(ring, at + sizeof message, from, piece);
   publish(sizeof message + whole_pieces(piece));
   for (std::size_t done = piece; done < num_bytes; done += piece) {
     piece = std::min(num_bytes - done, options_.chunk_bytes);
-    wait_for_tail(sizes_.ring - whole_pieces(piece));
+    wait_for_room(whole_pieces(piece));
     put(ring, at, from + done, piece);
     publish(whole_pieces(piece));
   }
+  return 0;
 }
 
 void ShmGroup::recv(std::uint32_t from, void* data, std::size_t num_bytes, std::string_view label, double deadline) {
@@ -208,9 +219,14 @@ void ShmGroup::take(const std::uint8_t* ring, std::uint64_t at, void* data, std:
   std::memcpy(static_cast<std::uint8_t*>(data) + first, ring, num_bytes - first);
 }
 
-bool ShmGroup::is_in_heap(const void* data, std::size_t num_bytes) const noexcept {
+bool ShmGroup::can_post_at_once(std::uint32_t to, const void* data, std::size_t num_bytes) const noexcept {
+  const ShmLane& lane = layout_->lane(rank_, to);
+  return is_read_in_place(data, num_bytes) && lane.head.load() - lane.tail.load() + sizeof(ShmMessage) <= sizes_.ring;
+}
+
+bool ShmGroup::is_read_in_place(const void* data, std::size_t num_bytes) const noexcept {
   const auto from = reinterpret_cast<std::uintptr_t>(data), heap = reinterpret_cast<std::uintptr_t>(heap_data());
-  return from >= heap && from - heap <= sizes_.heap && num_bytes <= sizes_.heap - (from - heap);
+  return num_bytes >= kOwnPlaceBytes && from >= heap && from - heap <= sizes_.heap && num_bytes <= sizes_.heap - (from - heap);
 }
 
 // ---- meetings

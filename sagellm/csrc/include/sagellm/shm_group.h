@@ -43,7 +43,13 @@ class ShmGroup {
   void on_idle(std::function<void()> call) { idle_ = std::move(call); }
 
   void join(double deadline);
-  // `label` says what the message is; sender and receiver must say the same.
+  // `label` says what the message is; sender and receiver must say the same. Returns what `wait_read` is to be given before
+  // the data may be written, 0 if that may be at once; further messages may follow before.
+  std::uint64_t post(std::uint32_t to, const void* data, std::size_t num_bytes, std::string_view label, double deadline);
+  // Whether the data are read where they lie, and `post` waits for nothing to say so.
+  bool can_post_at_once(std::uint32_t to, const void* data, std::size_t num_bytes) const noexcept;
+  void wait_read(std::uint32_t to, std::uint64_t position, double deadline);
+  // Both.
   void send(std::uint32_t to, const void* data, std::size_t num_bytes, std::string_view label, double deadline);
   void recv(std::uint32_t from, void* data, std::size_t num_bytes, std::string_view label, double deadline);
   // Until all ranks have come, with the same label. What a rank wrote to shared memory before is seen by all after.
@@ -71,7 +77,7 @@ class ShmGroup {
   void watch(std::uint32_t rank);
   bool has_gone(std::uint32_t rank) const;
   void wake_all() noexcept;
-  bool is_in_heap(const void* data, std::size_t num_bytes) const noexcept;
+  bool is_read_in_place(const void* data, std::size_t num_bytes) const noexcept;
   void put(std::uint8_t* ring, std::uint64_t at, const void* data, std::size_t num_bytes) const;
   void take(const std::uint8_t* ring, std::uint64_t at, void* data, std::size_t num_bytes) const;
   void take_payload(std::uint32_t from, ShmLane& lane, void* data, std::size_t num_bytes, double deadline);
