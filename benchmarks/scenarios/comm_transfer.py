@@ -21,7 +21,6 @@ OPTIONS: dict[str, Any] = {"mib": [1, 4, 16, 64], "total_mib": 64, "rounds": 20,
 SIZES = (1, 4, 16, 64)
 MIB = 1 << 20
 BATCH = 32  # pings of one contestant before the next has its turn
-WINDOW = 8  # messages that the sender has started and not waited for
 DEFINITIONS = {
     f"comm_transfer_{name}_{size}mib": Definition(unit=unit, better=better, text=text.format(size=size))
     for size in SIZES
@@ -29,7 +28,7 @@ DEFINITIONS = {
         (
             "share", "1", "higher",
             "Bandwidth of messages of {size} MiB, `total_mib` in a row, from the sender's heap to ordinary memory of the "
-            "receiver, as it sees them, up to 8 on the way, over that of as many `Tensor.copy_` by one thread of one process "
+            "receiver, as it sees them, all started at once, over that of as many `Tensor.copy_` by one thread of one process "
             "into the same memory. The median of `rounds` ratios, of contestants that follow each other in random order.",
         ),
         ("best_share", "1", "higher", "The same, of the best of `rounds` each: who had the cores all the time."),
@@ -135,11 +134,7 @@ def _sizes(
 
     def messages(group: Any, source: torch.Tensor) -> Callable[[], None]:
         def send() -> None:
-            works: list[Any] = []
-            for _ in range(num_messages):
-                works.append(group.send(source, 1, async_op=True))
-                if len(works) == WINDOW:
-                    works.pop(0).wait()
+            works = [group.send(source, 1, async_op=True) for _ in range(num_messages)]
             for work in works:
                 work.wait()
 
