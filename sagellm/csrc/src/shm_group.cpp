@@ -1,6 +1,7 @@
 #include "sagellm/shm_group.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -265,6 +266,7 @@ bool ShmGroup::spin(Ready ready) const {
       shm_pause();
       if (ready()) return true;
     }
+    sched_yield();  // the one that is waited for may have been given the same processor
   }
   return false;
 }
