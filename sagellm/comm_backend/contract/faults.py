@@ -1,5 +1,6 @@
 """What fails, and has to fail in time and in words: each scenario is one rank's part, and all ranks play it together."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -99,7 +100,8 @@ def closing(seat: Seat) -> None:
     with seat.held("closed"):
         backend = seat.open()
         pending = backend.recv(seat.tensor([0.0]), seat.others[0], async_op=True)
-        backend.barrier()
+        with contextlib.suppress(CommPeerError):  # one that is through already has closed, which ends what is pending here
+            backend.barrier()
         backend.close()
         backend.close()
     seat.refused("closed", "wait for an operation that close has ended", pending.wait, CommError, within_s=0)
