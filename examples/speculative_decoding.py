@@ -23,7 +23,7 @@ from sagellm.demo_model.corpus import build_corpus
 from sagellm.engines.base import Generation, SamplingParams
 from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
-LOOKAHEAD = 8
+LOOKAHEAD, DRAFT_LOOKAHEAD = 8, 4  # each guess of a draft model costs a pass of it
 HEAD = ("strategy", "tokens/s", "times none", "drafted", "accepted", "acceptance", "tokens a step", "equal")
 Rounds = Sequence[Sequence[Generation]]
 COLUMNS = "{:<16}{:>10}{:>12}{:>9}{:>10}{:>12}{:>14}{:>10}"
@@ -48,8 +48,8 @@ def main(
         model, draft = ensure_demo_model(), draft or ensure_demo_model(recipe=DemoRecipe().draft())
     options: dict[str, dict[str, Any]] = {name: {"lookahead": LOOKAHEAD} for name in strategies}
     if draft is not None:
-        options["draft"] = {"lookahead": LOOKAHEAD, "model": str(draft)}
-    ask = SamplingParams(max_new_tokens=new, ignore_eos=True)
+        options["draft"] = {"lookahead": DRAFT_LOOKAHEAD, "model": str(draft)}
+    ask = SamplingParams(max_new_tokens=new, stop_token_ids=(end_of_text(model),))
     common = SageConfig(model=model, max_batch_size=batch, threads=threads)
 
     prompts = prompts or [chat.user for chat in build_corpus(DemoRecipe()).chats]
@@ -81,6 +81,12 @@ def to_tokens(model: Path, chat: list[dict[str, str]]) -> list[int]:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model).apply_chat_template(chat, add_generation_prompt=True)
+
+
+def end_of_text(model: Path) -> int:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model).eos_token_id
 
 
 def to_text(model: Path, tokens: Sequence[int]) -> str:

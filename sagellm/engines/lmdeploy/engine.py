@@ -121,7 +121,7 @@ class LMDeployEngine(BaseEngine):
         set_threads(config, device)
         engine_config = build_engine_config(config, sizes, device, hook_config(config), model)
         logging.getLogger("lmdeploy").setLevel(config.log_level)
-        self._model = model
+        self._model, self._device = model, device
         self._sessions = itertools.count()
         # Built here, not on the loop's thread: with several workers LMDeploy installs a signal handler, which Python
         # allows on the main thread only.
@@ -169,6 +169,10 @@ class LMDeployEngine(BaseEngine):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        if self._device == "cpu" and (agent := getattr(self.engine.executor, "model_agent", None)) is not None:
+            from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
+
+            CPU_DEVICE.end_steps(agent)
 
     async def _start(self) -> None:
         self.engine.start_loop()

@@ -4,6 +4,7 @@ An object in that group has: `torch_device`, `max_batch_size`, `runtime`, and th
 """
 
 import asyncio
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
@@ -127,6 +128,14 @@ class CpuDevice:
             weakref.finalize(agent, stepper.stop)
         return await stepper.run(step(agent, *args, **kwargs))
 
+    def end_steps(self, agent: Any) -> None:
+        """The engine of the agent is closed: its thread ends now, not when garbage is collected. Its OpenMP workers would make
+        every step of the next engine in this process take twice as long."""
+        stepper = self._steppers.pop(agent, None)
+        if stepper is not None:
+            stepper.stop()
+            stepper.join(timeout_s=5)
+
     def push(self, push: Callable[..., None], agent: Any, args: tuple, kwargs: dict) -> None:
         """Hand a step's output over on the event loop that waits for it."""
         stepper = self._steppers.get(agent)
@@ -143,7 +152,8 @@ class _StepThread:
         self.home = home
         self._threads = threads
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._serve, name="sagellm-cpu-step", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="sagellm-cpu-step", daemon=True)
+        self._thread.start()
 
     def _serve(self) -> None:
         torch.set_num_threads(self._threads)
@@ -157,7 +167,11 @@ class _StepThread:
 
     def stop(self) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            with contextlib.suppress(RuntimeError):  # closed since
+                self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
