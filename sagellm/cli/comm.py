@@ -1,13 +1,12 @@
 """`sagellm comm`: the communication backends there are, and whether one keeps to the contract."""
 
-import sys
 from typing import Any
 
 import click
 
+from sagellm.cli.contract_check import check_options, conclude
 from sagellm.cli.current_folder import look_in_current_folder
-from sagellm.cli.plug_ins import progress, read_options, show_report, show_rows
-from sagellm.cli.values import LONGEST_LIMIT_S, Finite
+from sagellm.cli.plug_ins import progress, read_options, show_rows
 from sagellm.comm_backend.contract.rules import check_backend
 from sagellm.comm_backend.registry import backend_names, find_backend
 from sagellm.core.errors import CommError
@@ -28,18 +27,8 @@ def list_backends(as_json: bool) -> None:
 
 
 @comm.command()
-@click.argument("name")
+@check_options("backend")
 @click.option("--ranks", type=click.IntRange(2, 16), default=3, show_default=True, help="Ranks of the groups.")
-@click.option("--options", default="{}", metavar="JSON", help="The backend's options, a JSON object.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="The first seed of the random scenarios."
-)
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Seeds to try.")
-@click.option(
-    "--limit-s", type=Finite(LONGEST_LIMIT_S), default=60.0, show_default=True,
-    help="Seconds for a scenario; ranks that take longer have failed.",
-)  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def check(name: str, ranks: int, options: str, seed: int, rounds: int, limit_s: float, as_json: bool) -> None:
     """Hold a backend, by name or as module:Class, against every rule of the contract, on this machine.
 
@@ -55,8 +44,7 @@ def check(name: str, ranks: int, options: str, seed: int, rounds: int, limit_s: 
     report = check_backend(
         kind, world_size=ranks, options=given, seed=seed, rounds=rounds, progress=progress(), limit_s=limit_s
     )
-    show_report("backend", name, report, seed, as_json)
-    sys.exit(0 if report.passed else 1)
+    conclude("backend", name, report, seed, as_json)
 
 
 def _describe(name: str) -> dict[str, Any]:
