@@ -1,10 +1,13 @@
 """Speculative strategies in the real engine, against none, on the same requests.
 
     python -m benchmarks.speculate [--model demo] [--work copy,random] [--batch 1,4,16] [--strategy ngram,...] [--rounds 5]
+        [--processes 1]
 
 CPU engine, no prefix caching. The contestants take turns, round by round, each round on new prompts that all get alike, on the
 demo model six or more, batch after batch. Tokens a second are those of decoding: from when the last request of a batch has its
-first token. No question is asked twice. Models:
+first token. No question is asked twice. Equal engines differ by 4% from process to process, so a ratio near 1 takes several
+`--processes` of each contestant: all are asked in every round, and compared with the median of those without guesses in it.
+Models:
 
 - *demo*: the demo model, float32, and a draft trained on the same text: code that it knows by heart. Work *copy*: a question,
   its answer, and the question again, where half or more of what the model says is in the prompt (of half the questions it is
@@ -18,6 +21,7 @@ first token. No question is asked twice. Models:
 import functools
 import json
 import math
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -46,11 +50,12 @@ VOCABULARY = 151_936
 @click.option("--strategy", "strategies", help="Names, by commas. Default: all that the model has.")
 @click.option("--options", default="{}", metavar="JSON", help='By strategy: {"ngram": {"lookahead": 8}}.')
 @click.option("--rounds", type=click.IntRange(2), default=5, show_default=True)
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Of each contestant.")
 @click.option("--threads", default=2, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
 def main(
-    model: str, works: str | None, batches: str, strategies: str | None, options: str, rounds: int, threads: int,
-    out: Path | None,
+    model: str, works: str | None, batches: str, strategies: str | None, options: str, rounds: int, processes: int,
+    threads: int, out: Path | None,
 ) -> None:  # fmt: skip
     """Measure, print, and write the result."""
     chosen = works.split(",") if works else list(WORKS[model])
@@ -59,7 +64,9 @@ def main(
     known = [name for name in STRATEGIES if model == "demo" or name != "draft"]
     names = [NONE, *(strategies.split(",") if strategies else known)]
     given = _options(options, names)
-    result: dict[str, Any] = {"model": model, "threads": threads, "rounds": rounds, "machine": describe(), "cells": []}
+    result: dict[str, Any] = {
+        "model": model, "threads": threads, "rounds": rounds, "processes": processes, "machine": describe(), "cells": [],
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         folder = _model(model, Path(scratch))
         if "draft" in names and "model" not in given.get("draft", {}):
@@ -68,7 +75,11 @@ def main(
         for work in chosen:
             for batch in map(int, batches.split(",")):
                 # New engines for each, so that no strategy remembers what was said before.
-                contestants = [Contestant(name, build, str(folder), threads, name, given.get(name, {}), {}) for name in names]
+                contestants = [
+                    Contestant(name, build, str(folder), threads, name, given.get(name, {}), {})
+                    for _ in range(processes)
+                    for name in names
+                ]
                 try:
                     cell = _cell(contestants, model, texts, work, batch, rounds)
                 finally:
@@ -119,7 +130,7 @@ def _cell(
 ) -> dict[str, Any]:
     plain = contestants[0]
     texts.begin(work, functools.partial(_answers, plain, NEW[work][model], texts.ends))
-    answers: dict[str, list[Any]] = {contestant.name: [] for contestant in contestants}
+    answers: dict[str, list[list[Any]]] = {contestant.name: [] for contestant in contestants}  # round by round, of each process
     for number in range(rounds + 1):  # the first one warms up
         prompts = texts.prompts(work, batch * math.ceil(A_ROUND[model] / batch), number)
         request = {
@@ -128,14 +139,17 @@ def _cell(
             "temperature": 1.0 if model == "demo" and work == "random" else 0.0,
         }  # fmt: skip
         turn = number % len(contestants)
+        told: dict[str, list[Any]] = {name: [] for name in answers}
         for contestant in [*contestants[turn:], *contestants[:turn]]:
-            answer = contestant.ask(request)
-            if number:
-                answers[contestant.name].append(answer)
+            told[contestant.name].append(contestant.ask(request))
+        if number:
+            for name, every in told.items():
+                answers[name].append(every)
     none = answers[plain.name]
     return {
         "work": work, "batch": batch,
-        "none_tokens_per_s": summary([each["tokens_per_s"] for each in none]),
+        "none_tokens_per_s": summary([each["tokens_per_s"] for told in none for each in told]),
+        "none_processes": _by_process(none, none),
         "strategies": {name: _figures(every, none) for name, every in answers.items() if name != plain.name},
     }  # fmt: skip
 
@@ -144,14 +158,18 @@ def _answers(plain: Contestant, new: int, stop: tuple[int, ...], prompts: list[l
     return plain.ask({"batches": [prompts], "new": new, "stop": stop, "temperature": 0.0})["tokens"]
 
 
-def _figures(every: list[dict[str, Any]], none: list[dict[str, Any]]) -> dict[str, Any]:
+def _figures(rounds: list[list[dict[str, Any]]], none: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    every = [each for told in rounds for each in told]
     total = {name: sum(each["counts"][name] for each in every) for name in every[0]["counts"]}
     pairs = [
-        pair for ours, theirs in zip(every, none, strict=True) for pair in zip(ours["tokens"], theirs["tokens"], strict=True)
+        pair
+        for ours, theirs in zip(rounds, none, strict=True)
+        for each in ours
+        for pair in zip(each["tokens"], theirs[0]["tokens"], strict=True)
     ]
     return {
-        "times_none": paired_ratio([each["tokens_per_s"] for each in every], [each["tokens_per_s"] for each in none]),
-        "times_none_cpu": paired_ratio([each["cpu_s"] for each in none], [each["cpu_s"] for each in every]),
+        "times_none": _ratio(rounds, none, "tokens_per_s"), "times_none_cpu": _ratio(none, rounds, "cpu_s"),
+        "processes": _by_process(rounds, none),
         "acceptance": total["accepted"] / total["drafted"] if total["drafted"] else 0.0,
         "tokens_per_step": 1 + total["accepted"] / total["sequences"] if total["sequences"] else 0.0,
         "propose_share": total["propose_s"] / (total["propose_s"] + total["step_s"]) if total["step_s"] else 0.0,
@@ -159,10 +177,32 @@ def _figures(every: list[dict[str, Any]], none: list[dict[str, Any]]) -> dict[st
     }  # fmt: skip
 
 
+def _ratio(ours: list[list[dict[str, Any]]], theirs: list[list[dict[str, Any]]], figure: str) -> dict[str, float]:
+    """Round by round, by the median process of each."""
+    return paired_ratio(_medians(ours, figure), _medians(theirs, figure))
+
+
+def _medians(rounds: list[list[dict[str, Any]]], figure: str) -> list[float]:
+    return [statistics.median([each[figure] for each in told]) for told in rounds]
+
+
+def _by_process(rounds: list[list[dict[str, Any]]], none: list[list[dict[str, Any]]]) -> list[float]:
+    """Tokens a second of each process, by those of the median process without guesses: how far equal engines differ."""
+    usual = _medians(none, "tokens_per_s")
+    return [
+        statistics.median([each["tokens_per_s"] / one for each, one in zip(process, usual, strict=True)])
+        for process in zip(*rounds, strict=True)
+    ]
+
+
 def _show(cell: dict[str, Any]) -> None:
     speed = cell["none_tokens_per_s"]
     spread = f"({speed['low']:.1f}-{speed['high']:.1f})"
     click.echo(f"\n{cell['work']}, batch {cell['batch']}: none {speed['median']:.1f} tokens/s {spread}")
+    if len(cell["none_processes"]) > 1:
+        every = {NONE: cell["none_processes"]} | {name: row["processes"] for name, row in cell["strategies"].items()}
+        for name, ratios in every.items():
+            click.echo(f"{name:<16} processes {' '.join(f'{ratio:.3f}' for ratio in sorted(ratios))}")
     click.echo(f"{'strategy':<16} times none          CPU   accepted  a step  proposing  equal")
     for name, row in cell["strategies"].items():
         times, cpu = row["times_none"], row["times_none_cpu"]

@@ -70,3 +70,19 @@ class CommTimeoutError(CommError, TimeoutError):
 
 class CommPeerError(CommError):
     """Another rank has gone, or has closed the group. The group is broken from then on."""
+
+
+class TransferError(SageError):
+    """KV blocks that were not moved: the message says why. The blocks they were to go to hold nothing of use."""
+
+
+class TransferTimeoutError(TransferError, TimeoutError):
+    """A transfer that did not end before its deadline."""
+
+
+class TransferCancelled(TransferError):
+    """A transfer that somebody has cancelled."""
+
+
+class PeerError(SageError):
+    """An engine of the prefill/decode group that cannot be reached, has gone, does not know the key, or does not fit."""

@@ -1,0 +1,135 @@
+"""What engines and the proxy of a prefill/decode group say to each other over control connections.
+
+Every engine serves the control protocol (`comm_backend.control`) at an address of its own; the proxy and the decode engines
+call. A request has one reply. A `transfer_id` is chosen by the proxy, anew for each request, and known to both engines: the 63
+bits that LMDeploy's `MigrationRequest.remote_session_id` carries.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from sagellm.comm_backend.kv_transfer.base import TransferEndpoint
+from sagellm.comm_backend.kv_transfer.layout import Model
+
+__all__ = [
+    "Connect", "Done", "EngineFacts", "Fetch", "Held", "Hello", "Load", "PrefixChange", "Release", "Released", "StepCost",
+    "Subscribe",
+]  # fmt: skip
+
+Role = Literal["prefill", "decode", "hybrid"]
+
+
+class Hello(Model):
+    """Who calls: the first message of a connection. Reply: `EngineFacts` of who was called.
+
+    Attributes:
+        engine_id: the URL of its server; of the proxy, "proxy".
+        facts: of an engine that calls; None: the proxy.
+    """
+
+    engine_id: str = Field(min_length=1)
+    facts: "EngineFacts | None" = None
+
+
+class EngineFacts(Model):
+    """One engine, as long as it lives.
+
+    Attributes:
+        instance: new at each start.
+        model: its name. `weights`: a fingerprint of configuration and weights; engines that exchange KV have the same.
+        channel: of KV transfers. `endpoints`: by rank.
+        block_size: tokens. `num_blocks`: of the pool.
+        token_bytes: of keys and values, all ranks together.
+    """
+
+    engine_id: str
+    instance: str
+    role: Role
+    model: str
+    weights: str
+    channel: str
+    endpoints: tuple[TransferEndpoint, ...]
+    block_size: int
+    num_blocks: int
+    token_bytes: int
+
+
+class Connect(Model):
+    """To a decode engine: connect to a prefill engine, now. Reply: `Done`, or an error that says what does not fit."""
+
+    engine_id: str
+    address: str = Field(description="host:port of its control server")
+
+
+class Fetch(Model):
+    """To a prefill engine: tell me when the prompt of this transfer is computed. Reply: `Held`. Errors: the prompt failed, or
+    did not come within `timeout_s`. Who asks is to `Release` it in the end, also after an error."""
+
+    transfer_id: int
+    timeout_s: float = Field(gt=0, le=3600)
+
+
+class Held(Model):
+    """Keys and values of the first `num_tokens` tokens of a prompt lie in these blocks, and are kept until `Release`, or until
+    the lease ends. `age_s`: since they were complete. `checksums`: by rank, where the engines check them."""
+
+    transfer_id: int
+    blocks: tuple[int, ...]
+    num_tokens: int
+    age_s: float
+    checksums: tuple[tuple[int, ...], ...] = ()
+
+
+class Release(Model):
+    """To a prefill engine: the blocks of this transfer are not needed any more, or never will be. Reply: `Released`."""
+
+    transfer_id: int
+
+
+class Released(Model):
+    """`was_held`: the blocks were kept from `Held` until now, so that what was read from them is what they held."""
+
+    was_held: bool
+
+
+class Subscribe(Model):
+    """From the proxy: tell me what is cached and how much there is to do, from now on. Reply: a `PrefixChange` with `is_all`
+    True. After that `PrefixChange` and `Load` come as events, `Load` at most every 0.1 s, where anything has changed."""
+
+
+class PrefixChange(Model):
+    """`stored`, `removed`: keys of cached blocks (64 bits, `PrefixUpdate.keys`). `is_all`: that is all there is."""
+
+    stored: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+    is_all: bool = False
+
+
+class StepCost(Model):
+    """What a step took: `num_tokens` new tokens of `num_requests`, which had `num_context` before. Of a transfer: bytes."""
+
+    kind: Literal["prefill", "decode", "transfer"]
+    num_tokens: int = 0
+    num_requests: int = 0
+    num_context: int = 0
+    num_bytes: int = 0
+    seconds: float
+
+
+class Load(Model):
+    """`waiting_tokens`: of prompts that wait. `costs`: of steps since the last one, the latest 64 at most."""
+
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    num_held: int = 0
+    costs: tuple[StepCost, ...] = ()
+
+
+class Done(Model):
+    """Nothing more to say."""
+
+
+Hello.model_rebuild()
