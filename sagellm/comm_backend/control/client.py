@@ -1,0 +1,45 @@
+"""The side that connects."""
+
+import asyncio
+import os
+
+from sagellm.comm_backend.control.addresses import prepare, split_address
+from sagellm.comm_backend.control.connection import ControlConnection, OnEvent
+from sagellm.comm_backend.control.frames import greet
+from sagellm.core.errors import PeerError, PeerTimeoutError
+
+__all__ = ["connect"]
+
+
+async def connect(address: str, key: bytes, *, on_event: OnEvent | None = None, timeout_s: float = 10.0) -> ControlConnection:
+    """A connection to the control server at `address`, host:port.
+
+    `on_event(connection, event)` is called in the event loop, in the order of the events, and must not wait. Without it an
+    event ends the connection.
+
+    Raises:
+        ConfigError: not an address.
+        PeerTimeoutError: `timeout_s` has passed.
+        PeerError: nobody there; another key; another protocol.
+    """
+    host, port = split_address(address)
+    writer: asyncio.StreamWriter | None = None
+
+    async def open_it() -> ControlConnection:
+        nonlocal writer
+        reader, writer = await asyncio.open_connection(host, port)
+        prepare(writer)
+        return ControlConnection(await greet(reader, writer, key), writer, address, on_event=on_event)
+
+    try:
+        return await asyncio.wait_for(open_it(), timeout_s)
+    except asyncio.TimeoutError:
+        error: PeerError = PeerTimeoutError(f"cannot connect to {address}: not done within {timeout_s:g} s.")
+    except OSError as failed:
+        words = os.strerror(failed.errno) if failed.errno and failed.errno > 0 else failed.strerror or failed
+        error = PeerError(f"cannot connect to {address}: {words}.")
+    except PeerError as failed:
+        error = PeerError(f"cannot connect to {address}: {failed}")
+    if writer is not None:
+        writer.transport.abort()
+    raise error
