@@ -61,10 +61,14 @@ class PluginHost:
         fault = self.guards[name].fault
         why = f"plug-in {name} {fault.kind}: {fault.detail.splitlines()[-1]}" if fault else f"plug-in {name} is off"
         self.close(CLOSE_S)
+        self.refuse(why)
+        raise PluginError(why)
+
+    def refuse(self, why: str) -> None:
+        """Leave word of what keeps this engine from starting, for the server to find."""
         if self.config.run_dir is not None:
             with suppress(OSError):
                 (self.config.run_dir / START_REFUSED).write_text(why)
-        raise PluginError(why)
 
     def decides(self, hook: str) -> bool:
         """True if a healthy plug-in owns this decision."""

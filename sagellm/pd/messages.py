@@ -72,12 +72,14 @@ class Fetch(Model):
 
 class Held(Model):
     """Keys and values of the first `num_tokens` tokens of a prompt lie in these blocks, and are kept until `Release`, or until
-    the lease ends. `age_s`: since they were complete. `checksums`: by rank, where the engines check them."""
+    the lease ends. `age_s`: since they were complete. `tokens`: digest of the prompt's tokens, which are to be the same on both
+    engines. `checksums`: by rank, where the engines check them."""
 
     transfer_id: int
     blocks: tuple[int, ...]
     num_tokens: int
     age_s: float
+    tokens: str
     checksums: tuple[tuple[int, ...], ...] = ()
 
 

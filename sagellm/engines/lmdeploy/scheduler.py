@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sagellm.core.config import HookConfig
-from sagellm.core.errors import PluginError
+from sagellm.core.errors import PluginError, SageError
 from sagellm.core.guard import PluginFault
 from sagellm.core.hooks import EvictionReason
 from sagellm.core.host import PluginHost
@@ -55,6 +55,7 @@ class SchedulerHooks:
         self._times_tokens = self._host.decides("schedule")  # the owner is told when each request got its tokens
         self._num_preempted = 0
         self.speculation: Any = None  # where a strategy guesses tokens
+        self.pd: Any = None  # where the engine is one of a prefill/decode group
         self.tick = self.cache.tick
         scheduler.block_manager.allocator.sage = self
         scheduler.block_trie.sage = self
@@ -69,6 +70,19 @@ class SchedulerHooks:
         from sagellm.engines.lmdeploy.speculative.attach import Speculation
 
         self.speculation = Speculation(engine)
+
+    def take_part(self, engine: Any) -> Any:
+        """The engine is built; what takes the place of its connections if it is one of a prefill/decode group, else None."""
+        if self._config.pd is None:
+            return None
+        from sagellm.engines.lmdeploy.pd.attach import PrefillDecode
+
+        try:
+            self.pd = PrefillDecode(engine, self._config, self._host)
+        except SageError as error:
+            self._host.refuse(str(error))
+            raise
+        return self.pd
 
     def bind(self, executor: Any) -> None:
         """The engine is built."""
@@ -158,6 +172,19 @@ class SchedulerHooks:
         """As `lookup_prefix`. Blocks are published when they are computed: in `step_end`."""
         return True
 
+    def publish(self, seqs: list[Any]) -> None:
+        """Keys and values of these requests have come from elsewhere."""
+        if self.cache.enabled:
+            try:
+                self.prefix.publish(seqs)
+            except Exception as error:
+                self._index_failed("extend", error)
+
+    def back_to_cached(self, seq: Any) -> None:
+        """A request gives up the blocks that it does not share with the prefix cache: nothing is in them."""
+        num_held = self.cache.num_held(seq)
+        self.cache.undo(seq, num_held, num_held * seq.block_size)
+
     def _index_failed(self, call: str, error: Exception) -> None:
         """Something that asks the prefix index has raised `error`: the engine goes on without a prefix cache."""
         logger.error("the prefix index failed; the engine goes on without prefix caching", exc_info=error)
@@ -180,11 +207,9 @@ class SchedulerHooks:
 
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
         cut = self.choice.chunks.settle(running)
-        if self.cache.enabled:
-            try:
-                self.prefix.publish(running)
-            except Exception as error:
-                self._index_failed("extend", error)
+        self.publish(running)
+        if self.pd is not None:
+            self.pd.step_end(running)
         ended = self._steps.ended(list(map(_seq_id, running)), is_decoding)
         if ended is None:
             return
@@ -210,6 +235,8 @@ class SchedulerHooks:
 
     def ended(self, session_id: int) -> None:
         self.choice.note_unsent()
+        if self.pd is not None:
+            self.pd.ended(session_id)
         session = self._scheduler.sessions[session_id]
         for seq in session.sequences.values():
             if self._host.plugins:
@@ -243,6 +270,7 @@ class SchedulerHooks:
             "prefix_index": self.cache.metrics(),
             "step_s": self._steps.seconds,
             "speculation": None if self.speculation is None else self.speculation.report(),
+            "pd": None if self.pd is None else self.pd.report(),
             "plugins": self._host.plugin_reports(),
             "comm_ns": [row for worker in workers for row in worker["comm_ns"]],
             "calls": own["calls"] + [row for worker in workers for row in worker["calls"]],

@@ -1,0 +1,1 @@
+"""Prompts on one LMDeploy engine, decoding on another: each engine's side of it."""

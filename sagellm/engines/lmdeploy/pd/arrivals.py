@@ -1,0 +1,195 @@
+"""Requests whose prompt another engine computes: held back until its keys and values are here, or will not come."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from sagellm.comm_backend.kv_transfer.base import TransferPlan
+from sagellm.core.errors import PeerError, SageError, TransferError, TransferTimeoutError
+from sagellm.engines.lmdeploy.pd.offers import digest_of
+from sagellm.engines.lmdeploy.pd.peers import Peers
+from sagellm.pd.messages import Fetch, Held, Release, Released, StepCost
+
+__all__ = ["Arrivals"]
+
+logger = logging.getLogger("sagellm")
+
+SURE_S = 5.0  # to hear that blocks were held until they were read
+
+
+class Arrivals:
+    """A decode engine's side. Every method runs on the engine's loop. `seq` is LMDeploy's `SchedulerSequence`.
+
+    A request gets all keys and values but those of its prompt's last token, and joins the queue: that token's step is its first
+    one here, which draws the first token as if the prompt had been computed here. Whatever goes wrong on the way, the request
+    joins the queue without them, and its prompt is computed here.
+
+    Args:
+        transfer: (plan) -> result, of all workers.
+        cancel: (transfer id of a plan).
+        wake: something is in the queue.
+        told: a transfer was made, which took so long.
+    """
+
+    def __init__(
+        self, scheduler: Any, peers: Peers, transfer: Callable[[TransferPlan], Awaitable[Any]],
+        cancel: Callable[[str], None], wake: Callable[[], None], told: Callable[[StepCost], None], timeout_s: float,
+    ) -> None:  # fmt: skip
+        from lmdeploy.pytorch.messages import MessageStatus
+
+        self._status = MessageStatus
+        self._scheduler, self._peers = scheduler, peers
+        self._transfer, self._cancel, self._wake, self._told = transfer, cancel, wake, told
+        self._timeout_s = timeout_s
+        self._tasks: dict[int, asyncio.Task] = {}  # by session id
+        self._moving: dict[int, str] = {}  # session id -> transfer id of its plan
+        self._room = asyncio.Event()
+        self.counts: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def take(self, seq: Any) -> None:
+        """A request has come that waits for its keys and values."""
+        if seq.session_id not in self._tasks:
+            task = asyncio.create_task(self._arrive(seq), name=f"sagellm-arrival-{seq.session_id}")
+            self._tasks[seq.session_id] = task
+            task.add_done_callback(lambda _: self._tasks.pop(seq.session_id, None))
+
+    def ended(self, session_id: int) -> None:
+        """The request leaves the engine. A transfer that runs keeps its blocks until it has ended."""
+        if (moving := self._moving.get(session_id)) is not None:
+            self._cancel(moving)
+        if (task := self._tasks.get(session_id)) is not None and moving is None:
+            task.cancel()
+
+    def freed(self) -> None:
+        """Blocks may have become free."""
+        self._room.set()
+
+    async def close(self) -> None:
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    # ----
+
+    async def _arrive(self, seq: Any) -> None:
+        request = seq.migration_request
+        transfer_id, engine_id = request.remote_session_id, request.remote_engine_id
+        begin_s = time.monotonic()
+        num_done, peer = 0, None
+        try:
+            peer = await self._peers.find(engine_id)
+            left_s = self._timeout_s
+            held = await peer.call(Fetch(transfer_id=transfer_id, timeout_s=left_s), left_s + 1.0)
+            self.seconds["prompt"] += time.monotonic() - begin_s
+            self._check(seq, held)
+            num_done = await self._bring(seq, held, engine_id, peer)
+        except (SageError, TimeoutError, OSError) as error:
+            self._failed(seq, error, engine_id)
+        except asyncio.CancelledError:  # the request has left
+            self.counts["cancelled"] += 1
+        except Exception:
+            logger.exception("request %s goes on without the keys and values of %s", seq.session_id, engine_id)
+            self.counts["failed"] += 1
+        finally:
+            if not num_done and peer is not None:
+                self._forget(peer, transfer_id)
+            self._join(seq, num_done)
+
+    def _check(self, seq: Any, held: Held) -> None:
+        num_tokens = seq.num_valid_ids
+        if held.num_tokens != num_tokens or held.tokens != digest_of(seq.valid_ids):
+            raise TransferError(
+                f"the prompt has {num_tokens} tokens here and {held.num_tokens} there, and they are not the same; both engines "
+                "need the same tokenizer and chat template."
+            )
+
+    async def _bring(self, seq: Any, held: Held, engine_id: str, peer: Any) -> int:
+        """Tokens of the request whose keys and values are on the device in the end; 0: it has left meanwhile."""
+        begin_s = time.monotonic()
+        await self._find_room(seq)
+        self.seconds["room"] += time.monotonic() - begin_s
+        if seq.status is not self._status.WAITING_MIGRATION:
+            return 0
+        manager, size = self._scheduler.block_manager, seq.block_size
+        num_cached = seq.num_history_ids
+        num_wanted = seq.num_valid_ids - 1
+        num_blocks = -(-num_wanted // size)
+        first = num_cached // size
+        blocks = seq.logical_blocks.get_real_blocks()[first:num_blocks].copy()
+        if len(blocks):
+            slots = manager.allocator.get_physical_blocks(blocks)
+            plan = TransferPlan(
+                transfer_id=f"{seq.session_id}/{held.transfer_id}", peer=engine_id, src_blocks=held.blocks,
+                dst_blocks=tuple(slots.tolist()), first_token=num_cached, num_tokens=num_wanted - num_cached,
+                dst_start=first * size, timeout_s=self._timeout_s, checksums=held.checksums,
+            )  # fmt: skip
+            seq.status = self._status.RUNNING_MIGRATION
+            manager.allocator.add_ref_count(blocks, 1)  # the transfer writes into them, whatever becomes of the request
+            self._moving[seq.session_id] = plan.transfer_id
+            try:
+                result = await self._transfer(plan)
+            finally:
+                del self._moving[seq.session_id]
+                manager.allocator.free(blocks)
+                self.freed()
+            self.seconds["transfer"] += result.seconds
+            self.num_bytes += result.num_bytes
+            self._told(StepCost(kind="transfer", num_tokens=plan.num_tokens, num_bytes=result.num_bytes, seconds=result.seconds))
+        released: Released = await peer.call(Release(transfer_id=held.transfer_id), SURE_S)
+        if not released.was_held:
+            raise TransferError("the other engine did not keep the blocks until they were read")
+        self.counts["done"] += 1
+        self.seconds["whole"] += time.monotonic() - begin_s
+        return num_wanted
+
+    async def _find_room(self, seq: Any) -> None:
+        """Blocks for the request, those of the prefix cache first. Raises TransferTimeoutError: none became free in time."""
+        scheduler, deadline_s = self._scheduler, time.monotonic() + self._timeout_s
+        while seq.status is self._status.WAITING_MIGRATION:
+            self._room.clear()
+            scheduler.block_trie.match(seq)
+            if scheduler.eviction_helper.evict_for_seq(seq, [], 0):
+                scheduler.block_manager.allocate(seq)
+                return
+            try:
+                await asyncio.wait_for(self._room.wait(), deadline_s - time.monotonic())
+            except TimeoutError:
+                raise TransferTimeoutError(f"no room for {seq.num_valid_ids} tokens within {self._timeout_s:g} s") from None
+
+    def _join(self, seq: Any, num_done: int) -> None:
+        """The request takes its place in the queue, if it is still there."""
+        status = self._status
+        if seq.status not in (status.WAITING_MIGRATION, status.RUNNING_MIGRATION):
+            return
+        if num_done:
+            seq.set_step(num_done)
+            self._scheduler.sage.publish([seq])
+        else:
+            self._scheduler.sage.back_to_cached(seq)
+        seq.status = status.WAITING
+        self._wake()
+
+    def _forget(self, peer: Any, transfer_id: int) -> None:
+        """Nobody will read it. That it is lost with the connection, or by its lease, is as good."""
+
+        async def tell() -> None:
+            try:
+                await peer.call(Release(transfer_id=transfer_id), SURE_S)
+            except (PeerError, TimeoutError, OSError):
+                pass
+
+        task = asyncio.get_running_loop().create_task(tell())
+        self._peers.keep(task)
+
+    def _failed(self, seq: Any, error: Exception, engine_id: str) -> None:
+        kind = {PeerError: "peer", TransferTimeoutError: "timeout"}.get(type(error), "transfer")
+        self.counts[f"failed_{kind}"] += 1
+        logger.warning("request %s: its prompt is computed here: %s: %s", seq.session_id, engine_id, error)

@@ -1,0 +1,195 @@
+"""What the inserted lines in LMDeploy's engine call where it takes part in a prefill/decode group: one object an engine."""
+
+import asyncio
+import logging
+import uuid
+from typing import Any
+
+from sagellm.comm_backend.control import ControlConnection, ControlServer, read_key
+from sagellm.comm_backend.kv_transfer.base import TransferOptions
+from sagellm.core.config import HookConfig
+from sagellm.core.errors import PeerError
+from sagellm.engines.lmdeploy.host_memory import cache_engine_of
+from sagellm.engines.lmdeploy.pd.arrivals import Arrivals
+from sagellm.engines.lmdeploy.pd.distserve import DistServe
+from sagellm.engines.lmdeploy.pd.offers import Offers
+from sagellm.engines.lmdeploy.pd.peers import Peers, refusal
+from sagellm.engines.lmdeploy.pd.watchers import Watchers
+from sagellm.engines.lmdeploy.pd.workers import Workers
+from sagellm.pd.messages import (
+    Connect,
+    Done,
+    EngineFacts,
+    Fetch,
+    Held,
+    Hello,
+    PrefixChange,
+    Release,
+    Released,
+    Subscribe,
+)
+
+__all__ = ["PrefillDecode"]
+
+logger = logging.getLogger("sagellm")
+
+
+class PrefillDecode(DistServe):
+    """Every method runs on the engine's loop. Takes the place of LMDeploy's `EngineP2PConnection` and of its migration loop.
+
+    Raises:
+        ConfigError: no usable key.
+        TransferError: KV blocks cannot be moved here.
+    """
+
+    def __init__(self, engine: Any, hooks: HookConfig, host: Any) -> None:
+        from lmdeploy.messages import ResponseType
+        from lmdeploy.pytorch.messages import MessageStatus
+
+        self._status, self._cancelled = MessageStatus, ResponseType.CANCEL
+        assert hooks.pd is not None
+        self._engine, self._scheduler, self._config, self._model = engine, engine.scheduler, hooks.pd, hooks.model
+        self._key = read_key(self._config.key_file)
+        self._instance = uuid.uuid4().hex
+        options = TransferOptions(key=self._key, host=self._config.control_host, options=self._config.channel_options)
+        self._workers = Workers(cache_engine_of(engine.executor), self._config.channel, options)
+        allocator = self._scheduler.block_manager.allocator
+        self.offers = Offers(
+            self._end_session, allocator.get_physical_blocks, self._workers.checksums if self._config.checksums else None,
+            self._config.lease_s,
+        )  # fmt: skip
+        self._peers = Peers(self.facts, self._key, self._link, self._workers.disconnect)
+        self._watchers = Watchers(self._scheduler, self.offers, host)
+        self.arrivals = Arrivals(
+            self._scheduler, self._peers, self._workers.transfer, self._workers.cancel, self._wake, self._watchers.note,
+            self._config.timeout_s,
+        )  # fmt: skip
+        self._server: ControlServer | None = None
+        self._address = ""
+        self._runnable: Any = None
+
+    def facts(self) -> EngineFacts:
+        cache = self._scheduler.cache_config
+        return EngineFacts(
+            engine_id=self._config.engine_id, instance=self._instance, role=self._config.role, model=self._model,
+            weights=self._config.weights, channel=self._config.channel, endpoints=self._workers.endpoints(),
+            block_size=cache.block_size, num_blocks=cache.num_gpu_blocks, token_bytes=self._workers.token_bytes(),
+        )  # fmt: skip
+
+    # ---- the engine's life
+
+    async def run(self, runnable: Any) -> None:
+        """In place of LMDeploy's migration loop: until the engine ends."""
+        self._runnable = runnable
+        handlers = {
+            Hello: self._hello, Connect: self._connect, Fetch: self._fetch, Release: self._release, Subscribe: self._subscribe,
+        }  # fmt: skip
+        self._server = ControlServer(self._key, handlers, self._lost)
+        self._address = await self._server.start(self._config.control_host, self._config.control_port)
+        waiting = self._engine.migration_event
+        try:
+            while True:
+                await waiting.wait()
+                waiting.clear()
+                for seq in self._scheduler.waiting_migration:
+                    self._take(seq)
+        finally:
+            await self._end()
+
+    async def _end(self) -> None:
+        self._watchers.close()
+        self.offers.close()
+        await self.arrivals.close()
+        await self._peers.close()
+        if self._server is not None:
+            await self._server.close()
+        self._workers.close()
+
+    def _take(self, seq: Any) -> None:
+        request = seq.migration_request
+        if seq.preserve_cache:
+            seq.status = self._status.WAITING
+            self.offers.expect(seq, request.remote_session_id, request.remote_engine_id)
+            self._wake()
+        elif request.is_dummy_prefill:
+            seq.status = self._status.WAITING
+            self._wake()
+        else:
+            self.arrivals.take(seq)
+
+    def _wake(self) -> None:
+        if self._runnable is not None:
+            self._runnable.set()
+
+    # ---- what the scheduler's hooks tell
+
+    def step_end(self, running: list[Any]) -> None:
+        """The results of a step are given out: prompts that are through are ready to be read."""
+        for seq in running:
+            if seq.preserve_cache and seq.status is self._status.TO_BE_MIGRATED:
+                self.offers.computed(seq)
+        self._watchers.changed()
+        if len(self.arrivals):
+            self.arrivals.freed()
+
+    def kept(self, seq: Any) -> None:
+        """LMDeploy's server is through with a request whose blocks are kept."""
+        self.offers.kept(seq)
+
+    def ended(self, session_id: int) -> None:
+        """A request leaves the engine; its blocks will be free in a moment."""
+        self.offers.ended(session_id)
+        self.arrivals.ended(session_id)
+        self._watchers.changed()
+        if len(self.arrivals) and self._runnable is not None:
+            asyncio.get_running_loop().call_soon(self.arrivals.freed)
+
+    def _end_session(self, session_id: int) -> None:
+        session = self._scheduler.sessions.get(session_id)
+        if session is None:
+            return
+        for seq in session.sequences.values():
+            if seq.status not in (self._status.TO_BE_MIGRATED, self._status.STOPPED) and seq.resp is not None:
+                seq.resp.type = self._cancelled
+                self._engine.req_manager.response(seq.resp)
+        self._engine.end_session(session_id)
+        self._wake()  # somebody may have waited for the blocks
+
+    # ---- what others ask
+
+    async def _hello(self, connection: ControlConnection, message: Hello) -> EngineFacts:
+        own = self.facts()
+        if message.facts is not None and (why := refusal(message.facts, own)):
+            raise PeerError(f"{own.engine_id} does not fit {message.engine_id}: {why}.")
+        connection.peer = message.engine_id
+        return own
+
+    async def _connect(self, _: ControlConnection, message: Connect) -> Done:
+        await self._peers.connect(message.engine_id, message.address)
+        return Done()
+
+    async def _link(self, facts: EngineFacts) -> None:
+        await self._workers.connect(facts.engine_id, facts.endpoints)
+
+    async def _fetch(self, connection: ControlConnection, message: Fetch) -> Held:
+        return await self.offers.fetch(message.transfer_id, message.timeout_s, connection)
+
+    async def _release(self, _: ControlConnection, message: Release) -> Released:
+        return Released(was_held=self.offers.release(message.transfer_id))
+
+    async def _subscribe(self, connection: ControlConnection, _: Subscribe) -> PrefixChange:
+        return self._watchers.add(connection)
+
+    def _lost(self, connection: ControlConnection) -> None:
+        self._watchers.remove(connection)
+        self.offers.lost(connection, connection.peer or "")
+
+    # ---- report
+
+    def report(self) -> dict[str, Any]:
+        """Numbers for `/metrics`."""
+        return {
+            "offers": dict(self.offers.counts), "held": len(self.offers), "arrivals": dict(self.arrivals.counts),
+            "arriving": len(self.arrivals), "seconds": dict(self.arrivals.seconds), "bytes": self.arrivals.num_bytes,
+            "channel": self._workers.report(), "peers": self._peers.names(),
+        }  # fmt: skip

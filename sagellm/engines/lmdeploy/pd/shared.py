@@ -1,0 +1,23 @@
+"""KV blocks in memory that other engines may read: what the inserted line in LMDeploy's cache engine calls."""
+
+from typing import Any
+
+from sagellm.comm_backend.kv_transfer.registry import find_channel
+from sagellm.core.config import HookConfig
+
+__all__ = ["shared_caches"]
+
+
+def shared_caches(cache_engine: Any, caches: tuple) -> tuple:
+    """The pool's tensors as the channel of this engine wants them; the given ones, which nobody has touched, where it takes any.
+
+    `caches`: as LMDeploy has allocated them.
+    """
+    spec = cache_engine.cache_config.sage
+    pd = HookConfig.model_validate_json(spec).pd if spec is not None else None
+    if pd is None:
+        return caches
+    channel = find_channel(pd.channel)
+    if caches[0].device.type not in channel.device_types:
+        return caches
+    return tuple(channel.empty(tensor.shape, tensor.dtype) if tensor.numel() else tensor for tensor in caches)
