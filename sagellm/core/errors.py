@@ -86,3 +86,7 @@ class TransferCancelled(TransferError):
 
 class PeerError(SageError):
     """An engine of the prefill/decode group that cannot be reached, has gone, does not know the key, or does not fit."""
+
+
+class PeerTimeoutError(PeerError, TimeoutError):
+    """A peer that has not answered before the deadline."""

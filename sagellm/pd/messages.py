@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from sagellm.comm_backend.control import register
 from sagellm.comm_backend.kv_transfer.base import TransferEndpoint
 from sagellm.comm_backend.kv_transfer.layout import Model
 
@@ -135,3 +136,4 @@ class Done(Model):
 
 
 Hello.model_rebuild()
+register(Connect, Done, EngineFacts, Fetch, Held, Hello, Load, PrefixChange, Release, Released, Subscribe)
