@@ -73,6 +73,27 @@ class SpeculativeSpec(Model):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class PDHooks(Model):
+    """An engine of a prefill/decode group, as its process is told.
+
+    `engine_id`: URL of its server. `weights`: a fingerprint of model and dtype, the same in engines that exchange KV blocks.
+    `timeout_s`: for a prompt to be computed by another engine, and for its transfer. `lease_s`: for which blocks are kept for
+    an engine that does not come.
+    """
+
+    role: Literal["prefill", "decode", "hybrid"]
+    engine_id: str
+    key_file: Path
+    weights: str = ""
+    channel: str = "shm"
+    channel_options: dict[str, Any] = Field(default_factory=dict)
+    checksums: bool = False
+    timeout_s: float = Field(10.0, gt=0)
+    lease_s: float = Field(30.0, gt=0)
+    control_host: str = "127.0.0.1"
+    control_port: int = Field(0, ge=0, le=65535)
+
+
 class HookConfig(Model):
     """What travels, as JSON, into the engine process and its workers.
 
@@ -93,6 +114,7 @@ class HookConfig(Model):
     run_dir: Path | None = None
     comm_metrics: bool = False
     speculative: SpeculativeSpec | None = None
+    pd: PDHooks | None = None
 
 
 class SageConfig(Model):
