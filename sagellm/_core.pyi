@@ -343,6 +343,22 @@ class HookTable:
 
     def stats(self) -> dict[str, int]: ...
 
+def copy_pieces(
+    target: NDArray[np.uint8],
+    source: NDArray[np.uint8],
+    dst: NDArray[np.int64],
+    src: NDArray[np.int64],
+    num_bytes: NDArray[np.int64],
+    deadline: float,
+    stop: NDArray[np.uint8],
+) -> str:
+    """Copy `num_bytes[i]` bytes from `source[src[i]]` on to `target[dst[i]]` on, for every i, in order; others run meanwhile.
+
+    `deadline` (of `time.monotonic()`) and `stop` [1] (not 0: end) are looked at every 0.5 MiB; nothing is written afterwards.
+    Returns "done", "deadline" or "stopped". Memories must not overlap. Raises IndexError, with nothing written: a piece
+    that does not lie within both; ValueError: lists of different lengths, a target that is read-only.
+    """
+
 def policy_names() -> list[str]:
     """The names that `NativePolicy`, `ObjectCache` and the replays know."""
 

@@ -4,18 +4,31 @@ Each worker of an engine (each rank) has one channel over its own KV blocks. Its
 to the endpoints of all ranks of a peer can read that peer's blocks. Nobody is asked for each transfer: whoever owns the blocks
 keeps them as they are until it hears that they were read, and says so when it could not. So what was read counts only once the
 owner has confirmed that it still held the blocks; that is its engines' business, not the channel's.
+
+What all channels have in common is here: plans are checked, transfers wait for their turn, layouts are converted, checksums
+compared. A channel defines how it is reached (`_open`, `_connect`) and how bytes come over (`_read`).
 """
 
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from sagellm.comm_backend.kv_transfer.conversion import HeadRun, Pieces, Tokens, fit
+from sagellm.comm_backend.kv_transfer.copying import Reader, block_checksums
 from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVRegion, Model
+from sagellm.comm_backend.kv_transfer.turns import Run, Turns
+from sagellm.core.errors import SageError, TransferCancelled, TransferError, TransferTimeoutError
 
-__all__ = ["KVTransferChannel", "TransferEndpoint", "TransferOptions", "TransferPlan", "TransferResult"]
+__all__ = ["KVTransferChannel", "Read", "TransferEndpoint", "TransferOptions", "TransferPlan", "TransferResult"]
+
+CLOSE_S = 10.0  # for transfers to notice that the channel closes
 
 
 class TransferOptions(Model):
@@ -32,6 +45,13 @@ class TransferOptions(Model):
     host: str = "127.0.0.1"
     key: bytes = b""
     options: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def read(cls, options: "TransferOptions | Mapping[str, Any] | None") -> "TransferOptions":
+        """Raises TransferError: options that are none."""
+        if isinstance(options, cls):
+            return options
+        return parsed(cls, dict(options or {}), "options of a KV channel")
 
 
 class TransferEndpoint(Model):
@@ -90,16 +110,36 @@ class TransferResult(Model):
     waited_s: float
 
 
+class Read(NamedTuple):
+    """Bytes of one part of one rank of a peer, wanted in the memory of `target`: a part's tensor of the own region, or a
+    contiguous tensor on the CPU that the channel has not seen before."""
+
+    pieces: Pieces
+    target: torch.Tensor
+
+
+class _Peer(NamedTuple):
+    endpoints: tuple[TransferEndpoint, ...]
+    runs: dict[int, list[HeadRun]]  # by rank; those that nothing is read from are not there
+    links: dict[int, Any]
+
+
 class KVTransferChannel(ABC):
     """One worker's end. All methods may be called from any thread, `transfer` from several at once.
 
+    Args:
+        region: the own KV blocks.
+
     Raises:
-        TransferError: it cannot work here; bad options.
+        TransferError: it cannot work here; bad options; memory that it cannot serve.
     """
 
     name: ClassVar[str]
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     converts: ClassVar[bool] = True  # between block sizes and TP degrees
+    Options: ClassVar[type[Model]] = Model  # what it takes as `TransferOptions.options`
+
+    # ---- what a channel defines
 
     @classmethod
     @abstractmethod
@@ -112,48 +152,259 @@ class KVTransferChannel(ABC):
         return torch.empty(tuple(shape), dtype=dtype)
 
     @abstractmethod
-    def __init__(self, region: KVRegion, options: TransferOptions) -> None: ...
+    def _open(self) -> dict[str, Any]:
+        """Make `self.region` readable for peers, by `self.options` and `self.own_options`. Returns `TransferEndpoint.address`.
+        What it has begun before it raises, it ends."""
 
     @abstractmethod
-    def endpoint(self) -> TransferEndpoint: ...
+    def _connect(self, endpoint: TransferEndpoint, deadline: float) -> Any:
+        """A link to one rank of a peer, whose layout fits. `deadline`: of `time.monotonic()`.
+
+        Raises:
+            TransferError, TransferTimeoutError: as `connect`.
+        """
 
     @abstractmethod
+    def _read(self, link: Any, reads: Sequence[Read], run: Run) -> None:
+        """Copy these bytes; several threads may do so over one link. Between chunks of at most a millisecond `run.check()`
+        is called, or a blocking call ends at `run.deadline` and by `run.woken_by`; nothing is written after it has raised.
+
+        Raises:
+            TransferError: the peer has gone, or refuses. Where it may have gone while it was read: afterwards too.
+        """
+
+    def _disconnect(self, link: Any) -> None:  # noqa: B027 - many have nothing to do
+        """Forget it. Transfers that use it were stopped but may not have ended; let what they need live as long."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Stop serving others. No transfer runs any more. Called once, also where nobody has connected."""
+
+    # ---- what its users call
+
+    def __init__(self, region: KVRegion, options: TransferOptions) -> None:
+        if missing := self.missing():
+            raise TransferError(f"KV channel {self.name} cannot work here: {missing}")
+        for part, tensor in zip(region.layout.parts, region.tensors, strict=True):
+            if tensor.device.type not in self.device_types:
+                known = ", ".join(self.device_types)
+                raise TransferError(f"{part.name} is on {tensor.device}; KV channel {self.name} moves what is on {known}.")
+        self.region, self.options = region, options
+        self.own_options: Any = parsed(self.Options, options.options, f"options of KV channel {self.name}")
+        self._turns = Turns(options.max_running)
+        self._peers: dict[str, _Peer] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._counts: dict[str, float] = {
+            "transfers": 0, "bytes": 0, "seconds": 0.0, "waited_s": 0.0, "failed": 0, "timed_out": 0, "cancelled": 0
+        }  # fmt: skip
+        self._endpoint = TransferEndpoint(channel=self.name, layout=region.layout, address=self._open())
+
+    def endpoint(self) -> TransferEndpoint:
+        return self._endpoint
+
     def connect(self, peer: str, endpoints: Sequence[TransferEndpoint], *, timeout_s: float = 10.0) -> None:
-        """To all ranks of a peer; again, where a peer of this name has come back.
+        """To all ranks of a peer; again, where a peer of this name has come back: what runs from the former one fails.
 
         Raises:
             TransferError: it cannot be reached or does not know the key, is another channel's, or its layout does not fit;
                 names the difference.
             TransferTimeoutError: the deadline has passed.
         """
+        if not 0 < timeout_s <= 3600:
+            raise TransferError(f"timeout_s is {timeout_s!r}; allowed are more than 0 and up to 3600 seconds.")
+        self._check_open()
+        for endpoint in endpoints:
+            if endpoint.channel != self.name:
+                raise TransferError(f"peer {peer} has channel {endpoint.channel}, this one is {self.name}; use the same.")
+        layouts = [endpoint.layout for endpoint in endpoints]
+        with _of(f"peer {peer}"):
+            runs = fit(self.region.layout, layouts)
+            if not self.converts:
+                self._check_equal(layouts)
+            by_rank = {run.rank: [other for other in runs if other.rank == run.rank] for run in runs}
+            deadline = time.monotonic() + timeout_s
+            links: dict[int, Any] = {}
+            try:
+                for rank in by_rank:
+                    links[rank] = self._connect(endpoints[rank], deadline)
+            except BaseException:
+                self._drop(links)
+                raise
+        with self._lock:
+            is_late, former = self._closed, self._peers.get(peer)
+            if not is_late:
+                self._peers[peer] = _Peer(tuple(endpoints), by_rank, links)
+        if is_late:
+            self._drop(links)
+            self._check_open()
+        if former is not None:
+            self._turns.leave(former)
+            self._drop(former.links)
 
-    @abstractmethod
     def disconnect(self, peer: str) -> None:
         """Forget a peer; its running transfers fail. An unknown one is none."""
+        with self._lock:
+            former = self._peers.pop(peer, None)
+        if former is not None:
+            self._turns.leave(former)
+            self._drop(former.links)
 
-    @abstractmethod
     def transfer(self, plan: TransferPlan) -> TransferResult:
         """Copy, and wait until that is done.
 
         Raises:
             TransferError: an unknown peer; a block that one of the two does not have; blocks that do not cover the tokens; the
-                peer has gone; checksums that differ (names the blocks).
+                peer has gone; checksums that differ (names the blocks); another transfer has this name.
             TransferTimeoutError: the deadline has passed; nothing is written from then on.
             TransferCancelled: by `cancel`, or by `close`; nothing is written from then on.
         """
+        asked = time.monotonic()
+        try:
+            self._check_open()
+            with self._lock:
+                peer = self._peers.get(plan.peer)
+                known = ", ".join(self._peers) or "none"
+            if peer is None:
+                raise TransferError(f"peer {plan.peer} is unknown; connected are: {known}. Connect to it first.")
+            self._check_plan(plan, peer)
+            run = Run(plan.transfer_id, plan.peer, plan.timeout_s, peer)
+            with self._turns.turn(run), _of(f"transfer {plan.transfer_id} from {plan.peer}"):
+                begun = time.monotonic()
+                num_bytes = self._move(plan, peer, run)
+                run.check()
+            result = TransferResult(num_bytes=num_bytes, seconds=time.monotonic() - begun, waited_s=begun - asked)
+        except TransferError as error:
+            is_late = isinstance(error, TransferTimeoutError)
+            self._count(**{"timed_out" if is_late else "cancelled" if isinstance(error, TransferCancelled) else "failed": 1})
+            raise
+        self._count(transfers=1, bytes=num_bytes, seconds=result.seconds, waited_s=result.waited_s)
+        return result
 
-    @abstractmethod
     def cancel(self, transfer_id: str) -> bool:
         """End a transfer that waits or runs; whether there was one. It may return before the transfer has ended."""
+        return self._turns.cancel(transfer_id)
 
-    @abstractmethod
     def checksums(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Of own blocks, one each, over the bytes of all layers and parts."""
+        """Of own blocks, one each, over the bytes of all parts, and of each part all layers: CRC-32.
 
-    @abstractmethod
+        Raises:
+            TransferError: a block that is not there.
+        """
+        self._check_open()
+        self._check_blocks("own", blocks, self.region.layout)
+        return block_checksums(self.region.tensors, blocks)
+
     def report(self) -> dict[str, Any]:
         """Counts since the start, for metrics: transfers, bytes, seconds, waited_s, failures by kind, running, peers."""
+        with self._lock:
+            return {
+                "channel": self.name, **self._counts, "running": self._turns.num_running, "waiting": self._turns.num_waiting,
+                "peers": len(self._peers),
+            }  # fmt: skip
 
-    @abstractmethod
     def close(self) -> None:
         """Cancel what runs, and stop serving others. A second call does nothing."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+            peers, self._peers = self._peers, {}
+        if was_closed:
+            return
+        self._turns.close(CLOSE_S)
+        for peer in peers.values():
+            self._drop(peer.links)
+        self._close()
+
+    def __enter__(self) -> "KVTransferChannel":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ----
+
+    def _move(self, plan: TransferPlan, peer: _Peer, run: Run) -> int:
+        tokens = Tokens(
+            np.array(plan.src_blocks, np.int64), plan.src_start, np.array(plan.dst_blocks, np.int64), plan.dst_start,
+            plan.first_token, plan.num_tokens,
+        )  # fmt: skip
+        num_bytes = 0
+        for rank, runs in peer.runs.items():
+
+            def read(reads: Sequence[tuple[Pieces, torch.Tensor]], link: Any = peer.links[rank]) -> None:
+                run.check()
+                self._read(link, [Read(*each) for each in reads], run)
+
+            reader = Reader(self.region, peer.endpoints[rank].layout, runs, read, run)
+            num_bytes += reader.checked(tokens, plan.checksums[rank], rank) if plan.checksums else reader.plain(tokens)
+        return num_bytes
+
+    def _check_plan(self, plan: TransferPlan, peer: _Peer) -> None:
+        theirs, own = peer.endpoints[0].layout, self.region.layout
+        self._check_blocks(f"{plan.peer}'s", plan.src_blocks, theirs)
+        self._check_blocks("own", plan.dst_blocks, own)
+        end = plan.first_token + plan.num_tokens
+        for whose, blocks, start, layout in (
+            (f"{plan.peer}'s", plan.src_blocks, plan.src_start, theirs), ("own", plan.dst_blocks, plan.dst_start, own)
+        ):  # fmt: skip
+            if start + len(blocks) * layout.block_size < end:
+                raise TransferError(
+                    f"{len(blocks)} {whose} blocks of {layout.block_size} tokens from token {start} on end before token {end}; "
+                    "give all blocks of the tokens."
+                )
+        if plan.checksums and [len(each) for each in plan.checksums] != [len(plan.src_blocks)] * len(peer.endpoints):
+            raise TransferError(
+                f"checksums are for {[len(each) for each in plan.checksums]} blocks by rank; give one for each of "
+                f"{len(plan.src_blocks)} blocks on each of {len(peer.endpoints)} ranks, or none."
+            )
+
+    def _check_blocks(self, whose: str, blocks: Sequence[int], layout: KVLayout) -> None:
+        if bad := [block for block in blocks if not 0 <= block < layout.num_blocks]:
+            raise TransferError(f"{whose} blocks {bad[:8]} are not there; blocks go from 0 to {layout.num_blocks - 1}.")
+
+    def _check_equal(self, layouts: Sequence[KVLayout]) -> None:
+        own = self.region.layout
+        for what, here, there in (
+            ("ranks", own.tp_size, len(layouts)),
+            ("tokens a block", own.block_size, layouts[0].block_size),
+        ):
+            if here != there:
+                raise TransferError(f"the layouts differ in {what}: {here} here, {there} there; {self.name} does not convert.")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferError("the KV channel is closed.")
+
+    def _drop(self, links: Mapping[int, Any]) -> None:
+        for link in links.values():
+            with suppress(Exception):
+                self._disconnect(link)
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            for name, value in more.items():
+                self._counts[name] += value
+
+
+def parsed(kind: type[Model], values: Mapping[str, Any], what: str) -> Any:
+    """The model of these values. Raises TransferError: in one sentence, with the names that are known."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise TransferError(f"{what}: {said}; known are: {', '.join(kind.model_fields) or 'none'}.") from None
+
+
+@contextmanager
+def _of(what: str) -> Iterator[None]:
+    """Errors say what they are of; those of a library that a channel has not mapped become TransferError."""
+    try:
+        yield
+    except TransferError as error:
+        if str(error).startswith(what):
+            raise
+        raise type(error)(f"{what}: {error}") from error
+    except SageError as error:
+        raise TransferError(f"{what}: {error}") from error
+    except Exception as error:
+        raise TransferError(f"{what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,162 @@
+"""From a peer's layout to one's own: whether they fit, which rank has which heads, and which bytes go where."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVPart
+from sagellm.core.errors import TransferError
+
+__all__ = ["HeadRun", "Pieces", "Tokens", "block_pieces", "fit", "pieces"]
+
+PIECES = 1 << 18  # of one rank and part that are looked at together; more than that and their lists would need memory
+
+
+class HeadRun(NamedTuple):
+    """`num_heads` heads of a part that lie side by side in a rank of the peer and here."""
+
+    rank: int
+    part: int
+    src_head: int
+    dst_head: int
+    num_heads: int
+
+
+class Pieces(NamedTuple):
+    """Bytes that lie in a row on both sides; int64 [n] each: offsets in the peer's tensor and in the own one, and how many."""
+
+    part: int
+    src: np.ndarray
+    dst: np.ndarray
+    num_bytes: np.ndarray
+
+
+class Tokens(NamedTuple):
+    """Tokens `first` to `first + num` of a request lie in `src` and `dst`, blocks whose first token is `*_start`."""
+
+    src: np.ndarray
+    src_start: int
+    dst: np.ndarray
+    dst_start: int
+    first: int
+    num: int
+
+
+# ---- which heads
+
+
+def fit(own: KVLayout, peers: Sequence[KVLayout]) -> list[HeadRun]:
+    """What has to be read from which rank of a peer, so that every head of this rank is there.
+
+    `peers`: of all ranks, in their order. Of heads that several ranks hold, ranks of this side take those of different ones.
+
+    Raises:
+        TransferError: names the first difference that cannot be bridged.
+    """
+    if not peers:
+        raise TransferError("a peer has one endpoint for each of its ranks; none was given.")
+    for rank, peer in enumerate(peers):
+        if (peer.tp_rank, peer.tp_size) != (rank, len(peers)):
+            raise TransferError(
+                f"endpoint {rank} of {len(peers)} is that of rank {peer.tp_rank} of {peer.tp_size}; give those of all ranks, "
+                "in order."
+            )
+        _check_same(own, peer, peers[0])
+    runs = [run for number, part in enumerate(own.parts) for run in _head_runs(own, peers, number, part)]
+    return sorted(runs)
+
+
+def _check_same(own: KVLayout, peer: KVLayout, first: KVLayout) -> None:
+    for what, here, there in (
+        ("layers", own.num_layers, peer.num_layers),
+        ("KV heads in all", own.total_heads, peer.total_heads),
+        ("parts", [part.name for part in own.parts], [part.name for part in peer.parts]),
+        *((f"width of {part.name}", part.width, other.width) for part, other in zip(own.parts, peer.parts, strict=False)),
+        *((f"dtype of {part.name}", part.dtype, other.dtype) for part, other in zip(own.parts, peer.parts, strict=False)),
+    ):
+        if here != there:
+            raise TransferError(f"the layouts differ in {what}: {here} here, {there} at the peer; both need the same model.")
+    if (peer.block_size, peer.num_blocks) != (first.block_size, first.num_blocks):
+        raise TransferError(
+            f"ranks of the peer differ: {first.num_blocks} blocks of {first.block_size} tokens on rank 0, {peer.num_blocks} of "
+            f"{peer.block_size} on rank {peer.tp_rank}; a block has one number on all ranks."
+        )
+
+
+def _head_runs(own: KVLayout, peers: Sequence[KVLayout], number: int, part: KVPart) -> Iterator[HeadRun]:
+    head, end = own.first_head, own.first_head + part.num_heads
+    while head < end:
+        holders = [
+            rank for rank, peer in enumerate(peers)
+            if peer.first_head <= head < peer.first_head + peer.parts[number].num_heads
+        ]  # fmt: skip
+        if not holders:
+            raise TransferError(f"no rank of the peer has head {head} of {part.name}, which rank {own.tp_rank} here needs.")
+        rank = holders[own.tp_rank % len(holders)]
+        first, num = peers[rank].first_head, peers[rank].parts[number].num_heads
+        num_heads = min(first + num, end) - head
+        yield HeadRun(rank, number, head - first, head - own.first_head, num_heads)
+        head += num_heads
+
+
+# ---- which bytes
+
+
+def pieces(own: KVLayout, peer: KVLayout, runs: Sequence[HeadRun], tokens: Tokens) -> Iterator[list[Pieces]]:
+    """From one rank of a peer, whose `runs` these are: a list for some tokens after the other."""
+    step = max(PIECES // own.num_layers, 1)  # at worst a token is a piece in each layer
+    for first in range(tokens.first, tokens.first + tokens.num, step):
+        some = tokens._replace(first=first, num=min(step, tokens.first + tokens.num - first))
+        yield [_run_pieces(own, peer, run, some) for run in runs]
+
+
+def _is_whole(own: KVLayout, peer: KVLayout, run: HeadRun) -> bool:
+    """All heads of both sides: then a token's bytes follow those of the one before it."""
+    return own.parts[run.part].num_heads == peer.parts[run.part].num_heads == run.num_heads
+
+
+def _run_pieces(own: KVLayout, peer: KVLayout, run: HeadRun, tokens: Tokens) -> Pieces:
+    part = own.parts[run.part]
+    head_bytes = part.width * getattr(torch, part.dtype).itemsize
+    end = tokens.first + tokens.num
+    if _is_whole(own, peer, run):  # a piece ends where a block of either side does
+        cuts = [
+            np.arange(tokens.first + size - (tokens.first - start) % size, end, size)
+            for start, size in ((tokens.src_start, peer.block_size), (tokens.dst_start, own.block_size))
+        ]
+        begins = np.unique(np.concatenate([[tokens.first], *cuts]))
+    else:
+        begins = np.arange(tokens.first, end)
+    counts = np.diff(begins, append=end)
+    src = _offsets(peer, run.part, tokens.src, begins - tokens.src_start, run.src_head, head_bytes)
+    dst = _offsets(own, run.part, tokens.dst, begins - tokens.dst_start, run.dst_head, head_bytes)
+    num_bytes = np.broadcast_to(counts * (run.num_heads * head_bytes), src.shape)
+    return _joined(run.part, src.reshape(-1), dst.reshape(-1), num_bytes.reshape(-1))
+
+
+def _offsets(
+    layout: KVLayout, number: int, blocks: np.ndarray, places: np.ndarray, head: int, head_bytes: int
+) -> np.ndarray:
+    """int64 [layers, n]: where the head of the tokens at these places lies in the part's tensor."""
+    slots = blocks[places // layout.block_size] * layout.block_size + places % layout.block_size
+    token_bytes = layout.parts[number].num_heads * head_bytes
+    layers = np.arange(layout.num_layers, dtype=np.int64) * (layout.num_blocks * layout.block_size * token_bytes)
+    return layers[:, None] + slots * token_bytes + head * head_bytes
+
+
+def _joined(part: int, src: np.ndarray, dst: np.ndarray, num_bytes: np.ndarray) -> Pieces:
+    """Neighbours on both sides are one piece."""
+    follows = (src[:-1] + num_bytes[:-1] == src[1:]) & (dst[:-1] + num_bytes[:-1] == dst[1:])
+    begins = np.flatnonzero(np.concatenate([[True], ~follows]))
+    return Pieces(part, src[begins], dst[begins], np.add.reduceat(num_bytes, begins))
+
+
+def block_pieces(layout: KVLayout, part: int, blocks: np.ndarray) -> Pieces:
+    """Whole blocks of a peer's part into a tensor of that layout that has room for these blocks alone."""
+    block_bytes = layout.num_bytes(layout.parts[part]) // (layout.num_layers * layout.num_blocks)
+    layers = np.arange(layout.num_layers, dtype=np.int64)[:, None]
+    src = ((layers * layout.num_blocks + blocks) * block_bytes).reshape(-1)
+    dst = ((layers * len(blocks) + np.arange(len(blocks))) * block_bytes).reshape(-1)
+    return _joined(part, src, dst, np.full(src.shape, block_bytes))
