@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
+
 from sagellm.comm_backend.kv_transfer.base import TransferPlan
 from sagellm.core.errors import PeerError, SageError, TransferError, TransferTimeoutError
 from sagellm.engines.lmdeploy.pd.offers import digest_of
@@ -23,26 +25,29 @@ SURE_S = 5.0  # to hear that blocks were held until they were read
 class Arrivals:
     """A decode engine's side. Every method runs on the engine's loop. `seq` is LMDeploy's `SchedulerSequence`.
 
-    A request gets all keys and values but those of its prompt's last token, and joins the queue: that token's step is its first
-    one here, which draws the first token as if the prompt had been computed here. Whatever goes wrong on the way, the request
-    joins the queue without them, and its prompt is computed here.
+    A request gets all keys and values but those of its last token, and joins the queue. Its first token was drawn where the
+    prompt was computed, and is given out at once. Where more than the token counts (log probabilities, a grammar, a stop word)
+    the step of the prompt's last token is made here instead, and draws it as if the prompt had been computed here. Whatever
+    goes wrong on the way, the request joins the queue without keys and values, which are computed here.
 
     Args:
         transfer: (plan) -> result, of all workers.
         cancel: (transfer id of a plan).
         wake: something is in the queue.
+        say: (request, token) gives out its first token.
         told: a transfer was made, which took so long.
     """
 
     def __init__(
         self, scheduler: Any, peers: Peers, transfer: Callable[[TransferPlan], Awaitable[Any]],
-        cancel: Callable[[str], None], wake: Callable[[], None], told: Callable[[StepCost], None], timeout_s: float,
+        cancel: Callable[[str], None], wake: Callable[[], None], say: Callable[[Any, int], None],
+        told: Callable[[StepCost], None], timeout_s: float,
     ) -> None:  # fmt: skip
-        from lmdeploy.pytorch.messages import MessageStatus
+        from lmdeploy.pytorch.messages import MessageStatus, UpdateTokenMode
 
-        self._status = MessageStatus
+        self._status, self._as_prompt = MessageStatus, UpdateTokenMode.PREFILL
         self._scheduler, self._peers = scheduler, peers
-        self._transfer, self._cancel, self._wake, self._told = transfer, cancel, wake, told
+        self._transfer, self._cancel, self._wake, self._say, self._told = transfer, cancel, wake, say, told
         self._timeout_s = timeout_s
         self._tasks: dict[int, asyncio.Task] = {}  # by session id
         self._moving: dict[int, str] = {}  # session id -> transfer id of its plan
@@ -90,6 +95,7 @@ class Arrivals:
             held = await peer.call(Fetch(transfer_id=transfer_id, timeout_s=left_s), left_s + 1.0)
             self.seconds["prompt"] += time.monotonic() - begin_s
             self._check(seq, held)
+            self._take_first(seq, held.first_token)
             num_done = await self._bring(seq, held, engine_id, peer)
         except (SageError, TimeoutError, OSError) as error:
             self._failed(seq, error, engine_id)
@@ -111,6 +117,15 @@ class Arrivals:
                 "need the same tokenizer and chat template."
             )
 
+    def _take_first(self, seq: Any, token: int | None) -> None:
+        """The first token of the answer, if nothing but the token itself is wanted of its step."""
+        if token is None or seq.status is not self._status.WAITING_MIGRATION or not _is_plain(seq, token):
+            return
+        seq.update_token_ids(np.array([token]), mode=self._as_prompt)
+        seq.set_step(0)  # nothing is computed here yet
+        self.counts["first_tokens"] += 1
+        self._say(seq, token)
+
     async def _bring(self, seq: Any, held: Held, engine_id: str, peer: Any) -> int:
         """Tokens of the request whose keys and values are on the device in the end; 0: it has left meanwhile."""
         begin_s = time.monotonic()
@@ -120,7 +135,7 @@ class Arrivals:
             return 0
         manager, size = self._scheduler.block_manager, seq.block_size
         num_cached = seq.num_history_ids
-        num_wanted = seq.num_valid_ids - 1
+        num_wanted = seq.num_valid_ids - 1  # one token must be left to compute
         num_blocks = -(-num_wanted // size)
         first = num_cached // size
         blocks = seq.logical_blocks.get_real_blocks()[first:num_blocks].copy()
@@ -142,7 +157,9 @@ class Arrivals:
                 self.freed()
             self.seconds["transfer"] += result.seconds
             self.num_bytes += result.num_bytes
-            self._told(StepCost(kind="transfer", num_tokens=plan.num_tokens, num_bytes=result.num_bytes, seconds=result.seconds))
+            self._told(
+                StepCost(kind="transfer", num_tokens=plan.num_tokens, num_bytes=result.num_bytes, seconds=result.seconds)
+            )
         released: Released = await peer.call(Release(transfer_id=held.transfer_id), SURE_S)
         if not released.was_held:
             raise TransferError("the other engine did not keep the blocks until they were read")
@@ -193,3 +210,13 @@ class Arrivals:
         kind = {PeerError: "peer", TransferTimeoutError: "timeout"}.get(type(error), "transfer")
         self.counts[f"failed_{kind}"] += 1
         logger.warning("request %s: its prompt is computed here: %s: %s", seq.session_id, engine_id, error)
+
+
+def _is_plain(seq: Any, token: int) -> bool:
+    asked = seq.sampling_param
+    wants_more = (
+        asked.num_logprobs >= 0 or asked.response_format or asked.logits_processors or asked.out_logits
+        or asked.out_last_hidden_states or asked.return_routed_experts
+    )  # fmt: skip
+    ends = asked.max_new_tokens <= 1 or token in (asked.stop_words or ())
+    return not (wants_more or ends or seq.num_new_tokens) and type(seq).__name__ == "SchedulerSequenceDefault"

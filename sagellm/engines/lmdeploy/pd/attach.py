@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import time
 import uuid
 from typing import Any
+
+import numpy as np
 
 from sagellm.comm_backend.control import ControlConnection, ControlServer, read_key
 from sagellm.comm_backend.kv_transfer.base import TransferOptions
@@ -61,11 +64,12 @@ class PrefillDecode(DistServe):
         self._peers = Peers(self.facts, self._key, self._link, self._workers.disconnect)
         self._watchers = Watchers(self._scheduler, self.offers, host)
         self.arrivals = Arrivals(
-            self._scheduler, self._peers, self._workers.transfer, self._workers.cancel, self._wake, self._watchers.note,
-            self._config.timeout_s,
+            self._scheduler, self._peers, self._workers.transfer, self._workers.cancel, self._wake, self._say,
+            self._watchers.note, self._config.timeout_s,
         )  # fmt: skip
         self._server: ControlServer | None = None
         self._address = ""
+        self._answers: asyncio.Queue | None = None
         self._runnable: Any = None
 
     def facts(self) -> EngineFacts:
@@ -78,9 +82,9 @@ class PrefillDecode(DistServe):
 
     # ---- the engine's life
 
-    async def run(self, runnable: Any) -> None:
-        """In place of LMDeploy's migration loop: until the engine ends."""
-        self._runnable = runnable
+    async def run(self, answers: asyncio.Queue, runnable: Any) -> None:
+        """In place of LMDeploy's migration loop: until the engine ends. `answers`: what the engine sends out."""
+        self._answers, self._runnable = answers, runnable
         handlers = {
             Hello: self._hello, Connect: self._connect, Fetch: self._fetch, Release: self._release, Subscribe: self._subscribe,
         }  # fmt: skip
@@ -120,6 +124,16 @@ class PrefillDecode(DistServe):
     def _wake(self) -> None:
         if self._runnable is not None:
             self._runnable.set()
+
+    def _say(self, seq: Any, token: int) -> None:
+        """The first token of an answer, as LMDeploy gives out those of a step."""
+        from lmdeploy.messages import RequestMetrics
+        from lmdeploy.pytorch.engine.engine import InferOutput
+
+        assert self._answers is not None
+        metrics = RequestMetrics(time.time(), seq.engine_events)
+        out = InferOutput(seq.session_id, seq.resp, np.array([token]), req_metrics=metrics)
+        self._answers.put_nowait({seq.session_id: out})
 
     # ---- what the scheduler's hooks tell
 

@@ -37,8 +37,8 @@ class Offer:
 class Offers:
     """A prefill engine's side. Every method runs on the engine's loop. `seq` is LMDeploy's `SchedulerSequence`.
 
-    An offer begins with the request or with the question for it, whichever comes first; it ends with `release`, with the loss of
-    who asked, or with its lease, and with it the request leaves the engine. Whoever asks after that is told so.
+    An offer begins with the request or with the question for it, whichever comes first; it ends with `release`, with the loss
+    of who asked, or with its lease, and with it the request leaves the engine. Whoever asks after that is told so.
 
     Args:
         end_session: takes a request out of the engine, and answers whoever waits for it.
@@ -116,11 +116,13 @@ class Offers:
         blocks = tuple(self._slots(offer.seq.logical_blocks.get_real_blocks()).tolist())
         num_tokens = offer.seq.num_history_ids
         digest = digest_of(offer.seq.all_ids[:num_tokens])
+        drawn = offer.seq.generated_ids.tolist()
         sums = await self._checksums(blocks) if self._checksums is not None else ()
         self.counts["offered"] += 1
         return Held(
             transfer_id=transfer_id, blocks=blocks, num_tokens=num_tokens, age_s=time.monotonic() - offer.since_s,
-            tokens=digest, checksums=sums,
+            tokens=digest,
+            first_token=drawn[0] if len(drawn) == 1 else None, checksums=sums,
         )  # fmt: skip
 
     def release(self, transfer_id: int) -> bool:

@@ -9,9 +9,8 @@ __all__ = ["shared_caches"]
 
 
 def shared_caches(cache_engine: Any, caches: tuple) -> tuple:
-    """The pool's tensors as the channel of this engine wants them; the given ones, which nobody has touched, where it takes any.
-
-    `caches`: as LMDeploy has allocated them.
+    """The pool's tensors as the channel of this engine wants them; `caches`, as LMDeploy has allocated them and nobody has
+    touched them, where it takes any.
     """
     spec = cache_engine.cache_config.sage
     pd = HookConfig.model_validate_json(spec).pd if spec is not None else None

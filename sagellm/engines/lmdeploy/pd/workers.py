@@ -19,8 +19,8 @@ __all__ = ["Workers"]
 
 
 class Workers:
-    """Of an engine whose worker lives in this process. Every method runs on the engine's loop; what takes time does so on threads
-    of its own.
+    """Of an engine whose worker lives in this process. Every method runs on the engine's loop; what takes time does so on
+    threads of its own.
 
     Raises:
         TransferError: the channel cannot work here.
