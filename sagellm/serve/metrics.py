@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from sagellm.core.hooks import BlockCounts
 from sagellm.prefix_reuse import PrefixReuseMetrics
+from sagellm.serve.pd_metrics import pd_families
 
 
 def register(engine: Any) -> None:
@@ -77,6 +78,8 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
         )
     if report.get("speculation") is not None:
         yield from _guesses(report["speculation"])
+    if report.get("pd") is not None:
+        yield from pd_families(report["pd"])
     yield _gauge(
         "sagellm_plugin_enabled", "1 while the plug-in is called, 0 once switched off.", "plugin", report["enabled"]
     )

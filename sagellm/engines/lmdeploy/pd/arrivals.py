@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,6 +20,7 @@ __all__ = ["Arrivals"]
 logger = logging.getLogger("sagellm")
 
 SURE_S = 5.0  # to hear that blocks were held until they were read
+REMEMBERED = 1024  # requests, of which times are reported
 
 
 class Arrivals:
@@ -55,6 +56,9 @@ class Arrivals:
         self.counts: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
         self.num_bytes = 0
+        # Seconds from the end of a prompt's step on the other engine, as that one says it.
+        self.first_token_s: deque[float] = deque(maxlen=REMEMBERED)  # until its first token was given out here
+        self.joined_s: deque[float] = deque(maxlen=REMEMBERED)  # until the request joined the queue, without the transfer
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -93,10 +97,13 @@ class Arrivals:
             peer = await self._peers.find(engine_id)
             left_s = self._timeout_s
             held = await peer.call(Fetch(transfer_id=transfer_id, timeout_s=left_s), left_s + 1.0)
+            computed_s = time.monotonic() - held.age_s
             self.seconds["prompt"] += time.monotonic() - begin_s
             self._check(seq, held)
-            self._take_first(seq, held.first_token)
-            num_done = await self._bring(seq, held, engine_id, peer)
+            if self._take_first(seq, held.first_token):
+                self.first_token_s.append(time.monotonic() - computed_s)
+            num_done, transfer_s = await self._bring(seq, held, engine_id, peer)
+            self.joined_s.append(time.monotonic() - computed_s - transfer_s)
         except (SageError, TimeoutError, OSError) as error:
             self._failed(seq, error, engine_id)
         except asyncio.CancelledError:  # the request has left
@@ -117,22 +124,24 @@ class Arrivals:
                 "need the same tokenizer and chat template."
             )
 
-    def _take_first(self, seq: Any, token: int | None) -> None:
-        """The first token of the answer, if nothing but the token itself is wanted of its step."""
+    def _take_first(self, seq: Any, token: int | None) -> bool:
+        """Whether the first token of the answer was given out: if nothing but the token itself is wanted of its step."""
         if token is None or seq.status is not self._status.WAITING_MIGRATION or not _is_plain(seq, token):
-            return
+            return False
         seq.update_token_ids(np.array([token]), mode=self._as_prompt)
         seq.set_step(0)  # nothing is computed here yet
         self.counts["first_tokens"] += 1
         self._say(seq, token)
+        return True
 
-    async def _bring(self, seq: Any, held: Held, engine_id: str, peer: Any) -> int:
-        """Tokens of the request whose keys and values are on the device in the end; 0: it has left meanwhile."""
-        begin_s = time.monotonic()
+    async def _bring(self, seq: Any, held: Held, engine_id: str, peer: Any) -> tuple[int, float]:
+        """Tokens of the request whose keys and values are on the device in the end, 0 if it has left meanwhile; seconds of the
+        transfer."""
+        begin_s, transfer_s = time.monotonic(), 0.0
         await self._find_room(seq)
         self.seconds["room"] += time.monotonic() - begin_s
         if seq.status is not self._status.WAITING_MIGRATION:
-            return 0
+            return 0, 0.0
         manager, size = self._scheduler.block_manager, seq.block_size
         num_cached = seq.num_history_ids
         num_wanted = seq.num_valid_ids - 1  # one token must be left to compute
@@ -155,7 +164,8 @@ class Arrivals:
                 del self._moving[seq.session_id]
                 manager.allocator.free(blocks)
                 self.freed()
-            self.seconds["transfer"] += result.seconds
+            transfer_s = result.seconds
+            self.seconds["transfer"] += transfer_s
             self.num_bytes += result.num_bytes
             self._told(
                 StepCost(kind="transfer", num_tokens=plan.num_tokens, num_bytes=result.num_bytes, seconds=result.seconds)
@@ -165,7 +175,7 @@ class Arrivals:
             raise TransferError("the other engine did not keep the blocks until they were read")
         self.counts["done"] += 1
         self.seconds["whole"] += time.monotonic() - begin_s
-        return num_wanted
+        return num_wanted, transfer_s
 
     async def _find_room(self, seq: Any) -> None:
         """Blocks for the request, those of the prefix cache first. Raises TransferTimeoutError: none became free in time."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ from sagellm.pd.messages import (
 __all__ = ["PrefillDecode"]
 
 logger = logging.getLogger("sagellm")
+
+QUANTILES = (0.5, 0.9, 0.99)
 
 
 class PrefillDecode(DistServe):
@@ -206,4 +209,10 @@ class PrefillDecode(DistServe):
             "offers": dict(self.offers.counts), "held": len(self.offers), "arrivals": dict(self.arrivals.counts),
             "arriving": len(self.arrivals), "seconds": dict(self.arrivals.seconds), "bytes": self.arrivals.num_bytes,
             "channel": self._workers.report(), "peers": self._peers.names(),
+            "first_token_s": _quantiles(self.arrivals.first_token_s), "joined_s": _quantiles(self.arrivals.joined_s),
         }  # fmt: skip
+
+
+def _quantiles(samples: Iterable[float]) -> dict[str, float]:
+    ordered = sorted(samples)
+    return {str(at): ordered[min(len(ordered) - 1, int(at * len(ordered)))] for at in QUANTILES} if ordered else {}

@@ -1,0 +1,40 @@
+"""What an engine of a prefill/decode group counted, as Prometheus metrics."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+__all__ = ["pd_families"]
+
+TIMES = {
+    "first_token_s": ("sagellm_pd_first_token_seconds", "From the end of a prompt's step to its first token, given out here."),
+    "joined_s": ("sagellm_pd_joined_seconds", "From the end of a prompt's step to the queue here, without the transfer."),
+}
+
+
+def pd_families(report: dict[str, Any]) -> Iterator[Metric]:
+    """Of the report of `PrefillDecode`. Quantiles are those of the latest 1,024 requests."""
+    transfers = CounterMetricFamily(
+        "sagellm_pd_requests", "Prompts kept for others, and fetched from others, by what became of them.",
+        labels=["side", "outcome"],
+    )  # fmt: skip
+    for side in ("offers", "arrivals"):
+        for outcome, number in report[side].items():
+            transfers.add_metric([side, outcome], number)
+    yield transfers
+    running = GaugeMetricFamily("sagellm_pd_running", "Prompts held for others, and waited for.", labels=["side"])
+    running.add_metric(["offers"], report["held"])
+    running.add_metric(["arrivals"], report["arriving"])
+    yield running
+    yield GaugeMetricFamily("sagellm_pd_peers", "Prefill engines that this engine is connected to.", value=len(report["peers"]))
+    yield CounterMetricFamily("sagellm_pd_transfer_bytes", "Of keys and values fetched.", value=report["bytes"])
+    seconds = CounterMetricFamily("sagellm_pd_seconds", "Spent by requests whose prompt was fetched.", labels=["part"])
+    for part, spent in report["seconds"].items():
+        seconds.add_metric([part], spent)
+    yield seconds
+    for key, (name, text) in TIMES.items():
+        family = GaugeMetricFamily(name, text, labels=["quantile"])
+        for quantile, value in report[key].items():
+            family.add_metric([quantile], value)
+        yield family
