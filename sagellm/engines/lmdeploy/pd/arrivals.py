@@ -1,6 +1,7 @@
 """Requests whose prompt another engine computes: held back until its keys and values are here, or will not come."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -208,10 +209,8 @@ class Arrivals:
         """Nobody will read it. That it is lost with the connection, or by its lease, is as good."""
 
         async def tell() -> None:
-            try:
+            with contextlib.suppress(PeerError, TimeoutError, OSError):
                 await peer.call(Release(transfer_id=transfer_id), SURE_S)
-            except (PeerError, TimeoutError, OSError):
-                pass
 
         task = asyncio.get_running_loop().create_task(tell())
         self._peers.keep(task)
