@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -20,6 +21,7 @@ MAX_CACHED_BLOCK_SIZE = 256  # tokens
 DEVICES = ("auto", "cpu", "cuda", "ascend", "maca", "camb")
 ENGINES = ("pytorch", "turbomind")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+ROLES = ("prefill", "decode", "hybrid")
 
 
 class Model(BaseModel):
@@ -73,25 +75,71 @@ class SpeculativeSpec(Model):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class PDHooks(Model):
-    """An engine of a prefill/decode group, as its process is told.
+class PDConfig(Model):
+    """This server as an engine of a prefill/decode group.
 
-    `engine_id`: URL of its server. `weights`: a fingerprint of model and dtype, the same in engines that exchange KV blocks.
-    `timeout_s`: for a prompt to be computed by another engine, and for its transfer. `lease_s`: for which blocks are kept for
-    an engine that does not come.
+    `role`: what its proxy sends to it: prompts to compute for others, requests to answer, or both. `proxy_url`: where it
+    registers. `key_file`: holds the secret of the group. `channel`: by which KV blocks move; all engines of a group have the
+    same. `checksums`: of the blocks that are read from here. `timeout_s`: for a prompt that another engine computes, until its
+    KV blocks are here. `lease_s`: how long blocks are kept for an engine that does not fetch them. `port`: of control
+    connections, 0: any.
     """
 
-    role: Literal["prefill", "decode", "hybrid"]
+    role: Literal[ROLES] | None = None
+    proxy_url: str | None = None
+    key_file: Path | None = None
+    channel: str = Field("auto", min_length=1)
+    channel_options: dict[str, Any] = Field(default_factory=dict)
+    checksums: bool = False
+    timeout_s: float = Field(10.0, gt=0, le=3600)
+    lease_s: float = Field(30.0, gt=0, le=86_400)
+    port: int = Field(0, ge=0, le=65535)
+
+    @field_validator("proxy_url")
+    @classmethod
+    def _is_base_url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            parts = urlsplit(value)
+            is_url = bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_url = False
+        if not is_url or parts.scheme not in ("http", "https") or parts.path not in ("", "/") or parts.query or parts.fragment:
+            raise ValueError("give http://host:port")
+        return value.rstrip("/")
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "PDConfig":
+        if self.role is None:
+            raise ValueError(
+                "there are settings of a prefill/decode group, and no role; give --role prefill, decode or hybrid"
+            )
+        if self.proxy_url is None:
+            raise ValueError(f"role {self.role} needs the proxy of its group; give --proxy-url http://host:port")
+        if self.key_file is None:
+            raise ValueError(f"role {self.role} needs the key of its group; give --pd-key-file FILE")
+        return self
+
+
+class PDHooks(Model):
+    """What the engine process has to know of its prefill/decode group.
+
+    `engine_id`: the URL of its server. `weights`: a fingerprint of the model; engines that exchange KV blocks have the same.
+    `control_host`, `control_port`: where it serves control connections. The others as in `PDConfig`; `channel` is a name.
+    """
+
+    role: Literal[ROLES]
     engine_id: str
     key_file: Path
-    weights: str = ""
-    channel: str = "shm"
+    channel: str
     channel_options: dict[str, Any] = Field(default_factory=dict)
     checksums: bool = False
     timeout_s: float = Field(10.0, gt=0)
     lease_s: float = Field(30.0, gt=0)
     control_host: str = "127.0.0.1"
     control_port: int = Field(0, ge=0, le=65535)
+    weights: str = ""
 
 
 class HookConfig(Model):
@@ -102,6 +150,7 @@ class HookConfig(Model):
     `model` and `layout`: its name, and what the bytes of a block mean (see `EngineHandle`).
     `comm_metrics`: measure how long collectives keep their callers waiting.
     `run_dir`: where worker processes leave their counters for the engine process to collect.
+    `pd`: of an engine of a prefill/decode group.
     """
 
     plugins: tuple[PluginSpec, ...] = ()
@@ -123,6 +172,7 @@ class SageConfig(Model):
     `kv_blocks` and `kv_memory_share` size the engine's KV pool and exclude each other; `host_kv_blocks` is the host tier
     that plug-ins may migrate blocks to. `strategy` names who schedules, or is `module:Class`; None leaves it to the engine.
     `speculative` names who guesses tokens, or is `dynamic:NAME` or `module:Class`; None: nobody.
+    `pd`: of a server that is one of a prefill/decode group.
     Lengths are in tokens.
     """
 
@@ -154,6 +204,7 @@ class SageConfig(Model):
     plugin_time_limit_s: float = Field(1.0, gt=0)
     record: Path | None = None
     comm_metrics: bool = False
+    pd: PDConfig | None = None
     drain_timeout_s: float = Field(10.0, ge=0)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 
@@ -209,6 +260,9 @@ class SageConfig(Model):
         return self
 
 
+PARTS: dict[str, type[Model]] = {"kv": KVConfig, "pd": PDConfig}  # of `SageConfig`
+
+
 def read_config(file: Path | None, overrides: dict[str, Any]) -> SageConfig:
     """A `SageConfig` from a YAML file and values that go before it.
 
@@ -216,8 +270,9 @@ def read_config(file: Path | None, overrides: dict[str, Any]) -> SageConfig:
         ConfigError: an unreadable file, an unknown key, or a value out of range; one line for each.
     """
     values = {**(of_file := _read_yaml(file)), **overrides}
-    if isinstance(of_file.get("kv"), dict) and isinstance(overrides.get("kv"), dict):
-        values["kv"] = {**of_file["kv"], **overrides["kv"]}
+    for part in PARTS:
+        if isinstance(of_file.get(part), dict) and isinstance(overrides.get(part), dict):
+            values[part] = {**of_file[part], **overrides[part]}
     try:
         return SageConfig(**values)
     except ValidationError as error:
@@ -250,9 +305,10 @@ def _explain(error: ValidationError, file: Path | None) -> str:
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            known = KVConfig.model_fields if item["loc"][0] == "kv" and len(item["loc"]) > 1 else SageConfig.model_fields
+            part = PARTS.get(item["loc"][0]) if len(item["loc"]) > 1 else None
+            known = (part or SageConfig).model_fields
             lines.append(f"{name}: unknown key; known are {', '.join(sorted(known))}.")
-        elif not name:  # a combination of values
+        elif not name or (name in PARTS and item["type"] == "value_error"):  # a combination of values
             lines.append(f"{item['msg'].removeprefix('Value error, ')}.")
         else:
             lines.append(f"{name}: {item['msg']}, got {item['input']!r}.")

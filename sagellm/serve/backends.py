@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from prometheus_client import REGISTRY
 
-from sagellm.core.config import SageConfig
+from sagellm.core.config import PDHooks, SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import find_plugin
 from sagellm.engines.lmdeploy.engine import build_engine_config, hook_config, require_patched, set_threads
@@ -25,7 +25,7 @@ class Backend(Protocol):
         """
         ...
 
-    def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path) -> Any:
+    def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path, pd: PDHooks | None = None) -> Any:
         """LMDeploy's configuration of the engine."""
         ...
 
@@ -59,9 +59,9 @@ class PytorchBackend:
         check_settings_plugins(self._config)
         return resolve_device(self._config.device)
 
-    def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path) -> Any:
+    def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path, pd: PDHooks | None = None) -> Any:
         set_threads(self._config, device)
-        return build_engine_config(self._config, sizes, device, hook_config(self._config, run_dir), model)
+        return build_engine_config(self._config, sizes, device, hook_config(self._config, run_dir, pd), model)
 
     def extend(self, engine: Any) -> None:
         register(engine)
@@ -97,7 +97,7 @@ class TurboMindBackend:
         refuse_impossible((name, object.__new__(kind)) for name, kind in kinds)
         return resolve_device("cuda")
 
-    def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path) -> Any:
+    def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path, pd: PDHooks | None = None) -> Any:
         from lmdeploy.turbomind.supported_models import is_supported
 
         from sagellm.engines.lmdeploy.turbomind import TurboMindHooks

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from sagellm.core.config import DEVICES, DTYPES, ENGINES, read_config
+from sagellm.core.config import DEVICES, DTYPES, ENGINES, ROLES, read_config
 from sagellm.core.errors import SageError
 from sagellm.serve.early import stop_at_once
 from sagellm.serve.objects import with_objects
@@ -54,6 +54,15 @@ from sagellm.serve.objects import with_objects
 @click.option("--plugin-time-limit-s", type=float, help="Longest a hook may take. Default: 1.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write every decision to this file, as JSON lines.")
 @click.option("--comm-metrics", is_flag=True, default=None, help="Measure the time spent in collectives.")
+@click.option("--role", type=click.Choice(ROLES), help="Of a prefill/decode group: what its proxy sends here. Default: none.")
+@click.option("--proxy-url", help="The proxy of the group, http://host:port.")
+@click.option("--pd-key-file", type=click.Path(path_type=Path), help="File with the secret of the group.")
+@click.option("--kv-channel", help="How KV blocks move between engines: shm, tcp, ..., or module:Class. Default: auto.")
+@click.option("--kv-channel-options", help="Its options, as JSON.")
+@click.option("--kv-checksums", is_flag=True, default=None, help="Check KV blocks that have moved.")
+@click.option("--pd-timeout-s", type=float, help="Longest wait for a prompt that another engine computes. Default: 10.")
+@click.option("--pd-lease-s", type=float, help="How long KV blocks are kept for an engine that does not come. Default: 30.")
+@click.option("--pd-port", type=int, help="Port of control connections. Default: any.")
 @click.option("--drain-timeout-s", type=float, help="Time for running requests at shutdown. Default: 10.")
 @click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), help="Default: WARNING.")
 @click.option("--json", "as_json", is_flag=True, help="Print the readiness line as JSON.")

@@ -1,4 +1,5 @@
-"""Flags whose values are objects, and those of the KV tiers, `--kv-*`, as the configuration has them: one value with parts."""
+"""Flags whose values are objects, and those of the KV tiers and of prefill/decode groups, as the configuration has them: one
+value with parts."""
 
 import json
 from pathlib import Path
@@ -12,9 +13,15 @@ PART_OF = {  # flag -> field of `KVConfig`
     "kv_disk_options": "disk_options", "kv_migration": "migration", "kv_deadline": "deadline_s", "kv_quotas": "quotas",
 }  # fmt: skip
 
+PD_PART_OF = {  # flag -> field of `PDConfig`
+    "role": "role", "proxy_url": "proxy_url", "pd_key_file": "key_file", "kv_channel": "channel",
+    "kv_channel_options": "channel_options", "kv_checksums": "checksums", "pd_timeout_s": "timeout_s", "pd_lease_s": "lease_s",
+    "pd_port": "port",
+}  # fmt: skip
+
 
 def with_objects(given: dict[str, Any]) -> dict[str, Any]:
-    """The flags that were given: objects read from their JSON, those of the tiers as `kv`.
+    """The flags that were given: objects read from their JSON, those of the tiers as `kv`, those of groups as `pd`.
 
     Raises:
         ConfigError: a value that is no JSON, or a file that cannot be read.
@@ -25,11 +32,14 @@ def with_objects(given: dict[str, Any]) -> dict[str, Any]:
             kv[part] = _json(f"--kv-{part.replace('_', '-')}", kv[part])
     if "quotas" in kv:
         kv["quotas"] = _quotas(kv["quotas"])
-    rest = {flag: value for flag, value in given.items() if flag not in PART_OF}
+    pd = {part: given[flag] for flag, part in PD_PART_OF.items() if flag in given}
+    if "channel_options" in pd:
+        pd["channel_options"] = _json("--kv-channel-options", pd["channel_options"])
+    rest = {flag: value for flag, value in given.items() if flag not in PART_OF and flag not in PD_PART_OF}
     for name in ("strategy_options", "speculative_options"):
         if name in rest:
             rest[name] = _json(f"--{name.replace('_', '-')}", rest[name])
-    return rest | {"kv": kv} if kv else rest
+    return rest | ({"kv": kv} if kv else {}) | ({"pd": pd} if pd else {})
 
 
 def _json(flag: str, text: str) -> Any:

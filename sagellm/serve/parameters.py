@@ -19,8 +19,7 @@ COUNTS = (
     ("top_logprobs", 0, MAX_LOGPROBS),
     ("logprobs", 0, MAX_LOGPROBS),
 )
-# What LMDeploy passes between servers of a disaggregated deployment; a single engine cannot serve it.
-FOREIGN = ("migration_request", "with_cache", "preserve_cache", "image_data", "logit_bias", "return_routed_experts")
+FOREIGN = ("image_data", "logit_bias", "return_routed_experts")
 
 
 class Refused(Exception):

@@ -11,13 +11,13 @@ import socket
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 from unittest import mock
 
 import uvicorn
 
 from sagellm.core.config import SageConfig
-from sagellm.core.errors import ConfigError, PluginError
+from sagellm.core.errors import ConfigError, PeerError, PluginError
 from sagellm.core.registry import check_owners, find_plugin
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
@@ -29,6 +29,10 @@ from sagellm.serve.logprobs import chat_logprobs
 from sagellm.serve.logs import claim_stdout, quiet_disconnects
 from sagellm.serve.speculation import with_guesses
 from sagellm.serve.startup import lasting_managers
+
+if TYPE_CHECKING:
+    from sagellm.serve.group import Membership
+    from sagellm.serve.registration import Registration
 
 DEMO_NAME = "sagellm-demo"
 MAX_SOCKET_NAME = 107  # bytes that the kernel takes for the path of a local socket
@@ -46,16 +50,23 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     run_dir = _run_dir()
     listener = _listen(config.host, config.port)
     clean_up = partial(shutil.rmtree, run_dir, ignore_errors=True)
+    try:
+        member = _membership(config, device)
+    except BaseException:
+        listener.close()
+        raise
     loading = Loading(clean_up)
     try:
         run_dir.mkdir(0o700)  # not before there is somebody to take it away again
         model, name = _model(config)
         sizes = size_engine(config, model, device)
-        engine_config = backend.engine_config(model, sizes, device, run_dir)
+        engine_config = backend.engine_config(model, sizes, device, run_dir, member.hooks if member else None)
         banner = _Banner(config, name, device, sizes, as_json, claim_stdout())
         watch = EngineWatch(clean_up, run_dir)
-        return _serve(config, backend, model, name, engine_config, listener, banner, loading, watch, run_dir)
+        return _serve(config, backend, model, name, engine_config, listener, banner, loading, watch, run_dir, member)
     finally:
+        if member is not None:
+            member.close()
         backend.close()
         listener.close()
         clean_up()
@@ -112,12 +123,24 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _membership(config: SageConfig, device: str) -> "Membership | None":
+    if config.pd is None:
+        return None
+    from sagellm.serve.group import join_group  # loads torch, which others do without here
+
+    return join_group(config, config.pd, device, _name(config))
+
+
+def _name(config: SageConfig) -> str:
+    return config.model_name or (DEMO_NAME if config.model is None else config.model.resolve().name)
+
+
 def _model(config: SageConfig) -> tuple[Path, str]:
     if config.model is not None:
-        return config.model, config.model_name or config.model.resolve().name
+        return config.model, _name(config)
     from sagellm.demo_model import ensure_demo_model
 
-    return ensure_demo_model(), config.model_name or DEMO_NAME
+    return ensure_demo_model(), _name(config)
 
 
 def _serve(
@@ -131,6 +154,7 @@ def _serve(
     loading: Loading,
     watch: EngineWatch,
     run_dir: Path,
+    member: "Membership | None",
 ) -> int:
     with loading_libraries():
         from lmdeploy.serve.openai import api_server
@@ -141,7 +165,8 @@ def _serve(
     def run_app(app: Any, **_: Any) -> None:
         """Takes the place of `uvicorn.run` at the end of LMDeploy's `serve`, with the application it has built."""
         end_managers()
-        _run_app(app, api_server.VariableInterface.async_engine, backend, config, listener, banner, loading, watch)
+        engine = api_server.VariableInterface.async_engine
+        _run_app(app, engine, backend, config, listener, banner, loading, watch, member)
 
     quiet_disconnects()
     # LMDeploy prints its own hint three times; the banner says it once.
@@ -176,20 +201,28 @@ def _run_app(
     banner: "_Banner",
     loading: Loading,
     watch: EngineWatch,
+    member: "Membership | None",
 ) -> None:
-    _extend(app, engine, backend, watch)
+    _extend(app, engine, backend, watch, member)
     loading.done()
     log_level = "info" if config.log_level in ("DEBUG", "INFO") else "warning"
     # uvicorn's annotation says int; it hands the value to asyncio, which takes fractions.
     settings = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=config.drain_timeout_s)
-    _Server(settings, banner, watch).run(sockets=[listener])
+    server = _Server(settings, banner, watch)
+    if member is not None:
+        from sagellm.serve.registration import Registration
+
+        server.registration = Registration(member, next(iter(config.api_key), ""), server.leave)
+    server.run(sockets=[listener])
     watch.stop()
     if watch.engine_died:
         backend.abandon(engine)
     engine.close()
+    if server.registration is not None and server.registration.refusal:
+        raise PeerError(server.registration.refusal)
 
 
-def _extend(app: Any, engine: Any, backend: Backend, watch: EngineWatch) -> None:
+def _extend(app: Any, engine: Any, backend: Backend, watch: EngineWatch, member: "Membership | None") -> None:
     """Our checks in front of LMDeploy's handlers, our generation behind them, our numbers among its metrics."""
     from lmdeploy.serve.openai.api_server import VariableInterface
     from starlette.middleware import Middleware
@@ -198,7 +231,7 @@ def _extend(app: Any, engine: Any, backend: Backend, watch: EngineWatch) -> None
     from sagellm.serve.validation import RequestValidation
 
     # Innermost, so that a refusal passes through the layer that lets browsers read it.
-    app.user_middleware.append(Middleware(RequestValidation, engine=engine, interface=VariableInterface))
+    app.user_middleware.append(Middleware(RequestValidation, engine=engine, interface=VariableInterface, member=member))
     engine.generate = Generation(engine, watch.report_dead_loop)
     backend.extend(engine)
 
@@ -208,16 +241,25 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._banner = banner
         self._watch = watch
+        self.registration: Registration | None = None  # of an engine of a group
         watch.on_death(self._engine_died)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._banner.show()
+            if self.registration is not None:
+                await self.registration.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._watch.stop()  # from here on the engine process ends because it is told to
+        if self.registration is not None:
+            await self.registration.end()
         await super().shutdown(sockets)
+
+    def leave(self) -> None:
+        """An orderly end, as by a signal."""
+        self.should_exit = True
 
     def _engine_died(self) -> None:
         self.should_exit = True

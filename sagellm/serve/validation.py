@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 
 from sagellm.serve.formats import check_format
+from sagellm.serve.group import INFO, GroupGate, Membership
 from sagellm.serve.parameters import Refused, check_parameters
 from sagellm.serve.prompts import Prompts, in_turn
 from sagellm.serve.service import SERVICE, take_service
@@ -26,12 +27,16 @@ MAX_BODY_BYTES = 32 << 20
 
 
 class RequestValidation:
-    """ASGI middleware. `engine` is LMDeploy's `AsyncEngine`, `interface` what its handlers share."""
+    """ASGI middleware. `engine` is LMDeploy's `AsyncEngine`, `interface` what its handlers share; `member`: where the server is
+    one of a prefill/decode group."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], engine: Any, interface: Any) -> None:
+    def __init__(
+        self, app: Callable[..., Awaitable[None]], engine: Any, interface: Any, member: Membership | None = None
+    ) -> None:
         from lmdeploy.serve.openai import protocol
 
         self._app, self._engine, self._interface = app, engine, interface
+        self._gate = GroupGate(member)
         self._models: dict[str, type[BaseModel]] = {
             CHAT: protocol.ChatCompletionRequest,
             COMPLETION: protocol.CompletionRequest,
@@ -45,13 +50,23 @@ class RequestValidation:
             await self._app(scope, receive, send)
             return
         try:
+            headers = Headers(scope=scope)
             path = self._known_path(scope)
-            if path in POST_PATHS:
-                headers = Headers(scope=scope)
+            if self._gate.is_for_group(path):
+                self._gate.check_path(path, headers)
+                body = await _read(receive)
+                self._gate.check_signature(scope, headers, body)
+                if path == INFO:
+                    await _answer(send, 200, self._gate.info)
+                    return
+                receive = _replay(body, receive)
+            elif path in POST_PATHS:
                 self._check_key(headers)  # before the body is read: a stranger may send as much as he likes
                 _check_media_type(headers)
                 body = await _read(receive)
+                is_signed = self._gate.check_signature(scope, headers, body)
                 raw = {name: value for name, value in _parse(body).items() if value is not None}  # null: the default
+                self._gate.check_body(raw, is_signed)
                 request = self._model(path, raw)
                 if path == ENCODE:
                     await _answer(send, 200, await self._encoded(request, len(body)))
@@ -72,9 +87,11 @@ class RequestValidation:
         path, method = scope["path"], scope["method"]
         if method == "POST" and path in POST_PATHS:
             return path
+        if self._gate.is_for_group(path) and (path != INFO or method == "GET"):
+            return path
         if method in ("GET", "HEAD") and (path in GET_PATHS or path.startswith("/metrics/")):
             return ""
-        if path in POST_PATHS or path in GET_PATHS:
+        if path in POST_PATHS or path in GET_PATHS or path == INFO:
             raise Refused(f"{path} does not take {method}.", 405)
         known = ", ".join((*GET_PATHS, *POST_PATHS))
         raise Refused(f"there is no {path} here; known are {known}.", 404)
@@ -123,6 +140,8 @@ class RequestValidation:
         prompts = await self._prompts.tokens(request, num_bytes)
         if request.stream and len(prompts) > 1:
             raise Refused(f"stream with {len(prompts)} prompts is not supported; send one prompt a request.")
+        if raw.get("migration_request") and (len(prompts) > 1 or raw.get("n", 1) != 1):
+            raise Refused("migration_request is of one prompt and one answer; split requests have no more.")
         return {**raw, **self._amended(path, request, len(prompts))}
 
     def _amended(self, path: str, request: Any, num_prompts: int) -> dict[str, Any]:

@@ -191,8 +191,16 @@ def test_other_media_types_methods_and_paths(server):
     check(server, form, "application/json", 415)
     check(server, server.post("/health", {}), "does not take POST", 405)
     # Paths of other kinds of deployment: one of them would put the engine to sleep, one would end it.
-    for path in ("/sleep", "/update_weights", "/pooling", "/distserve/free_cache", "/abort_request", "/v1/embeddings"):
+    for path in ("/sleep", "/update_weights", "/pooling", "/abort_request", "/v1/embeddings"):
         check(server, server.post(path, {"input": [10**6]}), f"there is no {path}", 404)
+
+
+def test_what_engines_of_a_group_say_to_each_other(server):
+    """This server is of no group: the fields are refused above."""
+    for path in ("/distserve/free_cache", "/distserve/p2p_connect", "/distserve/nothing"):
+        check(server, server.post(path, {"remote_session_id": 1}), "start it with --role", 400)
+    answer = httpx.get(f"{server.url}/sage/pd/info", timeout=30)
+    assert answer.status_code == 400 and "start it with --role" in answer.text
 
 
 def test_nothing_of_it_is_in_the_log(server):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sagellm.core.config import HookConfig, SageConfig
+from sagellm.core.config import HookConfig, PDHooks, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES
 from sagellm.core.registry import find_plugin
@@ -20,7 +20,7 @@ from sagellm.demo_model.cache import default_cache_dir
 from sagellm.engines.base import BaseEngine, CapabilityDescriptor, EngineInfo, Generation, SamplingParams
 from sagellm.engines.lmdeploy import patch_state
 from sagellm.engines.lmdeploy.kv_tiers import check_sizes
-from sagellm.engines.lmdeploy.layout import layout_of
+from sagellm.engines.lmdeploy.layout import layout_of, weights_of
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins, speculative_spec
 from sagellm.engines.lmdeploy.sizing import Sizes, gpu_share, resolve_device, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
@@ -42,10 +42,10 @@ def require_patched() -> None:
         raise PatchError(f"LMDeploy in {state.target} is {state.state}. Run: {state.command}")
 
 
-def hook_config(config: SageConfig, run_dir: Path | None = None) -> HookConfig:
+def hook_config(config: SageConfig, run_dir: Path | None = None, pd: PDHooks | None = None) -> HookConfig:
     return HookConfig(
         plugins=all_plugins(config), time_limit_s=config.plugin_time_limit_s, record=config.record, run_dir=run_dir,
-        comm_metrics=config.comm_metrics, speculative=speculative_spec(config),
+        comm_metrics=config.comm_metrics, speculative=speculative_spec(config), pd=pd,
     )
 
 
@@ -58,17 +58,24 @@ def build_engine_config(
     for spec in hooks.plugins:  # a wrong name must fail here, not in the engine process
         find_plugin(spec.name)
     check_sizes(config, sizes)
-    known = {"block_bytes": sizes.schema.block_bytes}
+    known: dict[str, Any] = {"block_bytes": sizes.schema.block_bytes}
     if model is not None:
         known["model"] = config.model_name or model.resolve().name
         folder = config.kv.disk if config.kv is not None else None
         if folder is not None or config.plugins:  # nobody else keeps bytes, and to read all weights takes a while
             known["layout"] = layout_of(model, config, sizes, device, folder or default_cache_dir())
+        if hooks.pd is not None:
+            weights = weights_of(model, sizes, folder or default_cache_dir())
+            known["pd"] = hooks.pd.model_copy(update={"weights": weights})
     hooks = hooks.model_copy(update=known)
     default_round = CPU_DECODE_ROUND if device == "cpu" else DECODE_ROUND
     options: dict[str, Any] = {"prefill_interval": config.decode_round or default_round}
     if device != "cpu" and (config.kv_memory_share is not None or sizes.draft is not None):
         options["cache_max_entry_count"] = gpu_share(config.kv_memory_share, sizes)
+    if hooks.pd is not None:
+        from lmdeploy.pytorch.disagg.config import EngineRole
+
+        options["role"] = EngineRole[hooks.pd.role.capitalize()]
     return PytorchEngineConfig(
         dtype=sizes.dtype,
         tp=config.tensor_parallel,

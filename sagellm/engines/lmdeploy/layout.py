@@ -27,6 +27,11 @@ NO_PART_SUFFIXES = (".md", ".txt", ".jinja", ".png", ".jpg", ".pdf")
 CACHE_NAME = "weights.json"
 
 
+def weights_of(model: Path, sizes: Sizes, cache_dir: Path | None = None) -> str:
+    """A word that differs wherever keys and values of the same tokens may, however they lie in memory."""
+    return f"{_digest(model, cache_dir)}-{sizes.schema.dtype}"
+
+
 def layout_of(model: Path, config: SageConfig, sizes: Sizes, device: str, cache_dir: Path | None = None) -> str:
     """A line that differs wherever the bytes of a block may.
 
