@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sagellm.core.config import HookConfig, PDHooks, SageConfig
+from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES
 from sagellm.core.registry import find_plugin
@@ -34,6 +34,8 @@ DECODE_ROUND = 16  # LMDeploy's own default
 # leave the caches and each layer's product runs slower, and the first request of a batch waits for the last.
 PREFILL_TOKENS, CPU_PREFILL_TOKENS = 4096, 512
 
+FEED = "sagellm.pd.feed:Feed"  # tells the proxy of a prefill/decode group what is cached and what steps take
+
 
 def require_patched() -> None:
     """Raises PatchError, naming the command that mends it, unless every patch is applied."""
@@ -43,8 +45,9 @@ def require_patched() -> None:
 
 
 def hook_config(config: SageConfig, run_dir: Path | None = None, pd: PDHooks | None = None) -> HookConfig:
+    feed = () if pd is None else (PluginSpec(name=FEED),)
     return HookConfig(
-        plugins=all_plugins(config), time_limit_s=config.plugin_time_limit_s, record=config.record, run_dir=run_dir,
+        plugins=(*all_plugins(config), *feed), time_limit_s=config.plugin_time_limit_s, record=config.record, run_dir=run_dir,
         comm_metrics=config.comm_metrics, speculative=speculative_spec(config), pd=pd,
     )
 
