@@ -1,0 +1,155 @@
+"""A process of the group: started, listened to, ended."""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+
+__all__ = ["Child"]
+
+PR_SET_PDEATHSIG = 1
+KEPT_LINES = 40
+
+
+class Child:
+    """One process, that may be started several times. It prints one JSON line when it is ready; what else it says is passed on
+    to standard error, with its name before each line.
+
+    Args:
+        cores: that it is kept on; empty: all.
+        pass_fds: that it inherits.
+        say: takes what it prints to standard error.
+
+    Attributes:
+        ready: done with the JSON line, or None where the process ended before it.
+        num_starts: so far.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, cores: Sequence[int] = (), pass_fds: Sequence[int] = (),
+        env: dict[str, str] | None = None, say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    ) -> None:  # fmt: skip
+        self.name, self.command = name, list(command)
+        self.num_starts = 0
+        self.started_s = 0.0
+        self.ready: asyncio.Future[dict[str, Any] | None]
+        self._cores, self._fds, self._env, self._say = list(cores), tuple(pass_fds), env, say
+        self._process: asyncio.subprocess.Process | None = None
+        self._readers: list[asyncio.Task] = []
+        self._last: deque[str] = deque(maxlen=KEPT_LINES)
+
+    async def start(self) -> None:
+        self.num_starts += 1
+        self.started_s = time.monotonic()
+        self.ready = asyncio.get_running_loop().create_future()
+        self._last.clear()
+        # A session of its own: Ctrl-C reaches us alone, and we end the others in order.
+        self._process = await asyncio.create_subprocess_exec(
+            *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True, pass_fds=self._fds, env=self._env, preexec_fn=self._in_child, limit=1 << 20,
+        )  # fmt: skip
+        self._readers = [
+            asyncio.create_task(self._read_stdout(self._process.stdout)),
+            asyncio.create_task(self._read_stderr(self._process.stderr)),
+        ]
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Until it has ended; its exit code, negative for a signal."""
+        assert self._process is not None
+        code = await self._process.wait()
+        await asyncio.wait(self._readers, timeout=1)  # a process below it may hold the pipes open
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        if not self.ready.done():
+            self.ready.set_result(None)
+        return code
+
+    def words(self, code: int) -> str:
+        """Why it has ended: its last error in its own words, else the exit code and the last line."""
+        errors = [line for line in self._last if line.startswith("error: ")]
+        if errors:
+            return errors[-1].removeprefix("error: ")
+        how = f"it was ended by signal {-code}" if code < 0 else f"it ended with code {code}"
+        return f"{how}; its last line: {self._last[-1]!r}." if self._last else f"{how}, without a word."
+
+    def send(self, number: int) -> None:
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)  # type: ignore[union-attr]
+
+    async def end(self, grace_s: float) -> None:
+        """Ask it to end, and after `grace_s` kill it, and all that is left of its session."""
+        if self._process is None:
+            return
+        family = self._family()
+        self.send(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(asyncio.shield(self._process.wait()), grace_s)
+        except asyncio.TimeoutError:
+            self._say(f"[{self.name}] has not ended within {grace_s:g} s and is killed")
+            self.send(signal.SIGKILL)
+            await self._process.wait()
+        self._kill(family)
+
+    def kill(self) -> None:
+        family = self._family()
+        self.send(signal.SIGKILL)
+        self._kill(family)
+
+    def _family(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self._process.pid).children(recursive=True)  # type: ignore[union-attr]
+        except psutil.Error:
+            return []
+
+    @staticmethod
+    def _kill(family: list[psutil.Process]) -> None:
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.kill()  # psutil knows a pid that was given to another process meanwhile
+
+    def _in_child(self) -> None:
+        # Between fork and exec. Whoever kills the supervisor ends the group too.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
+
+    async def _read_stdout(self, stream: Any) -> None:
+        async for line in stream:
+            text = line.decode(errors="replace").rstrip()
+            with contextlib.suppress(ValueError):
+                found = json.loads(text)
+                if isinstance(found, dict) and found.get("ready") and not self.ready.done():
+                    self.ready.set_result(found)
+                    continue
+            self._say(f"[{self.name}] {text}")
+
+    async def _read_stderr(self, stream: Any) -> None:
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # a line beyond the limit: the rest of it comes next
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            self._last.append(text)
+            self._say(f"[{self.name}] {text}")

@@ -1,0 +1,123 @@
+"""What steps and transfers cost, fitted while the engines run.
+
+Before anything is measured the defaults of `PDCosts` hold: a small model on a CPU (50 ms a prefill step and 1 ms a token, 30 ms
+a decode step and 2 ms a request, transfers at 1 GB/s after 1 ms). They favour a split from some dozen tokens on, so that
+transfers are tried and measured. An engine of which nothing is known yet has what was fitted over all engines.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from sagellm.core.errors import PlanError, PolicyError
+from sagellm.kv_policy.migration.cost_model import Link
+from sagellm.pd.messages import StepCost
+from sagellm.scheduler_ir.pd_costs import PDCosts, fit_costs, fit_link
+
+__all__ = ["OnlineCosts"]
+
+FEWEST = 5  # samples that a fit needs
+MAX_SAMPLES = 512  # of a kind, the latest
+FITTED = {
+    "prefill": ("prefill_step_s", "prefill_token_s", "prefill_pair_s"),
+    "decode": ("decode_step_s", "decode_request_s", "decode_context_s"),
+    "transfer": ("link",),
+}
+
+
+class OnlineCosts:
+    """Samples by engine, and fits of them. Not thread-safe.
+
+    Args:
+        prior: what holds before anything is measured.
+        refit_after: new samples of an engine and kind after which its fit is made anew; a fit takes some milliseconds.
+    """
+
+    def __init__(self, prior: PDCosts | None = None, refit_after: int = 32) -> None:
+        self.prior = prior or PDCosts()
+        self._refit_after = refit_after
+        self._samples: dict[tuple[str, str], deque[StepCost]] = {}
+        self._fresh: dict[tuple[str, str], int] = {}
+        self._fits: dict[tuple[str, str], dict[str, Any]] = {}  # "" stands for all engines together
+
+    def observe(self, engine_id: str, costs: Iterable[StepCost]) -> None:
+        """Samples that no measurement has (no time, nothing done) are left out."""
+        touched = set()
+        for cost in costs:
+            if not 0 < cost.seconds < 3600 or min(cost.num_tokens, cost.num_requests, cost.num_context, cost.num_bytes) < 0:
+                continue
+            if not (cost.num_bytes if cost.kind == "transfer" else cost.num_tokens + cost.num_requests):
+                continue
+            for who in (engine_id, ""):
+                key = (who, cost.kind)
+                self._samples.setdefault(key, deque(maxlen=MAX_SAMPLES)).append(cost)
+                self._fresh[key] = self._fresh.get(key, 0) + 1
+                touched.add(key)
+        for key in touched:
+            num = len(self._samples[key])
+            if num >= FEWEST and (key not in self._fits or self._fresh[key] >= min(self._refit_after, num)):
+                self._fresh[key] = 0
+                if (found := _fit(key[1], self._samples[key])) is not None:
+                    self._fits[key] = found
+
+    def of(self, engine_id: str) -> PDCosts:
+        """Of its own samples; where there are too few, of all engines'; where there are none, the prior."""
+        found: dict[str, Any] = {}
+        errors: dict[str, Any] = {}
+        for kind in FITTED:
+            fit = self._fits.get((engine_id, kind)) or self._fits.get(("", kind))
+            if fit is not None:
+                found |= {name: fit[name] for name in FITTED[kind]}
+                errors |= fit["errors"]
+        return self.prior.model_copy(update={**found, "errors": errors}) if found else self.prior
+
+    def pair(self, prefill: str, decode: str, token_bytes: int = 1) -> PDCosts:
+        """Prompts computed on one engine, tokens on the other, keys and values moved between them."""
+        first, second = self.of(prefill), self.of(decode)
+        return second.model_copy(
+            update={name: getattr(first, name) for name in FITTED["prefill"]} | {"kv_bytes_per_token": max(1, token_bytes)}
+        )
+
+    def forget(self, engine_id: str) -> None:
+        """It came back, perhaps as another; what all engines together have shown stays."""
+        for kind in FITTED:
+            for store in (self._samples, self._fresh, self._fits):
+                store.pop((engine_id, kind), None)  # type: ignore[attr-defined]
+
+    def report(self, engine_id: str) -> dict[str, Any]:
+        """By kind: how many samples there are, where its figures come from, and the median error on samples not seen."""
+        report = {}
+        for kind in FITTED:
+            is_own = (engine_id, kind) in self._fits
+            fit = self._fits.get((engine_id, kind)) or self._fits.get(("", kind))
+            error = fit["errors"].get(kind) if fit else None
+            report[kind] = {
+                "num_samples": len(self._samples.get((engine_id, kind), ())),
+                "source": "measured" if is_own else "measured on all engines" if fit else "prior",
+                "median_error": None if error is None else error.median,
+            }
+        return report
+
+
+def _fit(kind: str, samples: Iterable[StepCost]) -> dict[str, Any] | None:
+    """The fields of `PDCosts` that these samples tell, and "errors"; None where they tell nothing."""
+    samples = list(samples)
+    try:
+        if kind == "transfer":
+            pairs = [(one.num_bytes, one.seconds) for one in samples]
+            try:
+                link, error = fit_link(pairs)
+            except PlanError:  # all of one size, as a rule: what each byte takes by itself cannot be told from a fixed time
+                rate = sum(size for size, _ in pairs) / sum(seconds for _, seconds in pairs)
+                link, error = Link(latency_s=0.0, bytes_per_s=rate), None
+            return {"link": link, "errors": {} if error is None else {kind: error}}
+        costs = fit_costs(
+            {
+                "phase": kind, "seconds": one.seconds, "tokens": one.num_tokens, "requests": one.num_requests,
+                "context": one.num_context, "t_ns": 0,
+            }
+            for one in samples
+        )  # fmt: skip
+    except (PlanError, PolicyError):
+        return None
+    return {name: getattr(costs, name) for name in FITTED[kind]} | {"errors": dict(costs.errors)}

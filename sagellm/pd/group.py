@@ -1,0 +1,330 @@
+"""The engines of a group as the proxy knows them: who lives, who is connected to whom, what they have cached and have to do."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import aiohttp
+from pydantic import ValidationError
+
+from sagellm.comm_backend import control
+from sagellm.comm_backend.kv_transfer.layout import Model
+from sagellm.core.errors import PeerError, SageError
+from sagellm.pd.base import EngineView
+from sagellm.pd.costs import OnlineCosts
+from sagellm.pd.messages import Connect, Done, EngineFacts, Hello, Load, PrefixChange, Role, Subscribe
+from sagellm.pd.tokens import prefix_keys
+
+__all__ = ["Engine", "EngineInfo", "Group"]
+
+logger = logging.getLogger("sagellm.pd")
+
+CALL_S = 10.0  # for a message of an engine that lives
+CONNECT_S = 30.0  # for one that opens connections itself
+HEALTH_S = 1.0  # between two looks; a control connection tells of a death at once, a look of an engine that hangs
+MAX_SILENT = 10.0  # seconds without an answer: then it hangs
+
+
+class EngineInfo(Model):
+    """What an engine's server answers to `GET /sage/pd/info`."""
+
+    engine_id: str
+    role: Role
+    control: str
+    model: str
+
+
+class Engine:
+    """One engine that has joined, for as long as its control connection lives."""
+
+    def __init__(self, info: EngineInfo, facts: EngineFacts, connection: Any) -> None:
+        self.info, self.facts, self.connection = info, facts, connection
+        self.url = info.engine_id
+        self.cached: set[int] = set()
+        self.load: Load | None = None
+        self.sources: dict[str, str] = {}  # prefill engine -> its instance that this one is connected to
+        self.refused: dict[str, str] = {}  # prefill engine -> why not
+        self._pending: dict[int, tuple[float, int]] = {}  # transfer -> when it was sent, tokens of its prompt
+        self._heard = 0.0
+        self.num_streams = 0
+
+    @property
+    def decodes(self) -> bool:
+        return self.facts.role != "prefill"
+
+    def on_event(self, event: Any, costs: OnlineCosts) -> None:
+        if isinstance(event, Load):
+            self.load, self._heard = event, time.monotonic()
+            costs.observe(self.url, event.costs)
+        elif isinstance(event, PrefixChange):
+            if event.is_all:
+                self.cached = set()
+            self.cached.difference_update(event.removed)
+            self.cached.update(event.stored)
+
+    def sent(self, number: int, num_tokens: int) -> None:
+        """A prompt that it has to compute; until `computed`."""
+        self._pending[number] = (time.monotonic(), num_tokens)
+
+    def computed(self, number: int) -> None:
+        self._pending.pop(number, None)
+
+    def waiting_tokens(self) -> int:
+        """What it last said, and what was sent since; at least all that was sent and is not computed."""
+        said = self.load.waiting_tokens if self.load else 0
+        since = sum(tokens for at, tokens in self._pending.values() if at >= self._heard)
+        return max(said + since, sum(tokens for _, tokens in self._pending.values()))
+
+    def cached_tokens(self, keys: Sequence[int]) -> int:
+        num = 0
+        for key in keys:
+            if key not in self.cached:
+                break
+            num += 1
+        return num * self.facts.block_size
+
+
+class Group:
+    """Engines join by URL and leave when their control connection ends, they do not answer, or they say so.
+
+    Everything runs on the event loop of `start`.
+
+    Args:
+        on_change: called with (engine, whether it is there now).
+    """
+
+    def __init__(self, key: bytes, costs: OnlineCosts | None = None, on_change: Callable[[Engine, bool], None] | None = None):
+        self.key = key
+        self.costs = costs or OnlineCosts()
+        self.engines: dict[str, Engine] = {}
+        self.http: aiohttp.ClientSession | None = None
+        self._on_change = on_change or (lambda *_: None)
+        self._joining: dict[str, asyncio.Task] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self._changed = asyncio.Event()
+        self._pairing = asyncio.Lock()
+        self._instances: dict[str, str] = {}
+
+    async def start(self) -> None:
+        # No limit of connections: each running request has one, or two.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
+        self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0), timeout=timeout)
+        self._spawn(self._look_after())
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *self._joining.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for engine in list(self.engines.values()):
+            await engine.connection.close()
+        self.engines.clear()
+        if self.http is not None:
+            await self.http.close()
+
+    async def join(self, url: str) -> Engine:
+        """Connect to an engine, tell it and the others of each other. One that is there already is left alone.
+
+        Raises:
+            PeerError: it cannot be reached, does not know the key, or is not who it says it is.
+        """
+        known = self.engines.get(url)
+        if known is not None and not known.connection.is_closed:
+            return known
+        task = self._joining.get(url)
+        if task is None:
+            task = self._joining[url] = asyncio.create_task(self._join(url))
+            task.add_done_callback(lambda _: self._joining.pop(url, None))
+        return await asyncio.shield(task)
+
+    async def leave(self, url: str, why: str) -> None:
+        engine = self.engines.get(url)
+        if engine is not None:
+            self._forget(engine, why)
+            await engine.connection.close()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Wait until an engine has come, gone or been connected, at most so long."""
+        event = self._changed
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(event.wait(), timeout_s)
+
+    def decoders(self, model: str | None = None) -> list[Engine]:
+        return [one for one in self.engines.values() if one.decodes and model in (None, one.info.model)]
+
+    def views(self, model: str | None, tokens: list[int] | None, without: Iterable[str] = ()) -> list[EngineView]:
+        """What a policy sees of the engines of a model; `without`: instances that have just failed."""
+        gone = set(without)
+        keys: dict[int, list[int]] = {}
+        views = []
+        for one in self.engines.values():
+            if one.facts.instance in gone or model not in (None, one.info.model):
+                continue
+            cached = 0
+            if tokens is not None and one.cached:
+                size = one.facts.block_size
+                if size not in keys:
+                    keys[size] = prefix_keys(tokens, size)
+                cached = min(one.cached_tokens(keys[size]), len(tokens) - 1)
+            views.append(self._view(one, cached))
+        return views
+
+    def status(self) -> dict[str, Any]:
+        """For people and programs: engines, pairs, costs."""
+        engines = []
+        for one in self.engines.values():
+            load = None if one.load is None else one.load.model_dump(exclude={"costs"})
+            engines.append({
+                "engine_id": one.url, "role": one.facts.role, "instance": one.facts.instance, "model": one.info.model,
+                "weights": one.facts.weights, "channel": one.facts.channel, "cached_blocks": len(one.cached), "load": load,
+                "waiting_tokens": one.waiting_tokens(), "num_streams": one.num_streams,
+                "connected": sorted(self._sources(one)), "refused": dict(one.refused),
+                "costs": self.costs.report(one.url),
+            })  # fmt: skip
+        return {"engines": engines}
+
+    def _view(self, one: Engine, cached: int) -> EngineView:
+        load = one.load
+        return EngineView(
+            one.url, one.facts.role, cached, one.waiting_tokens(),
+            max(load.num_running if load else 0, one.num_streams) if one.decodes else 0,
+            load.free_blocks if load else one.facts.num_blocks, one.facts.block_size, one.facts.token_bytes,
+            self.costs.of(one.url), self._sources(one),
+        )  # fmt: skip
+
+    def _sources(self, one: Engine) -> frozenset[str]:
+        return frozenset(
+            url for url, instance in one.sources.items()
+            if (source := self.engines.get(url)) is not None and source.facts.instance == instance
+        )  # fmt: skip
+
+    async def _join(self, url: str) -> Engine:
+        info = await self._info(url)
+        if info.engine_id != url:
+            raise PeerError(f"{url} says that it is {info.engine_id}; register an engine by the URL it gives itself.")
+        early: list[Any] = []
+        receive: list[Callable[[Any], None]] = [early.append]  # events may come before we know who sends them
+        connection = await control.connect(
+            info.control, self.key, on_event=lambda _, event: receive[0](event), timeout_s=CALL_S
+        )
+        try:
+            facts = await connection.call(Hello(engine_id="proxy"), CALL_S, EngineFacts)
+            if (facts.engine_id, facts.role) != (url, info.role):
+                raise PeerError(f"{url}, {info.role}: its engine says that it is {facts.engine_id}, {facts.role}.")
+            cached = await connection.call(Subscribe(), CALL_S, PrefixChange)
+        except BaseException:
+            await connection.close()
+            raise
+        engine = Engine(info, facts, connection)
+        receive[0] = lambda event: engine.on_event(event, self.costs)
+        for event in [cached, *early]:
+            engine.on_event(event, self.costs)
+        if (before := self.engines.get(url)) is not None:
+            self._forget(before, "it has come back")
+        if self._instances.get(url) not in (None, facts.instance):
+            self.costs.forget(url)
+        self._instances[url] = facts.instance
+        self.engines[url] = engine
+        self._spawn(self._wait_for_end(engine))
+        logger.info("engine %s has joined: %s, model %s, %d blocks", url, facts.role, info.model, facts.num_blocks)
+        await self._connect_pairs()
+        self._on_change(engine, True)
+        self._note_change()
+        return engine
+
+    async def _info(self, url: str) -> EngineInfo:
+        assert self.http is not None
+        path = "/sage/pd/info"
+        try:
+            headers = control.sign_request(self.key, "GET", path, b"")
+            async with self.http.get(url + path, headers=headers, timeout=aiohttp.ClientTimeout(total=CALL_S)) as answer:
+                text = await answer.text()
+                if answer.status != 200:
+                    raise PeerError(f"{url}{path} answers {answer.status}: {text[:200]}")
+                return EngineInfo.model_validate_json(text)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+            if isinstance(error, ValidationError):
+                error = ValueError(error.errors()[0]["msg"])
+            raise PeerError(f"engine {url} cannot be asked who it is: {error or type(error).__name__}.") from None
+
+    async def _connect_pairs(self) -> bool:
+        """Every engine that decodes to every prefill engine that it is not connected to; whether one could not be reached."""
+        async with self._pairing:
+            wanted = [
+                (second, first) for second in self.engines.values() if second.decodes
+                for first in self.engines.values()
+                if first.facts.role == "prefill" and second.sources.get(first.url) != first.facts.instance
+            ]  # fmt: skip
+            done = await asyncio.gather(*(self._connect_pair(second, first) for second, first in wanted))
+        return not all(done)
+
+    async def _connect_pair(self, second: Engine, first: Engine) -> bool:
+        try:
+            await second.connection.call(Connect(engine_id=first.url, address=first.info.control), CONNECT_S, Done)
+        except SageError as error:
+            if second.refused.get(first.url) != str(error):
+                logger.warning("%s does not load from %s: %s", second.url, first.url, error)
+            second.refused[first.url] = str(error)
+            return False
+        second.sources[first.url] = first.facts.instance
+        second.refused.pop(first.url, None)
+        logger.info("%s loads from %s over %s", second.url, first.url, first.facts.channel)
+        self._note_change()
+        return True
+
+    async def _wait_for_end(self, engine: Engine) -> None:
+        await engine.connection.wait_closed()
+        self._forget(engine, "its control connection has ended")
+
+    async def _look_after(self) -> None:
+        """Health, and pairs that could not be connected."""
+        looking: dict[str, asyncio.Task] = {}
+        while True:
+            await asyncio.sleep(HEALTH_S)
+            for url, engine in list(self.engines.items()):
+                if url not in looking or looking[url].done():
+                    looking[url] = self._spawn(self._look_at(engine))
+            if any(self._lacks(one) for one in self.engines.values()):
+                await self._connect_pairs()
+
+    def _lacks(self, one: Engine) -> bool:
+        prefills = [each for each in self.engines.values() if each.facts.role == "prefill"]
+        return one.decodes and any(one.sources.get(each.url) != each.facts.instance for each in prefills)
+
+    async def _look_at(self, engine: Engine) -> None:
+        """A server on a busy machine may take its time: only one that refuses, or is silent for long, is gone."""
+        assert self.http is not None
+        try:
+            timeout = aiohttp.ClientTimeout(total=MAX_SILENT)
+            async with self.http.get(f"{engine.url}/health", timeout=timeout) as answer:
+                if answer.status == 200:
+                    return
+                why = f"/health answers {answer.status}"
+        except asyncio.TimeoutError:
+            why = f"no answer of /health for {MAX_SILENT:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            why = f"/health cannot be reached: {error}"
+        if self.engines.get(engine.url) is engine:
+            self._forget(engine, why)
+            await engine.connection.close()
+
+    def _forget(self, engine: Engine, why: str) -> None:
+        if self.engines.get(engine.url) is not engine:
+            return
+        del self.engines[engine.url]
+        logger.warning("engine %s has gone: %s", engine.url, why)
+        self._on_change(engine, False)
+        self._note_change()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _spawn(self, work: Any) -> asyncio.Task:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

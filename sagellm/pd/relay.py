@@ -1,0 +1,330 @@
+"""One request of a client: to the engines that are to serve it, again where they fail, and their answer back."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from starlette.responses import Response
+
+from sagellm.comm_backend.control import sign_request
+from sagellm.core.errors import ConfigError
+from sagellm.pd.base import RouteDecision, RouteRequest
+from sagellm.pd.bodies import BadBody, Body, error_body, read_body, relayed_headers
+from sagellm.pd.group import Engine, Group
+from sagellm.pd.proxy_metrics import ProxyMetrics, RequestLines
+from sagellm.pd.routing import Router
+from sagellm.pd.tokens import PromptTokens, guess_tokens
+
+__all__ = ["Relay", "RelayOptions", "RelayedResponse"]
+
+logger = logging.getLogger("sagellm.pd")
+
+MAX_BACKOFF_S = 1.0
+DONE = b"data: [DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class RelayOptions:
+    """`wait_s`: for an engine that decodes, where there is none. `max_attempts`: a request that ends every engine it meets must
+    not meet them all. `registry`: LMDeploy's node manager, told of the beginning and the end of each request, or None."""
+
+    wait_s: float = 30.0
+    max_attempts: int = 5
+    registry: Any = None
+
+
+class Failed(Exception):
+    """An engine that decodes failed before anything of its answer was shown."""
+
+    def __init__(self, cause: str, words: str, answer: tuple[int, bytes, str] | None = None) -> None:
+        super().__init__(words)
+        self.cause, self.answer = cause, answer
+
+
+class Relay:
+    """What all requests share."""
+
+    def __init__(
+        self, group: Group, router: Router, metrics: ProxyMetrics, lines: RequestLines, tokens: PromptTokens | None,
+        options: RelayOptions | None = None,
+    ) -> None:  # fmt: skip
+        self.group, self.router, self.metrics, self.lines, self.tokens = group, router, metrics, lines, tokens
+        self.options = options or RelayOptions()
+        self._number = 0
+
+    def response(self, path: str) -> "RelayedResponse":
+        self._number += 1
+        return RelayedResponse(self, path, self._number)
+
+
+class RelayedResponse(Response):
+    """Serves one request from its arrival to its end. A client that leaves ends it, at both engines."""
+
+    def __init__(self, relay: Relay, path: str, number: int) -> None:
+        super().__init__()
+        self._relay, self._path, self._number = relay, path, number
+        self._arrived = time.monotonic()
+        self._kind = ""
+        self._first_byte_s: float | None = None
+        self._attempts = 0
+
+    async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
+        metrics = self._relay.metrics
+        outcome = "failed"
+        metrics.running.inc()
+        try:
+            try:
+                body = await read_body(receive)
+            except BadBody as bad:
+                outcome = "refused"
+                await _send_whole(send, bad.status, error_body(str(bad), bad.status))
+                return
+            if body is None:
+                outcome = "client left"
+                return
+            outcome = await self._until_client_leaves(self._serve(body, scope, send), receive)
+        finally:
+            metrics.running.dec()
+            metrics.requests.labels(outcome).inc()
+            self._relay.lines.write(
+                "end", request=self._number, outcome=outcome, attempts=self._attempts, first_byte_s=self._first_byte_s,
+                seconds=round(time.monotonic() - self._arrived, 6),
+            )  # fmt: skip
+
+    async def _until_client_leaves(self, serving: Any, receive: Any) -> str:
+        work = asyncio.ensure_future(serving)
+        gone = asyncio.ensure_future(_wait_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await work
+                return "client left"
+            return work.result()
+        except OSError:
+            return "client left"
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _serve(self, body: Body, scope: dict, send: Any) -> str:
+        """What became of it, for the metrics."""
+        relay = self._relay
+        headers = relayed_headers(scope["headers"])
+        tokens = await self._tokens(body)
+        failed: set[str] = set()
+        last: Failed | None = None
+        while self._attempts < relay.options.max_attempts:
+            refusal = await self._wait_for_decoder(body, failed)
+            if refusal is not None:
+                status, words = refusal
+                extra = [(b"retry-after", b"5")] if status == 503 else []
+                await _send_whole(send, status, error_body(words, status), extra=extra)
+                return "no engine" if status == 503 else "refused"
+            self._attempts += 1
+            decision = self._route(body, tokens, failed)
+            second = relay.group.engines[decision.decode_on]
+            first = relay.group.engines.get(decision.prefill_on) if decision.prefill_on else None
+            try:
+                return await self._attempt(body, headers, decision, first, second, send)
+            except Failed as error:
+                last = error
+                failed.add(second.facts.instance)
+                relay.metrics.failures.labels("decode", error.cause).inc()
+                logger.warning("request %d, attempt %d: %s failed: %s", self._number, self._attempts, second.url, error)
+                if self._attempts < relay.options.max_attempts:
+                    relay.metrics.retries.labels(error.cause).inc()
+        assert last is not None
+        if last.answer is not None:  # an engine's own words, whatever they are
+            status, content, media = last.answer
+            await _send_whole(send, status, content, media)
+        else:
+            words = f"{self._attempts} engines in turn failed with this request, the last one so: {last}"
+            await _send_whole(send, 502, error_body(words, 502))
+        return "failed"
+
+    async def _tokens(self, body: Body) -> list[list[int]] | None:
+        relay = self._relay
+        return None if relay.tokens is None else await relay.tokens.of(self._path, body.raw, len(body.content))
+
+    async def _wait_for_decoder(self, body: Body, failed: set[str]) -> tuple[int, str] | None:
+        """Until there is one that has not failed with this request, or, after a while, any; else (status, why not)."""
+        group, wait_s = self._relay.group, self._relay.options.wait_s
+        end, backoff_s = time.monotonic() + wait_s, 0.05
+        while True:
+            found = group.decoders(body.model)
+            if any(one.facts.instance not in failed for one in found):
+                return None
+            if not found and (others := {one.info.model for one in group.decoders()}):
+                return 404, f"The model {body.model!r} does not exist; served are {', '.join(sorted(others))}."
+            if found and backoff_s >= MAX_BACKOFF_S:
+                failed.clear()  # one that failed and lives may have been at the end of its drain, or short of something
+                return None
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                rest = [one.url for one in group.engines.values()]
+                what = f"only prefill engines have joined ({', '.join(rest)})" if rest else "no engine has joined"
+                return 503, f"no engine that decodes came within {wait_s:g} s: {what}. Try again later."
+            await group.changed(min(backoff_s, left_s))
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _route(self, body: Body, tokens: list[list[int]] | None, failed: set[str]) -> RouteDecision:
+        relay = self._relay
+        num_tokens = sum(map(len, tokens)) if tokens else guess_tokens(body.raw)
+        one = tokens[0] if tokens and len(tokens) == 1 else None
+        can_split = body.num_prompts == 1 and num_tokens > 1
+        request = RouteRequest(num_tokens, body.max_tokens, can_split, tokens is None, self._attempts)
+        faults = relay.router.num_faults
+        views = relay.group.views(body.model, one, failed)
+        decision = relay.router.choose(request, views)
+        relay.metrics.policy_faults.inc(relay.router.num_faults - faults)
+        relay.metrics.decisions.labels(decision.kind.value).inc()
+        self._kind = decision.kind.value
+        cached = {view.engine_id: view.cached_tokens for view in views if view.cached_tokens}
+        relay.lines.write(
+            "route", request=self._number, attempt=self._attempts, kind=self._kind, decode_on=decision.decode_on,
+            prefill_on=decision.prefill_on, tokens=num_tokens, is_estimate=request.is_estimate, cached=cached,
+            policy=relay.router.policy.name, expected_s=decision.expected_s, reason=decision.reason,
+        )  # fmt: skip
+        self._num_tokens = num_tokens
+        self._cached = {view.engine_id: view.cached_tokens for view in views}
+        return decision
+
+    async def _attempt(
+        self, body: Body, headers: dict[str, str], decision: RouteDecision, first: Engine | None, second: Engine, send: Any
+    ) -> str:
+        """Raises Failed."""
+        transfer_id = secrets.randbits(63)
+        content = body.content if first is None else body.for_decode(first.url, transfer_id)
+        prefill = None
+        computes = first or second
+        computes.sent(transfer_id, max(1, self._num_tokens - self._cached.get(computes.url, 0)))
+        registry = self._relay.options.registry
+        begun = registry.begin(second.url) if registry else None
+        second.num_streams += 1
+        try:
+            if first is not None:
+                copy = body.for_prefill(second.url, transfer_id)
+                prefill = asyncio.create_task(self._prefill(first, copy, headers, transfer_id))
+            return await self._decode(second, content, headers, transfer_id, body.stream, send)
+        finally:
+            second.num_streams -= 1
+            computes.computed(transfer_id)
+            if registry:
+                registry.end(second.url, begun)
+            if prefill is not None:
+                prefill.cancel()  # at the end of the request at the latest nobody wants it any more
+                await asyncio.gather(prefill, return_exceptions=True)
+
+    async def _prefill(self, first: Engine, content: bytes, headers: dict[str, str], transfer_id: int) -> None:
+        """Its answer says nothing: the decoding engine fetches the keys and values, or computes them where that fails."""
+        cause = words = ""
+        try:
+            async with self._post(first, content, headers) as answer:
+                text = await answer.text()
+                if answer.status != 200:
+                    cause, words = f"status {answer.status}", text[:300]
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            cause, words = _cause(error), str(error) or type(error).__name__
+        finally:
+            first.computed(transfer_id)
+        if cause:
+            self._relay.metrics.failures.labels("prefill", cause).inc()
+            logger.warning("request %d: prefill on %s failed, its prompt is computed again: %s", self._number, first.url, words)
+
+    async def _decode(
+        self, second: Engine, content: bytes, headers: dict[str, str], transfer_id: int, stream: bool, send: Any
+    ) -> str:
+        shown = False
+        try:
+            async with self._post(second, content, headers) as answer:
+                media = answer.headers.get("content-type", "application/json")
+                if answer.status >= 500:
+                    words = await answer.read()
+                    raise Failed(f"status {answer.status}", words[:300].decode(errors="replace"), (answer.status, words, media))
+                if not stream or not media.startswith("text/event-stream"):
+                    whole = await answer.read()
+                    self._note_first_byte()
+                    shown = True
+                    await _send_whole(send, answer.status, whole, media)
+                    return "served" if answer.status < 400 else "refused"
+                pieces = answer.content.iter_any()
+                piece = await anext(pieces, b"")  # the headers alone promise nothing
+                if not piece:
+                    raise Failed("empty", "its answer ended before it began")
+                second.computed(transfer_id)
+                self._note_first_byte()
+                shown = True
+                return await self._stream(answer.status, media, piece, pieces, send, second)
+        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
+            if shown:  # the client's side: `_stream` has seen to the engine's
+                raise
+            raise Failed(_cause(error), str(error) or type(error).__name__) from None
+
+    async def _stream(
+        self, status: int, media: str, piece: bytes, pieces: AsyncIterator[bytes], send: Any, second: Engine
+    ) -> str:
+        await _send_start(send, status, [(b"content-type", media.encode()), (b"cache-control", b"no-cache")])
+        tail, words = b"", ""
+        while piece:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            tail = (tail + piece)[-64:]
+            try:
+                piece = await anext(pieces, b"")
+            except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+                words = str(error) or type(error).__name__
+                break
+        if not words and DONE not in tail:
+            words = "its answer ended without [DONE]"
+        if words:
+            self._relay.metrics.failures.labels("decode", "mid-stream").inc()
+            logger.warning("request %d: %s failed in the middle of its answer: %s", self._number, second.url, words)
+            text = f"the engine that decodes failed in the middle of this answer ({words}); send the request again."
+            event = b"data: " + error_body(text, 502) + b"\n\n"
+            # A chunk may be cut off in the middle of an event: an empty line ends what there is of it.
+            await send({"type": "http.response.body", "body": b"\n\n" + event, "more_body": False})
+            return "broken"
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return "served"
+
+    def _post(self, engine: Engine, content: bytes, headers: dict[str, str]) -> Any:
+        http = self._relay.group.http
+        if http is None:
+            raise ConfigError("the group of the proxy is not started.")
+        signed = headers | sign_request(self._relay.group.key, "POST", self._path, content)
+        return http.post(engine.url + self._path, data=content, headers=signed)
+
+    def _note_first_byte(self) -> None:
+        self._first_byte_s = round(time.monotonic() - self._arrived, 6)
+        self._relay.metrics.first_byte.labels(self._kind).observe(self._first_byte_s)
+
+
+async def _wait_gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "cannot connect"
+    return "timeout" if isinstance(error, asyncio.TimeoutError) else "connection lost"
+
+
+async def _send_start(send: Any, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _send_whole(
+    send: Any, status: int, content: bytes, media: str = "application/json", extra: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    headers = [(b"content-type", media.encode()), (b"content-length", str(len(content)).encode()), *(extra or [])]
+    await _send_start(send, status, headers)
+    await send({"type": "http.response.body", "body": content, "more_body": False})
