@@ -131,8 +131,8 @@ class _Supervisor:
             number = numbers[role] = numbers.get(role, -1) + 1
             flags = ["--role", role, "--proxy-url", self.url, "--pd-key-file", str(key_file), "--host", HOST, "--port", str(port),
                      "--json", "--model", str(model), *names, "--drain-timeout-s", str(config.drain_timeout_s), *keys]  # fmt: skip
-            if cores and "--threads" not in config.serve_flags:
-                flags += ["--threads", str(len(cores))]
+            if "--threads" not in config.serve_flags:  # together no more than there are cores, or all wait for each other
+                flags += ["--threads", str(len(cores) or max(1, len(available_cores()) // len(roles)))]
             command = [*config.engine, *flags, *config.serve_flags]
             self._engines.append(Child(f"{role}{number}", command, cores=cores, say=self._pass_on))
             if cores:
