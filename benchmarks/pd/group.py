@@ -63,7 +63,8 @@ class Group:
 
     def engines(self) -> list[dict[str, Any]]:
         """name, pid, url of each at the start; a server alone is its own."""
-        return self.facts.get("engines") or [{"name": "hybrid0", "pid": self.facts["pid"], "url": self.url}]
+        found = self.facts.get("engines") or [{"name": "hybrid0", "pid": self.facts["pid"], "url": self.url}]
+        return [each | {"url": each["url"].removesuffix("/v1")} for each in found]
 
     def close(self) -> None:
         """In order first, then by force; nothing below it stays."""

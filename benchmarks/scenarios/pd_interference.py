@@ -19,8 +19,8 @@ DEFINITIONS = {
     "pd_interference_gain": Definition(
         unit="1", better="higher",
         text="99th percentile of the time between tokens of `streams` running streams while `prompts` prompts of "
-        "`prompt_tokens` tokens come, one every `every_s`: of one engine on two cores, by that of a prefill and a decode engine "
-        "on one core each; median of `repeats`, taken in turns.",
+        "`prompt_tokens` tokens come, one every `every_s`: of one engine on two cores, by that of a prefill and a decode "
+        "engine on one core each; median of `repeats`, taken in turns.",
     ),
     "pd_interference_hybrid_p99_ms": Definition(unit="ms", better="lower", text="That of one engine."),
     "pd_interference_pd_p99_ms": Definition(unit="ms", better="lower", text="That of the two."),

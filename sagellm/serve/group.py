@@ -49,7 +49,8 @@ def join_group(config: SageConfig, pd: PDConfig, device: str, model: str) -> Mem
     Says on standard error where the proxy does not answer: it may be started later.
 
     Raises:
-        ConfigError: more than one worker, a key file that cannot be used, a port in use, a proxy whose name is unknown, a channel that does not work.
+        ConfigError: more than one worker, a key file that cannot be used, a port in use, a proxy whose name is unknown, a
+            channel that does not work.
         TransferError: an unknown channel.
     """
     if config.tensor_parallel > 1:

@@ -112,14 +112,14 @@ def set_threads(config: SageConfig, device: str) -> None:
 
 
 class LMDeployEngine(BaseEngine):
-    """One engine on a thread with an event loop of its own.
+    """One engine on a thread with an event loop of its own. `pd`: what it is of a prefill/decode group.
 
     Raises:
         PatchError, ConfigError, CapacityError, PluginError, PolicyError, TierError, SpeculationError: at construction,
             before anything is loaded.
     """
 
-    def __init__(self, config: SageConfig, model: Path | None = None) -> None:
+    def __init__(self, config: SageConfig, model: Path | None = None, pd: PDHooks | None = None) -> None:
         require_patched()
         check_settings_plugins(config)
         model = model or config.model
@@ -129,7 +129,7 @@ class LMDeployEngine(BaseEngine):
         device = resolve_device(config.device)
         sizes = size_engine(config, model, device)
         set_threads(config, device)
-        engine_config = build_engine_config(config, sizes, device, hook_config(config), model)
+        engine_config = build_engine_config(config, sizes, device, hook_config(config, pd=pd), model)
         logging.getLogger("lmdeploy").setLevel(config.log_level)
         self._model, self._device = model, device
         self._sessions = itertools.count()

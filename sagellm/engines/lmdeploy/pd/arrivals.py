@@ -57,7 +57,7 @@ class Arrivals:
         self.counts: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
         self.num_bytes = 0
-        # Seconds from the end of a prompt's step on the other engine, as that one says it.
+        # Seconds from the end of a prompt's step on the other engine, by the clocks of both.
         self.first_token_s: deque[float] = deque(maxlen=REMEMBERED)  # until its first token was given out here
         self.joined_s: deque[float] = deque(maxlen=REMEMBERED)  # until the request joined the queue, without the transfer
 
@@ -98,13 +98,12 @@ class Arrivals:
             peer = await self._peers.find(engine_id)
             left_s = self._timeout_s
             held = await peer.call(Fetch(transfer_id=transfer_id, timeout_s=left_s), left_s + 1.0)
-            computed_s = time.monotonic() - held.age_s
             self.seconds["prompt"] += time.monotonic() - begin_s
             self._check(seq, held)
             if self._take_first(seq, held.first_token):
-                self.first_token_s.append(time.monotonic() - computed_s)
+                self.first_token_s.append(time.time() - held.computed_at)
             num_done, transfer_s = await self._bring(seq, held, engine_id, peer)
-            self.joined_s.append(time.monotonic() - computed_s - transfer_s)
+            self.joined_s.append(time.time() - held.computed_at - transfer_s)
         except (SageError, TimeoutError, OSError) as error:
             self._failed(seq, error, engine_id)
         except asyncio.CancelledError:  # the request has left

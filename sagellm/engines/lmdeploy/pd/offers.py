@@ -82,7 +82,7 @@ class Offers:
             self._of_session[seq.session_id] = offer
         if offer.since_s:
             return
-        offer.since_s = time.monotonic()
+        offer.since_s = time.time()
         self._time(offer, self._lease_s, "its lease has ended")
         if not offer.held.done():
             offer.held.set_result(None)
@@ -120,7 +120,7 @@ class Offers:
         sums = await self._checksums(blocks) if self._checksums is not None else ()
         self.counts["offered"] += 1
         return Held(
-            transfer_id=transfer_id, blocks=blocks, num_tokens=num_tokens, age_s=time.monotonic() - offer.since_s,
+            transfer_id=transfer_id, blocks=blocks, num_tokens=num_tokens, computed_at=offer.since_s,
             tokens=digest,
             first_token=drawn[0] if len(drawn) == 1 else None, checksums=sums,
         )  # fmt: skip
