@@ -24,7 +24,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from sagellm.core.config import PluginSpec, SageConfig
+from sagellm.core.config import PDHooks, PluginSpec, SageConfig
 from tests.pool import check_pool, settle
 from tests.reference import Reference, greedy_reference, write_mistral
 
@@ -137,15 +137,15 @@ def reference(model_folder: Callable[[str], Path]) -> Reference:
 
 @pytest.fixture
 def start_engine(model_folder: Callable[[str], Path]) -> Iterator[Callable]:
-    """`start_engine(*plugins, model="llama", **config)`. After the test every block must be accounted for."""
+    """`start_engine(*plugins, model="llama", pd=None, **config)`. After the test every block must be accounted for."""
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
     engines = []
 
-    def start(*plugins: str | PluginSpec, model: str = "llama", **config):
+    def start(*plugins: str | PluginSpec, model: str = "llama", pd: PDHooks | None = None, **config):
         values = dict(device="cpu", threads=1, block_size=16, kv_blocks=64, max_batch_size=8) | config
         specs = tuple(PluginSpec(name=p) if isinstance(p, str) else p for p in plugins)
-        engine = LMDeployEngine(SageConfig(model=model_folder(model), plugins=specs, **values))
+        engine = LMDeployEngine(SageConfig(model=model_folder(model), plugins=specs, **values), pd=pd)
         engines.append(engine)
         return engine
 
@@ -168,6 +168,6 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable:
     original = module.hook_config
 
     def change(**values) -> None:
-        monkeypatch.setattr(module, "hook_config", lambda config: original(config).model_copy(update=values))
+        monkeypatch.setattr(module, "hook_config", lambda config, **more: original(config, **more).model_copy(update=values))
 
     return change

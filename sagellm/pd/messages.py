@@ -73,9 +73,9 @@ class Fetch(Model):
 
 class Held(Model):
     """Keys and values of the first `num_tokens` tokens of a prompt lie in these blocks, and are kept until `Release`, or
-    until the lease ends. `computed_at`: when they were complete, in Unix time. `tokens`: digest of the prompt's tokens, the same
-    on both engines. `first_token`: that was drawn behind them, as the request asks for it; None if none was. `checksums`: by rank,
-    where the engines check them."""
+    until the lease ends. `computed_at`: when they were complete, in Unix time. `tokens`: digest of the prompt's tokens, the
+    same on both engines. `first_token`: that was drawn behind them, as the request asks for it; None if none was.
+    `checksums`: by rank, where the engines check them."""
 
     transfer_id: int
     blocks: tuple[int, ...]

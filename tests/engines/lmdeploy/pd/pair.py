@@ -1,0 +1,118 @@
+"""A prefill and a decode engine in this process, as their proxy would use them."""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pd.group import free_port
+from sagellm.comm_backend.control import new_key
+from sagellm.core.config import PDHooks
+from sagellm.pd.messages import Connect
+from tests.pool import settle
+
+NEW = 8
+TRANSFERS = itertools.count(1 << 40)
+
+
+def key_file(folder: Path) -> Path:
+    file = folder / "key"
+    if not file.exists():
+        file.touch(0o600)
+        file.write_bytes(new_key())
+    return file
+
+
+def hooks(role: str, key: Path, **values: Any) -> PDHooks:
+    port = free_port()
+    known = dict(role=role, engine_id=f"http://{role}:{port}", key_file=key, channel="shm", weights="w", control_port=port)
+    return PDHooks(**known | values)
+
+
+class Pair:
+    """`start`: the fixture `start_engine`. `prefill`, `decode`: values of each engine's `PDHooks`; `config` of both."""
+
+    def __init__(
+        self, start: Callable, folder: Path, prefill: dict | None = None, decode: dict | None = None, connect: bool = True,
+        decode_config: dict | None = None, **config: Any,
+    ) -> None:  # fmt: skip
+        key = key_file(folder)
+        self.of_prefill, self.of_decode = hooks("prefill", key, **prefill or {}), hooks("decode", key, **decode or {})
+        self.prefill = start(pd=self.of_prefill, **config)
+        self.decode = start(pd=self.of_decode, **config | (decode_config or {}))
+        wait_until(lambda: self.prefill.hooks.pd._address and self.decode.hooks.pd._address)
+        if connect:
+            self.connect()
+
+    def connect(self) -> None:
+        message = Connect(engine_id=self.of_prefill.engine_id, address=self.prefill.hooks.pd._address)
+        self.decode._on_loop(self.decode.hooks.pd._connect(None, message))
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], every: Sequence[dict] = ({},), *, to_prefill: bool = True,
+        other: Sequence[Sequence[int]] | None = None,
+    ) -> list[tuple[tuple[int, ...], list]]:  # fmt: skip
+        """[(tokens, log probabilities)]: greedy unless `every` (values of LMDeploy's `GenerationConfig`) says otherwise.
+
+        `to_prefill`: the prefill engine gets its copies; `other`: prompts that it gets in place of the right ones.
+        """
+        ways = list(every) * len(prompts) if len(every) == 1 else every
+        numbers = [next(TRANSFERS) for _ in prompts]
+        copies = []
+        if to_prefill:
+            copies = [
+                asyncio.run_coroutine_threadsafe(one(self.prefill, prompt, way, number, self.of_decode.engine_id, True),
+                                                 self.prefill._loop)
+                for prompt, way, number in zip(other or prompts, ways, numbers, strict=True)
+            ]  # fmt: skip
+        found = self.decode._on_loop(self._answers(prompts, ways, numbers))
+        for copy in copies:
+            copy.result(60)
+        for engine in (self.decode, self.prefill):
+            settle(engine)
+        return found
+
+    async def _answers(self, prompts: Sequence, ways: Sequence, numbers: Sequence[int]) -> list:
+        peer = self.of_prefill.engine_id
+        asked = zip(prompts, ways, numbers, strict=True)
+        return await asyncio.gather(*(one(self.decode, prompt, way, number, peer, False) for prompt, way, number in asked))
+
+    def report(self, engine: str = "decode") -> dict[str, Any]:
+        return getattr(self, engine).hooks.report()["pd"]
+
+
+async def one(engine: Any, prompt: Sequence[int], values: dict, transfer: int, peer: str, is_copy: bool) -> tuple:
+    """A request as the proxy sends it: its copy to the prefill engine, or itself to the decode engine."""
+    from lmdeploy.messages import GenerationConfig
+    from lmdeploy.pytorch.disagg.conn.protocol import MigrationProtocol, MigrationRequest
+
+    session, instance = next(engine._sessions), engine.engine.create_instance()
+    settings = GenerationConfig(**dict(max_new_tokens=NEW, ignore_eos=True, do_sample=True, top_k=1) | values)
+    settings.migration_request = MigrationRequest(
+        protocol=MigrationProtocol.TCP, remote_engine_id=peer, remote_session_id=transfer, remote_token_id=0, remote_block_ids=[]
+    )
+    if is_copy:
+        settings.max_new_tokens, settings.with_cache, settings.preserve_cache = 1, True, True
+    tokens, logprobs = [], []
+    try:
+        async for output in instance.async_stream_infer(session, list(prompt), gen_config=settings):
+            tokens += [int(token) for token in output.token_ids]
+            logprobs += output.logprobs or []
+    finally:
+        await instance.async_end(session)
+    return tuple(tokens), logprobs
+
+
+def wait_until(is_so: Callable[[], Any], limit_s: float = 10.0) -> None:
+    import time
+
+    end_s = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < end_s, "it has not happened"
+        time.sleep(0.002)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
