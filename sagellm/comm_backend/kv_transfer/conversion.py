@@ -109,7 +109,21 @@ def pieces(own: KVLayout, peer: KVLayout, runs: Sequence[HeadRun], tokens: Token
     step = max(PIECES // own.num_layers, 1)  # at worst a token is a piece in each layer
     for first in range(tokens.first, tokens.first + tokens.num, step):
         some = tokens._replace(first=first, num=min(step, tokens.first + tokens.num - first))
-        yield [_run_pieces(own, peer, run, some) for run in runs]
+        found: dict[tuple[int, ...], Pieces] = {}  # parts of one geometry have their bytes at the same places
+        for run in runs:
+            geometry = _geometry(own, peer, run)
+            if geometry not in found:
+                found[geometry] = _run_pieces(own, peer, run, some)
+        yield [found[_geometry(own, peer, run)]._replace(part=run.part) for run in runs]
+
+
+def _geometry(own: KVLayout, peer: KVLayout, run: HeadRun) -> tuple[int, ...]:
+    here, there = own.parts[run.part], peer.parts[run.part]
+    return (*run[2:], here.num_heads, there.num_heads, _head_bytes(here))
+
+
+def _head_bytes(part: KVPart) -> int:
+    return part.width * getattr(torch, part.dtype).itemsize
 
 
 def _is_whole(own: KVLayout, peer: KVLayout, run: HeadRun) -> bool:
@@ -119,20 +133,25 @@ def _is_whole(own: KVLayout, peer: KVLayout, run: HeadRun) -> bool:
 
 def _run_pieces(own: KVLayout, peer: KVLayout, run: HeadRun, tokens: Tokens) -> Pieces:
     part = own.parts[run.part]
-    head_bytes = part.width * getattr(torch, part.dtype).itemsize
+    head_bytes = _head_bytes(part)
     end = tokens.first + tokens.num
     if _is_whole(own, peer, run):  # a piece ends where a block of either side does
         cuts = [
             np.arange(tokens.first + size - (tokens.first - start) % size, end, size)
-            for start, size in ((tokens.src_start, peer.block_size), (tokens.dst_start, own.block_size))
+            for start, size in {(tokens.src_start, peer.block_size), (tokens.dst_start, own.block_size)}
         ]
-        begins = np.unique(np.concatenate([[tokens.first], *cuts]))
+        begins = np.concatenate([[tokens.first], *cuts])
+        if len(cuts) > 1:
+            begins = np.unique(begins)
     else:
         begins = np.arange(tokens.first, end)
-    counts = np.diff(begins, append=end)
+    counts = np.empty_like(begins)
+    counts[-1] = end - begins[-1]
+    np.subtract(begins[1:], begins[:-1], out=counts[:-1])
     src = _offsets(peer, run.part, tokens.src, begins - tokens.src_start, run.src_head, head_bytes)
     dst = _offsets(own, run.part, tokens.dst, begins - tokens.dst_start, run.dst_head, head_bytes)
-    num_bytes = np.broadcast_to(counts * (run.num_heads * head_bytes), src.shape)
+    num_bytes = np.empty_like(src)
+    num_bytes[:] = counts * (run.num_heads * head_bytes)
     return _joined(run.part, src.reshape(-1), dst.reshape(-1), num_bytes.reshape(-1))
 
 
@@ -149,6 +168,8 @@ def _offsets(
 def _joined(part: int, src: np.ndarray, dst: np.ndarray, num_bytes: np.ndarray) -> Pieces:
     """Neighbours on both sides are one piece."""
     follows = (src[:-1] + num_bytes[:-1] == src[1:]) & (dst[:-1] + num_bytes[:-1] == dst[1:])
+    if not follows.any():
+        return Pieces(part, src, dst, num_bytes)
     begins = np.flatnonzero(np.concatenate([[True], ~follows]))
     return Pieces(part, src[begins], dst[begins], np.add.reduceat(num_bytes, begins))
 

@@ -13,7 +13,7 @@ from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVRegion
 from sagellm.comm_backend.kv_transfer.turns import Run
 from sagellm.core.errors import TransferError
 
-__all__ = ["Reader", "as_bytes", "block_checksums", "copy_here"]
+__all__ = ["Reader", "as_bytes", "block_checksums", "copy_bytes", "copy_here"]
 
 STAGING_BYTES = 16 << 20
 

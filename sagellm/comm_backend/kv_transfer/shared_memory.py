@@ -119,6 +119,7 @@ def open_memory(pid: int, fd: int, token: int, num_bytes: int) -> np.ndarray:
                 "it is no KV memory, or another's."
             )
         memory = mmap.mmap(own, size, flags=mmap.MAP_SHARED | _MAP_NORESERVE, prot=mmap.PROT_READ)
+        memory.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, ValueError) as error:
         raise TransferError(f"cannot map the KV memory of process {pid}: {error}") from None
     finally:
