@@ -3,6 +3,7 @@
 import multiprocessing
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,9 +29,9 @@ DEFINITIONS = {
     for name, unit, text in (
         (
             "share", "1",
-            "Bandwidth of transfers by `{it}` of {size} MiB, `total_mib` in a row, over that of as many `Tensor.copy_` of that "
-            "many bytes by one thread of one process between ordinary memory, no byte of either twice. KV of 16 layers, 4 heads of 64 bf16: "
-            "blocks of 64 tokens, in random places on both sides, pieces of 32 KiB. The median of `rounds` ratios, of "
+            "Bandwidth of transfers by `{it}` of {size} MiB, `total_mib` in a row, over that of as many `Tensor.copy_` by one "
+            "thread of one process between ordinary memory; no byte of either twice. KV of 16 layers, 4 heads of 64 bf16, "
+            "blocks of 64 tokens, in random places on both sides: pieces of 32 KiB. The median of `rounds` ratios, of "
             "contestants that follow each other in random order.",
         ),
         ("best_share", "1", "The same, of the best of `rounds` each: who had the cores all the time."),
@@ -99,10 +100,8 @@ def _own(pipe: Connection, names: list[str]) -> None:
         for tensor in channel.region.tensors:
             tensor.fill_(1)
     pipe.send({key: channel.endpoint() for key, channel in channels.items()})
-    try:
+    with suppress(EOFError):
         pipe.recv()
-    except EOFError:
-        pass
     for channel in channels.values():
         channel.close()
 

@@ -1,4 +1,4 @@
-"""`sagellm comm`: the communication backends there are, and whether one keeps to the contract."""
+"""`sagellm comm`: the communication backends and KV transfer channels there are, and whether one keeps to its contract."""
 
 from typing import Any
 
@@ -7,14 +7,18 @@ import click
 from sagellm.cli.contract_check import check_options, conclude
 from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.cli.plug_ins import progress, read_options, show_rows
+from sagellm.comm_backend.base import CommBackendProtocol
 from sagellm.comm_backend.contract.rules import check_backend
+from sagellm.comm_backend.kv_transfer.base import KVTransferChannel
+from sagellm.comm_backend.kv_transfer.contract.rules import check_channel
+from sagellm.comm_backend.kv_transfer.registry import channel_names, find_channel
 from sagellm.comm_backend.registry import backend_names, find_backend
-from sagellm.core.errors import CommError
+from sagellm.core.errors import CommError, TransferError
 
 
 @click.group()
 def comm() -> None:
-    """List the communication backends, or check one of your own."""
+    """List the communication backends and KV transfer channels, or check one of your own."""
 
 
 @comm.command("list")
@@ -47,13 +51,51 @@ def check(name: str, ranks: int, options: str, seed: int, rounds: int, limit_s: 
     conclude("backend", name, report, seed, as_json)
 
 
+@comm.command("channels")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def list_channels(as_json: bool) -> None:
+    """Name every KV transfer channel that is known, whether it can work here, and what it does in a sentence."""
+    rows = [_describe_channel(name) for name in channel_names()]
+    columns = {"channel": "channel", "tensors on": "devices", "here": "here", "what it does": "summary"}
+    show_rows(rows, columns, as_json)
+
+
+@comm.command("check-channel")
+@check_options("channel")
+def check_kv_channel(name: str, options: str, seed: int, rounds: int, limit_s: float, as_json: bool) -> None:
+    """Hold a KV transfer channel, by name or as module:Class, against every rule of the contract, on this machine.
+
+    Modules are looked for in the current folder too. Exit code 0: it keeps to all of them; 1: it does not, cannot work here,
+    or faults kept a rule from being tested; 2: misuse.
+    """
+    look_in_current_folder()
+    given = read_options(options, {"port": 0})
+    try:
+        kind = find_channel(name)
+    except TransferError as error:
+        raise click.UsageError(str(error)) from None
+    report = check_channel(kind, options=given, seed=seed, rounds=rounds, progress=progress(), limit_s=limit_s)
+    conclude("channel", name, report, seed, as_json)
+
+
+def _describe_channel(name: str) -> dict[str, Any]:
+    try:
+        kind = find_channel(name)
+    except TransferError as error:  # of a package that cannot be loaded
+        return {"channel": name, "devices": "", "here": str(error), "summary": "", "class": ""}
+    return {"channel": name} | _facts(kind)
+
+
 def _describe(name: str) -> dict[str, Any]:
     try:
         kind = find_backend(name)
     except CommError as error:  # of a package that cannot be loaded
         return {"backend": name, "devices": "", "here": str(error), "summary": "", "class": ""}
+    return {"backend": name} | _facts(kind)
+
+
+def _facts(kind: type[CommBackendProtocol] | type[KVTransferChannel]) -> dict[str, Any]:
     return {
-        "backend": name,
         "devices": ", ".join(kind.device_types),
         "here": kind.missing() or "yes",
         "summary": " ".join((kind.__doc__ or "").split("\n\n")[0].split()),

@@ -137,6 +137,7 @@ class KVTransferChannel(ABC):
     name: ClassVar[str]
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     converts: ClassVar[bool] = True  # between block sizes and TP degrees
+    checks_key: ClassVar[bool] = False  # whether who does not know `TransferOptions.key` is not served
     Options: ClassVar[type[Model]] = Model  # what it takes as `TransferOptions.options`
 
     # ---- what a channel defines
@@ -367,6 +368,7 @@ class KVTransferChannel(ABC):
         for what, here, there in (
             ("ranks", own.tp_size, len(layouts)),
             ("tokens a block", own.block_size, layouts[0].block_size),
+            ("heads", own.first_head, layouts[min(own.tp_rank, len(layouts) - 1)].first_head),
         ):
             if here != there:
                 raise TransferError(f"the layouts differ in {what}: {here} here, {there} there; {self.name} does not convert.")

@@ -86,7 +86,7 @@ class ShmChannel(KVTransferChannel):
         self._state = SharedMemory.create(_STATE_BYTES)
         words(self._state)[0] = _OPEN
         state = Segment(fd=self._state.fd, token=self._state.token, num_bytes=len(self._state))
-        return Address(pid=os.getpid(), state=state, parts=tuple(parts)).model_dump()
+        return Address(pid=os.getpid(), state=state, parts=tuple(parts)).model_dump(mode="json")
 
     def _connect(self, endpoint: TransferEndpoint, deadline: float) -> _Link:
         address = parsed(Address, endpoint.address, "address of the peer")

@@ -64,6 +64,7 @@ class TcpChannel(KVTransferChannel):
     """Sockets, several requests under way, from and into KV memory; both sides show that they know the group's key."""
 
     name = "tcp"
+    checks_key = True
     Options = TcpOptions
 
     @classmethod

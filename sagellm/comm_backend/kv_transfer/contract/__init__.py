@@ -1,0 +1,1 @@
+"""What every KV channel must keep, as checks that anyone can run on their own."""

@@ -1,0 +1,168 @@
+"""What a scenario has: a channel to be checked, processes that own blocks, and a way to say which rules are broken."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, TransferOptions, TransferPlan
+from sagellm.comm_backend.kv_transfer.contract.owner import KEY, OwnerProcess, filled, make_region
+from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVPart
+from sagellm.core.errors import TransferError
+
+__all__ = ["Abandoned", "Desk", "Facts", "Task", "layout_of"]
+
+SLACK_S = 2.0  # machines are busy; a fault is off by more
+FINE_S = 20.0  # deadline of what is to succeed
+
+
+class Task(NamedTuple):
+    """One scenario."""
+
+    kind: type[KVTransferChannel]
+    options: dict[str, Any]
+    seed: int
+
+
+class Facts(NamedTuple):
+    """What was seen."""
+
+    reports: list[tuple[str, str]]
+    seen: set[str]
+    num_operations: int
+
+
+class Abandoned(Exception):
+    """A fault that has been reported, after which the scenario cannot go on."""
+
+
+def layout_of(num_blocks: int = 12, block_size: int = 4, heads: tuple[int, int] = (0, 4), **values: Any) -> KVLayout:
+    """`heads`: from and to. Of 4 heads in all; keys and values differ in width and dtype."""
+    parts = (("keys", 8, "bfloat16"), ("values", 8, "bfloat16"), ("scales", 3, "float32"))
+    defaults = {
+        "num_layers": 3, "total_heads": 4,
+        "parts": tuple(
+            KVPart(name=name, num_heads=heads[1] - heads[0], width=width, dtype=dtype) for name, width, dtype in parts
+        ),
+    }  # fmt: skip
+    return KVLayout(num_blocks=num_blocks, block_size=block_size, first_head=heads[0], **(defaults | values))
+
+
+class Desk:
+    """One scenario's."""
+
+    def __init__(self, task: Task) -> None:
+        self.kind, self.seed = task.kind, task.seed
+        self._options = task.options
+        self.reports: list[tuple[str, str]] = []
+        self.seen: set[str] = set()
+        self.num_operations = 0
+        self._owners: list[OwnerProcess] = []
+        self._channels: list[KVTransferChannel] = []
+
+    def channel(self, layout: KVLayout, *, key: bytes = KEY, max_running: int = 4, **options: Any) -> KVTransferChannel:
+        """With blocks of zeros."""
+        given = TransferOptions(key=key, max_running=max_running, options=self._options | options)
+        channel = self.kind(make_region(self.kind, layout, None), given)
+        self._channels.append(channel)
+        return channel
+
+    def owner(self, layout: KVLayout, seed: int = 1, key: bytes = KEY) -> OwnerProcess:
+        owner = OwnerProcess(self.kind, layout, seed, self._options, key)
+        self._owners.append(owner)
+        return owner
+
+    def plan(self, src: Sequence[int], dst: Sequence[int], num_tokens: int, **values: Any) -> TransferPlan:
+        values = {"transfer_id": "t", "peer": "p", "timeout_s": FINE_S} | values
+        return TransferPlan(src_blocks=tuple(src), dst_blocks=tuple(dst), num_tokens=num_tokens, **values)
+
+    def report(self, rule: str, message: str) -> None:
+        self.reports.append((rule, message))
+
+    @contextmanager
+    def held(self, rule: str) -> Iterator[None]:
+        """What goes on here can break the rule, and whatever is raised does."""
+        self.seen.add(rule)
+        try:
+            yield
+            self.num_operations += 1
+        except Abandoned:
+            raise
+        except (Exception, SystemExit) as error:
+            self.report(rule, f"raised {type(error).__name__}: {error}")
+            raise Abandoned from error
+
+    def refused(
+        self, rule: str, what: str, call: Callable[[], Any], *kinds: type[TransferError], within_s: float = 0, names: str = ""
+    ) -> None:
+        """`call` raises one of `kinds` in time, and says `names`."""
+        self.seen.add(rule)
+        start = time.monotonic()
+        error: BaseException | None = None
+        try:
+            call()
+        except (Exception, SystemExit) as raised:
+            error = raised
+        taken_s = time.monotonic() - start
+        kinds = kinds or (TransferError,)
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        if error is None:
+            self.report(rule, f"{what} raised nothing; raise {wanted}.")
+        elif not isinstance(error, kinds):
+            self.report(rule, f"{what} raised {type(error).__name__} ({error}); raise {wanted}.")
+        elif names not in str(error):
+            self.report(rule, f"{what} raised {type(error).__name__} ({error}); name {names!r}.")
+        elif taken_s > within_s + SLACK_S:
+            self.report(rule, f"{what} took {taken_s:.1f} s to raise {type(error).__name__}; {within_s:g} s are allowed.")
+        self.num_operations += 1
+
+    def expect_tokens(
+        self, rule: str, channel: KVTransferChannel, plan: TransferPlan, source: KVLayout, seed: int, what: str
+    ) -> None:
+        """Own blocks hold zeros but for the plan's tokens, each of which is what the peer's layout, filled so, has."""
+        self.seen |= {rule, "nothing_else"}
+        own = channel.region.layout
+        whole = source.model_copy(update={
+            "first_head": 0, "parts": tuple(part.model_copy(update={"num_heads": source.total_heads}) for part in source.parts)
+        })  # fmt: skip
+        tensors = zip(own.parts, channel.region.tensors, filled(whole, seed), strict=True)
+        for part, tensor, theirs in tensors:
+            expected = torch.zeros_like(tensor).view(torch.uint8)
+            mine = theirs[:, :, :, own.first_head : own.first_head + part.num_heads]
+            wanted = torch.zeros(expected.shape[1:3], dtype=torch.bool)
+            for token in range(plan.first_token, plan.first_token + plan.num_tokens):
+                src, dst = token - plan.src_start, token - plan.dst_start
+                place = plan.dst_blocks[dst // own.block_size], dst % own.block_size
+                from_block = plan.src_blocks[src // source.block_size]
+                expected[:, place[0], place[1]] = mine[:, from_block, src % source.block_size]
+                wanted[place] = True
+            is_other = (tensor.view(torch.uint8) != expected).flatten(3).any(-1).any(0)
+            if bool((is_other & wanted).any()):
+                where = (is_other & wanted).nonzero()[0].tolist()
+                self.report(rule, f"{what}: {part.name} of block {where[0]}, token {where[1]} of it, are not the peer's.")
+            if bool((is_other & ~wanted).any()):
+                where = (is_other & ~wanted).nonzero()[0].tolist()
+                self.report("nothing_else", f"{what}: {part.name} of block {where[0]}, token {where[1]} of it, were written.")
+
+    def close(self) -> Facts:
+        for channel in self._channels:
+            with suppress(Exception):
+                channel.close()
+        for owner in self._owners:
+            with suppress(Exception):
+                owner.kill()
+        return Facts(self.reports, self.seen, self.num_operations)
+
+
+def run_desk(task: Task, play: Callable[[Desk], None]) -> Facts:
+    """What a scenario raises besides what it has reported is the channel's fault."""
+    desk = Desk(task)
+    try:
+        play(desk)
+    except Abandoned:
+        pass
+    except (Exception, SystemExit) as error:
+        desk.report("builds", f"raised {type(error).__name__}: {error}")
+    return desk.close()

@@ -1,0 +1,129 @@
+"""The other side of the scenarios: a process that owns KV blocks and does as it is told over a pipe."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, TransferEndpoint, TransferOptions
+from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVRegion
+
+__all__ = ["CONTEXT", "KEY", "OwnerProcess", "filled", "make_region"]
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+KEY = b"the key of the contract"
+ANSWER_S = 30.0
+
+
+def filled(layout: KVLayout, seed: int) -> tuple[torch.Tensor, ...]:
+    """What the blocks of a layout hold, as bytes [layers, blocks, block_size, heads, width in bytes]. All ranks of a model have
+    the same bytes where they have the same head."""
+    tensors = []
+    for number, part in enumerate(layout.parts):
+        random = torch.Generator().manual_seed(seed * 100 + number)
+        width = part.width * getattr(torch, part.dtype).itemsize
+        shape = (layout.num_layers, layout.num_blocks, layout.block_size, layout.total_heads, width)
+        whole = torch.randint(1, 256, shape, dtype=torch.uint8, generator=random)
+        tensors.append(whole[:, :, :, layout.first_head : layout.first_head + part.num_heads].contiguous())
+    return tuple(tensors)
+
+
+def make_region(kind: type[KVTransferChannel], layout: KVLayout, seed: int | None) -> KVRegion:
+    """`seed`: as of `filled`; None: zeros."""
+    tensors = tuple(kind.empty(layout.shape(part), getattr(torch, part.dtype)) for part in layout.parts)
+    for number, tensor in enumerate(tensors):
+        tensor.view(torch.uint8).copy_(filled(layout, seed)[number]) if seed is not None else tensor.zero_()
+    return KVRegion(layout, tensors)
+
+
+class OwnerProcess:
+    """A channel in a process of its own. Raises RuntimeError: it could not be built."""
+
+    def __init__(
+        self, kind: type[KVTransferChannel], layout: KVLayout, seed: int, options: dict[str, Any], key: bytes = KEY
+    ) -> None:
+        self._pipe, there = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_own, args=(there, kind, layout, seed, options, key), daemon=True)
+        self._process.start()
+        there.close()
+        try:
+            self.endpoint = TransferEndpoint.model_validate_json(self._answer())
+        except BaseException:
+            self.kill()
+            raise
+
+    def checksums(self, blocks: Sequence[int]) -> tuple[int, ...]:
+        return self._ask("checksums", tuple(blocks))
+
+    def fill(self, seed: int) -> None:
+        self._ask("fill", seed)
+
+    def close_channel(self) -> None:
+        self._ask("close", None)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it has gone."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def stop(self) -> None:
+        """SIGSTOP; returns when it stands still."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        status = Path(f"/proc/{self._process.pid}/stat")  # it need not be a child of this process
+        while status.read_text().rpartition(")")[2].split()[0] not in "Tt":
+            time.sleep(1e-3)
+
+    def go_on(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def _ask(self, what: str, value: Any) -> Any:
+        self._pipe.send((what, value))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(ANSWER_S):
+            raise RuntimeError(f"the owner's process said nothing for {ANSWER_S:g} s")
+        try:
+            is_fine, value = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("the owner's process has died") from None
+        if not is_fine:
+            raise RuntimeError(f"in the owner's process: {value}")
+        return value
+
+
+def _own(pipe: Connection, kind: type[KVTransferChannel], layout: KVLayout, seed: int, options: dict, key: bytes) -> None:
+    torch.set_num_threads(1)
+    try:
+        region = make_region(kind, layout, seed)
+        channel = kind(region, TransferOptions(key=key, options=options))
+        pipe.send((True, channel.endpoint().model_dump_json()))
+    except Exception as error:
+        pipe.send((False, f"{type(error).__name__}: {error}"))
+        return
+    with suppress(EOFError, OSError):
+        while True:
+            what, value = pipe.recv()
+            try:
+                pipe.send((True, _do(channel, what, value)))
+            except Exception as error:
+                pipe.send((False, f"{type(error).__name__}: {error}"))
+
+
+def _do(channel: KVTransferChannel, what: str, value: Any) -> Any:
+    if what == "checksums":
+        return channel.checksums(value)
+    if what == "fill":
+        for tensor, wanted in zip(channel.region.tensors, filled(channel.region.layout, value), strict=True):
+            tensor.view(torch.uint8).copy_(wanted)
+        return None
+    return channel.close()
