@@ -1,0 +1,60 @@
+"""Every channel that works here keeps to the contract, and each planted fault is caught by the rule that it breaks."""
+
+import pytest
+
+from sagellm.comm_backend.kv_transfer.contract import faults, scenarios
+from sagellm.comm_backend.kv_transfer.contract.rules import PLAYS, RULES, check_channel
+from sagellm.comm_backend.kv_transfer.registry import channel_names, find_channel, make_channel
+from sagellm.comm_backend.kv_transfer.shm import ShmChannel
+from sagellm.core.errors import TransferError
+from tests.comm_backend.kv_transfer.bad_channels import BREAKS
+
+HERE = [name for name in channel_names() if not find_channel(name).missing()]
+FOLLOWS = {"WholeBlocks": {"report"}, "OpenForEver": {"peer_closed"}}
+
+
+def broken(report):
+    return {result.rule: result.message for result in report.results if result.seen and not result.passed}
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_every_channel_keeps_to_it(name):
+    report = check_channel(find_channel(name))
+    assert [result for result in report.results if not result.passed] == []
+    assert [result.rule for result in report.results] == list(RULES)
+
+
+@pytest.mark.parametrize("kind", BREAKS, ids=lambda kind: kind.__name__)
+def test_each_fault_breaks_its_rule(kind):
+    rule, play = BREAKS[kind]
+    report = check_channel(kind, limit_s=3.0 if kind.__name__ == "Hangs" else 60.0, plays={play: PLAYS[play]})
+    found = broken(report)
+    assert rule in found and not report.passed, found
+    assert set(found) <= {rule} | FOLLOWS.get(kind.__name__, set()), found
+    assert f"[scenario {play}, seed 0]" in found[rule]
+
+
+def test_every_rule_is_broken_by_a_fault():
+    assert {rule for rule, _ in BREAKS.values()} == set(RULES)
+
+
+def test_scenarios_are_all_there():
+    assert sorted([*scenarios.__all__, *faults.__all__]) == sorted(PLAYS)
+
+
+def test_a_class_that_processes_cannot_import_is_refused_in_words():
+    class Local(ShmChannel):
+        pass
+
+    report = check_channel(Local, plays={"starting": PLAYS["starting"]})
+    assert "define the class in a module" in broken(report)["builds"]
+
+
+def test_what_was_not_played_is_not_passed():
+    report = check_channel(ShmChannel, plays={"starting": PLAYS["starting"]})
+    assert not report.passed and not broken(report)
+
+
+def test_an_unknown_channel_is_told_the_known_ones():
+    with pytest.raises(TransferError, match="known are: shm, tcp"):
+        make_channel("pigeon", None)
