@@ -113,11 +113,10 @@ def open_memory(pid: int, fd: int, token: int, num_bytes: int) -> np.ndarray:
         except OSError:
             seals = 0
         size = os.fstat(own).st_size
-        if not seals & fcntl.F_SEAL_SHRINK or size != num_bytes or size < HEADER_BYTES:
-            raise TransferError(
-                f"{path} is {size} bytes{'' if seals else ' that could shrink'}, {num_bytes} that cannot are expected; "
-                "it is no KV memory, or another's."
-            )
+        if not seals & fcntl.F_SEAL_SHRINK:
+            raise TransferError(f"{path} could shrink while it is read; it is no KV memory, or another's.")
+        if size != num_bytes or size < HEADER_BYTES:
+            raise TransferError(f"{path} is {size} bytes, {num_bytes} are expected; it is half-written, or another's KV memory.")
         memory = mmap.mmap(own, size, flags=mmap.MAP_SHARED | _MAP_NORESERVE, prot=mmap.PROT_READ)
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, ValueError) as error:
