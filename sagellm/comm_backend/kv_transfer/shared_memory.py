@@ -116,7 +116,7 @@ def open_memory(pid: int, fd: int, token: int, num_bytes: int) -> np.ndarray:
         if not seals & fcntl.F_SEAL_SHRINK:
             raise TransferError(f"{path} could shrink while it is read; it is no KV memory, or another's.")
         if size != num_bytes or size < HEADER_BYTES:
-            raise TransferError(f"{path} is {size} bytes, {num_bytes} are expected; it is half-written, or another's KV memory.")
+            raise TransferError(f"{path} is {size} bytes, {num_bytes} are expected; half-written, or another's KV memory.")
         memory = mmap.mmap(own, size, flags=mmap.MAP_SHARED | _MAP_NORESERVE, prot=mmap.PROT_READ)
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, ValueError) as error:
