@@ -6,7 +6,7 @@ import time
 import pytest
 
 from sagellm.core.errors import PeerError, TransferError
-from sagellm.pd.messages import Released
+from sagellm.pd.messages import Release, Released
 from tests.engines.lmdeploy.pd.pair import NEW, Pair, one, wait_until
 from tests.engines.lmdeploy.test_speculative import ask, tokens_of
 from tests.pool import settle
@@ -42,10 +42,10 @@ def test_greedy_equals_transformers(pair, reference, prefix_caching, channel):
 
 def test_other_ways_to_answer(pair, start_engine):
     """Whatever the first token needs beside itself is as in one engine."""
-    prompts = make_prompts((30, 33, 50, 64, 20, 90), seed=4)
+    prompts = make_prompts((30, 33, 50, 64, 90), seed=4)
     ways = [
-        dict(top_k=0, temperature=1.3, random_seed=5), dict(logprobs=2), dict(repetition_penalty=1.3, temperature=0.9, top_k=5,
-        random_seed=9), dict(max_new_tokens=1), dict(response_format={"type": "regex_schema", "regex_schema": r"[a-c]{3}-\d{2}"}),
+        dict(top_k=0, temperature=1.3, random_seed=5), dict(logprobs=2),
+        dict(repetition_penalty=1.3, temperature=0.9, top_k=5, random_seed=9), dict(max_new_tokens=1),
         dict(min_p=0.1, top_p=0.8, top_k=0, temperature=1.0, random_seed=3),
     ]  # fmt: skip
     single = start_engine()
@@ -58,7 +58,7 @@ def test_other_ways_to_answer(pair, start_engine):
     assert tokens_of(found) == tokens_of(expected)
     for ours, theirs in zip(found[1][1], expected[1][1], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-3)
-    assert engines.report()["arrivals"] == {"first_tokens": 3, "done": 6}
+    assert engines.report()["arrivals"] == {"first_tokens": 3, "done": 5}
     again = engines.ask(prompts[:1], [dict(ways[0], ignore_eos=False, stop_token_ids=[first])])
     assert tokens_of(again) == tokens_of(stopping)
 
@@ -130,7 +130,7 @@ def test_another_prompt(pair, reference):
 
 
 @pytest.mark.parametrize("is_released", [True, False])
-def test_blocks_that_were_not_kept(pair, reference, monkeypatch, is_released):
+def test_blocks_that_were_not_kept(pair, reference, is_released):
     """What was read counts only if the owner still held it."""
     prompts = make_prompts((40,))
     engines = pair()
@@ -141,19 +141,19 @@ def test_blocks_that_were_not_kept(pair, reference, monkeypatch, is_released):
 
     handlers = engines.prefill.hooks.pd._server._connections
     for connection in handlers:
-        connection._handlers = {kind: release if kind.__name__ == "Release" else call for kind, call in connection._handlers.items()}
+        connection._handlers[Release] = release
     assert tokens_of(engines.ask(prompts)) == reference(prompts, NEW)
     assert engines.report()["arrivals"].get("failed_transfer", 0) == (not is_released)
 
 
-def test_a_transfer_that_fails_in_the_middle(pair, reference, monkeypatch):
+def test_a_transfer_that_fails_in_the_middle(pair, reference):
     prompts = make_prompts((100, 60), seed=5)
     engines = pair()
-    workers = engines.decode.hooks.pd._workers
-    for tensor in workers._channel._region.tensors if hasattr(workers._channel, "_region") else ():
-        tensor.fill_(7.0)
+    blocks = engines.decode.engine.executor.model_agent.cache_engine.full_gpu_cache
 
     async def fail(plan):
+        for tensor in blocks:  # half of it is written, and wrong
+            tensor[:, list(plan.dst_blocks[::2])] = 7.0
         await asyncio.sleep(0.05)
         raise TransferError("planted")
 
@@ -225,14 +225,20 @@ def test_the_decode_engine_goes(pair):
         await asyncio.sleep(1000)
 
     engines.decode.hooks.pd.arrivals._transfer = never
-    asyncio.run_coroutine_threadsafe(
+    answer = asyncio.run_coroutine_threadsafe(
         one(engines.decode, prompt, {}, 8, engines.of_prefill.engine_id, False), engines.decode._loop
     )
     engines.prefill._on_loop(one(engines.prefill, prompt, {}, 8, engines.of_decode.engine_id, True))
     wait_until(lambda: engines.report("prefill")["held"])
-    engines.decode.close()
+    for peer in engines.decode.hooks.pd._peers._peers.values():  # as the death of the process would
+        engines.decode._loop.call_soon_threadsafe(peer.connection._writer.transport.abort)
     wait_until(lambda: not engines.report("prefill")["held"])
+    assert engines.report("prefill")["offers"] == {"offered": 1, "reader_lost": 1}
     settle(engines.prefill)
+    answer.cancel()
+    for task in engines.decode.hooks.pd.arrivals._tasks.values():
+        engines.decode._loop.call_soon_threadsafe(task.cancel)
+    settle(engines.decode)
 
 
 def test_the_prefill_engine_goes(pair, reference):
@@ -251,7 +257,7 @@ def test_the_prefill_engine_goes(pair, reference):
 
 
 def test_engines_that_do_not_fit(pair):
-    engines = pair(decode={"weights": "others"}, connect=False)
+    engines = pair(decode_config={"model": "qwen2"}, connect=False)
     with pytest.raises(PeerError, match="other weights"):
         engines.connect()
     engines = pair(decode={"channel": "tcp"}, connect=False)
