@@ -30,6 +30,7 @@ from benchmarks.environment import environment
 from benchmarks.errors import BenchmarkError, ServerDied
 from benchmarks.load.samples import read_samples
 from benchmarks.metrics.classes import definitions_with
+from benchmarks.metrics.comm import operation_definitions
 from benchmarks.metrics.flops import peak_flops
 from benchmarks.report.markdown import markdown
 from benchmarks.result import Definition, Result, Run
@@ -99,7 +100,7 @@ class BenchmarkRunner:
                 with contextlib.ExitStack() as servers:
                     subjects = self._subjects(config, result, servers, launch)
                     for run in self._rounds(config, subjects, launch, bar):
-                        yield run, definitions_with(config.workload.classes)
+                        yield run, definitions_with(config.workload.classes) | operation_definitions(run.metrics)
         for number in range(config.rounds * config.launches):
             for name, module in components.items():
                 options = {**module.OPTIONS, **config.components[name]}

@@ -1,6 +1,5 @@
 """From samples and counters to metrics: pure functions, vectorised. `definitions.py` says what each metric means."""
 
-import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -9,6 +8,7 @@ import numpy as np
 from benchmarks.config import Price, Slo
 from benchmarks.errors import BenchmarkError
 from benchmarks.load.samples import Samples
+from benchmarks.metrics import comm
 from benchmarks.metrics.definitions import PERCENTILES
 
 Counters = Mapping[str, float]
@@ -214,24 +214,22 @@ def _deltas(before: Counters, after: Counters) -> dict[str, float]:
 
 def _ours(name: str) -> bool:
     """Gauges and other programs' series may fall as they like."""
-    return name.startswith("sagellm_") and name.split("{")[0].endswith("_total")
+    return name.startswith("sagellm_") and name.split("{")[0].endswith(("_total", "_sum", "_count"))
 
 
 def _comm_share(deltas: Counters, tensor_parallel: int, metrics: dict[str, float], absent: dict[str, str]) -> None:
     if tensor_parallel == 1:
         metrics["comm_share"] = 0.0
         return
-    ranks: dict[str, float] = {}  # over all other labels, such as the kind of collective
-    for name, delta in deltas.items():
-        if match := re.match(r'sagellm_comm_seconds_total\{.*\brank="([^"]*)"', name):
-            ranks[match[1]] = ranks.get(match[1], 0.0) + delta
-    steps = deltas.get("sagellm_step_seconds_total")
+    ranks, steps = comm.by_rank(deltas), deltas.get(comm.STEPS)
     if not ranks or steps is None:
-        absent["comm_share"] = "the server does not count sagellm_comm_seconds_total and sagellm_step_seconds_total"
+        absent["comm_share"] = f"the server does not count {comm.SECONDS} and {comm.STEPS}"
     elif steps == 0:
         absent["comm_share"] = "no engine step was made"
     else:
-        metrics["comm_share"] = max(ranks.values()) / steps
+        rank, exposed_s = comm.longest(ranks)
+        metrics["comm_share"] = exposed_s / steps
+        metrics |= comm.operation_metrics(ranks[rank], steps)
 
 
 def _guesses(deltas: Counters, metrics: dict[str, float], absent: dict[str, str]) -> None:

@@ -125,7 +125,8 @@ DEFINITIONS: dict[str, Definition] = {
             "Exposed communication: wall-clock seconds in which a rank waited for a collective and computed nothing (sum "
             "over the kinds of collective, largest of the ranks) / wall-clock seconds of engine steps, both as "
             "differences of the server's counters. Communication hidden behind computation does not count. Exactly 0 "
-            "with tensor parallelism 1, where there is no collective."
+            "with tensor parallelism 1, where there is no collective. `comm.OPERATION.KIND` say of each kind of collective "
+            "its part of the share, how many there were, their latency, and algorithm and bus bandwidth."
         ),
     ),
     "spec_acceptance": Definition(

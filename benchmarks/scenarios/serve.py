@@ -27,7 +27,7 @@ from benchmarks.result import Run
 from benchmarks.server import Server
 
 HITS_INTERVAL_S = 0.5
-COMM_SETTLE_S = 1.2  # ranks publish their communication times once a second, and once more a second after the last
+COMM_SETTLE_S = 1.2  # ranks publish what they counted every 0.2 s, those of older checkouts within a second
 WARM_SHARE = 0.9  # of the tokens that a warm cache could hit
 Progress = Callable[[int, int], None]
 

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from sagellm.core.hooks import BlockCounts
 from sagellm.prefix_reuse import PrefixReuseMetrics
+from sagellm.serve.comm_metrics import comm_families
 from sagellm.serve.pd_metrics import pd_families
 
 
@@ -66,10 +67,7 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
         yield from PrefixReuseMetrics.from_counters(report["prefix_index"]).families()
     if "step_s" in report:
         yield CounterMetricFamily("sagellm_step_seconds", "Wall-clock time with a step running.", value=report["step_s"])
-    waits = CounterMetricFamily("sagellm_comm_seconds", "Time spent waiting for collectives.", labels=["rank", "op"])
-    for rank, op, spent_ns in report["comm_ns"]:
-        waits.add_metric([str(rank), op], spent_ns / 1e9)
-    yield waits
+    yield from comm_families(report["comm"], report.get("step_s"))
     if "preempted" in report:
         yield CounterMetricFamily("sagellm_preemptions", "Running requests sent back.", value=report["preempted"])
     if "chunks" in report:

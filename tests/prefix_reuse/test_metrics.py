@@ -87,7 +87,7 @@ def test_prometheus():
 def test_the_server_shows_them_beside_its_own():
     report = dict(
         blocks=dict.fromkeys(["free", "cached", "active", "host_used", "host_total"], 0), evicted={}, migrated={},
-        prefix=dict.fromkeys(["query_tokens", "hit_tokens", "query_blocks", "hit_blocks"], 0), step_s=0.0, comm_ns=[],
+        prefix=dict.fromkeys(["query_tokens", "hit_tokens", "query_blocks", "hit_blocks"], 0), step_s=0.0, comm=[],
         preempted=0, enabled={}, calls=[], faults=[], prefix_index={},
     )  # fmt: skip
     report["prefix_retries"] = report["prefix"]

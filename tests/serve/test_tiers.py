@@ -50,7 +50,7 @@ def test_what_plugins_report_is_among_the_metrics():
     blocks = dict(free=1, cached=2, active=3, total=6, host_total=4, host_used=1)
     lookups = dict.fromkeys(("query_tokens", "hit_tokens", "query_blocks", "hit_blocks"), 0)
     report = {
-        "blocks": blocks, "evicted": {}, "prefix": lookups, "comm_ns": [], "enabled": {}, "calls": [], "faults": [],
+        "blocks": blocks, "evicted": {}, "prefix": lookups, "comm": [], "enabled": {}, "calls": [], "faults": [],
         "plugins": {"tiers": {"blocks": {"gpu": 5.0}, "moves": {"gpu-cpu": {"moved": 3.0}}, "share": 0.5}},
     }  # fmt: skip
 

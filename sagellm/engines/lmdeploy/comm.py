@@ -1,11 +1,17 @@
-"""Collectives of a worker process, seen by the plug-ins that ask for them."""
+"""Collectives of a worker process, seen by the plug-ins that ask for them, and counted.
+
+Exposed is the time in which a collective kept its caller's thread: inside the call, and inside `wait`. What a caller does
+between two looks at `is_completed` is its own time. On a GPU a collective is enqueued and the host goes on: the time that the
+host is kept says nothing of the device's.
+"""
 
 import contextlib
 import json
 import os
 import threading
 import time
-from collections import Counter
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +19,11 @@ import torch
 from sagellm.core.config import HookConfig
 from sagellm.core.hooks import CommOp
 from sagellm.core.host import PluginHost
+from sagellm.engines.lmdeploy.comm_stats import CommStats
 
-REPORT_INTERVAL_S = 1.0
+REPORT_INTERVAL_S = 0.2
+
+Ended = Callable[[int | None], None]  # given the time of the end, on the clock of `time.monotonic_ns`, where it is known
 
 
 def attach(spec: str, dist_ctx: Any) -> "CommObserver | None":
@@ -34,10 +43,16 @@ class CommObserver:
         self._host = host
         self._rank = rank
         self._world_size = world_size
-        self._next_report_s = 0.0
-        self._num_faults = -1
-        self._late: threading.Timer | None = None
-        self._exposed_ns: Counter[str] = Counter()  # time in which the caller waited, by operation
+        self.stats = CommStats()
+        self._num_faults = 0
+        # Ends that were noticed where no plug-in may be called: in a thread of the library's, or while a handle is deleted.
+        self._unseen: deque[Callable[[], None]] = deque()
+        self._has_news = threading.Event()
+        self._is_closed = threading.Event()
+        self._reporter = threading.Thread(target=self._report, name="sagellm-comm-report", daemon=True)
+        self._writing = threading.Lock()
+        if host.config.run_dir is not None:
+            self._reporter.start()
 
     @property
     def is_needed(self) -> bool:
@@ -45,7 +60,9 @@ class CommObserver:
         return asked or self._host.listens("comm_begin") or self._host.listens("comm_end")
 
     def run(self, name: str, function: Any, args: tuple, kwargs: dict) -> Any:
-        tensor = _first_tensor((*args, *kwargs.values()))
+        self._tell_unseen()
+        values = (*args, *kwargs.values())
+        tensor = _first_tensor(values)
         op = CommOp(
             name=name,
             num_bytes=0 if tensor is None else tensor.numel() * tensor.element_size(),
@@ -58,74 +75,131 @@ class CommObserver:
             plugin_name: self._host.call_one(plugin_name, "comm_begin", plugin.comm_begin, op)
             for plugin_name, plugin in self._host.listeners("comm_begin")
         }
+        whole_bytes, num_ranks = _whole_bytes(values), _group_size(values) or self._world_size
         start_ns = time.monotonic_ns()
-        work = function(*args, **kwargs)
-        self._exposed_ns[name] += time.monotonic_ns() - start_ns
-        if op.async_op and work is not None:
-            return _WatchedWork(work, lambda waited_ns: self._end_async(op, tokens, start_ns, waited_ns))
-        self._end(op, tokens, start_ns)
-        return work
 
-    def _end_async(self, op: CommOp, tokens: dict[str, Any], start_ns: int, waited_ns: int) -> None:
-        self._exposed_ns[op.name] += waited_ns
-        self._end(op, tokens, start_ns)
+        def end(end_ns: int | None) -> None:
+            latency_ns = None if end_ns is None else end_ns - start_ns
+            self.stats.add(self._rank, name, whole_bytes, num_ranks, latency_ns)
+            self._end(op, tokens, latency_ns)
 
-    def _end(self, op: CommOp, tokens: dict[str, Any], start_ns: int) -> None:
-        duration_ns = time.monotonic_ns() - start_ns
+        result = None
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            end_ns = time.monotonic_ns()
+            self.stats.expose(self._rank, name, end_ns - start_ns)
+            is_pending = hasattr(result, "wait")  # `async_op` may be given by position, and `recv` returns a number
+            if not is_pending:  # also where it has failed
+                end(end_ns)
+        if not is_pending:
+            return result
+        return _WatchedWork(result, lambda waited_ns: self.stats.expose(self._rank, name, waited_ns), end, self._unseen)
+
+    def _end(self, op: CommOp, tokens: dict[str, Any], latency_ns: int | None) -> None:
         for name, plugin in self._host.listeners("comm_end"):
             self._host.call_one(name, "comm_end", plugin.comm_end, op, tokens.get(name))
         if self._host.recorder.enabled:
             self._host.recorder.write(
-                "comm", op=op.name, bytes=op.num_bytes, rank=op.rank, world_size=op.world_size, duration_ns=duration_ns
+                "comm", op=op.name, bytes=op.num_bytes, rank=op.rank, world_size=op.world_size, duration_ns=latency_ns
             )
-        self._report()
+        self._has_news.set()
+        if len(self._host.faults) != self._num_faults:
+            self._num_faults = len(self._host.faults)
+            self._write_report()
+
+    def _tell_unseen(self) -> None:
+        while self._unseen:
+            try:
+                end = self._unseen.popleft()
+            except IndexError:  # the other thread that tells has taken it
+                return
+            end()
 
     def _report(self) -> None:
         """Leave the counts where the engine process finds them; it has no other way to see into a worker."""
-        now = time.monotonic()
-        if self._host.config.run_dir is None:
-            return
-        if now < self._next_report_s and len(self._host.faults) == self._num_faults:
-            if self._late is None:  # this may be the last collective for long
-                self._late = threading.Timer(REPORT_INTERVAL_S, self._write_report)
-                self._late.daemon = True
-                self._late.start()
-            return
-        self._next_report_s, self._num_faults = now + REPORT_INTERVAL_S, len(self._host.faults)
-        self._write_report()
+        while not self._is_closed.wait(REPORT_INTERVAL_S):
+            self._tell_unseen()
+            if self._has_news.is_set():
+                self._has_news.clear()
+                self._write_report()
 
     def _write_report(self) -> None:
-        self._late = None
+        if self._host.config.run_dir is None:
+            return
         file = self._host.config.run_dir / f"rank{self._rank}.json"
-        draft = file.with_suffix(f".{threading.get_ident()}.tmp")
-        with contextlib.suppress(FileNotFoundError):  # the server has ended and taken its folder along
-            own = {"comm_ns": [[self._rank, name, spent] for name, spent in self._exposed_ns.copy().items()]}
-            draft.write_text(json.dumps(self._host.report() | own))
+        draft = file.with_suffix(".tmp")
+        # The lock keeps an older report from taking the place of a newer one. The folder goes when the server has ended.
+        with self._writing, contextlib.suppress(FileNotFoundError):
+            draft.write_text(json.dumps(self._host.report() | {"comm": self.stats.report()}))
             os.replace(draft, file)
 
     def close(self) -> None:
+        self._is_closed.set()
+        if self._reporter.is_alive():
+            self._reporter.join()
+        self._tell_unseen()
         self._host.close()
-        if self._host.config.run_dir is not None:
-            self._write_report()
+        self._write_report()
 
 
 class _WatchedWork:
-    """The handle of an asynchronous collective; the first `wait` ends the observation."""
+    """The handle of an asynchronous collective. Its end is seen once: by `wait`, `is_completed` or the future, what is first.
 
-    def __init__(self, work: Any, end: Any) -> None:
+    A handle that is let go of without any of these has an end that nobody saw; the operation counts, its time does not.
+    """
+
+    def __init__(self, work: Any, expose: Callable[[int], None], end: Ended, unseen: deque[Callable[[], None]]) -> None:
         self._work = work
-        self._end = end
+        self._expose = expose
+        self._ends = [end]  # taken by whoever is first: `pop` of a list is one step for all threads
+        self._unseen = unseen
+        self._has_future = False
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         start_ns = time.monotonic_ns()
-        result = self._work.wait(*args, **kwargs)
-        end, self._end = self._end, None
-        if end is not None:
-            end(time.monotonic_ns() - start_ns)
-        return result
+        try:
+            return self._work.wait(*args, **kwargs)
+        finally:
+            end_ns = time.monotonic_ns()
+            self._expose(end_ns - start_ns)
+            self._end(end_ns)
+
+    def is_completed(self) -> bool:
+        is_completed = self._work.is_completed()
+        if is_completed:
+            self._end(time.monotonic_ns())
+        return is_completed
+
+    def get_future(self) -> Any:
+        """The library's own, which others may hand on to it; it tells of its end itself."""
+        future = self._work.get_future()
+        if not self._has_future:
+            self._has_future = True
+            ends, unseen = self._ends, self._unseen
+
+            def told(_: Any) -> None:
+                _put_off(ends, unseen, time.monotonic_ns())
+
+            future.add_done_callback(told)
+        return future
+
+    def _end(self, end_ns: int) -> None:
+        with contextlib.suppress(IndexError):
+            self._ends.pop()(end_ns)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+    def __del__(self) -> None:
+        if not self._has_future:
+            _put_off(self._ends, self._unseen, None)
+
+
+def _put_off(ends: list[Ended], unseen: deque[Callable[[], None]], end_ns: int | None) -> None:
+    with contextlib.suppress(IndexError):
+        end = ends.pop()
+        unseen.append(lambda: end(end_ns))
 
 
 def _first_tensor(values: tuple) -> torch.Tensor | None:
@@ -136,4 +210,22 @@ def _first_tensor(values: tuple) -> torch.Tensor | None:
             found = _first_tensor(tuple(value))
             if found is not None:
                 return found
+    return None
+
+
+def _whole_bytes(values: tuple) -> int:
+    """Of what all ranks have together, which is the largest that is given: of a part and the whole, the whole."""
+    return max((_num_bytes(value) for value in values), default=0)
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(_num_bytes(each) for each in value) if isinstance(value, (list, tuple)) else 0
+
+
+def _group_size(values: tuple) -> int | None:
+    for value in values:
+        if isinstance(value, torch.distributed.ProcessGroup):
+            return value.size()
     return None

@@ -272,7 +272,7 @@ class SchedulerHooks:
             "speculation": None if self.speculation is None else self.speculation.report(),
             "pd": None if self.pd is None else self.pd.report(),
             "plugins": self._host.plugin_reports(),
-            "comm_ns": [row for worker in workers for row in worker["comm_ns"]],
+            "comm": [row for worker in workers for row in worker["comm"]],
             "calls": own["calls"] + [row for worker in workers for row in worker["calls"]],
             "faults": own["faults"] + [row for worker in workers for row in worker["faults"]],
             "enabled": {

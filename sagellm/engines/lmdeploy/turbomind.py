@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,6 +34,7 @@ from sagellm.core.hooks import (
     overrides,
 )
 from sagellm.core.host import PluginHost
+from sagellm.engines.lmdeploy.comm_stats import CommStats
 from sagellm.engines.lmdeploy.turbomind_handle import Handle
 from sagellm.engines.lmdeploy.turbomind_steps import StepDecisions, Where
 
@@ -99,7 +99,7 @@ class TurboMindHooks:
         self._looked_up: dict[int, None] = {}
         self._num_faults = 0
         self._is_told: bool | None = None  # whether evictions are; None until it is settled
-        self._comm_ns: Counter[tuple[int, str]] = Counter()
+        self._comm = CommStats()
         self._host.recorder.write(
             "open", format=FORMAT, engine="lmdeploy.turbomind", block_size=block_size, block_bytes=config.block_bytes,
             prefix_caching=prefix_caching, plugins=[spec.model_dump(mode="json") for spec in config.plugins],
@@ -280,7 +280,11 @@ class TurboMindHooks:
         duration_s = notice.milliseconds / 1e3 if notice.milliseconds >= 0 else None
         op = CommOp(name, notice.comm_bytes, "", notice.comm_rank, notice.comm_ranks, True, duration_s)
         if duration_s is not None:
-            self._comm_ns[notice.comm_rank, name] += round(duration_s * 1e9)
+            # On the stream of the computation, which waits for it: all of it is exposed.
+            duration_ns = round(duration_s * 1e9)
+            whole_bytes = op.num_bytes * (op.world_size if name.startswith("all_gather") else 1)
+            self._comm.expose(op.rank, name, duration_ns)
+            self._comm.add(op.rank, name, whole_bytes, op.world_size, duration_ns)
         self._host.recorder.write(
             "comm", op=name, bytes=op.num_bytes, rank=op.rank, world_size=op.world_size,
             duration_ns=None if duration_s is None else round(duration_s * 1e9),
@@ -308,7 +312,7 @@ class TurboMindHooks:
             "plugins": self._host.plugin_reports(),
             "table": stats,
             "port": port,
-            "comm_ns": [[rank, name, spent] for (rank, name), spent in self._comm_ns.copy().items()],
+            "comm": self._comm.report(),
             "calls": own["calls"],
             "faults": own["faults"],
             "enabled": {name: on and is_on for name, on in own["enabled"].items()},

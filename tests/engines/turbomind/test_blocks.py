@@ -97,7 +97,8 @@ def test_notices(start):
         CommOp("all_reduce", 2048, "", 0, 2, True, 0.0005),
         CommOp("all_reduce_rmsnorm", 64, "", 0, 2, True, None),
     ]
-    assert hooks.report()["comm_ns"] == [[0, "all_reduce", 500_000]]
+    (row,) = hooks.report()["comm"]
+    assert (row["rank"], row["op"], row["count"], row["exposed_ns"]) == (0, "all_reduce", 1, 500_000)
     assert hooks.report()["evicted"]["prefix"] == 1
 
 
