@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -66,7 +65,9 @@ class OverlapWindow:
         self.slowdown = slowdown
 
     def measure(self, rounds: int = 5) -> None:
-        """Medians over `rounds`, of each alone and of the longest segments beside the longest collective; the slowest rank's.
+        """The least of `rounds`, of each alone and of the longest segments beside the longest collective; on the slowest rank.
+
+        The least, since whatever else runs on the machine only adds.
 
         Every call is made once a round and once more, so they must bear being repeated.
         """
@@ -82,7 +83,7 @@ class OverlapWindow:
                     result.wait()
                 if number:  # the first touches memory for the first time
                     taken[name].append(time.perf_counter() - start)
-        self._seconds = dict(zip(taken, self._slowest([statistics.median(values) for values in taken.values()]), strict=True))
+        self._seconds = dict(zip(taken, self._slowest([min(values) for values in taken.values()]), strict=True))
         self.slowdown = self._measure_contention(rounds)
 
     def _measure_contention(self, rounds: int) -> float:
@@ -103,7 +104,7 @@ class OverlapWindow:
                 self._calls[task.name]()
             work.wait()
             together.append(time.perf_counter() - start)
-        (together_s,) = self._slowest([statistics.median(together)])
+        (together_s,) = self._slowest([min(together)])
         compute_s = sum(task.seconds for task in chosen)
         return contention(compute_s, longest.seconds, together_s) if min(compute_s, longest.seconds) > 0 else 0.0
 

@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -220,31 +219,35 @@ def alone():
     return MemoryBackend(CommConfig(backend="memory", rank=0, world_size=1, rendezvous=f"memory://{uuid.uuid4().hex}"))
 
 
-class Sleeps(Work):
-    """A transfer that takes a while and no core, as a network's does."""
+class EndsWith(Work):
+    """A transfer that goes on until an event is set."""
 
-    def __init__(self, seconds):
-        self._timer = threading.Timer(seconds, lambda: None)
-        self._timer.start()
+    def __init__(self, event):
+        self._event = event
 
     def is_completed(self):
-        return not self._timer.is_alive()
+        return self._event.is_set()
 
     def wait(self):
-        self._timer.join()
+        assert self._event.wait(20), "waited for before what ends it was computed"
 
 
-def test_what_takes_no_core_hides_as_predicted():
-    """Compares orders, not clocks: waits of the plan against those of one after the other."""
+def test_a_run_follows_its_plan():
     with alone() as backend:
-        window = OverlapWindow(backend)
-        window.collective("r", lambda: Sleeps(0.2))
-        window.compute("a", lambda: time.sleep(0.3))
-        window.measure(rounds=1)
-        assert window.slowdown < 0.5, "both sleep"
+        window, event, ran = OverlapWindow(backend), threading.Event(), []
+
+        def start():
+            ran.append("r")
+            return EndsWith(event)
+
+        window.collective("r", start)
+        window.compute("a", lambda: (ran.append("a"), event.set()))
+        window.compute("b", lambda: ran.append("b"), needs=("r",))
+        window.costs({"r": 2.0, "a": 3.0, "b": 1.0})
         plan = window.plan()
-        assert plan.hidden_share > 0.5 and plan.steps == steps("sr ca wr")
-        assert window.run(plan).waited_s < 0.1
+        assert plan.hidden_share == 1 and plan.steps == steps("sr ca wr cb")
+        window.run(plan)
+        assert ran == ["r", "a", "b"]
 
 
 def test_a_failure_is_raised_and_nothing_goes_on_behind_it():
