@@ -27,7 +27,7 @@ DEFINITIONS = {
             "matrices of width `hidden`, a reduction, and a product that needs it: its wall-clock time less that of the "
             "computation alone, from what was measured of each alone.",
         ),
-        ("exposed_ms", "ms", "lower", "The same as measured: time of the plan less that of the computation, each the least of `rounds`."),
+        ("exposed_ms", "ms", "lower", "The same as measured: time of the plan less that of the computation, at best."),
         ("serial_ms", "ms", None, "The same with each reduction waited for at once, measured."),
         ("total_error", "1", "lower", "Predicted wall-clock time of the plan / measured, less 1, as a positive number."),
         ("hidden", "1", "higher", "Part of the exposed time that the plan hides: 1 - exposed_ms / serial_ms."),

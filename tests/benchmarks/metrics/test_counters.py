@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from benchmarks.errors import BenchmarkError
+from benchmarks.metrics.comm import operation_definitions
 from benchmarks.metrics.compute import counter_metrics, parse_prometheus, series
 
 KINDS = [(unit, kind, admission) for unit in ("tokens", "blocks") for kind in ("query", "hit")
@@ -125,3 +126,30 @@ def test_guesses_that_nobody_made_are_absent(before: dict, after: dict, tokens_p
     assert metrics.get("spec_tokens_per_step") == tokens_per_step and "spec_acceptance" not in metrics
     found = [why for name, why in absent.items() if name.startswith("spec_")]
     assert len(found) == len(reasons) and all(want in why for want, why in zip(reasons, found, strict=True)), found
+
+
+def collectives(rank: str, op: str, exposed: float, count: float, size: float, latency: float) -> dict[str, float]:
+    names = {
+        "sagellm_comm_seconds_total": exposed, "sagellm_comm_operations_total": count, "sagellm_comm_bytes_total": size,
+        "sagellm_comm_bus_bytes_total": size * 2, "sagellm_comm_latency_seconds_sum": latency,
+        "sagellm_comm_latency_seconds_count": count,
+    }  # fmt: skip
+    return {series(name, rank=rank, op=op): value for name, value in names.items()}
+
+
+def test_operations_of_the_rank_that_waited_longest():
+    before = collectives("0", "all_reduce", 1, 10, 1000, 2) | {"sagellm_step_seconds_total": 5.0}
+    after = (
+        collectives("0", "all_reduce", 3, 30, 9000, 4) | collectives("0", "broadcast", 1, 4, 0, 0.5)
+        | collectives("1", "all_reduce", 1, 30, 9000, 9) | {"sagellm_step_seconds_total": 15.0}
+    )  # fmt: skip
+    metrics = counter_metrics(before, after, tensor_parallel=2).metrics
+    found = {name: value for name, value in metrics.items() if name.startswith("comm.")}
+    assert metrics["comm_share"] == pytest.approx(0.3)
+    assert found == pytest.approx({
+        "comm.all_reduce.share": 0.2, "comm.all_reduce.operations": 20, "comm.all_reduce.latency_s": 0.1,
+        "comm.all_reduce.algorithm_bytes_per_s": 4000, "comm.all_reduce.bus_bytes_per_s": 8000,
+        "comm.broadcast.share": 0.1, "comm.broadcast.operations": 4, "comm.broadcast.latency_s": 0.125,
+    })  # fmt: skip
+    definitions = operation_definitions([*metrics, "comm.all_reduce.colour"])
+    assert definitions.keys() == found.keys() and definitions["comm.broadcast.latency_s"].unit == "s"
