@@ -67,46 +67,60 @@ class OverlapWindow:
     def measure(self, rounds: int = 5) -> None:
         """The least of `rounds`, of each alone and of the longest segments beside the longest collective; on the slowest rank.
 
-        The least, since whatever else runs on the machine only adds.
-
-        Every call is made once a round and once more, so they must bear being repeated.
+        The least, since whatever else runs on the machine only adds. Every call is made up to twice a round and four times
+        more, so they must bear being repeated.
         """
         if rounds < 1:
             raise CommError(f"rounds is {rounds}; give 1 or more.")
-        taken: dict[str, list[float]] = {name: [] for name in self._calls}
-        for number in range(rounds + 1):
-            for kind, name, _ in self._order:
-                self.backend.barrier()
-                start = time.perf_counter()
-                result = self._calls[name]()
-                if kind is Collective:
-                    result.wait()
-                if number:  # the first touches memory for the first time
-                    taken[name].append(time.perf_counter() - start)
-        self._seconds = dict(zip(taken, self._slowest([min(values) for values in taken.values()]), strict=True))
-        self.slowdown = self._measure_contention(rounds)
+        self._alone()  # touches memory for the first time
+        self._seconds = self._slowest(self._alone())
+        longest, beside = self._neighbours()
+        least = self._alone()
+        together_s = float("inf")
+        for _ in range(rounds):  # in turns, so that both meet the same machine
+            together_s = min(together_s, self._together(longest, beside))
+            least = {name: min(least[name], taken) for name, taken in self._alone().items()}
+        found = self._slowest(least | {"": together_s})
+        together_s = found.pop("")
+        self._seconds = found
+        compute_s, comm_s = sum(found[name] for name in beside), found.get(longest, 0.0)
+        self.slowdown = contention(compute_s, comm_s, together_s) if min(compute_s, comm_s) > 0 else 0.0
 
-    def _measure_contention(self, rounds: int) -> float:
-        """The segments that together take about as long as the longest collective, run while it does."""
+    def _alone(self) -> dict[str, float]:
+        """Seconds of each call once, by itself; a collective's until it has ended."""
+        taken = {}
+        for kind, name, _ in self._order:
+            self.backend.barrier()
+            start = time.perf_counter()
+            if kind is Collective:
+                self._start(name).wait()
+            else:
+                self._calls[name]()
+            taken[name] = time.perf_counter() - start
+        return taken
+
+    def _neighbours(self) -> tuple[str, list[str]]:
+        """The longest collective, and the longest segments, which together take as long; "" and none if a kind is missing."""
         collectives = [task for task in self.tasks if isinstance(task, Collective)]
         segments = sorted((task for task in self.tasks if isinstance(task, Segment)), key=lambda task: -task.seconds)
         if not collectives or not segments:
-            return 0.0
-        longest, chosen = max(collectives, key=lambda task: task.seconds), []
-        while segments and sum(task.seconds for task in chosen) < longest.seconds:
-            chosen.append(segments.pop(0))
-        together = []
-        for _ in range(rounds):
-            self.backend.barrier()
-            start = time.perf_counter()
-            work = self._start(longest.name)
-            for task in chosen:
-                self._calls[task.name]()
+            return "", []
+        longest, beside, total_s = max(collectives, key=lambda task: task.seconds), [], 0.0
+        for task in segments:
+            if total_s < longest.seconds:
+                beside.append(task.name)
+                total_s += task.seconds
+        return longest.name, beside
+
+    def _together(self, longest: str, beside: list[str]) -> float:
+        self.backend.barrier()
+        start = time.perf_counter()
+        work = self._start(longest) if longest else None
+        for name in beside:
+            self._calls[name]()
+        if work is not None:
             work.wait()
-            together.append(time.perf_counter() - start)
-        (together_s,) = self._slowest([min(together)])
-        compute_s = sum(task.seconds for task in chosen)
-        return contention(compute_s, longest.seconds, together_s) if min(compute_s, longest.seconds) > 0 else 0.0
+        return time.perf_counter() - start
 
     def plan(self) -> OverlapPlan:
         """From what was measured or given. Raises CommError as `plan_overlap`."""
@@ -137,11 +151,11 @@ class OverlapWindow:
             raise CommError(f"{name} returned {type(work).__name__}; start the collective with async_op and return its Work.")
         return work
 
-    def _slowest(self, seconds: list[float]) -> list[float]:
+    def _slowest(self, seconds: dict[str, float]) -> dict[str, float]:
         """Alike on all ranks, or their plans would start collectives in different orders."""
-        values = torch.tensor(seconds, dtype=torch.float64, device=_device_of(self.backend))
+        values = torch.tensor(list(seconds.values()), dtype=torch.float64, device=self.backend.device_types[0])
         self.backend.all_reduce(values, ReduceOp.MAX)
-        return values.tolist()
+        return dict(zip(seconds, values.tolist(), strict=True))
 
     def _add(self, kind: type[Task], name: str, call: Callable[[], object], needs: Sequence[str]) -> None:
         if name in self._calls:
@@ -160,6 +174,3 @@ def _settle(works: object) -> None:
         except CommError:
             continue
 
-
-def _device_of(backend: CommBackendProtocol) -> torch.device:
-    return torch.device(backend.device_types[0])
