@@ -359,7 +359,7 @@ class Plugin:
         """Before a collective; what it returns is handed to `comm_end`."""
 
     def comm_end(self, op: CommOp, token: object) -> None:
-        """After a collective: for an asynchronous one, when it was waited for."""
+        """After a collective, also one that failed: for an asynchronous one, when a wait, a poll or its future saw the end."""
 
 
 DECISIONS = ("select_victims", "lookup_prefix", "admit", "schedule")
