@@ -15,12 +15,10 @@ from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, TransferOpt
 from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVPart, KVRegion
 from sagellm.comm_backend.kv_transfer.registry import channel_names, find_channel, make_channel
 
-OPTIONS: dict[str, Any] = {
-    "channels": ["shm", "tcp", "mooncake"], "mib": [1, 4, 16, 64], "total_mib": 64, "rounds": 20, "blocks": 1000
-}  # fmt: skip
+OPTIONS: dict[str, Any] = {"mib": [1, 4, 16, 64], "total_mib": 64, "rounds": 20, "blocks": 1000}
 MIB = 1 << 20
 SIZES = (1, 4, 16, 64)
-CHANNELS = ("shm", "tcp", "mooncake")
+CHANNELS = tuple(name for name in ("shm", "tcp", "mooncake") if name in channel_names() and not find_channel(name).missing())
 KEY = b"of this benchmark"
 DEFINITIONS = {
     f"kv_transfer_{channel}_{name}_{size}mib": Definition(unit=unit, better="higher", text=text.format(size=size, it=channel))
@@ -51,27 +49,28 @@ DEFINITIONS = {
 }  # fmt: skip
 
 
-def run(seed: int, channels: list[str], mib: list[int], total_mib: int, rounds: int, blocks: int) -> dict[str, float]:
-    """Sizes that are not in `mib`, and channels that are not in `channels` or cannot work here, are not measured."""
+def run(seed: int, mib: list[int], total_mib: int, rounds: int, blocks: int) -> dict[str, float]:
+    """Sizes that are not in `mib` are measured as one block, once."""
     torch.set_num_threads(1)
-    chosen = [name for name in CHANNELS if name in channels and name in channel_names() and not find_channel(name).missing()]
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    owner = context.Process(target=_own, args=(there, chosen), daemon=True)
+    owner = context.Process(target=_own, args=(there,), daemon=True)
     owner.start()
     there.close()
     readers = {}
     try:
         endpoints = here.recv()
-        for name in chosen:
+        for name in CHANNELS:
             for size in ("small", "large"):
                 channel = readers[name, size] = _channel(name, size)
                 channel.connect("owner", [endpoints[name, size]], timeout_s=60)
         metrics = {}
-        for name in chosen:
+        for name in CHANNELS:
             metrics[f"kv_transfer_{name}_block_us"] = _block(readers[name, "small"], seed, blocks)
-        for size in mib:
-            metrics |= _sizes({name: readers[name, "large"] for name in chosen}, size, max(1, total_mib // size), rounds, seed)
+        large = {name: readers[name, "large"] for name in CHANNELS}
+        for size in SIZES:
+            how = (size, max(1, total_mib // size), rounds) if size in mib else (1, 1, 1)
+            metrics |= _sizes(large, size, *how, seed)
         return metrics
     finally:
         for channel in readers.values():
@@ -93,9 +92,9 @@ def _channel(name: str, size: str) -> KVTransferChannel:
     return make_channel(name, KVRegion(layout, tensors), TransferOptions(key=KEY))
 
 
-def _own(pipe: Connection, names: list[str]) -> None:
+def _own(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    channels = {(name, size): _channel(name, size) for name in names for size in ("small", "large")}
+    channels = {(name, size): _channel(name, size) for name in CHANNELS for size in ("small", "large")}
     for channel in channels.values():
         for tensor in channel.region.tensors:
             tensor.fill_(1)
@@ -121,7 +120,9 @@ def _block(channel: KVTransferChannel, seed: int, times: int) -> float:
     return float(np.median(seconds)) * 1e6
 
 
-def _sizes(channels: dict[str, KVTransferChannel], size: int, times: int, rounds: int, seed: int) -> dict[str, float]:
+def _sizes(
+    channels: dict[str, KVTransferChannel], name_mib: int, size: int, times: int, rounds: int, seed: int
+) -> dict[str, float]:
     """`size` MiB are `size` blocks."""
     random = np.random.default_rng(seed)
     source, target = (torch.full((times, size * MIB), value, dtype=torch.uint8) for value in (1, 0))
@@ -160,9 +161,9 @@ def _sizes(channels: dict[str, KVTransferChannel], size: int, times: int, rounds
         assert num_copied >= 2 * size * times, (name, num_copied)
     taken = {name: np.array(each) for name, each in seconds.items()}
     copy, num_bytes = taken.pop("copy"), size * MIB * times
-    metrics = {f"kv_transfer_copy_gb_s_{size}mib": num_bytes / copy.min() / 1e9}
+    metrics = {f"kv_transfer_copy_gb_s_{name_mib}mib": num_bytes / copy.min() / 1e9}
     for name, each in taken.items():
-        metrics[f"kv_transfer_{name}_share_{size}mib"] = np.median(copy / each)
-        metrics[f"kv_transfer_{name}_best_share_{size}mib"] = copy.min() / each.min()
-        metrics[f"kv_transfer_{name}_gb_s_{size}mib"] = num_bytes / each.min() / 1e9
+        metrics[f"kv_transfer_{name}_share_{name_mib}mib"] = np.median(copy / each)
+        metrics[f"kv_transfer_{name}_best_share_{name_mib}mib"] = copy.min() / each.min()
+        metrics[f"kv_transfer_{name}_gb_s_{name_mib}mib"] = num_bytes / each.min() / 1e9
     return {name: float(value) for name, value in metrics.items()}

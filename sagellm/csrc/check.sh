@@ -51,7 +51,7 @@ build_address() {
 
 native_tests() {
     local build="$folder/$1" name names="threads hook_table plugin_port shm_group"
-    [ "$1" = thread ] || names="$names functional block_cache policies stream_copy suffix_tree abi" # these have one thread
+    [ "$1" = thread ] || names="$names functional block_cache policies stream_copy copy_pieces suffix_tree abi" # these have one thread
     shift
     for name in $names; do
         "$@" "$build/tests/native_$name" || exit 1

@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "hook_call": {"calls": 5, "notices_per_call": 2},
     "kv_migration": {"mib": [], "rounds": 1, "disk_kib": 4, "disk_blocks": 2},
     "kv_policy": {"num_objects": 500, "num_requests": 2000, "num_rows": 50},
-    "kv_transfer": {"channels": ["shm"], "mib": [], "blocks": 3},
+    "kv_transfer": {"mib": [], "blocks": 3},
     "plan_build": {"num_requests": 16, "repeats": 2},
     "prefix_index": {"num_sequences": 40, "num_lookups": 8},
     "prefix_eviction": {"num_leaves": 200},

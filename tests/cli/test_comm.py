@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from sagellm.cli import main
+from sagellm.comm_backend.kv_transfer.registry import channel_names
 from sagellm.comm_backend.registry import backend_names, find_backend
 
 BAD = """
@@ -72,3 +73,28 @@ def test_one_that_cannot_work_here_or_has_no_such_option():
 def test_misuse(here, arguments, message):
     done = run("check", *arguments)
     assert done.exit_code == 2 and message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_channels():
+    done = run("channels", "--json")
+    rows = {row["channel"]: row for row in json.loads(done.output)}
+    assert done.exit_code == 0 and list(rows) == channel_names()
+    assert rows["shm"]["here"] == rows["tcp"]["here"] == "yes" and rows["tcp"]["devices"] == "cpu"
+    assert rows["tcp"]["class"] == "sagellm.comm_backend.kv_transfer.tcp:TcpChannel"
+
+
+BAD_CHANNEL = """
+from sagellm.comm_backend.kv_transfer.shm import ShmChannel
+class Unbuilt(ShmChannel):
+    def _open(self):
+        raise RuntimeError("no")
+"""
+
+
+def test_a_channel_that_breaks_its_contract(tmp_path, here):
+    (tmp_path / "channel_of_a_test.py").write_text(BAD_CHANNEL)
+    done = run("check-channel", "channel_of_a_test:Unbuilt", "--json", "--rounds", 1)
+    assert done.exit_code == 1
+    assert "RuntimeError: no" in done.output and "scenario starting" in done.output
+    unknown = run("check-channel", "pigeon")
+    assert unknown.exit_code == 2 and "known are: shm, tcp" in unknown.output
