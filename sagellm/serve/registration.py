@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -107,7 +108,7 @@ class Registration:
                 text = (await answer.content.read(1 << 20)).decode(errors="replace")
                 return answer.status, _parsed(text)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            why = f"no answer within {timeout_s:g} s" if isinstance(error, asyncio.TimeoutError) else error
+            why = f"no answer within {timeout_s:g} s" if isinstance(error, asyncio.TimeoutError) else _reason(error)
             raise _NoProxy(f"the proxy at {self._member.proxy_url} cannot be reached ({why})") from None
 
     def _note(self, trouble: str) -> None:
@@ -117,6 +118,12 @@ class Registration:
         elif self._trouble and not trouble:
             logger.warning("registered at the proxy at %s", self._member.proxy_url)
         self._trouble = trouble
+
+
+def _reason(error: Exception) -> str:
+    """aiohttp and asyncio wrap the system's words in their own."""
+    number = getattr(error, "errno", None)
+    return os.strerror(number) if number and number > 0 else str(error) or type(error).__name__
 
 
 def _parsed(text: str) -> Any:

@@ -44,6 +44,8 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     Raises:
         SageError: before anything was started: unpatched LMDeploy, port in use, too much memory asked for, bad plug-in.
     """
+    if config.pd is not None:  # its engine process tells others its name
+        config = config.model_copy(update={"model_name": _name(config)})
     backend = backend_of(config)
     device = backend.require()
     _check_plugins(config)
