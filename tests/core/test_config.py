@@ -5,8 +5,10 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from sagellm.core.config import HookConfig, PluginSpec, SageConfig, read_config
+from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig, read_config
 from sagellm.core.errors import ConfigError
+
+BAD_URLS = ("", "host:80", "ftp://a:1", "http://", "http://a:0", "http://a:x", "http://a:1/path", "http://a:1?b")
 
 
 def write(tmp_path, text):
@@ -61,6 +63,13 @@ def test_an_unknown_key_names_the_known_ones(tmp_path):
         ({"plugins": [{"name": "a", "options": {1: 2}}]}, "plugins.0.options.1"),
         ({"plugins": [{"name": "a", 1: 2}]}, "plugins.0.1"),
         ({"plugins": [{"name": "a", "colour": 1}]}, "plugins.0.colour: unknown key"),
+        ({"pd": {}}, "^there are settings of a prefill/decode group, and no role; give --role prefill, decode or hybrid.$"),
+        ({"pd": {"role": "decode"}}, "^role decode needs the proxy of its group; give --proxy-url http://host:port.$"),
+        ({"pd": {"role": "decode", "proxy_url": "http://a:1"}}, "^role decode needs the key .* give --pd-key-file FILE.$"),
+        ({"pd": {"role": "boss"}}, "pd.role: .*'prefill', 'decode' or 'hybrid', got 'boss'"),
+        ({"pd": {"rule": "decode"}}, "pd.rule: unknown key; known are channel, .*role"),
+        ({"pd": {"lease_s": 0}}, "pd.lease_s: .*greater than 0"),
+        *(({"pd": {"proxy_url": url}}, "pd.proxy_url: .*give http://host:port") for url in BAD_URLS),
         ({"kv_blocks": 64, "kv_memory_share": 0.5}, "kv_blocks and kv_memory_share both size the KV pool"),
     ],
 )
@@ -122,6 +131,15 @@ def test_parts_of_the_tiers_go_before_those_of_the_file(tmp_path):
         read_config(None, {"kv": {"polcy": "lru"}})
     with pytest.raises(ConfigError, match="kv.disk_gib: .*greater than 0"):
         read_config(None, {"kv": {"disk_gib": 0}})
+
+
+def test_parts_of_a_group_go_before_those_of_the_file(tmp_path):
+    file = write(tmp_path, "pd: {role: prefill, proxy_url: 'http://a:1/', key_file: key, timeout_s: 3}\n")
+    pd = read_config(file, {"pd": {"role": "decode", "channel": "tcp"}}).pd
+    assert (pd.role, pd.proxy_url, str(pd.key_file), pd.timeout_s, pd.channel) == ("decode", "http://a:1", "key", 3, "tcp")
+    assert read_config(None, {}).pd is None
+    hooks = HookConfig(pd=PDHooks(role="decode", engine_id="http://a:2", key_file="/key", channel="tcp"))
+    assert HookConfig.model_validate_json(hooks.model_dump_json()) == hooks
 
 
 @pytest.mark.parametrize("value", [True, "5", None])

@@ -18,6 +18,7 @@ from sagellm.serve.prompts import Prompts
 from tests.engines.turbomind.played import PlayedRank
 
 PLUGINS = "tests.engines.turbomind.plugins"
+PD = {"role": "decode", "proxy_url": "http://127.0.0.1:1", "key_file": "key"}
 
 
 @pytest.fixture
@@ -56,6 +57,7 @@ def test_a_machine_without_it_is_told_before_anything_else(monkeypatch):
         (dict(device="cpu"), "device cpu: TurboMind runs on cuda"),
         (dict(plugins=[f"{PLUGINS}:LooksUp"]), "LooksUp has lookup_prefix"),
         (dict(plugins=[f"{PLUGINS}:HearsReleases"]), "HearsReleases has on_prefix_released: TurboMind does not tell"),
+        (dict(pd=PD), "role decode: its blocks cannot be read by others"),
         (dict(kv={}), "kv lru: TurboMind does not tell when a request lets go"),
     ],
 )

@@ -107,6 +107,16 @@ def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
         (["--speculative", "eagle3", "--device", "cpu"], ["eagle3"]),
         (["--speculative", "ngram", "--speculative-options", '{"lookahead": 0}'], ["lookahead is 0", "1 to 64"]),
         (["--speculative-options", "{}x"], ["--speculative-options", "is not JSON"]),
+        (["--role", "decode"], ["role decode needs the proxy of its group; give --proxy-url"]),
+        (["--role", "decode", "--proxy-url", "http://127.0.0.1:1"], ["give --pd-key-file FILE"]),
+        (["--kv-channel", "tcp"], ["no role; give --role"]),
+        (["--kv-channel-options", "{"], ["--kv-channel-options", "is not JSON"]),
+        (["--role", "boss"], ["boss", "prefill"]),
+        (["--role", "decode", "--proxy-url", "here", "--pd-key-file", "k"], ["give http://host:port, got 'here'"]),
+        (
+            ["--role", "decode", "--proxy-url", "http://127.0.0.1:1", "--pd-key-file", "/no/such/key"],
+            ["cannot read the key file /no/such/key"],
+        ),
         (["--kv-blocks", 10**9], ["1000000000 KV blocks", "MiB", "Ask for at most"]),
     ],
 )
