@@ -24,6 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "comm_overlap": {"tokens": 8, "hidden": 16, "layers": 1, "rounds": 2, "network_ms": 0.1},
     "comm_share": {"hidden": 64, "layers": 2, "batch": 2, "prompt_tokens": 8, "new_tokens": 4, "bursts": 1},
     "comm_transfer": {"mib": [], "rounds": 2, "pings": 20},
+    "control_message": {"calls": 50, "at_once": 4},
     "hook_call": {"calls": 5, "notices_per_call": 2},
     "kv_migration": {"mib": [], "rounds": 1, "disk_kib": 4, "disk_blocks": 2},
     "kv_policy": {"num_objects": 500, "num_requests": 2000, "num_rows": 50},
