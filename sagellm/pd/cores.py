@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 
 from sagellm.core.errors import ConfigError
 
@@ -23,4 +24,4 @@ def split_cores(cores: Sequence[int], num: int) -> list[list[int]]:
         raise ConfigError(f"--pin: {num} engines for {len(cores)} cores; start fewer engines, or leave --pin out.")
     size, rest = divmod(len(cores), num)
     starts = [number * size + min(number, rest) for number in range(num + 1)]
-    return [list(cores[first:last]) for first, last in zip(starts, starts[1:], strict=False)]
+    return [list(cores[first:last]) for first, last in pairwise(starts)]

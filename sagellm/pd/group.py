@@ -15,7 +15,7 @@ from sagellm.comm_backend.kv_transfer.layout import Model
 from sagellm.core.errors import PeerError, SageError
 from sagellm.pd.base import EngineView
 from sagellm.pd.costs import OnlineCosts
-from sagellm.pd.messages import Connect, Done, EngineFacts, Hello, Load, PrefixChange, Role, Subscribe
+from sagellm.pd.messages import Connect, Done, EngineFacts, Hello, Load, PrefixChange, Release, Role, Subscribe
 from sagellm.pd.tokens import prefix_keys
 
 __all__ = ["Engine", "EngineInfo", "Group"]
@@ -151,6 +151,16 @@ class Group:
         event = self._changed
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(event.wait(), timeout_s)
+
+    def give_up(self, first: Engine, transfer_id: int) -> None:
+        """Tell a prefill engine that nobody will fetch this transfer, or that its prompt is not coming; without waiting."""
+
+        async def release() -> None:
+            with contextlib.suppress(SageError):  # it has gone, and its blocks with it, or their lease ends
+                await first.connection.call(Release(transfer_id=transfer_id), CALL_S)
+
+        if not first.connection.is_closed:
+            self._spawn(release())
 
     def decoders(self, model: str | None = None) -> list[Engine]:
         return [one for one in self.engines.values() if one.decodes and model in (None, one.info.model)]

@@ -70,8 +70,7 @@ def run_proxy(config: ProxyConfig, as_json: bool = False) -> int:
         raise ConfigError(f"--model {config.model} is no folder; give the folder of the model that the engines serve.")
     given = config.listen_fd
     listener = listen(config.host, config.port) if given is None else socket.socket(fileno=os.dup(given))
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
-    logger.setLevel(config.log_level)
+    _log_to_stderr(config.log_level)
     lines = RequestLines(config.record)
     folder = Path(tempfile.mkdtemp(prefix="sagellm-proxy-"))
     out = _claim_stdout()
@@ -150,6 +149,16 @@ def _announce(config: ProxyConfig, listener: socket.socket, out: Any, as_json: b
             f"Engines join with --proxy-url {url} --pd-key-file {config.key_file}",
             file=out, flush=True,
         )  # fmt: skip
+
+
+def _log_to_stderr(level: str) -> None:
+    """With a handler of our own: LMDeploy quiets those of the root logger when it is imported."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    ours = logging.getLogger("sagellm")
+    ours.addHandler(handler)
+    ours.setLevel(level)
+    ours.propagate = False
 
 
 def _claim_stdout() -> Any:

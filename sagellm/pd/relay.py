@@ -204,7 +204,7 @@ class RelayedResponse(Response):
         """Raises Failed."""
         transfer_id = secrets.randbits(63)
         content = body.content if first is None else body.for_decode(first.url, transfer_id)
-        prefill = None
+        prefill, served = None, False
         computes = first or second
         computes.sent(transfer_id, max(1, self._num_tokens - self._cached.get(computes.url, 0)))
         registry = self._relay.options.registry
@@ -214,7 +214,9 @@ class RelayedResponse(Response):
             if first is not None:
                 copy = body.for_prefill(second.url, transfer_id)
                 prefill = asyncio.create_task(self._prefill(first, copy, headers, transfer_id))
-            return await self._decode(second, content, headers, transfer_id, body.stream, send)
+            outcome = await self._decode(second, content, headers, transfer_id, body.stream, send)
+            served = outcome == "served"
+            return outcome
         finally:
             second.num_streams -= 1
             computes.computed(transfer_id)
@@ -223,6 +225,8 @@ class RelayedResponse(Response):
             if prefill is not None:
                 prefill.cancel()  # at the end of the request at the latest nobody wants it any more
                 await asyncio.gather(prefill, return_exceptions=True)
+            if first is not None and not served:  # the decoding engine may not live to do it
+                self._relay.group.give_up(first, transfer_id)
 
     async def _prefill(self, first: Engine, content: bytes, headers: dict[str, str], transfer_id: int) -> None:
         """Its answer says nothing: the decoding engine fetches the keys and values, or computes them where that fails."""
@@ -237,6 +241,7 @@ class RelayedResponse(Response):
         finally:
             first.computed(transfer_id)
         if cause:
+            self._relay.group.give_up(first, transfer_id)  # or the decoding engine would wait until its deadline
             self._relay.metrics.failures.labels("prefill", cause).inc()
             logger.warning("request %d: prefill on %s failed, its prompt is computed again: %s", self._number, first.url, words)
 

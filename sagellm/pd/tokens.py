@@ -62,7 +62,7 @@ def guess_tokens(raw: dict[str, Any]) -> int:
             texts += one.values()
         elif isinstance(one, list):
             texts += one
-    return max(1, num_bytes // BYTES_A_TOKEN)
+    return max(2, num_bytes // BYTES_A_TOKEN)  # one of a single token could not be split, and is rare
 
 
 def _prompts(folder: Path) -> Any:

@@ -129,8 +129,9 @@ class _Supervisor:
         numbers: dict[str, int] = {}
         for role, port, cores in zip(roles, free_ports(len(roles), HOST), shares, strict=True):
             number = numbers[role] = numbers.get(role, -1) + 1
-            flags = ["--role", role, "--proxy-url", self.url, "--pd-key-file", str(key_file), "--host", HOST, "--port", str(port),
-                     "--json", "--model", str(model), *names, "--drain-timeout-s", str(config.drain_timeout_s), *keys]  # fmt: skip
+            flags = ["--role", role, "--proxy-url", self.url, "--pd-key-file", str(key_file), "--host", HOST, "--port",
+                     str(port), "--json", "--model", str(model), *names, "--drain-timeout-s",
+                     str(config.drain_timeout_s), *keys]  # fmt: skip
             if "--threads" not in config.serve_flags:  # together no more than there are cores, or all wait for each other
                 flags += ["--threads", str(len(cores) or max(1, len(available_cores()) // len(roles)))]
             command = [*config.engine, *flags, *config.serve_flags]
