@@ -6,7 +6,8 @@ transfers are tried and measured. An engine of which nothing is known yet has wh
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any
 
 from sagellm.core.errors import PlanError, PolicyError
@@ -18,6 +19,7 @@ __all__ = ["OnlineCosts"]
 
 FEWEST = 5  # samples that a fit needs
 MAX_SAMPLES = 512  # of a kind, the latest
+SPREAD = 2.0  # between the largest and the smallest sample, for a fit to tell a fixed time from one that grows
 FITTED = {
     "prefill": ("prefill_step_s", "prefill_token_s", "prefill_pair_s"),
     "decode": ("decode_step_s", "decode_request_s", "decode_context_s"),
@@ -57,7 +59,7 @@ class OnlineCosts:
             num = len(self._samples[key])
             if num >= FEWEST and (key not in self._fits or self._fresh[key] >= min(self._refit_after, num)):
                 self._fresh[key] = 0
-                if (found := _fit(key[1], self._samples[key])) is not None:
+                if (found := _fit(key[1], self._samples[key], self.prior)) is not None:
                     self._fits[key] = found
 
     def of(self, engine_id: str) -> PDCosts:
@@ -99,17 +101,19 @@ class OnlineCosts:
         return report
 
 
-def _fit(kind: str, samples: Iterable[StepCost]) -> dict[str, Any] | None:
-    """The fields of `PDCosts` that these samples tell, and "errors"; None where they tell nothing."""
+def _fit(kind: str, samples: Iterable[StepCost], prior: PDCosts) -> dict[str, Any] | None:
+    """The fields of `PDCosts` that these samples tell, and "errors"; None where they tell nothing.
+
+    Samples of about one size cannot tell what a step takes by itself from what each token takes; a fit would put it all into
+    one of the two, and call a prompt whose prefix is cached as dear as a whole one. Then the prior keeps its shape, and is
+    scaled to what was measured.
+    """
     samples = list(samples)
+    if not _is_spread(kind, samples):
+        return _scaled(kind, samples, prior) | {"errors": {}}
     try:
         if kind == "transfer":
-            pairs = [(one.num_bytes, one.seconds) for one in samples]
-            try:
-                link, error = fit_link(pairs)
-            except PlanError:  # all of one size, as a rule: what each byte takes by itself cannot be told from a fixed time
-                rate = sum(size for size, _ in pairs) / sum(seconds for _, seconds in pairs)
-                link, error = Link(latency_s=0.0, bytes_per_s=rate), None
+            link, error = fit_link([(one.num_bytes, one.seconds) for one in samples])
             return {"link": link, "errors": {} if error is None else {kind: error}}
         costs = fit_costs(
             {
@@ -118,6 +122,29 @@ def _fit(kind: str, samples: Iterable[StepCost]) -> dict[str, Any] | None:
             }
             for one in samples
         )  # fmt: skip
-    except (PlanError, PolicyError):
-        return None
+    except (PlanError, PolicyError):  # times that do not grow with the size
+        return _scaled(kind, samples, prior) | {"errors": {}}
     return {name: getattr(costs, name) for name in FITTED[kind]} | {"errors": dict(costs.errors)}
+
+
+def _is_spread(kind: str, samples: Sequence[StepCost]) -> bool:
+    name = {"prefill": "num_tokens", "decode": "num_requests", "transfer": "num_bytes"}[kind]
+    sizes = [max(1, getattr(one, name)) for one in samples]
+    return max(sizes) >= SPREAD * min(sizes)
+
+
+def _scaled(kind: str, samples: Sequence[StepCost], prior: PDCosts) -> dict[str, Any]:
+    ratio = median(one.seconds / _predicted(one, prior) for one in samples)
+    if kind == "transfer":
+        return {"link": Link(latency_s=prior.link.latency_s * ratio, bytes_per_s=prior.link.bytes_per_s / ratio)}
+    return {name: ratio * getattr(prior, name) for name in FITTED[kind]}
+
+
+def _predicted(one: StepCost, costs: PDCosts) -> float:
+    if one.kind == "transfer":
+        seconds = costs.transfer_s("", "", one.num_bytes)
+    elif one.kind == "prefill":
+        seconds = costs.prefill_s(one.num_tokens, one.num_context // max(1, one.num_requests))
+    else:
+        seconds = costs.decode_s(one.num_requests, one.num_context)
+    return max(seconds, 1e-9)

@@ -42,6 +42,7 @@ class Proc:
     def kill(self):
         self.process.kill()
         self.process.wait(10)
+        self.process.stdout.close()
 
     def end(self, code=0):
         if self.process.poll() is None:
@@ -115,7 +116,6 @@ class TestGroup:
         self.http.close()
         for engine in self.engines.values():
             engine.kill()
-            engine.process.stdout.close()
         self.proxy.end()
 
 

@@ -137,16 +137,15 @@ def test_several_prompts_are_not_split(split):
 
 
 def test_a_client_that_leaves_ends_the_request_on_both_sides(split):
-    def leave(stand_in, stream):
-        body = {"model": "m", "prompt": LONG, "max_tokens": 100, "stream": stream, "stand_in": stand_in}
-        with pytest.raises(httpx.ReadTimeout):
-            split.http.post("/v1/completions", json=body, timeout=1.0)
-
-    leave({"delay_s": 0.2, "on": ["decode"]}, True)
-    until("the decoding engine sees it", lambda: "cancelled" in split.seen(split.decode)[-1], 5)
+    body = {"model": "m", "prompt": LONG, "max_tokens": 100}
+    slow = body | {"stream": True, "stand_in": {"delay_s": 0.2, "on": ["decode"]}}
+    with split.http.stream("POST", "/v1/completions", json=slow) as response:
+        next(response.iter_lines())
+    until("the decoding engine sees it", lambda: "cancelled" in split.seen(split.decode)[-1], 15)
     # While its prompt is computed, before any byte: nothing of it runs on in the proxy.
-    leave({"hang_s": 3, "on": ["prefill"]}, False)
-    until("nothing runs", lambda: split.metric("sagellm_pd_running_requests") == 0, 2)
+    with pytest.raises(httpx.ReadTimeout):
+        split.http.post("/v1/completions", json=body | {"stand_in": {"hang_s": 20, "on": ["prefill"]}}, timeout=1.0)
+    until("nothing runs", lambda: split.metric("sagellm_pd_running_requests") == 0, 4)
     assert split.lines("end")[-1]["outcome"] == "client left"
 
 
@@ -184,7 +183,7 @@ def test_decode_engines_that_die_are_replaced_and_streams_end_with_words(own):
             done = group.complete(LONG, **fields)
             assert done.status_code == 200 and done.json()["choices"][0]["text"] == answer(LONG)
         if group.engines[first].process.poll() is not None:
-            group.engines[first].process.wait()
+            group.engines[first].kill()
             group.engines[first].start()
             group.engines[first].ready()
         group.connected(2, 0)
