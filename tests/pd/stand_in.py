@@ -60,8 +60,9 @@ class StandIn:
         self.costs: list[StepCost] = []
         self.running = 0
         self.released: list[int] = []
+        weights = f"random-{secrets.token_hex(4)}" if flags.weights == "random" else flags.weights
         self.facts = EngineFacts(
-            engine_id=self.url, instance=secrets.token_hex(8), role=flags.role, model=self.model, weights=flags.weights,
+            engine_id=self.url, instance=secrets.token_hex(8), role=flags.role, model=self.model, weights=weights,
             channel="none", endpoints=(), block_size=BLOCK, num_blocks=1000, token_bytes=1024,
         )  # fmt: skip
         self.control = ControlServer(self.key, {

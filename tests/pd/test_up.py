@@ -1,0 +1,171 @@
+"""`sagellm pd up` with stand-in engines: starts, restarts, ends and words."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from sagellm.cli.pd import pd
+from sagellm.core.errors import ConfigError
+from sagellm.pd.cores import available_cores, split_cores
+from sagellm.pd.ports import free_ports, listen
+from tests.pd.harness import until
+from tests.pd.stand_in import tokens_of
+
+RUN = """
+import sys
+from pathlib import Path
+from sagellm.core.errors import SageError
+from sagellm.pd.up import UpConfig, run_up
+try:
+    sys.exit(run_up(UpConfig(engine=(sys.executable, "-m", "tests.pd.stand_in"), {fields}), as_json=True))
+except SageError as error:
+    print("error:", error, file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+class Up:
+    def __init__(self, folder, **fields):
+        (self.port,) = free_ports(1)
+        given = {"port": self.port, "drain_timeout_s": 5.0, "policy": "always-split"} | fields
+        words = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        self.err = folder / "up.err"
+        with self.err.open("wb") as err:
+            command = [sys.executable, "-c", RUN.format(fields=f"model=Path({str(folder)!r}), {words}")]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True)
+        self.family = []
+
+    def ready(self):
+        line = self.process.stdout.readline()
+        assert line, self.err.read_text()
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        return json.loads(line)
+
+    def complete(self, prompt):
+        body = {"model": self.facts["model"], "prompt": prompt, "max_tokens": 3}
+        return httpx.post(f"http://127.0.0.1:{self.port}/v1/completions", json=body, timeout=60).json()
+
+    def end(self, number=signal.SIGTERM, code=0):
+        try:
+            if number is not None:
+                self.family += psutil.Process(self.process.pid).children(recursive=True)
+                self.process.send_signal(number)
+            assert self.process.wait(40) == code, self.err.read_text()
+            _, alive = psutil.wait_procs(self.family, timeout=5)
+            assert not alive
+        finally:
+            self.process.kill()
+            self.process.stdout.close()
+        return self.err.read_text()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, model_folder):
+    """A model's folder, for its tokenizer."""
+    return model_folder("llama")
+
+
+def test_a_group_starts_serves_comes_back_and_ends(folder):
+    up = Up(folder, pin=len(available_cores()) > 1)
+    up.facts = facts = up.ready()
+    assert facts["ready"] and facts["url"] == f"http://127.0.0.1:{up.port}/v1"
+    assert [one["name"] for one in facts["engines"]] == ["prefill0", "decode0"]
+    prompt = "a prompt of some length " * 10
+    found = up.complete(prompt)
+    assert found["loaded"] and found["choices"][0]["text"] == "".join(tokens_of(prompt, 3))
+    if len(available_cores()) > 1:
+        shares = [os.sched_getaffinity(one["pid"]) for one in facts["engines"]]
+        assert not shares[0] & shares[1] and shares[0] | shares[1] == set(available_cores())
+        assert "decode0: cores" in up.err.read_text()
+    # An engine that dies comes back under its URL, and is connected again.
+    os.kill(facts["engines"][0]["pid"], signal.SIGKILL)
+    until("the prefill engine is there again", lambda: up.complete(prompt)["loaded"], 40)
+    assert "prefill0 has gone: it was ended by signal 9" in up.err.read_text()
+    # So does the proxy, whose port stays taken meanwhile: the request waits, and nobody is refused.
+    os.kill(facts["proxy_pid"], signal.SIGKILL)
+    found = up.complete(prompt)
+    assert found["choices"][0]["text"] == "".join(tokens_of(prompt, 3))
+    until("engines are connected again", lambda: up.complete(prompt)["loaded"], 40)
+    text = up.end(signal.SIGINT)
+    assert "ending: the proxy" in text and "Traceback" not in text and "killed" not in text
+    listen("127.0.0.1", up.port).close()  # the port is free
+
+
+def test_an_engine_that_cannot_start_ends_all_in_its_words(folder):
+    up = Up(folder, serve_flags=("--fail-with", "the model does not fit; give a smaller one."))
+    assert "could not start: the model does not fit; give a smaller one." in up.end(None, 2)
+
+
+def test_an_engine_that_refuses_another_ends_all(folder):
+    up = Up(folder, serve_flags=("--weights", "random"))
+    text = up.end(None, 2)
+    assert "does not load from" in text and "has weights random-" in text
+
+
+def test_without_restarts_one_death_is_the_end_of_all(folder):
+    up = Up(folder, no_restart=True, prefill=0, hybrid=1, decode=0)
+    facts = up.ready()
+    os.kill(facts["engines"][0]["pid"], signal.SIGKILL)
+    assert "error: hybrid0 has gone: it was ended by signal 9" in up.end(None, 1)
+
+
+def test_the_group_ends_with_a_supervisor_that_is_killed(folder):
+    up = Up(folder, prefill=0)
+    up.ready()
+    up.end(signal.SIGKILL, -9)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--decode", "0"], "no engine decodes"),
+        (["--model", "/nowhere"], "--model /nowhere is no folder"),
+        (["--policy", "fastest"], "unknown routing policy 'fastest'"),
+        (["--port", "0"], "--port: "),
+        (["--", "--role", "decode"], "--role is set for each engine by pd up"),
+        (["--pin", "--prefill", "64"], "--pin: 65 engines for"),
+    ],
+)
+def test_what_can_be_known_at_once(words, says):
+    done = CliRunner().invoke(pd, ["up", *words])
+    assert done.exit_code == 2 and says in done.output and done.output.count("\n") == 1
+
+
+def test_a_port_in_use_is_known_at_once():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = CliRunner().invoke(pd, ["up", "--port", port])
+        assert done.exit_code == 2 and f"cannot listen on 127.0.0.1 port {port}: Address already in use" in done.output
+
+
+def test_the_proxy_says_what_it_lacks(tmp_path):
+    key = tmp_path / "key"
+    for words, says in (([], "cannot read the key file"), (["--policy", "x"], "unknown routing policy"),
+                        (["--model", str(tmp_path / "none")], "is no folder")):  # fmt: skip
+        done = CliRunner().invoke(pd, ["proxy", "--pd-key-file", str(key), *words])
+        assert done.exit_code == 2 and says in done.output
+        key.touch(0o600)
+        key.write_text("k" * 32)
+
+
+def test_status_of_nobody():
+    (port,) = free_ports(1)
+    done = CliRunner().invoke(pd, ["status", "--url", f"http://127.0.0.1:{port}"])
+    assert done.exit_code == 1 and "does not answer as a proxy of ours" in done.output
+
+
+def test_cores_are_split_as_evenly_as_can_be():
+    assert split_cores(range(5), 2) == [[0, 1, 2], [3, 4]]
+    assert split_cores([3, 7], 2) == [[3], [7]]
+    with pytest.raises(ConfigError, match="3 engines for 2 cores"):
+        split_cores([0, 1], 3)
