@@ -174,16 +174,18 @@ class StandIn:
         await self.tell(Load(num_running=self.running, num_waiting=0, waiting_tokens=0, free_blocks=900, costs=costs))
 
     async def generate(self, request, words, trouble, loaded):
-        for number, word in enumerate(words):
-            if trouble.get("die_after") == number and number:
-                os._exit(9)
-            if "delay_s" in trouble:
-                await asyncio.sleep(trouble["delay_s"])
-            if await request.is_disconnected():
-                self.seen.append({"cancelled": number})
-                return
-            yield b"data: " + json.dumps({"loaded": loaded, "choices": [{"text": word}]}).encode() + b"\n\n"
-        yield b"data: [DONE]\n\n"
+        number = 0
+        try:
+            for number, word in enumerate(words):
+                if trouble.get("die_after") == number and number:
+                    os._exit(9)
+                if "delay_s" in trouble:
+                    await asyncio.sleep(trouble["delay_s"])
+                yield b"data: " + json.dumps({"loaded": loaded, "choices": [{"text": word}]}).encode() + b"\n\n"
+            yield b"data: [DONE]\n\n"
+        except (asyncio.CancelledError, GeneratorExit):  # the client has left
+            self.seen.append({"cancelled": number})
+            raise
 
     async def register(self):
         async with aiohttp.ClientSession() as http:
