@@ -18,7 +18,7 @@ from sagellm.pd.costs import OnlineCosts
 from sagellm.pd.messages import Connect, Done, EngineFacts, Hello, Load, PrefixChange, Release, Role, Subscribe
 from sagellm.pd.tokens import prefix_keys
 
-__all__ = ["Engine", "EngineInfo", "Group"]
+__all__ = ["Engine", "EngineInfo", "Group", "NotTheOne"]
 
 logger = logging.getLogger("sagellm.pd")
 
@@ -26,6 +26,10 @@ CALL_S = 10.0  # for a message of an engine that lives
 CONNECT_S = 30.0  # for one that opens connections itself
 HEALTH_S = 1.0  # between two looks; a control connection tells of a death at once, a look of an engine that hangs
 MAX_SILENT = 10.0  # seconds without an answer: then it hangs
+
+
+class NotTheOne(PeerError):
+    """An engine that is not who it says it is; another one that cannot be reached may be reached later."""
 
 
 class EngineInfo(Model):
@@ -214,7 +218,7 @@ class Group:
     async def _join(self, url: str) -> Engine:
         info = await self._info(url)
         if info.engine_id != url:
-            raise PeerError(f"{url} says that it is {info.engine_id}; register an engine by the URL it gives itself.")
+            raise NotTheOne(f"{url} says that it is {info.engine_id}; register an engine by the URL it gives itself.")
         early: list[Any] = []
         receive: list[Callable[[Any], None]] = [early.append]  # events may come before we know who sends them
         connection = await control.connect(
@@ -223,7 +227,7 @@ class Group:
         try:
             facts = await connection.call(Hello(engine_id="proxy"), CALL_S, EngineFacts)
             if (facts.engine_id, facts.role) != (url, info.role):
-                raise PeerError(f"{url}, {info.role}: its engine says that it is {facts.engine_id}, {facts.role}.")
+                raise NotTheOne(f"{url}, {info.role}: its engine says that it is {facts.engine_id}, {facts.role}.")
             cached = await connection.call(Subscribe(), CALL_S, PrefixChange)
         except BaseException:
             await connection.close()

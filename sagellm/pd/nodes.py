@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from sagellm.comm_backend.control import check_request
 from sagellm.core.errors import PeerError, SageError
-from sagellm.pd.group import Engine, Group
+from sagellm.pd.group import Engine, Group, NotTheOne
 from sagellm.pd.relay import Relay
 from sagellm.pd.tokens import CHAT, COMPLETION
 
@@ -153,7 +153,8 @@ def build_app(nodes: GroupNodes, group: Group, relay: Relay, describe: Any, api_
             await group.join(node.url)
         except SageError as error:
             logger.warning("%s does not join: %s", node.url, error)
-            return JSONResponse({"error": str(error)}, 409)
+            # An engine that cannot be reached now asks again; one that is refused for good ends.
+            return JSONResponse({"error": str(error)}, 409 if isinstance(error, NotTheOne) else 503)
         return "Added successfully"
 
     @app.get(STATUS, dependencies=protected)

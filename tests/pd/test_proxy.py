@@ -162,7 +162,13 @@ def test_only_who_has_the_key_changes_the_registry(split):
 def test_an_engine_that_is_none_does_not_join(split):
     body = json.dumps({"url": "http://127.0.0.1:9", "status": {"models": ["m"], "role": 3}}).encode()
     found = split.signed("POST", "/nodes/add", body)
-    assert found.status_code == 409 and "cannot be asked who it is" in found.json()["error"]
+    assert found.status_code == 503 and "cannot be asked who it is" in found.json()["error"]
+
+
+def test_an_engine_joins_under_its_own_url_alone(split):
+    body = json.dumps({"url": split.decode.replace("127.0.0.1", "localhost")}).encode()
+    found = split.signed("POST", "/nodes/add", body)
+    assert found.status_code == 409 and f"says that it is {split.decode}" in found.json()["error"]
 
 
 def test_lmdeploys_own_endpoints_answer(split):
