@@ -91,8 +91,9 @@ async def one(engine: Any, prompt: Sequence[int], values: dict, transfer: int, p
     session, instance = next(engine._sessions), engine.engine.create_instance()
     settings = GenerationConfig(**dict(max_new_tokens=NEW, ignore_eos=True, do_sample=True, top_k=1) | values)
     settings.migration_request = MigrationRequest(
-        protocol=MigrationProtocol.TCP, remote_engine_id=peer, remote_session_id=transfer, remote_token_id=0, remote_block_ids=[]
-    )
+        protocol=MigrationProtocol.TCP, remote_engine_id=peer, remote_session_id=transfer, remote_token_id=0,
+        remote_block_ids=[],
+    )  # fmt: skip
     if is_copy:
         settings.max_new_tokens, settings.with_cache, settings.preserve_cache = 1, True, True
     tokens, logprobs = [], []
