@@ -1,0 +1,34 @@
+"""LMDeploy's own cache engine on the CPU device, small, without an engine around it."""
+
+from types import SimpleNamespace
+
+import torch
+from lmdeploy import sage_device
+from lmdeploy.pytorch.config import CacheConfig, ModelConfig
+from lmdeploy.pytorch.engine.cache_engine import CacheEngine
+
+LAYERS, BLOCK_SIZE, HEAD_DIM = 3, 4, 8
+
+
+def cache_config(num_blocks, **change):
+    return CacheConfig(
+        max_batches=1, block_size=BLOCK_SIZE, num_cpu_blocks=0, num_gpu_blocks=num_blocks, device_type="cpu", **change
+    )
+
+
+def model_config(num_heads=2, copies=1, **change):
+    """`copies`: ranks that hold the same head, as LMDeploy notes it in a model's configuration."""
+    hf_config = SimpleNamespace(num_replicate_key_value_heads=copies) if copies > 1 else SimpleNamespace()
+    values = dict(
+        hidden_size=64, num_layers=LAYERS, num_attention_heads=8, num_key_value_heads=num_heads, bos_token_id=0,
+        eos_token_id=[1], head_dim=HEAD_DIM, dtype=torch.float32, hf_config=hf_config, llm_config=hf_config,
+    )  # fmt: skip
+    return ModelConfig(**(values | change))
+
+
+def cache_engine(num_blocks, rank=0, ranks=1, quant_policy=0, **model):
+    sage_device.activate("cpu")
+    config = cache_config(num_blocks, quant_policy=quant_policy)
+    if quant_policy:
+        config.device_type = "cuda"  # of which only the dtype of quantized blocks is asked; the memory is the CPU device's
+    return CacheEngine(config, model_config(**model), rank=rank, tp_rank=rank, world_size=ranks)
