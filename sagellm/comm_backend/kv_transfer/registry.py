@@ -5,6 +5,8 @@ from typing import Any
 
 from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, TransferOptions
 from sagellm.comm_backend.kv_transfer.layout import KVRegion
+from sagellm.comm_backend.kv_transfer.mooncake import MooncakeChannel
+from sagellm.comm_backend.kv_transfer.nixl import NixlChannel
 from sagellm.comm_backend.kv_transfer.shm import ShmChannel
 from sagellm.comm_backend.kv_transfer.tcp import TcpChannel
 from sagellm.core.errors import TransferError
@@ -13,7 +15,7 @@ from sagellm.core.registry import Registry
 __all__ = ["channel_names", "find_channel", "make_channel"]
 
 GROUP = "sagellm.kv_channels"
-OWN = (ShmChannel, TcpChannel)
+OWN = (ShmChannel, TcpChannel, MooncakeChannel, NixlChannel)
 _REGISTRY = Registry("KV channel", KVTransferChannel, TransferError, GROUP, OWN)
 
 
