@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import torch
 from lmdeploy import sage_device
 from lmdeploy.pytorch.config import CacheConfig, ModelConfig
+from lmdeploy.pytorch.disagg.config import DistServeEngineConfig
+from lmdeploy.pytorch.disagg.conn.protocol import DistServeInitRequest, MigrationProtocol
 from lmdeploy.pytorch.engine.cache_engine import CacheEngine
 
 LAYERS, BLOCK_SIZE, HEAD_DIM = 3, 4, 8
@@ -32,3 +34,18 @@ def cache_engine(num_blocks, rank=0, ranks=1, quant_policy=0, **model):
     if quant_policy:
         config.device_type = "cuda"  # of which only the dtype of quantized blocks is asked; the memory is the CPU device's
     return CacheEngine(config, model_config(**model), rank=rank, tp_rank=rank, world_size=ranks)
+
+
+def init_request(own_id, engine, peer_id, num_peer_blocks, peer_ranks=1):
+    """What LMDeploy's proxy sends to introduce a peer."""
+
+    def config(num_blocks, ranks):
+        return DistServeEngineConfig(
+            tp_size=ranks, ep_size=1, dp_size=1, pp_size=1, dp_rank=0, block_size=BLOCK_SIZE, num_cpu_blocks=0,
+            num_gpu_blocks=num_blocks,
+        )  # fmt: skip
+
+    return DistServeInitRequest(
+        local_engine_id=own_id, local_engine_config=config(engine.num_gpu_blocks, engine.world_size),
+        remote_engine_id=peer_id, remote_engine_config=config(num_peer_blocks, peer_ranks), protocol=MigrationProtocol.TCP,
+    )  # fmt: skip
