@@ -116,6 +116,18 @@ def collectives() -> list[Finding]:
     ]
 
 
+def kv_channels() -> list[Finding]:
+    """How KV blocks can be moved between engines. Those that need a library of others are not needed."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    from sagellm.comm_backend.kv_transfer.registry import channel_names, find_channel
+
+    missing = {name: find_channel(name).missing() for name in channel_names()}
+    here = ", ".join(name for name, reason in missing.items() if not reason)
+    lacking = [Finding(f"kv {name}", NOTE, reason) for name, reason in missing.items() if reason]
+    return [Finding("kv channels", OK, f"usable: {here}"), *lacking]
+
+
 def processor() -> list[Finding]:
     from sagellm.engines.lmdeploy.cpu.runtime import usable_cores
 

@@ -21,6 +21,7 @@ def examine(port: int) -> list[Finding]:
         checks.torch,
         checks.engines,
         checks.collectives,
+        checks.kv_channels,
         checks.processor,
         checks.memory,
         checks.disk_and_demo_model,
