@@ -11,11 +11,9 @@ MAX_BODY_BYTES = 32 << 20  # as the engines' servers
 TCP = 1  # lmdeploy's MigrationProtocol.TCP
 # What the proxy adds, and signs: a client that could send it would have engines read each other's blocks.
 OURS = ("migration_request", "with_cache", "preserve_cache")
-# What changes the answer but not the prompt; the answer of a prefill engine is thrown away.
-NOT_FOR_PREFILL = (
-    "stream_options", "response_format", "logprobs", "top_logprobs", "min_new_tokens", "stop", "stop_token_ids", "bad_words",
-    "max_completion_tokens",
-)  # fmt: skip
+# Of the answer's form alone, or said anew. What decides which token is drawn stays: the decoding engine may take the one that
+# the prefill engine draws (`Held.first_token`).
+NOT_FOR_PREFILL = ("stream_options", "logprobs", "top_logprobs", "max_completion_tokens")
 NOT_RELAYED = {
     "host", "content-length", "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
     "transfer-encoding", "upgrade", "accept-encoding", "expect", "x-sage-signature",

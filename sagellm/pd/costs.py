@@ -55,11 +55,11 @@ class OnlineCosts:
                 self._samples.setdefault(key, deque(maxlen=MAX_SAMPLES)).append(cost)
                 self._fresh[key] = self._fresh.get(key, 0) + 1
                 touched.add(key)
-        for key in touched:
+        for key in sorted(touched):  # "" first, whose fit gives the others their shape
             num = len(self._samples[key])
             if num >= FEWEST and (key not in self._fits or self._fresh[key] >= min(self._refit_after, num)):
                 self._fresh[key] = 0
-                if (found := _fit(key[1], self._samples[key], self.prior)) is not None:
+                if (found := _fit(key[1], self._samples[key], self.of("") if key[0] else self.prior)) is not None:
                     self._fits[key] = found
 
     def of(self, engine_id: str) -> PDCosts:
@@ -105,8 +105,8 @@ def _fit(kind: str, samples: Iterable[StepCost], prior: PDCosts) -> dict[str, An
     """The fields of `PDCosts` that these samples tell, and "errors"; None where they tell nothing.
 
     Samples of about one size cannot tell what a step takes by itself from what each token takes; a fit would put it all into
-    one of the two, and call a prompt whose prefix is cached as dear as a whole one. Then the prior keeps its shape, and is
-    scaled to what was measured.
+    one of the two, and call a prompt whose prefix is cached as dear as a whole one. Then the prior, or the fit of all engines,
+    keeps its shape, and is scaled to what was measured.
     """
     samples = list(samples)
     if not _is_spread(kind, samples):

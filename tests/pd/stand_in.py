@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import sys
+import time
 from pathlib import Path
 
 import aiohttp
@@ -90,7 +91,8 @@ class StandIn:
         num = await asyncio.wait_for(asyncio.shield(self.transfer(message.transfer_id)), message.timeout_s)
         if num is None:
             raise PeerError(f"transfer {message.transfer_id} was given up.")
-        return Held(transfer_id=message.transfer_id, blocks=tuple(range(-(-num // BLOCK))), num_tokens=num, age_s=0)
+        blocks = tuple(range(-(-num // BLOCK)))
+        return Held(transfer_id=message.transfer_id, blocks=blocks, num_tokens=num, computed_at=time.time(), tokens="")
 
     async def release(self, _, message):
         self.released.append(message.transfer_id)

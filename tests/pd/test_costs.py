@@ -55,6 +55,14 @@ def test_samples_of_one_size_scale_the_prior():
     assert costs.of("a").transfer_s("a", "b", 10**6) == pytest.approx(0.01)
 
 
+def test_an_engine_that_has_seen_one_size_scales_what_all_show():
+    """A decode engine computes the last token of each prompt, and tells nothing of long ones."""
+    costs = OnlineCosts()
+    costs.observe("p", [prefill(num) for num in range(10, 500, 10)])
+    costs.observe("d", [prefill(1)] * 10)
+    assert costs.of("d").prefill_s(400) == pytest.approx(0.1, rel=0.05)
+
+
 def test_samples_that_no_measurement_has_are_left_out():
     costs = OnlineCosts()
     bad = [prefill(10, seconds=0.0), prefill(10, seconds=1e9), prefill(-1), StepCost(kind="transfer", seconds=1.0)]

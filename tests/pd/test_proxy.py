@@ -47,7 +47,7 @@ def answer(prompt, num=4):
 
 
 def test_a_split_request_goes_to_both_engines_at_once(split):
-    done = split.complete(LONG, temperature=0.5, tenant="me", stream_options=None).json()
+    done = split.complete(LONG, temperature=0.5, tenant="me", stream_options=None, min_new_tokens=2).json()
     assert done["choices"][0]["text"] == answer(LONG) and done["loaded"]
     first, second = split.seen(split.prefill)[-1], split.seen(split.decode)[-1]
     body = second["body"]
@@ -56,12 +56,14 @@ def test_a_split_request_goes_to_both_engines_at_once(split):
         "remote_session_id": first["body"]["migration_request"]["remote_session_id"],
     }  # fmt: skip
     # Fields that LMDeploy's models do not know arrive as they were sent.
-    assert body == {"model": "m", "prompt": LONG, "max_tokens": 4, "temperature": 0.5, "tenant": "me", "stream_options": None}
+    sent = {"temperature": 0.5, "tenant": "me", "stream_options": None, "min_new_tokens": 2}
+    assert body == {"model": "m", "prompt": LONG, "max_tokens": 4} | sent
     copy = first["body"]
     assert copy["migration_request"]["remote_engine_id"] == split.decode
     assert 0 <= copy["migration_request"]["remote_session_id"] < 2**63
     assert (copy["max_tokens"], copy["stream"], copy["with_cache"], copy["preserve_cache"]) == (1, False, True, True)
-    assert copy["tenant"] == "me" and "stream_options" not in copy
+    # It draws a token as the request asks for it, which the decoding engine may take.
+    assert (copy["tenant"], copy["temperature"], copy["min_new_tokens"]) == ("me", 0.5, 2) and "stream_options" not in copy
     line = split.lines("route")[-1]
     assert (line["kind"], line["decode_on"], line["prefill_on"]) == ("split", split.decode, split.prefill)
     assert "bytes moved" in line["reason"] and line["is_estimate"]
