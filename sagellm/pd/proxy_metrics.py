@@ -22,18 +22,18 @@ class ProxyMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         common = {"registry": self.registry}
-        self.requests = Counter("sagellm_pd_requests", "Requests, by what became of them.", ["outcome"], **common)
-        self.decisions = Counter("sagellm_pd_decisions", "Routing decisions: split, load, stay.", ["kind"], **common)
-        self.retries = Counter("sagellm_pd_retries", "Requests sent again to an engine that decodes.", ["cause"], **common)
+        self.requests = Counter("sagellm_proxy_requests", "Requests, by what became of them.", ["outcome"], **common)
+        self.decisions = Counter("sagellm_proxy_decisions", "Routing decisions: split, load, stay.", ["kind"], **common)
+        self.retries = Counter("sagellm_proxy_retries", "Requests sent again to an engine that decodes.", ["cause"], **common)
         self.failures = Counter(
-            "sagellm_pd_failures", "Requests to an engine that failed, by its side and the cause.", ["side", "cause"], **common
+            "sagellm_proxy_failures", "Requests to engines that failed, by side and cause.", ["side", "cause"], **common
         )
         self.first_byte = Histogram(
-            "sagellm_pd_first_byte_seconds", "From a request to its answer's first byte.", ["kind"], buckets=SECONDS, **common
+            "sagellm_proxy_first_byte_seconds", "From a request to the first byte back.", ["kind"], buckets=SECONDS, **common
         )
-        self.running = Gauge("sagellm_pd_running_requests", "Requests that are being answered.", **common)
-        self.engines = Gauge("sagellm_pd_engines", "Engines that have joined.", ["role"], **common)
-        self.policy_faults = Counter("sagellm_pd_policy_faults", "Routing policies that were switched off.", **common)
+        self.running = Gauge("sagellm_proxy_running_requests", "Requests that are being answered.", **common)
+        self.engines = Gauge("sagellm_proxy_engines", "Engines that have joined.", ["role"], **common)
+        self.policy_faults = Counter("sagellm_proxy_policy_faults", "Routing policies that were switched off.", **common)
         for kind in ("split", "load", "stay"):  # a counter that is not there cannot be told from one at zero
             self.decisions.labels(kind)
 

@@ -67,7 +67,7 @@ def test_a_split_request_goes_to_both_engines_at_once(split):
     line = split.lines("route")[-1]
     assert (line["kind"], line["decode_on"], line["prefill_on"]) == ("split", split.decode, split.prefill)
     assert "bytes moved" in line["reason"] and line["is_estimate"]
-    assert split.metric("sagellm_pd_decisions_total", kind="split") >= 1
+    assert split.metric("sagellm_proxy_decisions_total", kind="split") >= 1
 
 
 def test_each_transfer_has_an_id_of_its_own(split):
@@ -123,10 +123,10 @@ def test_a_refusal_of_the_engine_is_the_clients_answer(split):
 
 
 def test_a_prefill_engine_that_fails_is_not_the_clients_problem(split):
-    before = split.metric("sagellm_pd_failures_total", side="prefill", cause="status 500")
+    before = split.metric("sagellm_proxy_failures_total", side="prefill", cause="status 500")
     found = split.complete("p q r", stand_in={"status": 500, "on": ["prefill"]})
     assert found.status_code == 200 and found.json()["choices"][0]["text"] == answer("p q r") and not found.json()["loaded"]
-    assert split.metric("sagellm_pd_failures_total", side="prefill", cause="status 500") == before + 1
+    assert split.metric("sagellm_proxy_failures_total", side="prefill", cause="status 500") == before + 1
     # The transfer was given up at once, so that the decoding engine did not wait for its deadline.
     transfer = split.seen(split.decode)[-1]["body"]["migration_request"]["remote_session_id"]
     assert transfer in httpx.get(f"{split.prefill}/released").json()
@@ -147,7 +147,7 @@ def test_a_client_that_leaves_ends_the_request_on_both_sides(split):
     # While its prompt is computed, before any byte: nothing of it runs on in the proxy.
     with pytest.raises(httpx.ReadTimeout):
         split.http.post("/v1/completions", json=body | {"stand_in": {"hang_s": 20, "on": ["prefill"]}}, timeout=1.0)
-    until("nothing runs", lambda: split.metric("sagellm_pd_running_requests") == 0, 4)
+    until("nothing runs", lambda: split.metric("sagellm_proxy_running_requests") == 0, 4)
     assert split.lines("end")[-1]["outcome"] == "client left"
 
 
@@ -195,14 +195,14 @@ def test_decode_engines_that_die_are_replaced_and_streams_end_with_words(own):
             group.engines[first].start()
             group.engines[first].ready()
         group.connected(2, 0)
-    assert group.metric("sagellm_pd_retries_total", cause="connection lost") >= 1
+    assert group.metric("sagellm_proxy_retries_total", cause="connection lost") >= 1
     # A stream that has begun cannot be taken back.
     body = {"model": "m", "prompt": LONG, "max_tokens": 8, "stream": True, "stand_in": {"die_after": 3, "delay_s": 0.05}}
     text = group.http.post("/v1/completions", json=body).text
     assert answer(LONG, 3)[:4] in text and "[DONE]" not in text
     last = json.loads(text.strip().rsplit("data: ", 1)[1])
     assert "failed in the middle of this answer" in last["error"]["message"]
-    assert group.metric("sagellm_pd_failures_total", side="decode", cause="mid-stream") == 1
+    assert group.metric("sagellm_proxy_failures_total", side="decode", cause="mid-stream") == 1
     # The other one ended with it or lives: whoever is left serves.
     assert group.complete(LONG).json()["choices"][0]["text"] == answer(LONG)
     assert second in group.engines
@@ -228,7 +228,7 @@ def test_without_an_engine_that_decodes(own):
     group.connected(1, 0)
     found = group.complete()
     assert found.status_code == 503 and "only prefill engines have joined" in found.json()["error"]["message"]
-    assert group.metric("sagellm_pd_requests_total", outcome="no engine") == 2
+    assert group.metric("sagellm_proxy_requests_total", outcome="no engine") == 2
 
 
 def test_requests_wait_for_an_engine_that_comes(own):

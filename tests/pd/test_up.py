@@ -59,8 +59,8 @@ class Up:
                 self.family += psutil.Process(self.process.pid).children(recursive=True)
                 self.process.send_signal(number)
             assert self.process.wait(40) == code, self.err.read_text()
-            _, alive = psutil.wait_procs(self.family, timeout=5)
-            assert not alive
+            _, alive = psutil.wait_procs(self.family, timeout=20)
+            assert not alive, [process.cmdline() for process in alive]
         finally:
             self.process.kill()
             self.process.stdout.close()
