@@ -13,7 +13,7 @@ from tests.serve.group_proxy import GroupProxy
 from tests.serve.harness import wait_until
 
 KEY = b"a key of the tests"
-ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "temperature": 0}
+ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "temperature": 0, "logprobs": 1}
 
 
 @pytest.fixture
@@ -45,6 +45,11 @@ def post_signed(server, path, document, key=KEY):
 
 def info(server, key=KEY):
     return httpx.get(f"{server.url}/sage/pd/info", headers=sign_request(key, "GET", "/sage/pd/info"), timeout=30)
+
+
+def tokens(answer):
+    """Not the text: a special token that comes together with the one before it makes LMDeploy leave that one out of it."""
+    return answer.json()["choices"][0]["logprobs"]["tokens"]
 
 
 def facts(address, key=KEY):
@@ -89,7 +94,7 @@ def test_a_decode_engine(launch_role, proxy):
 
     # The proxy's requests; the other engine is unknown here, so this one computes the prompt itself.
     split = post_signed(server, "/v1/completions", ASK | {"migration_request": migration})
-    assert split.status_code == 200 and split.json()["choices"][0]["text"] == plain.json()["choices"][0]["text"]
+    assert split.status_code == 200 and tokens(split) == tokens(plain) and len(tokens(plain)) == 3
     bad = post_signed(server, "/v1/completions", ASK | {"migration_request": migration | {"protocol": 99}})
     assert bad.status_code == 400 and "migration_request.protocol" in bad.text
     two = post_signed(server, "/v1/completions", ASK | {"prompt": ["a", "b"], "migration_request": migration})
