@@ -1,16 +1,20 @@
-"""How likely a guess is right: by place, and by request."""
+"""How likely a guess is right: by place, and by request.
 
+Plain Python throughout: it is asked between two steps of a model, when nothing is in the caches, and there a few lines over
+lists take a fraction of what a dozen calls of numpy do.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-__all__ = ["Acceptance"]
+__all__ = ["SUREST", "Acceptance"]
 
 FORGET = 0.99  # of what all requests tell, with each guess that was judged
 FORGET_REQUEST = 0.92
 FADE = 0.97  # of what a request tells, with each step that goes by: one that failed is tried again
 OLD_WEIGHT = 4.0  # guesses that count as much as all that is known from before a pause
 PRIOR, PRIOR_WEIGHT, PLACE_WEIGHT = 0.7, 2.0, 8.0  # the last: of the place before
+SUREST = 0.999  # chance of a guess
 LEND = 10.0  # guesses of the request itself that count as much as those of all others
 
 
@@ -40,8 +44,8 @@ class Acceptance:
     """
 
     def __init__(self, lookahead: int) -> None:
-        self._judged = np.zeros(lookahead)
-        self._right = np.zeros(lookahead)
+        self._judged = [0.0] * lookahead
+        self._right = [0.0] * lookahead
         self._records: dict[int, _Record] = {}
         self.filled = 1.0  # guesses that come, of those that are asked for
 
@@ -51,10 +55,9 @@ class Acceptance:
         if not num_drafted:
             return
         judged = min(num_accepted + 1, num_drafted)
-        self._judged[:judged] *= FORGET
-        self._right[:judged] *= FORGET
-        self._judged[:judged] += 1
-        self._right[:num_accepted] += 1
+        for place in range(judged):
+            self._judged[place] = FORGET * self._judged[place] + 1
+            self._right[place] = FORGET * self._right[place] + (place < num_accepted)
         record = self._records.get(request_id)
         if record is None:
             record = self._records[request_id] = _Record(step)
@@ -63,27 +66,28 @@ class Acceptance:
             record.judged = FORGET_REQUEST * record.judged + 1
             record.right = FORGET_REQUEST * record.right + (place < num_accepted)
 
-    def by_place(self) -> np.ndarray:
-        """float64 [lookahead], of all requests."""
-        found = np.empty(len(self._judged))
+    def by_place(self) -> list[float]:
+        """Of all requests; as many as places."""
+        found = []
         chance, weight = PRIOR, PRIOR_WEIGHT
-        for place, (judged, right) in enumerate(zip(self._judged.tolist(), self._right.tolist(), strict=True)):
-            found[place] = chance = (right + weight * chance) / (judged + weight)
+        for judged, right in zip(self._judged, self._right, strict=True):
+            chance = (right + weight * chance) / (judged + weight)
+            found.append(chance)
             weight = PLACE_WEIGHT
         return found
 
-    def of(self, request_ids: list[int], step: int) -> np.ndarray:
-        """float64 [requests, lookahead]."""
-        common = self.by_place()
-        judged, right = self._judged.sum(), self._right.sum()
-        mean = (right + PRIOR_WEIGHT * PRIOR) / (judged + PRIOR_WEIGHT)
-        scale = np.ones(len(request_ids))
-        for number, request in enumerate(request_ids):
+    def scales(self, request_ids: Sequence[int], step: int) -> list[float]:
+        """What to multiply the chances of all with, for each request; what comes out counts up to `SUREST`."""
+        mean = (sum(self._right) + PRIOR_WEIGHT * PRIOR) / (sum(self._judged) + PRIOR_WEIGHT)
+        found = []
+        for request in request_ids:
             record = self._records.get(request)
-            if record is not None:
-                record.fade(step)
-                scale[number] = (record.right + LEND * mean) / (record.judged + LEND) / mean
-        return np.minimum(common[None, :] * scale[:, None], 0.999)
+            if record is None:
+                found.append(1.0)
+                continue
+            record.fade(step)
+            found.append((record.right + LEND * mean) / (record.judged + LEND) / mean)
+        return found
 
     def last_judged(self, request_id: int) -> int:
         """The step of the latest guess; -1: there was none."""
@@ -92,12 +96,13 @@ class Acceptance:
 
     def doubt(self) -> None:
         """It is a while ago: what is known counts little beside what comes now."""
-        share = np.minimum(1.0, OLD_WEIGHT / np.maximum(self._judged, 1e-9))
-        self._judged *= share
-        self._right *= share
+        for place, judged in enumerate(self._judged):
+            if judged > OLD_WEIGHT:
+                self._judged[place] = OLD_WEIGHT
+                self._right[place] *= OLD_WEIGHT / judged
 
     def forget(self, request_id: int) -> None:
         self._records.pop(request_id, None)
 
     def report(self) -> dict[str, Any]:
-        return {"by_place": self.by_place().tolist(), "filled": self.filled, "requests": len(self._records)}
+        return {"by_place": self.by_place(), "filled": self.filled, "requests": len(self._records)}

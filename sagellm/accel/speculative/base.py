@@ -19,6 +19,7 @@ from sagellm.core.errors import SpeculationError
 __all__ = ["Ask", "ModelRunner", "SpeculativeStrategy", "StepOutcome", "TargetModel", "Verdict"]
 
 MAX_LOOKAHEAD = 64
+MAX_QUIET = 1024  # steps
 
 
 class Ask(NamedTuple):
@@ -113,8 +114,12 @@ class SpeculativeStrategy(ABC):
     again, and the request goes on without guesses.
 
     Attributes:
-        joins: whether `accept` may come late, before `propose` or `end` of the request, with what several steps gave it. Who
-            wraps it saves time so while he asks for no guesses.
+        joins: whether `accept` may come late, before the next `propose`, with what several steps gave the request.
+        quiet: so many steps from now on it need not be told of when they are done, 0 to 1024. They are told of late: at the
+            latest when the last of them is done, and before anything else is said of any request; first `accept` of each
+            request, with what all of them gave it, then `step_done` of each step, in order. Until then nobody looks at
+            `lookahead` or `quiet` again, which is looked at behind `step_done`. It holds where `joins` is true and
+            `lookahead` is 0, and spares most of what a step without guesses costs beside the engine.
         models: folders that `bind` loads beside the target; they are checked and counted before anything is loaded. Whoever
             wraps another strategy gives on the other's.
 
@@ -126,8 +131,9 @@ class SpeculativeStrategy(ABC):
     """
 
     name: ClassVar[str]
-    joins: ClassVar[bool] = False
+    joins: bool = False
     models: tuple[Path, ...] = ()
+    quiet: int = 0
 
     def __init__(self, lookahead: int = 4) -> None:
         if type(lookahead) is not int or not 1 <= lookahead <= MAX_LOOKAHEAD:
@@ -147,13 +153,14 @@ class SpeculativeStrategy(ABC):
         """A request comes, or comes back after it lost its place: int64 [n], all of its tokens so far; read-only."""
 
     def accept(self, request_id: int, tokens: Sequence[int]) -> None:  # noqa: B027
-        """A step gave the request these tokens: the guesses that were right, and one of the model's own."""
+        """A step gave the request these tokens: the guesses that were right, and one of the model's own; where it `joins`,
+        several steps may have given them."""
 
     def end(self, request_id: int) -> None:  # noqa: B027
         """The request has ended. Comes late at times, and also for requests that were never begun."""
 
     def step_done(self, outcome: StepOutcome) -> None:  # noqa: B027
-        """A decode step has ended; after `accept` of its requests."""
+        """A decode step has ended; after `accept` of its requests. `quiet` says when it may come late."""
 
     def report(self) -> dict[str, Any]:
         """Numbers to show: plain data."""

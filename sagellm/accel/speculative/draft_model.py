@@ -64,6 +64,7 @@ class DraftModelStrategy(SpeculativeStrategy):
     """
 
     name = "draft"
+    joins = True  # it looks at what it is asked about alone
 
     def __init__(
         self, model: str | Path, lookahead: int = 4, min_probability: float = 0.0, step_tokens: int = 512

@@ -1,13 +1,14 @@
 """Asks another strategy for as many guesses as pay, by measured acceptance, batch size and step times; none where none does."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sagellm.accel.speculative.acceptance import Acceptance
+from sagellm.accel.speculative.acceptance import SUREST, Acceptance
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, TargetModel
 from sagellm.accel.speculative.step_times import StepTimes
 from sagellm.core.errors import SpeculationError
@@ -33,7 +34,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
     sequences; pauses double as long as those fail. So work that cannot be guessed loses `budget` of its throughput and not
     more, beside the purse's first content of less than a step. While it is silent `lookahead` is 0, and nobody is asked.
 
-    Deterministic: equal outcomes, equal guesses.
+    Deterministic: equal outcomes, equal guesses. In a pause it is `quiet`, unless the strategy wants each token at once.
 
     Args:
         strategy: whose guesses they are: an instance, or a name with its `options`.
@@ -55,13 +56,12 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         super().__init__(self.wrapped.lookahead if lookahead is None else lookahead)
         if not (isinstance(budget, (int, float)) and 0 < budget < 1):
             raise SpeculationError(f"budget is {budget!r}; give a share of the time above 0 and below 1, such as 0.01.")
-        self.models = self.wrapped.models
+        self.models, self.joins = self.wrapped.models, self.wrapped.joins
         self.most = min(self.lookahead, self.wrapped.lookahead)
         self.lookahead = self.most
         self.budget = float(budget)
         self.times = StepTimes(_table(table))
         self.acceptance = Acceptance(self.most)
-        self._late: dict[int, list[int]] = {}  # what the wrapped one has not heard of yet, by request
         self._asked: dict[int, int] = {}  # of the step that runs: request -> guesses
         self._mode = ""
         self._num_sequences = 0  # of the latest step
@@ -80,26 +80,20 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         self.wrapped.bind(target)
 
     def begin(self, request_id: int, tokens: np.ndarray) -> None:
-        self._late.pop(request_id, None)  # `tokens` are all of them
         self.wrapped.begin(request_id, tokens)
 
     def accept(self, request_id: int, tokens: Sequence[int]) -> None:
-        if self._pause_left and self.wrapped.joins:
-            self._late.setdefault(request_id, []).extend(tokens)
-        else:
-            self.wrapped.accept(request_id, tokens)
+        self.wrapped.accept(request_id, tokens)
 
     def end(self, request_id: int) -> None:
         self.acceptance.forget(request_id)
-        self._tell_late([request_id])
         self.wrapped.end(request_id)
 
-    def _tell_late(self, requests: Sequence[int]) -> None:
-        for request in requests:
-            if late := self._late.pop(request, None):
-                self.wrapped.accept(request, late)
-
     # ---- a step
+
+    @property
+    def quiet(self) -> int:  # type: ignore[override]
+        return self._pause_left if self.joins else 0
 
     def propose(self, asks: Sequence[Ask]) -> list[Sequence[int]]:
         wanted = self._wanted(asks)
@@ -149,7 +143,6 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
             self._pause_left -= 1
             if not self._pause_left:
                 self.acceptance.doubt()
-                self._tell_late(list(self._late))
         self.lookahead = 0 if self._pause_left else self.most
         self.wrapped.step_done(outcome)
 
@@ -189,30 +182,49 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
     def _best(self, asks: Sequence[Ask], num_sequences: int, plain_s: float) -> list[int]:
         """The most expected tokens a second. The next guess goes to whoever gains most by it, so the best choice of each total
         is a start of one order, and one curve over totals is searched."""
-        limits = np.array([min(ask.limit, self.most) for ask in asks])
-        gains = np.cumprod(self.acceptance.of([ask.request_id for ask in asks], self._step), axis=1)
-        gains[np.arange(self.most)[None, :] >= limits[:, None]] = 0.0
-        flat = gains.ravel()
-        order = np.argsort(-flat, kind="stable")[: int(limits.sum())]
-        order = order[: self._boldest(num_sequences, plain_s)]
-        if not len(order):
-            return [0] * len(asks)
-        filled = max(self.acceptance.filled, 0.02)
-        num_rows = filled * np.arange(len(order) + 1)
-        curve = self.times.curve(num_sequences, len(order))
-        num_asked = np.concatenate([[0], np.cumsum(order % self.most == 0)])
-        seconds = np.interp(num_rows, np.arange(len(curve)), curve) + self._ask_s * num_asked
-        tokens = num_sequences + filled * np.concatenate([[0.0], np.cumsum(flat[order])])
-        speed = tokens / seconds
-        best = int(speed.argmax())
-        self._gain = float(speed[best]) * plain_s / num_sequences
+        limits = [min(ask.limit, self.most) for ask in asks]
+        most = min(sum(limits), self._boldest(num_sequences, plain_s))
+        filled = min(1.0, max(self.acceptance.filled, 0.02))
+        curve = self.times.curve(num_sequences, most)
+        best, speed, num_asked, tokens = 0, num_sequences / curve[0], 0, float(num_sequences)
+        order: list[int] = []  # who gets the first guess, the second, ...
+        for number, place, gain in self._by_gain(asks, limits, most):
+            order.append(number)
+            num_asked += place == 0
+            tokens += filled * gain
+            rows = filled * len(order)
+            low = int(rows)
+            seconds = curve[low] + self._ask_s * num_asked
+            if rows > low:
+                seconds += (rows - low) * (curve[low + 1] - curve[low])
+            if tokens / seconds > speed:
+                best, speed = len(order), tokens / seconds
+        self._gain = speed * plain_s / num_sequences
         if self._gain < 1 + MIN_GAIN:
             return [0] * len(asks)
         if self._num_active >= self._vary_at:
             self._vary_at = self._num_active + min(VARY_EVERY, max(4, self._num_active // 4))
             self._is_more = is_more = not self._is_more
             best = min(len(order), best + best // 2 + 1) if is_more else max(1, best // 2)
-        return np.bincount(order[:best] // self.most, minlength=len(asks)).tolist()
+        counts = [0] * len(asks)
+        for number in order[:best]:
+            counts[number] += 1
+        return counts
+
+    def _by_gain(self, asks: Sequence[Ask], limits: list[int], most: int) -> Iterator[tuple[int, int, float]]:
+        """(who, place, chance of a further token) of `most` guesses, the likeliest first."""
+        common = self.acceptance.by_place()
+        scales = self.acceptance.scales([ask.request_id for ask in asks], self._step)
+        heap = [(-min(common[0] * scale, SUREST), number, 0) for number, scale in enumerate(scales)]
+        heapify(heap)
+        for _ in range(most):
+            minus, number, place = heap[0]
+            yield number, place, -minus
+            place += 1
+            if place < limits[number]:
+                heapreplace(heap, (minus * min(common[place] * scales[number], SUREST), number, place))
+            else:
+                heappop(heap)
 
     def _boldest(self, num_sequences: int, plain_s: float) -> int:
         """The most guesses of a step: twice what has been seen, and where nothing has, what the purse can bear."""

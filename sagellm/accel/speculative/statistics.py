@@ -18,10 +18,7 @@ class Statistics:
         self.propose_s = self.step_s = 0.0
 
     def add(self, outcome: StepOutcome) -> None:
-        self.num_steps += 1
-        self.num_sequences += len(outcome.verdicts)
-        self.propose_s += outcome.propose_s
-        self.step_s += outcome.step_s
+        self.add_plain(len(outcome.verdicts), outcome.step_s, outcome.propose_s)
         if outcome.num_rows == len(outcome.verdicts):
             return  # nobody guessed
         for _, num_drafted, num_accepted in outcome.verdicts:
@@ -34,6 +31,13 @@ class Statistics:
                 self.drafted_at[place] += 1
             for place in range(num_accepted):
                 self.accepted_at[place] += 1
+
+    def add_plain(self, num_sequences: int, step_s: float, propose_s: float = 0.0) -> None:
+        """A step in which nobody guessed."""
+        self.num_steps += 1
+        self.num_sequences += num_sequences
+        self.propose_s += propose_s
+        self.step_s += step_s
 
     def report(self) -> dict[str, Any]:
         """`mean_accepted`: right guesses of a sequence that had any, in a step. `tokens_per_step`: tokens of a sequence in a

@@ -1,13 +1,18 @@
 """What a decode step costs: learned from the steps that were made, by number of sequences and of rows."""
 
 import math
+from bisect import bisect
 from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
 
 __all__ = ["StepTable", "StepTimes"]
 
+ENOUGH = 16  # steps of one size, the latest, that are learned from where many have come at once: a cell holds no more
 RING = 15  # samples of a cell; its median is what counts, so that a step which the machine held up changes nothing
 MEMORY = 400  # steps after which what a cell knows counts half
 DEFAULT_SLOPE = 0.25  # of a row that nobody has measured, in shares of a row's part of a plain step
@@ -16,6 +21,8 @@ CORRECTION_RATE = 0.05
 FORGET = 0.99
 MOST_A_ROW = 1.1
 MOST_UNREAD = 512  # steps
+
+_extra_of = attrgetter("extra")
 
 
 class StepTable(Protocol):
@@ -54,8 +61,9 @@ class StepTimes:
     def __init__(self, table: StepTable | None = None) -> None:
         self._table = table
         self._cells: dict[int, dict[int, _Cell]] = {}
-        self._moments = np.zeros((3, 3))
-        self._sums = np.zeros(3)
+        self._moments = (0.0,) * 6  # of (1, sequences, rows) by seconds: the upper triangle, row by row
+        self._sums = (0.0,) * 3
+        self._lines: dict[int, tuple[float, float]] = {}  # by sequences; of what has been learned so far
         self._correction = 1.0
         self.num_steps = 0
         self._unread: list[tuple[int, int, float]] = []
@@ -77,8 +85,12 @@ class StepTimes:
         return self._correction
 
     def _learn(self) -> None:
+        if not self._unread:
+            return
         unread, self._unread = self._unread, []
-        for step in unread:
+        latest = unread if len(unread) <= ENOUGH else _latest(unread)
+        self.num_steps += len(unread) - len(latest)
+        for step in latest:
             self._learn_from(*step)
 
     def _learn_from(self, num_sequences: int, num_rows: int, seconds: float) -> None:
@@ -94,11 +106,15 @@ class StepTimes:
         if 0 in cells and extra:  # rows cannot cost more than as many plain steps: then something else held it up
             seconds = min(seconds, MOST_A_ROW * cells[0].seconds * num_rows / num_sequences)
         cell.add(extra, seconds, self.num_steps)
-        features = np.array([1.0, num_sequences, num_rows]) / seconds  # so errors count by their share
-        self._moments *= FORGET
-        self._moments += features[:, None] * features
-        self._sums *= FORGET
-        self._sums += features
+        one, by_sequence, by_row = 1.0 / seconds, num_sequences / seconds, num_rows / seconds  # so errors count by their share
+        m11, m12, m13, m22, m23, m33 = self._moments
+        self._moments = (
+            FORGET * m11 + one * one, FORGET * m12 + one * by_sequence, FORGET * m13 + one * by_row,
+            FORGET * m22 + by_sequence * by_sequence, FORGET * m23 + by_sequence * by_row, FORGET * m33 + by_row * by_row,
+        )  # fmt: skip
+        s1, s2, s3 = self._sums
+        self._sums = FORGET * s1 + one, FORGET * s2 + by_sequence, FORGET * s3 + by_row
+        self._lines.clear()
 
     def knows(self, num_sequences: int) -> bool:
         """Whether the cost of a step without guesses has been seen, or is in the table."""
@@ -127,24 +143,24 @@ class StepTimes:
             cell = self._cells.get(_batch(num_sequences), {}).get(0)
             if cell is not None:
                 return cell.seconds * self._correction
-        return float(self._curve(num_sequences, extra)[extra])
+        return self._curve(num_sequences, extra)[extra]
 
-    def curve(self, num_sequences: int, most: int) -> np.ndarray:
-        """Seconds, float64 [most + 1], of steps with 0 to `most` further rows: never falling."""
+    def curve(self, num_sequences: int, most: int) -> list[float]:
+        """Seconds of steps with 0 to `most` further rows: never falling."""
         self._learn()
         return self._curve(num_sequences, most)
 
-    def _curve(self, num_sequences: int, most: int) -> np.ndarray:
-        extra = np.arange(most + 1)
-        guess = self._without_cells(num_sequences, extra)
+    def _curve(self, num_sequences: int, most: int) -> list[float]:
+        guess = self._without_cells(num_sequences, range(most + 1))
         cells = self._cells.get(_batch(num_sequences))
         if cells:
-            known = sorted(cells.values(), key=lambda cell: cell.extra)
-            at = np.array([cell.extra for cell in known])
+            known = sorted(cells.values(), key=_extra_of)
+            at = [cell.extra for cell in known]
             believed = self._without_cells(num_sequences, at)
-            ratio = np.array([self._ratio(cell, each) for cell, each in zip(known, believed.tolist(), strict=True)])
-            guess = guess * np.interp(extra, at, ratio)
-        return np.maximum.accumulate(guess) * self._correction
+            ratios = [self._ratio(cell, each) for cell, each in zip(known, believed, strict=True)]
+            guess = [each * _between(at, ratios, extra) for extra, each in enumerate(guess)]
+        correction = self._correction
+        return [each * correction for each in accumulate(guess, max)]
 
     def report(self) -> dict[str, Any]:
         """`plain_s`: of a step without guesses, by number of sequences."""
@@ -165,28 +181,75 @@ class StepTimes:
         share = 1.0 if _place(round(cell.extra)) == 0 else weight / (weight + 2)
         return (cell.seconds / believed) ** share
 
-    def _without_cells(self, num_sequences: int, extra: np.ndarray) -> np.ndarray:
+    def _without_cells(self, num_sequences: int, extras: Sequence[float]) -> list[float]:
         if self._table is not None:
-            return self._table.step_s(num_sequences, extra / num_sequences)
+            return self._table.step_s(num_sequences, np.array(extras) / num_sequences).tolist()
         if not self.num_steps:
-            return np.ones(len(extra))
-        base, slope = self._line(num_sequences)
-        return base + slope * extra
+            return [1.0] * len(extras)
+        line = self._lines.get(num_sequences)
+        if line is None:
+            line = self._lines[num_sequences] = self._line(num_sequences)
+        base, slope = line
+        return [base + slope * extra for extra in extras]
 
     def _line(self, num_sequences: int) -> tuple[float, float]:
         """(seconds of a plain step, of a further row). Rows that were never seen alone cost `DEFAULT_SLOPE`."""
         n = float(num_sequences)
         cell = self._cells.get(_batch(num_sequences), {}).get(0)
         plain = cell.seconds if cell is not None else None
-        scale = plain or self._sums[0] / self._moments[0, 0]
+        m11, m12, m13, m22, m23, m33 = self._moments
+        s1, s2, s3 = self._sums
+        scale = plain or s1 / m11
         # Beliefs as weak observations: a row costs its default; a plain step grows with its sequences by half of itself.
-        a_row = np.array([0.0, 0.0, n]) / scale
-        a_sequence = np.array([1.0, -n, 0.0]) / scale
-        moments = self._moments + BELIEF * np.outer(a_row, a_row) + 1e-3 * np.outer(a_sequence, a_sequence)
-        sums = self._sums + BELIEF * DEFAULT_SLOPE * a_row
-        constant, by_sequence, by_row = np.linalg.solve(moments + 1e-9 * np.trace(moments) * np.eye(3), sums)
+        a_row, a_sequence = n / scale, 1.0 / scale
+        m33 += BELIEF * a_row * a_row
+        s3 += BELIEF * DEFAULT_SLOPE * a_row
+        m11 += 1e-3 * a_sequence * a_sequence
+        m12 -= 1e-3 * n * a_sequence * a_sequence
+        m22 += 1e-3 * n * n * a_sequence * a_sequence
+        ridge = 1e-9 * (m11 + m22 + m33)
+        constant, by_sequence, by_row = _solved(
+            (m11 + ridge, m12, m13, m22 + ridge, m23, m33 + ridge), (s1, s2, s3)
+        )
         base = plain if plain is not None else max(constant + (by_sequence + by_row) * n, 1e-9)
-        return float(base), float(max(0.0, by_row))
+        return base, max(0.0, by_row)
+
+
+def _latest(steps: list[tuple[int, int, float]]) -> list[tuple[int, int, float]]:
+    """Of each size the last `ENOUGH`, in order."""
+    counts: dict[tuple[int, int], int] = {}
+    kept = []
+    for step in reversed(steps):
+        size = step[0], step[1]
+        count = counts[size] = counts.get(size, 0) + 1
+        if count <= ENOUGH:
+            kept.append(step)
+    kept.reverse()
+    return kept
+
+
+def _between(at: list[float], values: list[float], place: float) -> float:
+    """The line through points in rising order; level before the first and behind the last."""
+    number = bisect(at, place)
+    if number == 0 or number == len(at):
+        return values[max(0, number - 1)]
+    low, high = at[number - 1], at[number]
+    return values[number - 1] + (values[number] - values[number - 1]) * (place - low) / (high - low)
+
+
+def _solved(matrix: tuple[float, ...], sums: tuple[float, ...]) -> tuple[float, float, float]:
+    """Three equations of a symmetric matrix that is positive: its upper triangle, row by row."""
+    m11, m12, m13, m22, m23, m33 = matrix
+    s1, s2, s3 = sums
+    low2, low3 = m12 / m11, m13 / m11
+    d2 = m22 - low2 * m12
+    low32 = (m23 - low2 * m13) / d2
+    d3 = m33 - low3 * m13 - low32 * low32 * d2
+    s2 -= low2 * s1
+    s3 -= low3 * s1 + low32 * s2
+    z = s3 / d3
+    y = s2 / d2 - low32 * z
+    return s1 / m11 - low2 * y - low3 * z, y, z
 
 
 def _batch(num_sequences: int) -> int:

@@ -54,15 +54,17 @@ class Simulation:
         chance: (step, request) -> that a guess is right when those before it were.
         noise: spread of the times that the strategy sees, in logarithms; one step in fifty is also held up.
         slower: each step takes so much longer than the one before, for what slows all steps alike.
+        is_late: while the strategy is quiet it is told of steps as late as may be, as an engine does.
     """
 
     def __init__(
         self, strategy: SpeculativeStrategy, law: Callable[[float], float], chance: Callable[[int, int], float], *, batch: int,
-        noise: float = 0.0, slower: float = 0.0, seed: int = 0, answer: int = 200,
+        noise: float = 0.0, slower: float = 0.0, seed: int = 0, answer: int = 200, is_late: bool = False,
     ) -> None:  # fmt: skip
         self.strategy, self._law, self._chance, self._noise, self._slower = strategy, law, chance, noise, slower
         self._random = np.random.default_rng(seed)
-        self._answer = answer
+        self._answer, self._is_late = answer, is_late
+        self._quiet, self._late, self._late_tokens = 0, [], {}
         self._left = {request: answer // 2 + 7 * request for request in range(batch)}
         self.step = 0
         self.drafted: dict[int, int] = {}  # of all requests that ran
@@ -80,7 +82,7 @@ class Simulation:
 
     def _one(self) -> tuple[float, float, float]:
         strategy, random, left, batch = self.strategy, self._random, self._left, len(self._left)
-        limit = strategy.lookahead
+        limit = 0 if self._quiet else strategy.lookahead
         asks = [Ask(request, TEXT, limit, TEXT) for request in left] if limit else []
         drafts = strategy.propose(asks) if asks else []
         counts = {ask.request_id: len(guesses) for ask, guesses in zip(asks, drafts, strict=True)}
@@ -101,10 +103,14 @@ class Simulation:
             seen_s *= 4
         cost_s = PROPOSE_S * sum(count > 0 for count in counts.values())
         for request, _, right in verdicts:
-            strategy.accept(request, [0] * (right + 1))
+            self._late_tokens[request] = self._late_tokens.get(request, 0) + right + 1
             left[request] -= right + 1
-        strategy.step_done(StepOutcome(tuple(verdicts), batch + extra, 0, seen_s, cost_s))
-        for request in [request for request in left if left[request] <= 0]:
+        self._late.append(StepOutcome(tuple(verdicts), batch + extra, 0, seen_s, cost_s))
+        self._quiet -= 1
+        ended = [request for request in left if left[request] <= 0]
+        if self._quiet <= 0 or ended:
+            self._tell()
+        for request in ended:
             strategy.end(request)
             del left[request]
             left[request + batch] = self._answer
@@ -112,6 +118,14 @@ class Simulation:
         self.step += 1
         self.choices.append(extra)
         return expected, true_s + cost_s, self._law(batch) * machine
+
+    def _tell(self) -> None:
+        for request, count in self._late_tokens.items():
+            self.strategy.accept(request, [0] * count)
+        for outcome in self._late:
+            self.strategy.step_done(outcome)
+        self._late, self._late_tokens = [], {}
+        self._quiet = self.strategy.quiet if self._is_late else 0
 
 
 def best_fixed(law: Callable[[float], float], chance: float, batch: int, most: int = 8) -> float:

@@ -1,15 +1,18 @@
 """How many guesses are asked for: on machines and texts that are laws, and what the wrapped strategy is told."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
+from sagellm.accel.speculative.acceptance import SUREST
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, Verdict
 from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
 from sagellm.accel.speculative.ngram import NgramStrategy
 from sagellm.accel.speculative.planning.table import LatencyTable
 from sagellm.accel.speculative.registry import find_strategy, make_strategy, strategy_names
+from sagellm.accel.speculative.step_times import StepTimes, _solved
 from sagellm.core.errors import SpeculationError
 from tests.accel.speculative.simulation import (
     TEXT,
@@ -103,15 +106,72 @@ class Joining(Counting):
     joins = True
 
 
-def test_one_that_joins_is_told_late_but_in_time():
+def test_in_a_pause_it_is_quiet_if_the_wrapped_one_joins():
+    """Whoever tells it late gets the same choices, and the wrapped one knows as much whenever it is asked."""
     found = []
-    for wrapped in (Counting(), Joining()):
-        strategy = DynamicLookaheadStrategy(wrapped)
-        Simulation(strategy, between, lambda step, request: 0.0, batch=16).run(600)
-        found.append((wrapped.at, sum(told[0] == "accept" for told in wrapped.told)))
-    (at, num_told), (at_late, num_late) = found
-    assert at_late == at and len(at) > 60
-    assert num_late < 0.3 * num_told
+    for kind, is_late in ((Counting, False), (Counting, True), (Joining, False), (Joining, True)):
+        strategy = DynamicLookaheadStrategy(kind())
+        simulation = Simulation(
+            strategy, between, lambda step, _: 0.0 if step < 500 else 0.9, batch=16, noise=0.1, is_late=is_late
+        )
+        simulation.run(700)
+        num_told = sum(told[0] == "accept" for told in strategy.wrapped.told)
+        found.append((simulation.choices, strategy.wrapped.at, strategy.report(), num_told))
+    assert found[0][:3] == found[1][:3] == found[2][:3] == found[3][:3] and sum(map(bool, found[0][0])) > 60
+    assert found[0][3] == found[1][3] == found[2][3] > 2 * found[3][3]
+
+
+@pytest.mark.parametrize("law", [memory_bound, between, compute_bound])
+def test_what_a_step_costs_is_learned_from_the_latest_of_many(law):
+    """Those that come at once, after a pause, and those that are looked at one by one say the same of steps without guesses,
+    and nearly the same of others."""
+    draw = np.random.default_rng(0)
+    at_once, one_by_one = StepTimes(), StepTimes()
+    steps = [(16, 16 + extra) for _ in range(20) for extra in (0, 0, 2, 8)] + [(16, 16)] * 200
+    for num_sequences, num_rows in steps:
+        seconds = law(num_rows) * float(np.exp(0.05 * draw.standard_normal()))
+        for times in (at_once, one_by_one):
+            times.add(num_sequences, num_rows, seconds)
+        one_by_one.knows(num_sequences)
+        if num_rows > 16:
+            at_once.knows(num_sequences)
+    for times in (at_once, one_by_one):
+        assert times.plain(16) == pytest.approx(law(16), rel=0.05) and times.num_steps == len(steps)
+    assert at_once.curve(16, 8) == pytest.approx([law(16 + extra) for extra in range(9)], rel=0.1)
+    assert one_by_one.curve(16, 8) == pytest.approx(at_once.curve(16, 8), rel=0.1)
+
+
+def test_the_line_through_all_steps():
+    """Against numpy's solution of the same equations."""
+    draw = np.random.default_rng(1)
+    for _ in range(50):
+        features = draw.uniform(0.1, 100, (5, 3))
+        matrix, sums = features.T @ features, draw.uniform(-1, 1, 3)
+        assert _solved(tuple(matrix[np.triu_indices(3)]), tuple(sums)) == pytest.approx(np.linalg.solve(matrix, sums), rel=1e-6)
+
+
+def test_the_choice_is_the_best_of_all():
+    """Each guess in turn to whoever gains most by it, against every way to share guesses out."""
+    strategy = dynamic(lookahead=3)
+    simulation = Simulation(strategy, between, lambda step, request: (0.9, 0.5, 0.05)[request % 3], batch=3, answer=10_000)
+    simulation.run(60)
+    times, acceptance = strategy.times, strategy.acceptance
+    acceptance.filled = 1.0
+    strategy._vary_at = math.inf  # so that nothing is tried out
+    asks = [Ask(request, TEXT, 3, TEXT) for request in range(3)]
+    counts = strategy._best(asks, 3, times.plain(3))
+    common, scales = acceptance.by_place(), acceptance.scales(range(3), strategy._step)
+    curve = times.curve(3, 9)
+
+    def speed(shared):
+        chances = [[min(chance * scale, SUREST) for chance in common] for scale in scales]
+        tokens = 3 + sum(
+            math.prod(of[: place + 1]) for of, count in zip(chances, shared, strict=True) for place in range(count)
+        )
+        return tokens / (curve[sum(shared)] + strategy._ask_s * sum(map(bool, shared)))
+
+    best = max(speed(shared) for shared in itertools.product(range(4), repeat=3))
+    assert speed(counts) == pytest.approx(best, rel=1e-9) and sum(counts) > 0
 
 
 def test_a_request_whose_guesses_fail_gets_fewer():

@@ -3,9 +3,11 @@
 import random
 from collections.abc import Sequence
 
-from sagellm.accel.speculative.base import Ask, SpeculativeStrategy
+import numpy as np
 
-__all__ = ["ConstantStrategy", "PartlyRightStrategy"]
+from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome
+
+__all__ = ["ConstantStrategy", "PartlyRightStrategy", "PausingStrategy"]
 
 
 class PartlyRightStrategy(SpeculativeStrategy):
@@ -37,6 +39,55 @@ class PartlyRightStrategy(SpeculativeStrategy):
                 places = range(size, min(size + self._draw.randint(0, ask.limit), len(text)))
                 return [likely[place] if self._draw.random() < self._wrong else text[place] for place in places]
         return []
+
+
+class PausingStrategy(PartlyRightStrategy):
+    """Guesses for a few steps and is quiet for a few. It raises if a text that it is asked about is none that it knows, or not
+    what it was told of, or if it is not told of each step in time."""
+
+    name = "pausing"
+    joins = True
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self._most, self._left = self.lookahead, 3
+        self._known: dict[int, list[int]] = {}
+        self._loose: dict[int, int] = {}  # tokens that no step has given: the one of the prompt
+
+    def begin(self, request_id: int, tokens: np.ndarray) -> None:
+        self._known[request_id], self._loose[request_id] = tokens.tolist(), 0
+
+    def accept(self, request_id: int, tokens: Sequence[int]) -> None:
+        self._known[request_id] += tokens
+        self._loose[request_id] += len(tokens)
+
+    def end(self, request_id: int) -> None:
+        self._known.pop(request_id, None)
+        self._loose.pop(request_id, None)
+
+    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+        if self.quiet:
+            raise RuntimeError(f"it was asked with {self.quiet} quiet steps to go")
+        for ask in asks:
+            if ask.tokens.tolist() != self._known[ask.request_id]:
+                raise RuntimeError("it was asked about another text than it was told of")
+            if self._loose[ask.request_id] > 1:
+                raise RuntimeError("it was not told of a step")
+            if not any(text[: len(ask.tokens)] == tuple(ask.tokens.tolist()) for text in self._texts):
+                raise RuntimeError("it was asked about a text that nobody has decoded")
+        return super().propose(asks)
+
+    def step_done(self, outcome: StepOutcome) -> None:
+        if self.quiet and outcome.num_rows != len(outcome.verdicts):
+            raise RuntimeError("guesses in a step of which it was not asked")
+        for request, _, num_accepted in outcome.verdicts:
+            if request in self._loose:
+                self._loose[request] -= num_accepted + 1
+        self._left -= 1
+        if not self._left:
+            self._left = self._draw.randint(1, 4)
+            self.lookahead = 0 if self.lookahead else self._most
+        self.quiet = 0 if self.lookahead else self._left
 
 
 class ConstantStrategy(SpeculativeStrategy):

@@ -19,6 +19,7 @@ RULES = {
     "limits": "guesses no more than the limit of each ask",
     "vocabulary": "guesses tokens that there are",
     "lookahead": "keeps a lookahead that makes sense",
+    "quiet": "keeps a `quiet` that makes sense, and guesses the same whether it is told of quiet steps at once or late",
     "strangers": "bears requests that were never begun, steps that it was not told of, and ends that come twice",
     "leaves_asks": "leaves what it is asked about as it is",
     "models": "loads the models that it names, and computes with them behind keys of the text that it was asked about",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.accel.speculative.base import MAX_LOOKAHEAD, Ask, SpeculativeStrategy, StepOutcome, Verdict
+from sagellm.accel.speculative.base import MAX_LOOKAHEAD, MAX_QUIET, Ask, SpeculativeStrategy, StepOutcome, Verdict
 from sagellm.accel.speculative.contract.small_model import BLOCK_SIZE, VOCAB_SIZE, SmallTarget
 from sagellm.core.contract import Broke, Played, Report, Scenario
 from sagellm.core.errors import SpeculationError
@@ -26,9 +26,13 @@ KEPT_BYTES = 100_000  # that may stay of them: what is kept on purpose has a bou
 
 
 class Play:
-    """Texts that repeat themselves, decoded by a machine that takes guesses at random."""
+    """Texts that repeat themselves, decoded by a machine that takes guesses at random. `is_late`: the strategy is told of quiet
+    steps as late as may be."""
 
-    def __init__(self, make: Make, seed: int, report: Report) -> None:
+    def __init__(self, make: Make, seed: int, report: Report, is_late: bool = False) -> None:
+        self._is_late, self._quiet = is_late, 0
+        self._late: list[StepOutcome] = []
+        self._late_tokens: dict[int, tuple[int, ...]] = {}
         self._report, self._draw = report, random.Random(seed)
         self.seen: set[str] = set()
         self.num_events = 0
@@ -62,10 +66,14 @@ class Play:
         if self._draw.random() < 0.5:
             self._give_back(request)
         self._target.lose(self._blocks.get(request, ()))
+        self.tell()
         self.call("begin", request, _array(self.texts[request]))
 
     def step(self, requests: list[int], is_told: bool = True) -> None:
-        """One decode step of these, told of or not."""
+        """One decode step of these, told of or not. Without guesses where there are to be none."""
+        if self._quiet or not self.lookahead():
+            self._decoded(requests, [[] for _ in requests], is_told)
+            return
         asks = tuple([self._ask(request) for request in requests])
         before = [(ask.tokens.copy(), ask.blocks.copy()) for ask in asks]
         self._target.ask(asks)
@@ -78,20 +86,51 @@ class Play:
                 self._report("leaves_asks", "it wrote into what it was asked about; copy what is to be changed.")
         drafts = self._judged(asks, answers)
         self.guesses += drafts
-        verdicts = []
-        for ask, draft in zip(asks, drafts, strict=True):
+        self._decoded(requests, drafts, is_told)
+
+    def _decoded(self, requests: list[int], drafts: list[list[int]], is_told: bool) -> None:
+        verdicts, context = [], sum(len(self.texts[request]) for request in requests)
+        for request, draft in zip(requests, drafts, strict=True):
             right = self._draw.randint(0, len(draft))
             given = (*draft[:right], self._draw.randrange(3, 40))
-            self.texts[ask.request_id] += given
+            self.texts[request] += given
             if is_told:
-                self.call("accept", ask.request_id, given)
-            verdicts.append(Verdict(ask.request_id, len(draft), right))
-        rows, context = sum(len(draft) + 1 for draft in drafts), sum(len(ask.tokens) for ask in asks)
-        self.call("step_done", StepOutcome(tuple(verdicts), rows, context, 0.01 + rows * 1e-4, 1e-4))
+                self._late_tokens[request] = self._late_tokens.get(request, ()) + given
+            verdicts.append(Verdict(request, len(draft), right))
+        rows = sum(len(draft) + 1 for draft in drafts)
+        self._late.append(StepOutcome(tuple(verdicts), rows, context, 0.01 + rows * 1e-4, 1e-4))
+        self._quiet -= 1
+        if self._quiet <= 0:
+            self.tell()
+
+    def tell(self) -> None:
+        """All that the strategy has not heard of."""
+        if not self._late:
+            return
+        for request, tokens in self._late_tokens.items():
+            self.call("accept", request, tokens)
+        for outcome in self._late:
+            self.call("step_done", outcome)
+        self._late, self._late_tokens = [], {}
+        self._quiet = self.quiet() if self._is_late else 0
+
+    def quiet(self) -> int:
+        """Reported where it makes no sense; 0 where it does not hold."""
+        self.seen.add("quiet")
+        try:
+            value = index(self._strategy.quiet)
+        except (AttributeError, TypeError):
+            value = -1
+        if 0 <= value <= MAX_QUIET:
+            return value if value and self._strategy.joins and not self.lookahead() else 0
+        shown = getattr(self._strategy, "quiet", "missing")
+        self._report("quiet", f"quiet is {shown!r}; keep a whole number from 0 to {MAX_QUIET}.")
+        raise Broke
 
     def end(self, request: int) -> None:
         self.texts.pop(request, None)
         self._give_back(request)
+        self.tell()
         self.call("end", request)
 
     def _ask(self, request: int) -> Ask:
@@ -160,7 +199,7 @@ class Play:
             if (len(self.texts) < 6 and draw.random() < 0.5) or not self.texts:
                 self.begin(next(names))
             chosen = [request for request in self.texts if draw.random() < 0.8]
-            if chosen and self.lookahead():
+            if chosen:
                 self.step(chosen)
             if draw.random() < 0.1:
                 again = draw.choice(list(self.texts))
@@ -174,7 +213,13 @@ def crowd(make: Make, seed: int, report: Report) -> Played:
     first, second = Play(make, seed, report).crowd(), Play(make, seed, report).crowd()
     if first.guesses != second.guesses:
         report("deterministic", "the same requests were guessed at otherwise; take a seed for what is random.")
-    return Played(first.num_events, first.seen | {"deterministic"})
+        return Played(first.num_events, first.seen | {"deterministic"})
+    late = Play(make, seed, report, is_late=True).crowd()
+    if first.guesses != late.guesses:
+        report(
+            "quiet", "it guesses otherwise when it is told late of steps that it called quiet; join them, or leave `quiet` 0."
+        )
+    return Played(first.num_events, first.seen | {"deterministic"} | late.seen)
 
 
 def strangers(make: Make, seed: int, report: Report) -> Played:
@@ -202,8 +247,7 @@ def churn(make: Make, seed: int, report: Report) -> Played:
     def phase(first: int) -> None:
         for request in range(first, first + NUM_CHURN):
             play.begin(request, 200)
-            if play.lookahead():
-                play.step([request])
+            play.step([request])
             play.end(request)
         play.guesses.clear()
         gc.collect()

@@ -7,7 +7,7 @@ from itertools import islice
 from operator import index
 from typing import Any
 
-from sagellm.accel.speculative.base import MAX_LOOKAHEAD, Ask, SpeculativeStrategy
+from sagellm.accel.speculative.base import MAX_LOOKAHEAD, MAX_QUIET, Ask, SpeculativeStrategy
 from sagellm.core.errors import SageError, SpeculationError
 
 __all__ = ["GuardedStrategy"]
@@ -25,21 +25,17 @@ class GuardedStrategy:
         self.name = str(getattr(strategy, "name", type(strategy).__name__))
         self.num_faults, self.first_fault = 0, ""
         self._vocab_size = vocab_size
-        self._has_odd_lookahead = self._has_odd_report = False
+        self._joins = getattr(strategy, "joins", False) is True
+        self._odd: set[str] = set()  # what made no sense before
 
     def lookahead(self) -> int:
         """At most so many guesses for a sequence, now: a strategy may change it at any time. 0 where it makes no sense."""
-        try:
-            value = index(self.strategy.lookahead)
-            if 0 <= value <= MAX_LOOKAHEAD:
-                return value
-            why = str(value)
-        except RAISED as error:
-            why = _text_of(error)
-        if not self._has_odd_lookahead:
-            self._has_odd_lookahead = True
-            self.count(f"its lookahead makes no sense: {why}; it is a whole number from 0 to {MAX_LOOKAHEAD}")
-        return 0
+        return self._number("lookahead", MAX_LOOKAHEAD)
+
+    def quiet(self) -> int:
+        """So many steps from now on it need not be told of at once. 0 where it makes no sense, and where it does not hold."""
+        value = self._number("quiet", MAX_QUIET)
+        return value if value and self._joins and not self.lookahead() else 0
 
     def bind(self, target: Any) -> None:
         """Raises SpeculationError: it cannot work with this model."""
@@ -92,10 +88,24 @@ class GuardedStrategy:
             json.dumps(own)
         except RAISED as error:
             own = {}
-            if not self._has_odd_report:
-                self._has_odd_report = True
-                self.count(f"report: {_text_of(error)}")
+            self._count_once("report", f"report: {_text_of(error)}")
         return {"strategy": self.name, "faults": self.num_faults, "first_fault": self.first_fault, "own": own}
+
+    def _number(self, name: str, most: int) -> int:
+        try:
+            value = index(getattr(self.strategy, name))
+            if 0 <= value <= most:
+                return value
+            why = str(value)
+        except RAISED as error:
+            why = _text_of(error)
+        self._count_once(name, f"its {name} makes no sense: {why}; it is a whole number from 0 to {most}")
+        return 0
+
+    def _count_once(self, name: str, why: str) -> None:
+        if name not in self._odd:
+            self._odd.add(name)
+            self.count(why)
 
     def _propose(self, asks: Sequence[Ask]) -> tuple[list[Any], str]:
         try:

@@ -18,6 +18,7 @@ class Reserve:
     def __init__(self, scheduler: Any, lookahead: Callable[[], int], num_loops: int) -> None:
         self._scheduler = scheduler
         self._lookahead, self._num_loops = lookahead, num_loops
+        self._lent: dict[int, Any] = {}  # sequences that may hold blocks for guesses, by their ids
 
     def size(self, needed: int) -> int:
         """Tokens to find room for behind each sequence that decodes; `needed`: without guesses."""
@@ -35,17 +36,22 @@ class Reserve:
         if num_lacking >= scheduler.block_manager.get_num_free_gpu_blocks():
             return needed
         for seq in scheduler.running:
-            seq.sage_lent = True
+            self._lent[seq.seq_id] = seq
         return most
 
     def give_back(self, running: Iterable[Any]) -> None:
         """Free the blocks behind the last token of sequences that are not on the device."""
+        lent = self._lent
+        if not lent:
+            return
         size = self._scheduler.cache_config.block_size
         for seq in running:
-            if not getattr(seq, "sage_lent", False):
+            if lent.pop(seq.seq_id, None) is None:
                 continue
-            seq.sage_lent = False
             blocks, keep = seq.logical_blocks, -(-seq.num_valid_ids // size)
             if len(blocks) > keep:
                 self._scheduler.block_manager.allocator.free(blocks.get_real_blocks()[keep:].copy())
                 blocks.resize(keep)
+        for seq in list(lent.values()):  # on the device in a further step, waiting for blocks anew, or gone
+            if seq.session_id not in self._scheduler.sessions:
+                del lent[seq.seq_id]

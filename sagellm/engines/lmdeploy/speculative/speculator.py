@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +18,18 @@ from sagellm.engines.lmdeploy.speculative.verify import accepted, sampling_rows,
 __all__ = ["Speculator"]
 
 
+class _Late(NamedTuple):
+    """A step of which the strategy is told later. `stops`: words that end each answer; None in the last step of a round."""
+
+    row: list[int]
+    stops: list[list[int]] | None
+    num_before: int
+    step_s: float
+
+
 class Speculator:
-    """Every method runs on the thread of the agent's steps. What a step without guesses takes here is lost to all whom a silent
-    strategy serves, so it does little for each sequence.
+    """Every method but `lookahead` and `report` runs on the thread of the agent's steps. What a step without guesses takes here
+    is lost to all whom a silent strategy serves: while it is quiet a step is noted, and nothing is done for each sequence.
 
     `is_verifying`: the step that runs now has guesses in it. `lookahead`: as many guesses there may be, now.
     """
@@ -30,7 +39,7 @@ class Speculator:
         self.statistics = Statistics()
         self.is_verifying = False
         self._guarded = GuardedStrategy(strategy, vocab_size)
-        self.name, self.lookahead, self.bind = self._guarded.name, self._guarded.lookahead, self._guarded.bind
+        self.name, self.bind = self._guarded.name, self._guarded.bind
         self._texts: dict[int, Text] = {}
         self._extra: SpecExtraInputs | None = None
         self._batch: list[tuple[int, Text]] = []  # requests of the step, but those of which it computes a part
@@ -39,9 +48,14 @@ class Speculator:
         self._no_guesses: tuple[Verdict, ...] = ()
         self._tables: np.ndarray | None = None
         self._drafts: list[list[int]] = []
-        self._is_decoding = False
+        self._is_decoding = self._has_floor = False
+        self._quiet = 0  # so many further steps the strategy need not be told of at once
+        self._late: list[_Late] = []  # those that it has not been told of, all of the same batch
         self._num_before = self._num_later = 0
         self._start_s = self._propose_s = 0.0
+
+    def lookahead(self) -> int:
+        return 0 if self._quiet else self._guarded.lookahead()
 
     # ---- before the forward pass
 
@@ -57,13 +71,18 @@ class Speculator:
         """
         self.is_verifying, self._is_decoding, self._num_later = False, inputs.is_decoding, num_later
         if extra is not self._extra:
-            for request in ended or ():
-                self._forget(request)
+            if ended:
+                self._tell_late()
+                for request in ended:
+                    self._forget(request)
+                self._look_again()
             self._take(extra, inputs.is_decoding)
         if not inputs.is_decoding:
             return inputs
-        begin_s = time.perf_counter()
         self._num_before = inputs.sum_kv_seqlen - len(self._batch)
+        begin_s = self._start_s = time.perf_counter()
+        if self._quiet:
+            return inputs
         if (lookahead := self.lookahead()) and not (return_logits or extra.is_counted or _has_images(inputs)):
             drafts = self._proposed(lookahead, inputs.block_offsets)
             self.is_verifying = any(drafts.values())
@@ -79,11 +98,12 @@ class Speculator:
         self._extra, self._tables = extra, None
         if extra.news or not is_decoding or extra.request_ids != self._request_ids:
             self._take_batch(extra, is_decoding)
-        for _, text in self._batch:
+        for _, text in self._batch if self._has_floor else ():
             if text.floor <= 0:  # LMDeploy has looked at it anew
                 text.floor = FAR
 
     def _take_batch(self, extra: SpecExtraInputs, is_decoding: bool) -> None:
+        self._tell_late()
         self._request_ids, self._batch, self._places = extra.request_ids, [], []
         for number, request in enumerate(extra.request_ids):
             news = extra.news.get(number)
@@ -100,6 +120,8 @@ class Speculator:
             self._batch.append((request, text))
             self._places.append(number)
         self._no_guesses = tuple([Verdict(request, 0, 0) for request in extra.request_ids])
+        self._has_floor = any([text.floor < FAR for _, text in self._batch])
+        self._look_again()
 
     def _proposed(self, lookahead: int, tables: torch.Tensor) -> dict[int, list[int]]:
         """Guesses by request."""
@@ -149,10 +171,13 @@ class Speculator:
         """
         if not self.is_verifying:
             sampled, logprobs = await sampler(logits, sampling_inputs, inputs)
-            kept = [(token,) for token in sampled.tolist()]
-            self._tell_all(kept, sampling_inputs.stop_words)
+            row = sampled.tolist()
+            if self._quiet and self._is_decoding:
+                self._note(row, sampling_inputs.stop_words)
+                return sampled, logprobs
+            self._tell_all([(token,) for token in row], sampling_inputs.stop_words)
             if self._is_decoding:
-                self._judge(self._no_guesses, len(kept))
+                self._judge(self._no_guesses, len(row))
             return sampled, logprobs
         drafts = self._drafts
         sampled, logprobs = await sampler(logits, sampling_rows(sampling_inputs, drafts), inputs)
@@ -196,9 +221,58 @@ class Speculator:
         step_s = time.perf_counter() - self._start_s
         outcome = StepOutcome(verdicts, num_rows, self._num_before, step_s, self._propose_s)
         self.statistics.add(outcome)
+        self._tell_step(outcome)
+        self._quiet = self._guarded.quiet()
+
+    def _tell_step(self, outcome: StepOutcome) -> None:
         if why := self._guarded.tell("step_done", outcome):
             for request, _ in self._batch:
                 self._blame(request, why)
+
+    # ---- while the strategy is quiet
+
+    def _note(self, row: list[int], stop_words: torch.Tensor | None) -> None:
+        """A step of which it is told later; `row`: the token of each sequence."""
+        stops = stop_words.tolist() if stop_words is not None and self._num_later else None
+        step_s = time.perf_counter() - self._start_s
+        self._late.append(_Late(row, stops, self._num_before, step_s))
+        self.statistics.add_plain(len(row), step_s)
+        self._quiet -= 1
+        if not self._quiet:
+            self._tell_late()
+
+    def _tell_late(self) -> None:
+        """All that it has not been told: it hears everything in the end, and in order."""
+        late, self._late = self._late, []
+        if not late:
+            return
+        columns = list(zip(*[step.row for step in late], strict=True))
+        has_stops = any([step.stops is not None for step in late])
+        told = []
+        for (request, text), place in zip(self._batch, self._places, strict=True):
+            if text.left <= 0:
+                continue
+            tokens = columns[place][: text.left]
+            count = _until_stop(tokens, late, place) if has_stops else 0
+            if count:
+                tokens = tokens[:count]
+            text.append(tokens)
+            if count:
+                text.left = 0  # as in `_tell_all`
+            if text.may_guess:
+                told.append((request, tokens))
+        for request, why in self._guarded.accept(told):
+            self._blame(request, why)
+        for step in late:
+            self._tell_step(StepOutcome(self._no_guesses, len(step.row), step.num_before, step.step_s, 0.0))
+        self._quiet = self._guarded.quiet()
+
+    def _look_again(self) -> None:
+        """Something else was said: it may want to be asked now."""
+        if self._quiet:
+            self._quiet = self._guarded.quiet()
+
+    # ---- requests
 
     def _forget(self, request: int) -> None:
         text = self._texts.pop(request, None)
@@ -218,7 +292,16 @@ class Speculator:
             self._guarded.count(why, request)
 
     def report(self) -> dict[str, Any]:
+        """What is the strategy's `own` may be that of a moment before it became quiet: this is another thread than its own."""
         return self.statistics.report() | self._guarded.report()
+
+
+def _until_stop(tokens: Sequence[int], late: Sequence[_Late], place: int) -> int:
+    """Tokens up to the one that ended the answer amidst a round; 0: none did."""
+    for number, (token, step) in enumerate(zip(tokens, late, strict=False)):
+        if step.stops is not None and token in step.stops[place]:
+            return number + 1
+    return 0
 
 
 def _rows_of(drafts: Sequence[Sequence[int]], kept: list[list[int]]) -> list[int]:
