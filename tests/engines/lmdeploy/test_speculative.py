@@ -291,6 +291,8 @@ class Bad(Knowing):
             raise KeyError
         if self.kind == "lookahead":
             self.lookahead = None
+        if self.kind == "quiet":
+            self.joins, self.quiet, self.lookahead = True, "often", 0
 
     def report(self):
         return {"odd": {1, 2}} if self.kind == "report" else {}
@@ -298,7 +300,7 @@ class Bad(Knowing):
 
 @pytest.mark.parametrize("kind", [
     "raises", "none", "few", "endless", "long", "foreign", "negative", "halves", "words", "exits", "begin", "accept",
-    "step_done", "lookahead", "report",
+    "step_done", "lookahead", "quiet", "report",
 ])  # fmt: skip
 def test_a_bad_strategy_stops_nobody(start_engine, reference, kind, caplog):
     prompts = CROWD[:3]
@@ -306,7 +308,7 @@ def test_a_bad_strategy_stops_nobody(start_engine, reference, kind, caplog):
     tell(prompts, expected)
     engine = start_engine(speculative=HERE + "Bad", speculative_options={"kind": kind})
     assert tokens_of(ask(engine, prompts)) == expected
-    report = counts(engine, faults=1 if kind in ("lookahead", "report") else 3)
+    report = counts(engine, faults=1 if kind in ("lookahead", "quiet", "report") else 3)
     assert kind in ("raises", "exits", "lookahead") or report["first_fault"]
     assert len([record for record in caplog.records if "speculative strategy bad" in record.message]) == 1
 
@@ -338,6 +340,50 @@ def test_what_may_be_answered(start_engine, reference, decode_round):
     report = counts(engine)
     assert len(report["drafted_at"]) > 4 and report["accepted"] > 10
     assert engine.engine.executor.model_agent.agent_strategy.speculator.strategy.silent > 4
+
+
+class Resting(Knowing):
+    """A step with guesses, then three without, of which it need not be told at once. `steps`: all of which it was told."""
+
+    name = "resting"
+    joins = True
+
+    def __init__(self, wrong=0.2):
+        super().__init__(4, wrong)
+        self.steps = []
+
+    def accept(self, request_id, tokens):
+        assert request_id in self.texts
+        super().accept(request_id, tokens)
+
+    def step_done(self, outcome):
+        assert not self.quiet or outcome.num_rows == len(outcome.verdicts), "guesses of a step that was to be quiet"
+        self.steps.append(outcome)
+        self.quiet = -len(self.steps) % 4
+        self.lookahead = 0 if self.quiet else 4
+
+
+@pytest.mark.parametrize(("decode_round", "blocks"), [(1, 200), (4, 200), (1, 30), (5, 30)])
+def test_one_that_is_quiet_hears_everything_in_the_end(start_engine, reference, decode_round, blocks):
+    """Also where answers end amidst a round, where requests lose their places, and where they end between two looks."""
+    whole = reference(CROWD, NEW)
+    tell(CROWD, whole)
+    ways = [dict(ignore_eos=False, stop_token_ids=[answer[7 + place]]) for place, answer in enumerate(whole)]
+    wanted = [answer[: answer.index(answer[7 + place]) + 1] for place, answer in enumerate(whole)]
+    engine = start_engine(decode_round=decode_round, kv_blocks=blocks, speculative=HERE + "Resting")
+    for start in (0, len(CROWD)):
+        assert tokens_of(ask(engine, CROWD, ways)) == wanted
+        speculator = engine.engine.executor.model_agent.agent_strategy.speculator
+        speculator._tell_late()  # as with the next step, for which nobody asks
+        told = speculator.strategy.ended | speculator.strategy.texts
+        assert [told[start + place] for place in range(len(CROWD))] == [
+            [*prompt, *tokens] for prompt, tokens in zip(CROWD, wanted, strict=True)
+        ]
+    report, steps = counts(engine), speculator.strategy.steps
+    assert (engine.hooks.report()["preempted"] > 0) == (blocks == 30)
+    assert len(steps) == report["steps"] and sum(len(step.verdicts) for step in steps) == report["sequences"]
+    assert sum(step.step_s for step in steps) == pytest.approx(report["step_s"]) and report["accepted"] > 10
+    assert sum(verdict.num_accepted for step in steps for verdict in step.verdicts) == report["accepted"]
 
 
 def test_rows_keep_the_ends_of_texts():

@@ -50,7 +50,7 @@ class PausingStrategy(PartlyRightStrategy):
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
-        self._most, self._left = self.lookahead, 3
+        self._most, self._left = self.lookahead, 1
         self._known: dict[int, list[int]] = {}
         self._loose: dict[int, int] = {}  # tokens that no step has given: the one of the prompt
 
@@ -85,8 +85,8 @@ class PausingStrategy(PartlyRightStrategy):
                 self._loose[request] -= num_accepted + 1
         self._left -= 1
         if not self._left:
-            self._left = self._draw.randint(1, 4)
             self.lookahead = 0 if self.lookahead else self._most
+            self._left = 1 if self.lookahead else self._draw.randint(2, 3)
         self.quiet = 0 if self.lookahead else self._left
 
 
