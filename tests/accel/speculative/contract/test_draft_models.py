@@ -75,7 +75,7 @@ def test_an_engine_in_which_guesses_are_wrong_right_and_both(trial, draft):
 def test_a_fault_of_the_engine_shows_with_a_draft_model(trial, draft, monkeypatch, module, name, fault, says):
     monkeypatch.setattr(f"sagellm.engines.lmdeploy.speculative.{module}.{name}", fault)
     found = broken(check_engine(trial, guesser(draft), only=("greedy answers",)))
-    assert set(found) == {"greedy"} and says in found["greedy"], found
+    assert set(found) - {"runs"} == {"greedy"} and says in found["greedy"], found
 
 
 def test_the_command(tmp_path):
