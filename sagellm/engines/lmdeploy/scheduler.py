@@ -49,8 +49,7 @@ class SchedulerHooks:
         self.kv = KVManager(scheduler, self._host, self.cache, self._config.block_bytes)
         self.prefix = PrefixHooks(self._host, self.kv, self.cache)
         self.choice = StepChoice(scheduler, self._host, self.kv.num_free, self._config.hold_limit_s)
-        for name in ("choose_phase", "order_waiting", "order_running", "over_budget", "cut", "released", "holds_all",
-                     "wait_for_plugins"):
+        for name in ("choose_phase", "order_waiting", "order_running", "over_budget", "cut", "released", "holds_all"):
             setattr(self, name, getattr(self.choice, name))
         self._times_tokens = self._host.decides("schedule")  # the owner is told when each request got its tokens
         self._num_preempted = 0
@@ -200,6 +199,12 @@ class SchedulerHooks:
         service_of(seq)  # a deadline is put on this process's clock as soon as it is here
         if self._recorder.enabled:
             self._recorder.write("arrive", **arrive_line(seq))
+
+    async def wait_for_plugins(self, may_run: Any) -> bool:
+        """Nothing may run now. Whether it was waited for what keeps requests back; otherwise LMDeploy waits for a while."""
+        if await self.choice.wait_for_plugins(may_run):
+            return True
+        return self.pd is not None and await self.pd.wait_for_room(may_run)
 
     def end_chunks(self, running: list[Any]) -> None:
         """A step has ended, and LMDeploy is about to look at what it sampled."""

@@ -1,6 +1,7 @@
 """What the inserted lines in LMDeploy's engine call where it takes part in a prefill/decode group: one object an engine."""
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
@@ -38,6 +39,7 @@ __all__ = ["PrefillDecode"]
 logger = logging.getLogger("sagellm")
 
 QUANTILES = (0.5, 0.9, 0.99)
+LOOK_S = 0.5  # while nothing may run: sequences that end by themselves tell nobody
 
 
 class PrefillDecode(DistServe):
@@ -72,6 +74,7 @@ class PrefillDecode(DistServe):
         )  # fmt: skip
         self._server: ControlServer | None = None
         self._address = ""
+        self._room = asyncio.Event()  # blocks have come back
         self._answers: asyncio.Queue | None = None
         self._runnable: Any = None
 
@@ -158,8 +161,23 @@ class PrefillDecode(DistServe):
         self.offers.ended(session_id)
         self.arrivals.ended(session_id)
         self._watchers.changed()
-        if len(self.arrivals) and self._runnable is not None:
-            asyncio.get_running_loop().call_soon(self.arrivals.freed)
+        if self._server is not None:
+            asyncio.get_running_loop().call_soon(self._freed)
+
+    def _freed(self) -> None:
+        self._room.set()
+        self.arrivals.freed()
+
+    async def wait_for_room(self, may_run: asyncio.Event) -> bool:
+        """No prompt finds room. Where blocks are kept for others, look again as soon as some come back."""
+        if not len(self.offers):
+            return False
+        self._room.clear()
+        may_run.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._room.wait(), LOOK_S)
+        may_run.clear()
+        return True
 
     def _end_session(self, session_id: int) -> None:
         session = self._scheduler.sessions.get(session_id)

@@ -13,6 +13,7 @@ __all__ = ["Watchers"]
 
 LOAD_EVERY_S = 0.1
 MAX_COSTS = 64
+MAX_KEYS = 100_000
 
 
 class Watchers:
@@ -30,8 +31,10 @@ class Watchers:
         """From now on it is told. Returns what is cached now."""
         first = self._feed.watch(asyncio.get_running_loop(), self._tell) if self._feed is not None else ()
         self._connections.append(connection)
+        for begin in range(MAX_KEYS, len(first), MAX_KEYS):  # a message has its limit; the others follow the reply
+            asyncio.get_running_loop().call_soon(self._tell, PrefixChange(stored=tuple(first[begin : begin + MAX_KEYS])))
         self.changed()
-        return PrefixChange(stored=tuple(first), is_all=True)
+        return PrefixChange(stored=tuple(first[:MAX_KEYS]), is_all=True)
 
     def remove(self, connection: Any) -> None:
         if connection in self._connections:
