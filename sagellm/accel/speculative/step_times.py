@@ -12,7 +12,7 @@ import numpy as np
 
 __all__ = ["StepTable", "StepTimes"]
 
-ENOUGH = 16  # steps of one size, the latest, that are learned from where many have come at once: a cell holds no more
+ENOUGH = 32  # steps of one size, the latest, that are learned from where many have come at once: twice what a cell holds
 RING = 15  # samples of a cell; its median is what counts, so that a step which the machine held up changes nothing
 MEMORY = 400  # steps after which what a cell knows counts half
 DEFAULT_SLOPE = 0.25  # of a row that nobody has measured, in shares of a row's part of a plain step
