@@ -66,7 +66,7 @@ def _measure(
     )  # fmt: skip
     made = engines.hook_config
     # The server gives its engine a folder for the workers' counts; an engine without a server has none.
-    engines.hook_config = lambda *args: made(*args).model_copy(update={"run_dir": folder / "run"})
+    engines.hook_config = lambda *args, **more: made(*args, **more).model_copy(update={"run_dir": folder / "run"})
     try:
         engine = engines.LMDeployEngine(config, model)
     finally:

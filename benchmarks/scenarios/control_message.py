@@ -30,7 +30,7 @@ DEFINITIONS = {
 }
 
 
-class Question(BaseModel):
+class TimedQuestion(BaseModel):
     number: int
 
 
@@ -38,7 +38,7 @@ class LongQuestion(BaseModel):
     number: int
 
 
-class Answer(BaseModel):
+class TimedAnswer(BaseModel):
     was_held: bool
 
 
@@ -48,7 +48,7 @@ class LongAnswer(BaseModel):
     age_s: float
 
 
-register(Answer, LongAnswer)
+register(TimedAnswer, LongAnswer)
 
 
 def run(seed: int, calls: int, at_once: int) -> dict[str, float]:
@@ -67,8 +67,8 @@ def run(seed: int, calls: int, at_once: int) -> dict[str, float]:
 
 
 def _serve(parent: Connection, key: bytes) -> None:
-    async def short(_: Any, message: Question) -> Answer:
-        return Answer(was_held=True)
+    async def short(_: Any, message: TimedQuestion) -> TimedAnswer:
+        return TimedAnswer(was_held=True)
 
     async def long(_: Any, message: LongQuestion) -> LongAnswer:
         return LongAnswer(number=message.number, blocks=tuple(range(NUMBERS)), age_s=0.01)
@@ -81,7 +81,7 @@ def _serve(parent: Connection, key: bytes) -> None:
             writer.close()
 
     async def main() -> None:
-        control = ControlServer(key, {Question: short, LongQuestion: long})
+        control = ControlServer(key, {TimedQuestion: short, LongQuestion: long})
         plain = await asyncio.start_server(echo, "127.0.0.1", 0)
         parent.send((await control.start("127.0.0.1"), plain.sockets[0].getsockname()[1]))
         ended = asyncio.Event()
@@ -98,7 +98,7 @@ async def _measure(address: str, port: int, key: bytes, calls: int, at_once: int
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
     async def short() -> None:
-        await connection.call(Question(number=1 << 62), 10, Answer)
+        await connection.call(TimedQuestion(number=1 << 62), 10, TimedAnswer)
 
     async def long() -> None:
         await connection.call(LongQuestion(number=1 << 62), 10, LongAnswer)

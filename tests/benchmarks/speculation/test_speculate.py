@@ -152,12 +152,24 @@ def test_figures_add_up():
 
     counts = dict(drafted=8, accepted=3, sequences=6, propose_s=1.0, step_s=3.0, faults=0)
     found = speculate._figures(
-        [round_of(20.0, [(1, 2), (3,)], **counts), round_of(40.0, [(1, 2), (4,)], **counts)],
-        [round_of(10.0, [(1, 2), (3,)]), round_of(10.0, [(1, 2), (3,)])],
+        [[round_of(20.0, [(1, 2), (3,)], **counts)], [round_of(40.0, [(1, 2), (4,)], **counts)]],
+        [[round_of(10.0, [(1, 2), (3,)])], [round_of(10.0, [(1, 2), (3,)])]],
     )
     assert found["times_none"]["median"] == found["times_none_cpu"]["median"] == 3.0
     assert found["acceptance"] == 3 / 8 and found["tokens_per_step"] == 1.5 and found["propose_share"] == 0.25
-    assert found["equal"] == 0.75
+    assert found["equal"] == 0.75 and found["processes"] == [3.0]
+
+
+def test_several_processes_of_each():
+    """Each round by its median process; each process by the median one without guesses."""
+
+    def told(*speeds):
+        counts = dict.fromkeys(("drafted", "accepted", "sequences", "propose_s", "step_s", "faults"), 0)
+        return [{"tokens_per_s": speed, "cpu_s": 1 / speed, "tokens": [(1,)], "counts": counts} for speed in speeds]
+
+    found = speculate._figures([told(9.0, 10.0, 14.0), told(18.0, 20.0, 22.0)], [told(8.0, 10.0, 12.0), told(20.0, 21.0, 19.0)])
+    assert found["times_none"]["median"] == 1.0 and found["equal"] == 1.0
+    assert found["processes"] == pytest.approx([0.9, 1.0, 1.25])
 
 
 @pytest.mark.parametrize(
