@@ -73,6 +73,7 @@ class RelayedResponse(Response):
         self._kind = ""
         self._first_byte_s: float | None = None
         self._attempts = 0
+        self._waited_s = 0.0
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
         metrics = self._relay.metrics
@@ -156,9 +157,16 @@ class RelayedResponse(Response):
         return None if relay.tokens is None else await relay.tokens.of(self._path, body.raw, len(body.content))
 
     async def _wait_for_decoder(self, body: Body, failed: set[str]) -> tuple[int, str] | None:
-        """Until there is one that has not failed with this request, or, after a while, any; else (status, why not)."""
-        group, wait_s = self._relay.group, self._relay.options.wait_s
-        end, backoff_s = time.monotonic() + wait_s, 0.05
+        """Until there is one that has not failed with this request, or, after a while, any; else (status, why not). Where the
+        engines die one after the other, a request waits no longer than `wait_s` in all."""
+        begun = time.monotonic()
+        try:
+            return await self._find_decoder(body, failed, begun + self._relay.options.wait_s - self._waited_s)
+        finally:
+            self._waited_s += time.monotonic() - begun
+
+    async def _find_decoder(self, body: Body, failed: set[str], end: float) -> tuple[int, str] | None:
+        group, wait_s, backoff_s = self._relay.group, self._relay.options.wait_s, 0.05
         while True:
             found = group.decoders(body.model)
             if any(one.facts.instance not in failed for one in found):
