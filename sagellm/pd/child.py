@@ -32,6 +32,7 @@ class Child:
     Attributes:
         ready: done with the JSON line, or None where the process ended before it.
         num_starts: so far.
+        served_s: from when it was ready until it ended; 0: it never was.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Child:
     ) -> None:  # fmt: skip
         self.name, self.command = name, list(command)
         self.num_starts = 0
-        self.started_s = 0.0
+        self._ready_s = self._end_s = 0.0
         self.ready: asyncio.Future[dict[str, Any] | None]
         self._cores, self._fds, self._env, self._say = list(cores), tuple(pass_fds), env, say
         self._process: asyncio.subprocess.Process | None = None
@@ -49,7 +50,7 @@ class Child:
 
     async def start(self) -> None:
         self.num_starts += 1
-        self.started_s = time.monotonic()
+        self._ready_s = self._end_s = 0.0
         self.ready = asyncio.get_running_loop().create_future()
         self._last.clear()
         # A session of its own: Ctrl-C reaches us alone, and we end the others in order.
@@ -70,10 +71,15 @@ class Child:
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def served_s(self) -> float:
+        return (self._end_s or time.monotonic()) - self._ready_s if self._ready_s else 0.0
+
     async def wait(self) -> int:
         """Until it has ended; its exit code, negative for a signal."""
         assert self._process is not None
         code = await self._process.wait()
+        self._end_s = time.monotonic()
         await asyncio.wait(self._readers, timeout=1)  # a process below it may hold the pipes open
         for reader in self._readers:
             reader.cancel()
@@ -138,6 +144,7 @@ class Child:
             with contextlib.suppress(ValueError):
                 found = json.loads(text)
                 if isinstance(found, dict) and found.get("ready") and not self.ready.done():
+                    self._ready_s = time.monotonic()
                     self.ready.set_result(found)
                     continue
             self._say(f"[{self.name}] {text}")

@@ -26,7 +26,7 @@ __all__ = ["UpConfig", "run_up"]
 
 HOST = "127.0.0.1"
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
-HEALTHY_S = 60.0  # after so long a process that ends is started again at once
+HEALTHY_S = 10.0  # a process that was ready for so long is started again at once
 POLL_S = 0.2
 KILL_S = 10.0  # beyond the drain
 STILL_S = 10.0  # between two lines of progress
@@ -197,7 +197,7 @@ class _Supervisor:
             if self._config.no_restart:
                 self._fail(EngineError(f"{child.name} has gone: {words}"))
                 return
-            if time.monotonic() - child.started_s > HEALTHY_S:
+            if child.served_s > HEALTHY_S:  # it was killed, say; what ends at its start would end there again
                 backoff_s = FIRST_BACKOFF_S
             self._say(f"{child.name} has gone: {words} It is started again in {backoff_s:g} s")
             await asyncio.sleep(backoff_s)
