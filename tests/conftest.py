@@ -40,6 +40,7 @@ LONG = [
     "serve/test_guided.py",  # the longest where it builds the demo model, which others want later
     "benchmarks/test_runner.py",
     "serve/test_lifecycle.py",
+    "pd/test_real_group.py",
     "engines/lmdeploy/test_faults.py",
     "scheduler_ir/contract/test_contract.py",
     "csrc/test_checks.py",

@@ -1,0 +1,239 @@
+"""`sagellm pd up` with real engines on a tiny model, and what its tests do to them."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from sagellm.comm_backend.control import connect, sign_request
+from sagellm.pd.messages import EngineFacts, Hello
+from sagellm.pd.ports import free_ports
+from tests.pd.harness import until
+
+LEASE_S, TIMEOUT_S = 120.0, 4.0  # blocks that come back within seconds have not waited for the end of their lease
+
+
+class RealGroup:
+    """One prefill and one decode engine behind their proxy. Nothing is awaited before `ready`."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.tmp = Path(tempfile.mkdtemp(prefix="pd-"))  # paths of sockets lie below it, and have to be short
+        (self.port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.err = folder / "up.err"
+        options = json.dumps({"folder": str(folder)})
+        command = [
+            sys.executable, "-m", "sagellm.pd", "up", "--port", str(self.port), "--json", "--policy", "always-split",
+            "--model", str(model), "--", "--model-name", "tiny", "--device", "cpu", "--threads", "1", "--block-size", "16",
+            "--kv-blocks", "320", "--max-batch-size", "8", "--no-prefix-caching",
+            "--kv-channel", "tests.pd.held_channel:HeldShm", "--kv-channel-options", options,
+            "--pd-timeout-s", str(TIMEOUT_S), "--pd-lease-s", str(LEASE_S),
+        ]  # fmt: skip
+        with self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True,
+                env=os.environ | {"TMPDIR": str(self.tmp)},
+            )  # fmt: skip
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self._family: dict[int, psutil.Process] = {}
+
+    def ready(self) -> "RealGroup":
+        line = self.process.stdout.readline()
+        assert line, self.err.read_text()
+        facts = json.loads(line)
+        self.prefill, self.decode = (one["url"].removesuffix("/v1") for one in facts["engines"])
+        self.key = next(self.tmp.glob("sagellm-pd-*/key")).read_bytes()
+        return self
+
+    def end(self) -> None:
+        """In order; nothing may be left."""
+        self.family()
+        self.process.terminate()
+        assert self.process.wait(60) == 0, self.err.read_text()
+        _, alive = psutil.wait_procs(self._family.values(), timeout=5)
+        assert not alive, f"left behind: {[one.cmdline() for one in alive]}"
+
+    def close(self) -> None:
+        for one in [*self.family(), self.process]:
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                one.kill()
+        self.process.wait(10)
+        self.process.stdout.close()
+        self.http.close()
+        shutil.rmtree(self.tmp, ignore_errors=True)
+
+    # ---- processes
+
+    def family(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in psutil.Process(self.process.pid).children(recursive=True):
+                self._family[one.pid] = one
+        return list(self._family.values())
+
+    def child(self, *words: str) -> psutil.Process:
+        """The process of the group whose command has these words."""
+        def found() -> list[psutil.Process]:
+            children = psutil.Process(self.process.pid).children()
+            return [one for one in children if set(words) <= set(one.cmdline())]
+
+        return until(f"a process {words}", found)[-1]
+
+    def server(self, role: str) -> psutil.Process:
+        return self.child("--role", role)
+
+    def engine(self, role: str) -> psutil.Process:
+        """The process below the server that has the model."""
+        below = self.server(role).children()
+        return next(one for one in below if "spawn_main" in " ".join(one.cmdline()) and one.num_threads() > 4)
+
+    # ---- requests
+
+    def complete(self, prompt: str, num: int = 8, **fields) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=body_of(prompt, num, **fields), timeout=90)
+
+    def single(self, path: str, body: dict) -> httpx.Response:
+        """What one engine answers: that which decodes, asked directly. It has no prefix cache, so it computes all itself."""
+        return httpx.post(self.decode + path, json=body, timeout=60)
+
+    def expected(self, prompt: str, num: int = 8) -> list[int]:
+        return tokens_of(self.single("/v1/completions", body_of(prompt, num)))
+
+    def signed(self, method: str, path: str, document: dict | None = None) -> httpx.Response:
+        content = b"" if document is None else json.dumps(document).encode()
+        headers = sign_request(self.key, method, path, content) | {"content-type": "application/json"}
+        return self.http.request(method, path, content=content, headers=headers)
+
+    # ---- what they say
+
+    def metric(self, url: str, name: str, **labels: str) -> float:
+        """Sum over the samples whose labels include these."""
+        families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30).text)
+        samples = [sample for family in families for sample in family.samples]
+        return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
+
+    def arrived(self, outcome: str = "done") -> float:
+        return self.metric(self.decode, "sagellm_pd_requests_total", side="arrivals", outcome=outcome)
+
+    def arriving(self) -> float:
+        return self.metric(self.decode, "sagellm_pd_running", side="arrivals")
+
+    def is_idle(self) -> bool:
+        """No engine holds a block for anybody."""
+        with contextlib.suppress(httpx.HTTPError):
+            return not any(
+                self.metric(url, "sagellm_kv_blocks", state="active") + self.metric(url, "sagellm_pd_running")
+                for url in (self.prefill, self.decode)
+            )
+        return False
+
+    def status(self) -> dict[str, dict]:
+        return {one["engine_id"]: one for one in self.signed("GET", "/pd/status").json()["engines"]}
+
+    def is_whole(self) -> bool:
+        """Both engines have joined, and one loads from the other."""
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            return self.status().get(self.decode, {}).get("connected") == [self.prefill]
+        return False
+
+    def control(self, url: str) -> str:
+        path = "/sage/pd/info"
+        return httpx.get(url + path, headers=sign_request(self.key, "GET", path, b"")).json()["control"]
+
+    async def facts(self, url: str) -> EngineFacts:
+        connection = await connect(self.control(url), self.key)
+        try:
+            return await connection.call(Hello(engine_id="test"), 5, EngineFacts)
+        finally:
+            await connection.close()
+
+    # ---- trouble
+
+    @contextlib.contextmanager
+    def held(self):
+        """Transfers wait in their middle; yields a function that waits until one does."""
+        hold, began = self.folder / "hold", self.folder / "began"
+        began.unlink(missing_ok=True)
+        hold.touch()
+        try:
+            yield lambda: until("a transfer waits", began.exists)
+        finally:
+            hold.unlink(missing_ok=True)
+
+
+class Stream:
+    """A streamed completion, read on a thread. `error`: of the last event. `broken`: how the connection ended, if it did."""
+
+    def __init__(self, group: RealGroup, prompt: str, num: int, **fields) -> None:
+        self.tokens: list[int] = []
+        self.error, self.is_done, self.broken = "", False, ""
+        self._leave = threading.Event()
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(group, body_of(prompt, num, stream=True, **fields)))
+        self._thread.start()
+
+    def _read(self, group: RealGroup, body: dict) -> None:
+        try:
+            with httpx.stream("POST", f"{group.url}/v1/completions", json=body, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    self._take(line.removeprefix("data: "))
+                    if self._leave.is_set():
+                        return
+        except httpx.HTTPError as error:
+            self.broken = f"{type(error).__name__}: {error}"
+        finally:
+            self._begun.set()
+
+    def _take(self, data: str) -> None:
+        if data == "[DONE]":
+            self.is_done = True
+        elif data:
+            event = json.loads(data)
+            if "error" in event:
+                self.error = event["error"]["message"]
+            elif tokens := event["choices"][0]["gen_tokens"]:
+                self.tokens += tokens
+                self._begun.set()
+
+    def begun(self) -> "Stream":
+        assert self._begun.wait(30) and self.tokens, (self.error, self.broken)
+        return self
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def leave(self) -> None:
+        self._leave.set()
+        self.end()
+
+    def end(self) -> "Stream":
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "it hangs"
+        return self
+
+
+def body_of(prompt: str, num: int, **fields) -> dict:
+    known = {"model": "tiny", "prompt": prompt, "max_tokens": num, "temperature": 0, "ignore_eos": True}
+    return known | {"return_token_ids": True} | fields
+
+
+def tokens_of(answer: httpx.Response) -> list[int]:
+    """Of the answer. Its text will not do: where it ends within a character, as that of a random model often does, LMDeploy's
+    server leaves out the whole piece that came last."""
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["gen_tokens"]
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 60))
