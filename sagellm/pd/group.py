@@ -54,6 +54,7 @@ class Engine:
         self._pending: dict[int, tuple[float, int]] = {}  # transfer -> when it was sent, tokens of its prompt
         self._heard = 0.0
         self.num_streams = 0
+        self.hangs = asyncio.Event()  # it lives and answers nothing: its requests would wait for ever
 
     @property
     def decodes(self) -> bool:
@@ -319,6 +320,7 @@ class Group:
                 why = f"/health answers {answer.status}"
         except asyncio.TimeoutError:
             why = f"no answer of /health for {MAX_SILENT:g} s"
+            engine.hangs.set()
         except (aiohttp.ClientError, OSError) as error:
             why = f"/health cannot be reached: {error}"
         if self.engines.get(engine.url) is engine:

@@ -27,6 +27,7 @@ logger = logging.getLogger("sagellm.pd")
 
 MAX_BACKOFF_S = 1.0
 DONE = b"data: [DONE]"
+HANGS = "it does not answer any more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +158,8 @@ class RelayedResponse(Response):
         return None if relay.tokens is None else await relay.tokens.of(self._path, body.raw, len(body.content))
 
     async def _wait_for_decoder(self, body: Body, failed: set[str]) -> tuple[int, str] | None:
-        """Until there is one that has not failed with this request, or, after a while, any; else (status, why not). Where the
-        engines die one after the other, a request waits no longer than `wait_s` in all."""
-        begun = time.monotonic()
-        try:
-            return await self._find_decoder(body, failed, begun + self._relay.options.wait_s - self._waited_s)
-        finally:
-            self._waited_s += time.monotonic() - begun
-
-    async def _find_decoder(self, body: Body, failed: set[str], end: float) -> tuple[int, str] | None:
+        """Until there is one that has not failed with this request, or, after a while, any; else (status, why not). However
+        many die one after the other, a request waits without any no longer than `wait_s` in all."""
         group, wait_s, backoff_s = self._relay.group, self._relay.options.wait_s, 0.05
         while True:
             found = group.decoders(body.model)
@@ -176,12 +170,13 @@ class RelayedResponse(Response):
             if found and backoff_s >= MAX_BACKOFF_S:
                 failed.clear()  # one that failed and lives may have been at the end of its drain, or short of something
                 return None
-            left_s = end - time.monotonic()
-            if left_s <= 0:
+            if not found and self._waited_s >= wait_s:
                 rest = [one.url for one in group.engines.values()]
                 what = f"only prefill engines have joined ({', '.join(rest)})" if rest else "no engine has joined"
                 return 503, f"no engine that decodes came within {wait_s:g} s: {what}. Try again later."
-            await group.changed(min(backoff_s, left_s))
+            begun = time.monotonic()
+            await group.changed(backoff_s if found else min(backoff_s, wait_s - self._waited_s))
+            self._waited_s += 0.0 if found else time.monotonic() - begun
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     def _route(self, body: Body, tokens: list[list[int]] | None, failed: set[str]) -> RouteDecision:
@@ -222,7 +217,7 @@ class RelayedResponse(Response):
             if first is not None:
                 copy = body.for_prefill(second.url, transfer_id)
                 prefill = asyncio.create_task(self._prefill(first, copy, headers, transfer_id))
-            outcome = await self._decode(second, content, headers, transfer_id, body.stream, send)
+            outcome = await _unless_hanging(second, self._decode(second, content, headers, transfer_id, body.stream, send))
             served = outcome == "served"
             return outcome
         finally:
@@ -245,7 +240,7 @@ class RelayedResponse(Response):
                 if answer.status != 200:
                     cause, words = f"status {answer.status}", text[:300]
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            cause, words = _cause(error), str(error) or type(error).__name__
+            cause, words = _cause(error), _words(error)
         finally:
             first.computed(transfer_id)
         if cause:
@@ -280,7 +275,11 @@ class RelayedResponse(Response):
         except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
             if shown:  # the client's side: `_stream` has seen to the engine's
                 raise
-            raise Failed(_cause(error), str(error) or type(error).__name__) from None
+            raise Failed(_cause(error), _words(error)) from None
+        except asyncio.CancelledError:
+            if shown or not second.hangs.is_set():
+                raise
+            raise Failed("hangs", HANGS) from None
 
     async def _stream(
         self, status: int, media: str, piece: bytes, pieces: AsyncIterator[bytes], send: Any, second: Engine
@@ -293,7 +292,12 @@ class RelayedResponse(Response):
             try:
                 piece = await anext(pieces, b"")
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-                words = str(error) or type(error).__name__
+                words = _words(error)
+                break
+            except asyncio.CancelledError:
+                if not second.hangs.is_set():
+                    raise
+                words = HANGS
                 break
         if not words and DONE not in tail:
             words = "its answer ended without [DONE]"
@@ -320,6 +324,19 @@ class RelayedResponse(Response):
         self._relay.metrics.first_byte.labels(self._kind).observe(self._first_byte_s)
 
 
+async def _unless_hanging(engine: Engine, work: Any) -> str:
+    """Cancels the work when the engine is found to hang."""
+    task, hangs = asyncio.ensure_future(work), asyncio.ensure_future(engine.hangs.wait())
+    try:
+        await asyncio.wait({task, hangs}, return_when=asyncio.FIRST_COMPLETED)
+        task.cancel()  # nothing where it is done
+        return await task
+    finally:
+        for each in (task, hangs):
+            each.cancel()
+        await asyncio.gather(task, hangs, return_exceptions=True)
+
+
 async def _wait_gone(receive: Any) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -329,6 +346,13 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return "cannot connect"
     return "timeout" if isinstance(error, asyncio.TimeoutError) else "connection lost"
+
+
+def _words(error: BaseException) -> str:
+    """For clients; what the library says is of chunks and headers."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"it cannot be reached: {error.os_error.strerror or error}"
+    return "it has not answered in time" if isinstance(error, asyncio.TimeoutError) else "the connection to it was lost"
 
 
 async def _send_start(send: Any, status: int, headers: list[tuple[bytes, bytes]]) -> None:

@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -206,6 +207,26 @@ def test_decode_engines_that_die_are_replaced_and_streams_end_with_words(own):
     # The other one ended with it or lives: whoever is left serves.
     assert group.complete(LONG).json()["choices"][0]["text"] == answer(LONG)
     assert second in group.engines
+
+
+def test_an_engine_that_hangs_is_given_up_and_its_requests_with_it(own):
+    """It lives and keeps its connections: nothing but its silence says so."""
+    group = own("--policy", "never-split")
+    first = group.start_engine("decode")
+    group.proxy.ready()
+    group.connected(1, 0)
+    body = {"model": "m", "prompt": LONG, "max_tokens": 1000, "stream": True, "stand_in": {"delay_s": 0.05}}
+    with ThreadPoolExecutor(1) as pool, group.http.stream("POST", "/v1/completions", json=body) as stream:
+        pieces = stream.iter_text()
+        text = next(pieces)
+        whole = pool.submit(group.complete, LONG, stand_in={"hang_s": 3, "on": [first]})
+        until("both have come to it", lambda: len(group.seen(first)) == 2)
+        group.engines[first].process.send_signal(signal.SIGSTOP)
+        group.start_engine("decode")
+        text += "".join(pieces)
+        assert whole.result(60).json()["choices"][0]["text"] == answer(LONG)
+    assert "does not answer any more" in text and "[DONE]" not in text
+    assert group.metric("sagellm_pd_retries_total", cause="hangs") == 1
 
 
 def test_a_request_that_ends_every_engine_does_not_meet_them_for_ever(own):

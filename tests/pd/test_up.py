@@ -1,5 +1,6 @@
 """`sagellm pd up` with stand-in engines: starts, restarts, ends and words."""
 
+import asyncio
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 
 from sagellm.cli.pd import pd
 from sagellm.core.errors import ConfigError
+from sagellm.pd.child import Child
 from sagellm.pd.cores import available_cores, split_cores
 from sagellm.pd.ports import free_ports, listen
 from tests.pd.harness import until
@@ -162,6 +164,20 @@ def test_status_of_nobody():
     (port,) = free_ports(1)
     done = CliRunner().invoke(pd, ["status", "--url", f"http://127.0.0.1:{port}"])
     assert done.exit_code == 1 and "does not answer as a proxy of ours" in done.output
+
+
+def test_how_long_a_process_has_served():
+    """From its line of readiness: time in which it starts is none."""
+    async def served(code):
+        child = Child("one", [sys.executable, "-c", code])
+        await child.start()
+        assert child.served_s == 0
+        await child.wait()
+        return child.served_s
+
+    line = "print('{\"ready\": true}', flush=True)"
+    assert asyncio.run(served("import time; time.sleep(0.2)")) == 0
+    assert asyncio.run(served(f"import time; {line}; time.sleep(0.2)")) >= 0.2
 
 
 def test_cores_are_split_as_evenly_as_can_be():
