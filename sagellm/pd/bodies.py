@@ -61,6 +61,8 @@ class Body:
     def for_prefill(self, decode_url: str, transfer_id: int) -> bytes:
         """For the prefill engine, which computes the prompt and keeps its keys and values under this id."""
         kept = {name: value for name, value in self.raw.items() if name not in NOT_FOR_PREFILL}
+        if self.raw.get("min_new_tokens"):  # the first token may be drawn there, and then not one that ends the answer
+            kept["min_new_tokens"] = 1
         added = {
             "max_tokens": 1, "stream": False, "with_cache": True, "preserve_cache": True,
             "migration_request": _migration(decode_url, transfer_id),

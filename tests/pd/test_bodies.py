@@ -1,0 +1,17 @@
+"""What of a client's request goes to a prefill engine."""
+
+import json
+
+from sagellm.pd.bodies import Body
+
+
+def test_the_copy_for_a_prefill_engine():
+    """Its one token may become the first of the answer, so what decides about it stays."""
+    raw = {"prompt": "a", "seed": 3, "temperature": 0.5, "min_new_tokens": 5, "max_tokens": 9, "stream": True, "stop": ["x"]}
+    copy = json.loads(Body(b"", raw).for_prefill("http://127.0.0.1:1", 7))
+    assert copy.pop("migration_request")["remote_session_id"] == 7
+    assert copy == {
+        "prompt": "a", "seed": 3, "temperature": 0.5, "min_new_tokens": 1, "max_tokens": 1, "stream": False,
+        "with_cache": True, "preserve_cache": True,
+    }  # fmt: skip
+    assert "min_new_tokens" not in json.loads(Body(b"", {"prompt": "a"}).for_prefill("http://127.0.0.1:1", 7))
