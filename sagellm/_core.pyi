@@ -357,7 +357,28 @@ def copy_pieces(
     `deadline` (of `time.monotonic()`) and `stop` [1] (not 0: end) are looked at every 0.5 MiB; nothing is written afterwards.
     Returns "done", "deadline" or "stopped". Memories must not overlap. Raises IndexError, with nothing written: a piece
     that does not lie within both; ValueError: lists of different lengths, a target that is read-only.
+
+    Pieces of 4 KiB or more, of lists of 256 KiB or more, are written past the processor's caches.
     """
+
+class KVStrides:
+    """Where heads that lie side by side, `run_bytes` of each token, lie in the KV blocks of two engines.
+
+    `src`, `dst`: of each side the bytes of a layer, the tokens of a block, the bytes of a token, and where in a token the first
+    of these heads begins.
+    """
+
+    def __init__(
+        self, num_layers: int, src: tuple[int, int, int, int], dst: tuple[int, int, int, int], run_bytes: int
+    ) -> None: ...
+    def pieces(
+        self, src_blocks: NDArray[np.int64], src_start: int, dst_blocks: NDArray[np.int64], dst_start: int, first: int, num: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Offsets in the source and in the target, and numbers of bytes, [n] each, of tokens `first` to `first + num`, layer by
+        layer. The blocks' first tokens are `src_start` and `dst_start`. Neighbours on both sides are one piece.
+
+        Raises IndexError: the blocks do not cover the tokens.
+        """
 
 def policy_names() -> list[str]:
     """The names that `NativePolicy`, `ObjectCache` and the replays know."""

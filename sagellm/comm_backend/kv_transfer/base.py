@@ -14,13 +14,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from pydantic import Field, ValidationError, model_validator
 
-from sagellm.comm_backend.kv_transfer.conversion import HeadRun, Pieces, Tokens, fit
+from sagellm.comm_backend.kv_transfer.conversion import Conversion, Pieces, Tokens, fit
 from sagellm.comm_backend.kv_transfer.copying import Reader, block_checksums
 from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVRegion, Model
 from sagellm.comm_backend.kv_transfer.turns import Run, Turns
@@ -120,7 +120,7 @@ class Read(NamedTuple):
 
 class _Peer(NamedTuple):
     endpoints: tuple[TransferEndpoint, ...]
-    runs: dict[int, list[HeadRun]]  # by rank; those that nothing is read from are not there
+    conversions: dict[int, Conversion]  # by rank; those that nothing is read from are not there
     links: dict[int, Any]
 
 
@@ -223,11 +223,14 @@ class KVTransferChannel(ABC):
             runs = fit(self.region.layout, layouts)
             if not self.converts:
                 self._check_equal(layouts)
-            by_rank = {run.rank: [other for other in runs if other.rank == run.rank] for run in runs}
+            conversions = {
+                rank: Conversion(self.region.layout, layouts[rank], [run for run in runs if run.rank == rank])
+                for rank in sorted({run.rank for run in runs})
+            }
             deadline = time.monotonic() + timeout_s
             links: dict[int, Any] = {}
             try:
-                for rank in by_rank:
+                for rank in conversions:
                     links[rank] = self._connect(endpoints[rank], deadline)
             except BaseException:
                 self._drop(links)
@@ -235,7 +238,7 @@ class KVTransferChannel(ABC):
         with self._lock:
             is_late, former = self._closed, self._peers.get(peer)
             if not is_late:
-                self._peers[peer] = _Peer(tuple(endpoints), by_rank, links)
+                self._peers[peer] = _Peer(tuple(endpoints), conversions, links)
         if is_late:
             self._drop(links)
             self._check_open()
@@ -263,17 +266,22 @@ class KVTransferChannel(ABC):
         asked = time.monotonic()
         try:
             self._check_open()
-            with self._lock:
-                peer = self._peers.get(plan.peer)
-                known = ", ".join(self._peers) or "none"
+            peer = self._peers.get(plan.peer)
             if peer is None:
+                with self._lock:
+                    known = ", ".join(self._peers) or "none"
                 raise TransferError(f"peer {plan.peer} is unknown; connected are: {known}. Connect to it first.")
             self._check_plan(plan, peer)
             run = Run(plan.transfer_id, plan.peer, plan.timeout_s, peer)
-            with self._turns.turn(run), _of(f"transfer {plan.transfer_id} from {plan.peer}"):
+            self._turns.begin(run)
+            try:
                 begun = time.monotonic()
                 num_bytes = self._move(plan, peer, run)
                 run.check()
+            except Exception as error:
+                _raise_named(error, f"transfer {plan.transfer_id} from {plan.peer}")
+            finally:
+                self._turns.end(run)
             result = TransferResult(num_bytes=num_bytes, seconds=time.monotonic() - begun, waited_s=begun - asked)
         except TransferError as error:
             is_late = isinstance(error, TransferTimeoutError)
@@ -330,13 +338,13 @@ class KVTransferChannel(ABC):
             plan.first_token, plan.num_tokens,
         )  # fmt: skip
         num_bytes = 0
-        for rank, runs in peer.runs.items():
+        for rank, conversion in peer.conversions.items():
 
             def read(reads: Sequence[tuple[Pieces, torch.Tensor]], link: Any = peer.links[rank]) -> None:
                 run.check()
                 self._read(link, [Read(*each) for each in reads], run)
 
-            reader = Reader(self.region, peer.endpoints[rank].layout, runs, read, run)
+            reader = Reader(self.region, conversion, read, run)
             num_bytes += reader.checked(tokens, plan.checksums[rank], rank) if plan.checksums else reader.plain(tokens)
         return num_bytes
 
@@ -360,7 +368,8 @@ class KVTransferChannel(ABC):
             )
 
     def _check_blocks(self, whose: str, blocks: Sequence[int], layout: KVLayout) -> None:
-        if bad := [block for block in blocks if not 0 <= block < layout.num_blocks]:
+        if blocks and not (min(blocks) >= 0 and max(blocks) < layout.num_blocks):
+            bad = [block for block in blocks if not 0 <= block < layout.num_blocks]
             raise TransferError(f"{whose} blocks {bad[:8]} are not there; blocks go from 0 to {layout.num_blocks - 1}.")
 
     def _check_equal(self, layouts: Sequence[KVLayout]) -> None:
@@ -399,14 +408,19 @@ def parsed(kind: type[Model], values: Mapping[str, Any], what: str) -> Any:
 
 @contextmanager
 def _of(what: str) -> Iterator[None]:
-    """Errors say what they are of; those of a library that a channel has not mapped become TransferError."""
+    """Errors say what they are of."""
     try:
         yield
-    except TransferError as error:
-        if str(error).startswith(what):
-            raise
-        raise type(error)(f"{what}: {error}") from error
-    except SageError as error:
-        raise TransferError(f"{what}: {error}") from error
     except Exception as error:
-        raise TransferError(f"{what}: {type(error).__name__}: {error}") from error
+        _raise_named(error, what)
+
+
+def _raise_named(error: Exception, what: str) -> NoReturn:
+    """An error that says what it is of; that of a library that a channel has not mapped becomes a TransferError."""
+    if isinstance(error, TransferError):
+        if str(error).startswith(what):
+            raise error
+        raise type(error)(f"{what}: {error}") from error
+    if isinstance(error, SageError):
+        raise TransferError(f"{what}: {error}") from error
+    raise TransferError(f"{what}: {type(error).__name__}: {error}") from error

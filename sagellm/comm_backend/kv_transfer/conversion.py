@@ -6,10 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from sagellm._core import KVStrides
 from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVPart
 from sagellm.core.errors import TransferError
 
-__all__ = ["HeadRun", "Pieces", "Tokens", "block_pieces", "fit", "pieces"]
+__all__ = ["Conversion", "HeadRun", "Pieces", "Tokens", "block_pieces", "fit"]
 
 PIECES = 1 << 18  # of one rank and part that are looked at together; more than that and their lists would need memory
 
@@ -104,65 +105,55 @@ def _head_runs(own: KVLayout, peers: Sequence[KVLayout], number: int, part: KVPa
 # ---- which bytes
 
 
-def pieces(own: KVLayout, peer: KVLayout, runs: Sequence[HeadRun], tokens: Tokens) -> Iterator[list[Pieces]]:
-    """From one rank of a peer, whose `runs` these are: a list for some tokens after the other."""
-    step = max(PIECES // own.num_layers, 1)  # at worst a token is a piece in each layer
-    for first in range(tokens.first, tokens.first + tokens.num, step):
-        some = tokens._replace(first=first, num=min(step, tokens.first + tokens.num - first))
-        found: dict[tuple[int, ...], Pieces] = {}  # parts of one geometry have their bytes at the same places
+class Conversion:
+    """Which bytes of one rank of a peer, whose `runs` these are, go where. Made once for a peer, for all transfers.
+
+    Attributes:
+        token_bytes: that one token is, in all layers.
+    """
+
+    def __init__(self, own: KVLayout, peer: KVLayout, runs: Sequence[HeadRun]) -> None:
+        self.own, self.peer, self.runs = own, peer, runs
+        self.token_bytes = own.num_layers * sum(run.num_heads * _head_bytes(own.parts[run.part]) for run in runs)
+        self._step = max(PIECES // own.num_layers, 1)  # at worst a token is a piece in each layer
+        known: dict[tuple[int, ...], int] = {}  # parts of one geometry have their bytes at the same places
+        self._strides: list[KVStrides] = []
+        self._of_runs: list[tuple[int, int]] = []  # of each run its part, and which strides
         for run in runs:
-            geometry = _geometry(own, peer, run)
-            if geometry not in found:
-                found[geometry] = _run_pieces(own, peer, run, some)
-        yield [found[_geometry(own, peer, run)]._replace(part=run.part) for run in runs]
+            here, there = own.parts[run.part], peer.parts[run.part]
+            geometry = (*run[2:], here.num_heads, there.num_heads, _head_bytes(here))
+            if geometry not in known:
+                known[geometry] = len(self._strides)
+                self._strides.append(_strides(own, peer, run))
+            self._of_runs.append((run.part, known[geometry]))
+
+    def pieces(self, tokens: Tokens) -> Iterator[list[Pieces]]:
+        """A list, as long as `runs`, for some tokens after the other. Bytes that follow each other on both sides are one piece.
+
+        Raises:
+            IndexError: the blocks do not cover the tokens.
+        """
+        end = tokens.first + tokens.num
+        for first in range(tokens.first, end, self._step):
+            num = min(self._step, end - first)
+            found = [
+                strides.pieces(tokens.src, tokens.src_start, tokens.dst, tokens.dst_start, first, num) for strides in self._strides
+            ]
+            yield [Pieces(part, *found[number]) for part, number in self._of_runs]
 
 
-def _geometry(own: KVLayout, peer: KVLayout, run: HeadRun) -> tuple[int, ...]:
-    here, there = own.parts[run.part], peer.parts[run.part]
-    return (*run[2:], here.num_heads, there.num_heads, _head_bytes(here))
+def _strides(own: KVLayout, peer: KVLayout, run: HeadRun) -> KVStrides:
+    head_bytes = _head_bytes(own.parts[run.part])
+
+    def side(layout: KVLayout, head: int) -> tuple[int, int, int, int]:
+        token_bytes = layout.parts[run.part].num_heads * head_bytes
+        return layout.num_blocks * layout.block_size * token_bytes, layout.block_size, token_bytes, head * head_bytes
+
+    return KVStrides(own.num_layers, side(peer, run.src_head), side(own, run.dst_head), run.num_heads * head_bytes)
 
 
 def _head_bytes(part: KVPart) -> int:
     return part.width * getattr(torch, part.dtype).itemsize
-
-
-def _is_whole(own: KVLayout, peer: KVLayout, run: HeadRun) -> bool:
-    """All heads of both sides: then a token's bytes follow those of the one before it."""
-    return own.parts[run.part].num_heads == peer.parts[run.part].num_heads == run.num_heads
-
-
-def _run_pieces(own: KVLayout, peer: KVLayout, run: HeadRun, tokens: Tokens) -> Pieces:
-    part = own.parts[run.part]
-    head_bytes = _head_bytes(part)
-    end = tokens.first + tokens.num
-    if _is_whole(own, peer, run):  # a piece ends where a block of either side does
-        cuts = [
-            np.arange(tokens.first + size - (tokens.first - start) % size, end, size)
-            for start, size in {(tokens.src_start, peer.block_size), (tokens.dst_start, own.block_size)}
-        ]
-        begins = np.concatenate([[tokens.first], *cuts])
-        if len(cuts) > 1:
-            begins = np.unique(begins)
-    else:
-        begins = np.arange(tokens.first, end)
-    counts = np.empty_like(begins)
-    counts[-1] = end - begins[-1]
-    np.subtract(begins[1:], begins[:-1], out=counts[:-1])
-    src = _offsets(peer, run.part, tokens.src, begins - tokens.src_start, run.src_head, head_bytes)
-    dst = _offsets(own, run.part, tokens.dst, begins - tokens.dst_start, run.dst_head, head_bytes)
-    num_bytes = np.empty_like(src)
-    num_bytes[:] = counts * (run.num_heads * head_bytes)
-    return _joined(run.part, src.reshape(-1), dst.reshape(-1), num_bytes.reshape(-1))
-
-
-def _offsets(
-    layout: KVLayout, number: int, blocks: np.ndarray, places: np.ndarray, head: int, head_bytes: int
-) -> np.ndarray:
-    """int64 [layers, n]: where the head of the tokens at these places lies in the part's tensor."""
-    slots = blocks[places // layout.block_size] * layout.block_size + places % layout.block_size
-    token_bytes = layout.parts[number].num_heads * head_bytes
-    layers = np.arange(layout.num_layers, dtype=np.int64) * (layout.num_blocks * layout.block_size * token_bytes)
-    return layers[:, None] + slots * token_bytes + head * head_bytes
 
 
 def _joined(part: int, src: np.ndarray, dst: np.ndarray, num_bytes: np.ndarray) -> Pieces:

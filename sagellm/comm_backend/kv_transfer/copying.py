@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from sagellm._core import copy_pieces
-from sagellm.comm_backend.kv_transfer.conversion import HeadRun, Pieces, Tokens, block_pieces, pieces
-from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVRegion
+from sagellm.comm_backend.kv_transfer.conversion import Conversion, Pieces, Tokens, block_pieces
+from sagellm.comm_backend.kv_transfer.layout import KVRegion
 from sagellm.comm_backend.kv_transfer.turns import Run
 from sagellm.core.errors import TransferError
 
@@ -22,18 +22,17 @@ class Reader:
     """One transfer's part that comes from one rank. `read` takes pieces and the tensors that they go to."""
 
     def __init__(
-        self, region: KVRegion, peer: KVLayout, runs: Sequence[HeadRun],
-        read: Callable[[Sequence[tuple[Pieces, torch.Tensor]]], None], run: Run,
-    ) -> None:  # fmt: skip
-        self._region, self._peer, self._runs, self._read, self._run = region, peer, runs, read, run
+        self, region: KVRegion, conversion: Conversion, read: Callable[[Sequence[tuple[Pieces, torch.Tensor]]], None], run: Run
+    ) -> None:
+        self._region, self._conversion, self._read, self._run = region, conversion, read, run
+        self._peer = conversion.peer
 
     def plain(self, tokens: Tokens) -> int:
         """Returns the number of bytes."""
-        num_bytes = 0
-        for some in pieces(self._region.layout, self._peer, self._runs, tokens):
-            self._read([(each, self._region.tensors[each.part]) for each in some])
-            num_bytes += sum(int(each.num_bytes.sum()) for each in some)
-        return num_bytes
+        tensors = self._region.tensors
+        for some in self._conversion.pieces(tokens):
+            self._read([(each, tensors[each.part]) for each in some])
+        return tokens.num * self._conversion.token_bytes
 
     def checked(self, tokens: Tokens, checksums: Sequence[int], rank: int) -> int:
         """Whole blocks that lie here as they lie there are checked after the copy, where they lie; of others, all that the
@@ -56,9 +55,9 @@ class Reader:
     def _is_same(self, tokens: Tokens) -> bool:
         own, peer = self._region.layout, self._peer
         is_aligned = (tokens.src_start - tokens.dst_start) % peer.block_size == 0
-        heads = {(run.src_head, run.dst_head) for run in self._runs}
+        heads = {(run.src_head, run.dst_head) for run in self._conversion.runs}
         return is_aligned and own.block_size == peer.block_size and own.parts == peer.parts and heads == {(0, 0)} and all(
-            run.num_heads == own.parts[run.part].num_heads for run in self._runs
+            run.num_heads == own.parts[run.part].num_heads for run in self._conversion.runs
         )
 
     def _staged(self, tokens: Tokens, checksums: Sequence[int], rank: int) -> int:
@@ -69,9 +68,10 @@ class Reader:
             staging = [torch.empty(layout.shape(part), dtype=getattr(torch, part.dtype)) for part in layout.parts]
             self._read([(block_pieces(self._peer, number, blocks), each) for number, each in enumerate(staging)])
             self._compare(staging, range(len(blocks)), tokens.src, places, checksums, rank)
-            for each in (each for group in pieces(self._region.layout, layout, self._runs, some) for each in group):
+            conversion = Conversion(self._region.layout, layout, self._conversion.runs)
+            for each in (each for group in conversion.pieces(some) for each in group):
                 copy_here(each, staging[each.part], self._region.tensors[each.part], self._run)
-                num_bytes += int(each.num_bytes.sum())
+            num_bytes += some.num * conversion.token_bytes
         return num_bytes
 
     def _in_groups(self, tokens: Tokens) -> Iterator[tuple[range, Tokens]]:

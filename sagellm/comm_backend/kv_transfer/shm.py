@@ -83,6 +83,7 @@ class ShmChannel(KVTransferChannel):
                 )
             memory, offset = found
             parts.append(Segment(fd=memory.fd, token=memory.token, num_bytes=len(memory), offset=offset))
+        self._own = tuple(as_bytes(tensor) for tensor in self.region.tensors)
         self._state = SharedMemory.create(_STATE_BYTES)
         words(self._state)[0] = _OPEN
         state = Segment(fd=self._state.fd, token=self._state.token, num_bytes=len(self._state))
@@ -109,7 +110,9 @@ class ShmChannel(KVTransferChannel):
         link.check()
         for some, target in reads:
             source = link.parts[some.part]
-            if target.device.type == "cpu":
+            if target is self.region.tensors[some.part]:
+                copy_bytes(some, source, self._own[some.part], run)
+            elif target.is_cpu:
                 copy_bytes(some, source, as_bytes(target), run)
             else:
                 copy_here(some, torch.from_numpy(source), target, run)

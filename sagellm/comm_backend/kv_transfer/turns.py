@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -79,8 +78,8 @@ class Turns:
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
         self._changed = threading.Condition()
-        self._waiting: deque[Run] = deque()
-        self._running: set[Run] = set()
+        self._waiting: dict[str, Run] = {}  # both by name, in their order
+        self._running: dict[str, Run] = {}
         self._closed: TransferError | None = None
 
     @property
@@ -91,31 +90,37 @@ class Turns:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @contextmanager
-    def turn(self, run: Run) -> Iterator[None]:
-        """Waits, and then counts as running. Raises as `Run.check`; TransferError: another one has its name, or closed."""
+    def begin(self, run: Run) -> None:
+        """Waits, and then counts as running, until `end`. Raises as `Run.check`; TransferError: another one has its name, or
+        closed."""
+        name = run.transfer_id
         with self._changed:
             if self._closed is not None:
                 raise self._closed
-            if any(other.transfer_id == run.transfer_id for other in (*self._waiting, *self._running)):
-                raise TransferError(f"transfer {run.transfer_id} is under way already; each one needs a name of its own.")
-            self._waiting.append(run)
-            try:
-                with run.woken_by(self._wake):
-                    while self._waiting[0] is not run or len(self._running) >= self._max_running:
-                        run.check()
-                        self._changed.wait(run.left_s)
-                run.check()
-                self._running.add(run)
-            finally:
-                self._waiting.remove(run)
+            if name in self._running or name in self._waiting:
+                raise TransferError(f"transfer {name} is under way already; each one needs a name of its own.")
+            if self._waiting or len(self._running) >= self._max_running:
+                self._wait(run)
+            run.check()
+            self._running[name] = run
+
+    def end(self, run: Run) -> None:
+        """Of one that has begun."""
+        with self._changed:
+            del self._running[run.transfer_id]
+            if self._waiting or self._closed is not None:
                 self._changed.notify_all()
+
+    def _wait(self, run: Run) -> None:
+        self._waiting[run.transfer_id] = run
         try:
-            yield
+            with run.woken_by(self._wake):
+                while next(iter(self._waiting.values())) is not run or len(self._running) >= self._max_running:
+                    run.check()
+                    self._changed.wait(run.left_s)
         finally:
-            with self._changed:
-                self._running.discard(run)
-                self._changed.notify_all()
+            del self._waiting[run.transfer_id]
+            self._changed.notify_all()
 
     def cancel(self, transfer_id: str) -> bool:
         error = TransferCancelled(f"transfer {transfer_id} was cancelled.")
@@ -135,7 +140,7 @@ class Turns:
 
     def _stop(self, is_meant: Callable[[Run], bool], error: TransferError) -> int:
         with self._changed:
-            runs = [run for run in (*self._waiting, *self._running) if is_meant(run)]
+            runs = [run for run in (*self._waiting.values(), *self._running.values()) if is_meant(run)]
         for run in runs:
             run.stop(error)
         return len(runs)

@@ -1,8 +1,13 @@
-// `_core.copy_pieces`.
+// `_core.copy_pieces` and `_core.KVStrides`.
 
 #include "sagellm/copy_pieces.h"
 
+#include <pybind11/stl.h>
+
+#include <array>
+
 #include "arguments.h"
+#include "sagellm/kv_strides.h"
 
 namespace sage::python {
 
@@ -35,12 +40,35 @@ const char* copy(ByteArray& target, const ByteArray& source, const Offsets& dst,
   return end == CopyEnd::kDone ? "done" : end == CopyEnd::kDeadline ? "deadline" : "stopped";
 }
 
+using Side = std::array<std::int64_t, 4>;
+
+KVSide side_of(const Side& values) { return {values[0], values[1], values[2], values[3]}; }
+
+py::tuple pieces_of(const KVStrides& strides, const Offsets& src_blocks, std::int64_t src_start, const Offsets& dst_blocks,
+                 std::int64_t dst_start, std::int64_t first, std::int64_t num) {
+  const KVBlocks from{src_blocks.data(), static_cast<std::size_t>(src_blocks.size()), src_start};
+  const KVBlocks to{dst_blocks.data(), static_cast<std::size_t>(dst_blocks.size()), dst_start};
+  KVPieces found;
+  {
+    const py::gil_scoped_release release;
+    found = strides.pieces(from, to, first, num);
+  }
+  return py::make_tuple(to_array(found.src), to_array(found.dst), to_array(found.num_bytes));
+}
+
 }  // namespace
 
 void bind_copy_pieces(py::module_& module) {
   module.def("copy_pieces", &copy, py::arg("target").noconvert(), py::arg("source").noconvert(),
              py::arg("dst").noconvert(), py::arg("src").noconvert(), py::arg("num_bytes").noconvert(), py::arg("deadline"),
              py::arg("stop").noconvert());
+  py::class_<KVStrides>(module, "KVStrides")
+      .def(py::init([](std::int64_t num_layers, const Side& src, const Side& dst, std::int64_t run_bytes) {
+             return KVStrides{num_layers, side_of(src), side_of(dst), run_bytes};
+           }),
+           py::arg("num_layers"), py::arg("src"), py::arg("dst"), py::arg("run_bytes"))
+      .def("pieces", &pieces_of, py::arg("src_blocks").noconvert(), py::arg("src_start"), py::arg("dst_blocks").noconvert(),
+           py::arg("dst_start"), py::arg("first"), py::arg("num"));
 }
 
 }  // namespace sage::python
