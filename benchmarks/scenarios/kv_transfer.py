@@ -33,6 +33,11 @@ DEFINITIONS = {
             "contestants that follow each other in random order.",
         ),
         ("best_share", "1", "The same, of the best of `rounds` each: who had the cores all the time."),
+        (
+            "cpu_share", "1",
+            "The same as the share, of the CPU time of the thread that copies, or transfers: what others do at the time weighs less. "
+            "Without that of other threads and processes, which `tcp` has.",
+        ),
         ("gb_s", "GB/s", "Transfers of {size} MiB by `{it}`, at best."),
     )
 } | {
@@ -149,20 +154,21 @@ def _sizes(
         return call
 
     contestants = {"copy": copies} | {name: transfers(channel) for name, channel in channels.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
         for name in random.permutation(list(contestants)):
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.thread_time()
             contestants[name]()
             if number:  # the first touches memory for the first time
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append((time.perf_counter() - start, time.thread_time() - cpu_start))
     for name, channel in channels.items():
         num_copied = sum(int((tensor[-1, :, -1, -1, -1] == 1).sum()) for tensor in channel.region.tensors)
         assert num_copied >= 2 * size * times, (name, num_copied)
-    taken = {name: np.array(each) for name, each in seconds.items()}
-    copy, num_bytes = taken.pop("copy"), size * MIB * times
+    taken = {name: np.array(each).T for name, each in seconds.items()}
+    (copy, cpu_copy), num_bytes = taken.pop("copy"), size * MIB * times
     metrics = {f"kv_transfer_copy_gb_s_{name_mib}mib": num_bytes / copy.min() / 1e9}
-    for name, each in taken.items():
+    for name, (each, cpu) in taken.items():
+        metrics[f"kv_transfer_{name}_cpu_share_{name_mib}mib"] = np.median(cpu_copy / cpu)
         metrics[f"kv_transfer_{name}_share_{name_mib}mib"] = np.median(copy / each)
         metrics[f"kv_transfer_{name}_best_share_{name_mib}mib"] = copy.min() / each.min()
         metrics[f"kv_transfer_{name}_gb_s_{name_mib}mib"] = num_bytes / each.min() / 1e9

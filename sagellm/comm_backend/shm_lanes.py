@@ -55,8 +55,8 @@ class Operation(Work):
             self._rest = call()
         except CommError as error:
             self._error = error
-        except BaseException as error:  # Ctrl-C, no memory: the others wait for the rest
-            self._lane.fail(f"{self._lane.name} was broken off by {error!r}; make a new group.")
+        except BaseException as error:
+            self._lane.break_off(error)
             self._error = error
         if self._rest is None:
             self._kept = ()
@@ -97,10 +97,7 @@ class Lane:
 
     def run(self, operation: Operation) -> None:
         """Run it in this thread, or, behind others, on the lane's thread; it has ended then."""
-        with self._lock:
-            is_free = self._num_pending == 0
-            self._num_pending += is_free
-        if not is_free:
+        if not self.enter():
             self.start(operation)
             assert operation.ended is not None
             operation.ended.wait()
@@ -109,8 +106,23 @@ class Lane:
             while not operation.is_completed():
                 operation.advance()
         finally:
-            with self._lock:
-                self._num_pending -= 1
+            self.leave()
+
+    def enter(self) -> bool:
+        """Whether nothing is under way here; then it is the caller's, until it calls `leave`."""
+        with self._lock:
+            if self._num_pending:
+                return False
+            self._num_pending = 1
+            return True
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_pending -= 1
+
+    def break_off(self, error: BaseException) -> None:
+        """A call ended by Ctrl-C, or for want of memory: others wait for the rest of it."""
+        self.fail(f"{self.name} was broken off by {error!r}; make a new group.")
 
     def close(self) -> None:
         """Waits for what runs, which has to be ended before; what has not begun ends as the group's end has it."""

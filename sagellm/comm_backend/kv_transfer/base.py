@@ -301,7 +301,7 @@ class KVTransferChannel(ABC):
             TransferError: a block that is not there.
         """
         self._check_open()
-        self._check_blocks("own", blocks, self.region.layout)
+        self._check_blocks("", blocks, self.region.layout)
         return block_checksums(self.region.tensors, blocks)
 
     def report(self) -> dict[str, Any]:
@@ -339,38 +339,46 @@ class KVTransferChannel(ABC):
         )  # fmt: skip
         num_bytes = 0
         for rank, conversion in peer.conversions.items():
+            if not plan.checksums:
+                link, tensors = peer.links[rank], self.region.tensors
+                for some in conversion.pieces(tokens):
+                    run.check()
+                    self._read(link, [Read(each, tensors[each.part]) for each in some], run)
+                num_bytes += plan.num_tokens * conversion.token_bytes
+                continue
 
             def read(reads: Sequence[tuple[Pieces, torch.Tensor]], link: Any = peer.links[rank]) -> None:
                 run.check()
                 self._read(link, [Read(*each) for each in reads], run)
 
             reader = Reader(self.region, conversion, read, run)
-            num_bytes += reader.checked(tokens, plan.checksums[rank], rank) if plan.checksums else reader.plain(tokens)
+            num_bytes += reader.checked(tokens, plan.checksums[rank], rank)
         return num_bytes
 
     def _check_plan(self, plan: TransferPlan, peer: _Peer) -> None:
         theirs, own = peer.endpoints[0].layout, self.region.layout
-        self._check_blocks(f"{plan.peer}'s", plan.src_blocks, theirs)
-        self._check_blocks("own", plan.dst_blocks, own)
+        self._check_blocks(plan.peer, plan.src_blocks, theirs)
+        self._check_blocks("", plan.dst_blocks, own)
         end = plan.first_token + plan.num_tokens
-        for whose, blocks, start, layout in (
-            (f"{plan.peer}'s", plan.src_blocks, plan.src_start, theirs), ("own", plan.dst_blocks, plan.dst_start, own)
-        ):  # fmt: skip
-            if start + len(blocks) * layout.block_size < end:
-                raise TransferError(
-                    f"{len(blocks)} {whose} blocks of {layout.block_size} tokens from token {start} on end before token {end}; "
-                    "give all blocks of the tokens."
-                )
+        self._check_covered(plan.peer, plan.src_blocks, plan.src_start, theirs, end)
+        self._check_covered("", plan.dst_blocks, plan.dst_start, own, end)
         if plan.checksums and [len(each) for each in plan.checksums] != [len(plan.src_blocks)] * len(peer.endpoints):
             raise TransferError(
                 f"checksums are for {[len(each) for each in plan.checksums]} blocks by rank; give one for each of "
                 f"{len(plan.src_blocks)} blocks on each of {len(peer.endpoints)} ranks, or none."
             )
 
-    def _check_blocks(self, whose: str, blocks: Sequence[int], layout: KVLayout) -> None:
+    def _check_covered(self, peer: str, blocks: Sequence[int], start: int, layout: KVLayout, end: int) -> None:
+        if start + len(blocks) * layout.block_size < end:
+            raise TransferError(
+                f"{len(blocks)} {_whose(peer)} blocks of {layout.block_size} tokens from token {start} on end before token {end}; "
+                "give all blocks of the tokens."
+            )
+
+    def _check_blocks(self, peer: str, blocks: Sequence[int], layout: KVLayout) -> None:
         if blocks and not (min(blocks) >= 0 and max(blocks) < layout.num_blocks):
             bad = [block for block in blocks if not 0 <= block < layout.num_blocks]
-            raise TransferError(f"{whose} blocks {bad[:8]} are not there; blocks go from 0 to {layout.num_blocks - 1}.")
+            raise TransferError(f"{_whose(peer)} blocks {bad[:8]} are not there; blocks go from 0 to {layout.num_blocks - 1}.")
 
     def _check_equal(self, layouts: Sequence[KVLayout]) -> None:
         own = self.region.layout
@@ -404,6 +412,10 @@ def parsed(kind: type[Model], values: Mapping[str, Any], what: str) -> Any:
     except ValidationError as error:
         said = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         raise TransferError(f"{what}: {said}; known are: {', '.join(kind.model_fields) or 'none'}.") from None
+
+
+def _whose(peer: str) -> str:
+    return f"{peer}'s" if peer else "own"
 
 
 @contextmanager

@@ -88,11 +88,11 @@ class Owner:
         except (AttributeError, OSError, OverflowError) as error:
             raise TransferError(f"process {pid} has gone, or cannot be seen from here ({error}).") from None
         weakref.finalize(self, os.close, self._pidfd).atexit = False
+        self._ended = select.epoll(1)  # several threads may ask it at once, which they may not with a poll object
+        self._ended.register(self._pidfd, select.EPOLLIN)
 
     def is_alive(self) -> bool:
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return not poll.poll(0)
+        return not self._ended.poll(0, 1)
 
 
 def open_memory(pid: int, fd: int, token: int, num_bytes: int) -> np.ndarray:
