@@ -35,8 +35,8 @@ DEFINITIONS = {
         ("best_share", "1", "The same, of the best of `rounds` each: who had the cores all the time."),
         (
             "cpu_share", "1",
-            "The same as the share, of the CPU time of the thread that copies, or transfers: what others do at the time weighs less. "
-            "Without that of other threads and processes, which `tcp` has.",
+            "The same as the share, of the CPU time of the thread that copies, or transfers: what others do at the time weighs "
+            "less. Without that of other threads and processes, which `tcp` has.",
         ),
         ("gb_s", "GB/s", "Transfers of {size} MiB by `{it}`, at best."),
     )

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from pydantic import Field, ValidationError, model_validator
 
+from sagellm.comm_backend.kv_transfer.checks import check_blocks, check_covered, check_equal
 from sagellm.comm_backend.kv_transfer.conversion import Conversion, Pieces, Tokens, fit
 from sagellm.comm_backend.kv_transfer.copying import Reader, block_checksums
 from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVRegion, Model
@@ -222,7 +223,7 @@ class KVTransferChannel(ABC):
         with _of(f"peer {peer}"):
             runs = fit(self.region.layout, layouts)
             if not self.converts:
-                self._check_equal(layouts)
+                check_equal(self.name, self.region.layout, layouts)
             conversions = {
                 rank: Conversion(self.region.layout, layouts[rank], [run for run in runs if run.rank == rank])
                 for rank in sorted({run.rank for run in runs})
@@ -301,7 +302,7 @@ class KVTransferChannel(ABC):
             TransferError: a block that is not there.
         """
         self._check_open()
-        self._check_blocks("", blocks, self.region.layout)
+        check_blocks("", blocks, self.region.layout)
         return block_checksums(self.region.tensors, blocks)
 
     def report(self) -> dict[str, Any]:
@@ -357,38 +358,16 @@ class KVTransferChannel(ABC):
 
     def _check_plan(self, plan: TransferPlan, peer: _Peer) -> None:
         theirs, own = peer.endpoints[0].layout, self.region.layout
-        self._check_blocks(plan.peer, plan.src_blocks, theirs)
-        self._check_blocks("", plan.dst_blocks, own)
+        check_blocks(plan.peer, plan.src_blocks, theirs)
+        check_blocks("", plan.dst_blocks, own)
         end = plan.first_token + plan.num_tokens
-        self._check_covered(plan.peer, plan.src_blocks, plan.src_start, theirs, end)
-        self._check_covered("", plan.dst_blocks, plan.dst_start, own, end)
+        check_covered(plan.peer, plan.src_blocks, plan.src_start, theirs, end)
+        check_covered("", plan.dst_blocks, plan.dst_start, own, end)
         if plan.checksums and [len(each) for each in plan.checksums] != [len(plan.src_blocks)] * len(peer.endpoints):
             raise TransferError(
                 f"checksums are for {[len(each) for each in plan.checksums]} blocks by rank; give one for each of "
                 f"{len(plan.src_blocks)} blocks on each of {len(peer.endpoints)} ranks, or none."
             )
-
-    def _check_covered(self, peer: str, blocks: Sequence[int], start: int, layout: KVLayout, end: int) -> None:
-        if start + len(blocks) * layout.block_size < end:
-            raise TransferError(
-                f"{len(blocks)} {_whose(peer)} blocks of {layout.block_size} tokens from token {start} on end before token {end}; "
-                "give all blocks of the tokens."
-            )
-
-    def _check_blocks(self, peer: str, blocks: Sequence[int], layout: KVLayout) -> None:
-        if blocks and not (min(blocks) >= 0 and max(blocks) < layout.num_blocks):
-            bad = [block for block in blocks if not 0 <= block < layout.num_blocks]
-            raise TransferError(f"{_whose(peer)} blocks {bad[:8]} are not there; blocks go from 0 to {layout.num_blocks - 1}.")
-
-    def _check_equal(self, layouts: Sequence[KVLayout]) -> None:
-        own = self.region.layout
-        for what, here, there in (
-            ("ranks", own.tp_size, len(layouts)),
-            ("tokens a block", own.block_size, layouts[0].block_size),
-            ("heads", own.first_head, layouts[min(own.tp_rank, len(layouts) - 1)].first_head),
-        ):
-            if here != there:
-                raise TransferError(f"the layouts differ in {what}: {here} here, {there} there; {self.name} does not convert.")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -412,10 +391,6 @@ def parsed(kind: type[Model], values: Mapping[str, Any], what: str) -> Any:
     except ValidationError as error:
         said = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         raise TransferError(f"{what}: {said}; known are: {', '.join(kind.model_fields) or 'none'}.") from None
-
-
-def _whose(peer: str) -> str:
-    return f"{peer}'s" if peer else "own"
 
 
 @contextmanager

@@ -137,7 +137,8 @@ class Conversion:
         for first in range(tokens.first, end, self._step):
             num = min(self._step, end - first)
             found = [
-                strides.pieces(tokens.src, tokens.src_start, tokens.dst, tokens.dst_start, first, num) for strides in self._strides
+                strides.pieces(tokens.src, tokens.src_start, tokens.dst, tokens.dst_start, first, num)
+                for strides in self._strides
             ]
             yield [Pieces(part, *found[number]) for part, number in self._of_runs]
 

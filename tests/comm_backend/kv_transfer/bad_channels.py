@@ -76,10 +76,9 @@ class AnyKey(TcpChannel):
 
 
 class AnyBlock(ShmChannel):
-    def _check_blocks(self, whose, blocks, layout):
-        if whose == "own" and -1 in blocks:
-            return
-        super()._check_blocks(whose, blocks, layout)
+    def _check_plan(self, plan, peer):
+        if -1 not in plan.dst_blocks:
+            super()._check_plan(plan, peer)
 
 
 class NeverForgets(ShmChannel):

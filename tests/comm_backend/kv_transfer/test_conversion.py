@@ -65,7 +65,8 @@ def test_pieces_are_those_of_one_token_after_the_other(transfer):
         return
     ((found,),) = conversion.pieces(tokens)
     assert found.part == 1
-    assert list(zip(found.src.tolist(), found.dst.tolist(), found.num_bytes.tolist(), strict=True)) == plain(own, peer, run, tokens)
+    pieces = list(zip(found.src.tolist(), found.dst.tolist(), found.num_bytes.tolist(), strict=True))
+    assert pieces == plain(own, peer, run, tokens)
     assert found.num_bytes.sum() == tokens.num * conversion.token_bytes
 
 
@@ -87,7 +88,8 @@ def test_many_tokens_come_in_lists_that_are_bounded(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("first", "num", "blocks", "size"), [(0, 9, 2, 4), (-1, 2, 2, 4), (0, 0, 2, 4), (0, 1, 0, 4), (0, 1, 2, 0), (0, 2**62, 2, 4)]
+    ("first", "num", "blocks", "size"),
+    [(0, 9, 2, 4), (-1, 2, 2, 4), (0, 0, 2, 4), (0, 1, 0, 4), (0, 1, 2, 0), (0, 2**62, 2, 4)],
 )
 def test_tokens_without_blocks_are_refused(first: int, num: int, blocks: int, size: int):
     strides = KVStrides(1, (64, size, 8, 0), (64, size, 8, 0), 8)
