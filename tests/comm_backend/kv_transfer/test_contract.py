@@ -4,12 +4,12 @@ import pytest
 
 from sagellm.comm_backend.kv_transfer.contract import faults, scenarios
 from sagellm.comm_backend.kv_transfer.contract.rules import PLAYS, RULES, check_channel
-from sagellm.comm_backend.kv_transfer.registry import channel_names, find_channel, make_channel
+from sagellm.comm_backend.kv_transfer.registry import find_channel, make_channel
 from sagellm.comm_backend.kv_transfer.shm import ShmChannel
 from sagellm.core.errors import TransferError
 from tests.comm_backend.kv_transfer.bad_channels import BREAKS
 
-HERE = [name for name in channel_names() if not find_channel(name).missing()]
+HERE = ["shm", "tcp"]  # `mooncake` and `nixl` take minutes: sagellm comm check-channel
 FOLLOWS = {"WholeBlocks": {"report"}, "OpenForEver": {"peer_closed"}}
 
 
