@@ -47,12 +47,14 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task] = []
         self._last: deque[str] = deque(maxlen=KEPT_LINES)
+        self._error = ""  # its last one; libraries may say many lines after it
 
     async def start(self) -> None:
         self.num_starts += 1
         self._ready_s = self._end_s = 0.0
         self.ready = asyncio.get_running_loop().create_future()
         self._last.clear()
+        self._error = ""
         # A session of its own: Ctrl-C reaches us alone, and we end the others in order.
         self._process = await asyncio.create_subprocess_exec(
             *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -90,9 +92,8 @@ class Child:
 
     def words(self, code: int) -> str:
         """Why it has ended: its last error in its own words, else the exit code and the last line."""
-        errors = [line for line in self._last if line.startswith("error: ")]
-        if errors:
-            return errors[-1].removeprefix("error: ")
+        if self._error:
+            return self._error
         how = f"it was ended by signal {-code}" if code < 0 else f"it ended with code {code}"
         return f"{how}; its last line: {self._last[-1]!r}." if self._last else f"{how}, without a word."
 
@@ -159,4 +160,6 @@ class Child:
                 return
             text = line.decode(errors="replace").rstrip()
             self._last.append(text)
+            if text.startswith("error: "):
+                self._error = text.removeprefix("error: ")
             self._say(f"[{self.name}] {text}")

@@ -180,6 +180,17 @@ def test_how_long_a_process_has_served():
     assert asyncio.run(served(f"import time; {line}; time.sleep(0.2)")) >= 0.2
 
 
+def test_what_a_process_says_of_its_end():
+    """Its own error, whatever libraries say when the interpreter ends."""
+    async def words(code):
+        child = Child("one", [sys.executable, "-c", f"import sys; {code}"], say=lambda line: None)
+        await child.start()
+        return child.words(await child.wait())
+
+    assert asyncio.run(words("print('error: no room.\\n' + 'leak\\n' * 50, file=sys.stderr)")) == "no room."
+    assert asyncio.run(words("sys.exit(3)")) == "it ended with code 3, without a word."
+
+
 def test_cores_are_split_as_evenly_as_can_be():
     assert split_cores(range(5), 2) == [[0, 1, 2], [3, 4]]
     assert split_cores([3, 7], 2) == [[3], [7]]
