@@ -123,7 +123,8 @@ class StepCost(Model):
 
 
 class Load(Model):
-    """`waiting_tokens`: of prompts that wait. `costs`: of steps since the last one, the latest 64 at most."""
+    """`waiting_tokens`: of prompts that wait. `free_blocks`: those that the prefix cache would give up among them. `costs`: of
+    steps since the last one, the latest 64 at most."""
 
     num_running: int
     num_waiting: int

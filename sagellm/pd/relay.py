@@ -73,6 +73,7 @@ class RelayedResponse(Response):
         self._arrived = time.monotonic()
         self._kind = ""
         self._first_byte_s: float | None = None
+        self._is_answered = False
         self._attempts = 0
         self._waited_s = 0.0
 
@@ -90,7 +91,7 @@ class RelayedResponse(Response):
             if body is None:
                 outcome = "client left"
                 return
-            outcome = await self._until_client_leaves(self._serve(body, scope, send), receive)
+            outcome = await self._until_client_leaves(self._serve(body, scope, self._noting(send)), receive)
         finally:
             metrics.running.dec()
             metrics.requests.labels(outcome).inc()
@@ -99,17 +100,27 @@ class RelayedResponse(Response):
                 seconds=round(time.monotonic() - self._arrived, 6),
             )  # fmt: skip
 
+    def _noting(self, send: Any) -> Any:
+        """A server calls the end of an answer a disconnect, too."""
+
+        async def noting(message: dict) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                self._is_answered = True
+            await send(message)
+
+        return noting
+
     async def _until_client_leaves(self, serving: Any, receive: Any) -> str:
         work = asyncio.ensure_future(serving)
         gone = asyncio.ensure_future(_wait_gone(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
+            if not work.done() and not self._is_answered:
                 work.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await work
                 return "client left"
-            return work.result()
+            return await work
         except OSError:
             return "client left"
         finally:

@@ -55,7 +55,7 @@ class Watchers:
 
     def _tell_load(self) -> None:
         self._timer = None
-        scheduler = self._scheduler
+        scheduler, blocks = self._scheduler, self._scheduler.sage.kv.counts()
         waiting = [*scheduler.waiting, *scheduler.waiting_migration]
         costs = [*self._costs, *(self._feed.take_costs() if self._feed is not None else ())]
         self._costs.clear()
@@ -63,7 +63,7 @@ class Watchers:
             Load(
                 num_running=scheduler.num_running() + scheduler.num_locked(), num_waiting=len(waiting),
                 waiting_tokens=sum(seq.num_token_ids for seq in waiting),
-                free_blocks=scheduler.block_manager.get_num_free_gpu_blocks(), num_held=len(self._offers),
+                free_blocks=blocks.free + blocks.cached, num_held=len(self._offers),
                 costs=tuple(costs[-MAX_COSTS:]),
             )
         )  # fmt: skip
