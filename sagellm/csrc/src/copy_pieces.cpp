@@ -30,6 +30,7 @@ constexpr std::size_t kStreamPiece = 4096;       // of one piece; of shorter one
 #ifdef __SSE2__
 
 constexpr std::size_t kLine = 64;
+constexpr std::size_t kPage = 4096;
 constexpr std::size_t kAhead = 6144;  // bytes that are asked for before they are read; 4 to 8 KiB are alike
 
 // What `stream` then does not ask for itself.
@@ -39,9 +40,10 @@ void ask_for_first(const std::uint8_t* from, std::size_t num_bytes) {
   }
 }
 
-// Past the caches, so that a line of the target is not read before it is written. `next` is what will be read afterwards:
-// pieces lie in other pages, where the processor does not look ahead by itself.
-void stream(std::uint8_t* to, const std::uint8_t* from, std::size_t num_bytes, const std::uint8_t* next) {
+// Past the caches, so that a line of the target is not read before it is written. `next` will be read, and
+// `next_to` written, afterwards: pieces lie in other pages, where the processor does not look ahead by itself.
+void stream(std::uint8_t* to, const std::uint8_t* from, std::size_t num_bytes, const std::uint8_t* next,
+            const std::uint8_t* next_to) {
   const std::size_t head = -reinterpret_cast<std::uintptr_t>(to) % kLine;  // up to the target's first whole line
   std::memcpy(to, from, head);
   std::size_t done = head;
@@ -50,6 +52,11 @@ void stream(std::uint8_t* to, const std::uint8_t* from, std::size_t num_bytes, c
     const auto wanted = ahead < num_bytes ? reinterpret_cast<std::uintptr_t>(from) + ahead
                                           : reinterpret_cast<std::uintptr_t>(next) + (ahead - num_bytes);
     _mm_prefetch(reinterpret_cast<const char*>(wanted), _MM_HINT_NTA);  // one behind the end is no mistake, but in vain
+    if ((done & (kPage - 1)) == head % kPage) {  // where the target's next page lies is asked for too, by a line of it
+      const auto page = done + kPage < num_bytes ? reinterpret_cast<std::uintptr_t>(to) + done + kPage
+                                                 : reinterpret_cast<std::uintptr_t>(next_to);
+      _mm_prefetch(reinterpret_cast<const char*>(page), _MM_HINT_NTA);
+    }
     const auto* source = reinterpret_cast<const __m128i*>(from + done);
     auto* target = reinterpret_cast<__m128i*>(to + done);
     const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
@@ -68,7 +75,7 @@ void end_streams() { _mm_sfence(); }  // others see such stores in any order unt
 
 void ask_for_first(const std::uint8_t*, std::size_t) {}
 
-void stream(std::uint8_t* to, const std::uint8_t* from, std::size_t num_bytes, const std::uint8_t*) {
+void stream(std::uint8_t* to, const std::uint8_t* from, std::size_t num_bytes, const std::uint8_t*, const std::uint8_t*) {
   std::memcpy(to, from, num_bytes);
 }
 
@@ -106,7 +113,9 @@ CopyEnd copy_all(Bytes target, ConstBytes source, const PieceList& pieces, doubl
       const std::size_t chunk = std::min(left, bytes_left);
       left -= chunk;
       if (chunk >= shortest_stream) {
-        stream(to, from, chunk, left != 0 || i + 1 == pieces.count ? from + chunk : source.data + pieces.src[i + 1]);
+        const bool goes_on = left != 0 || i + 1 == pieces.count;
+        stream(to, from, chunk, goes_on ? from + chunk : source.data + pieces.src[i + 1],
+               goes_on ? to + chunk : target.data + pieces.dst[i + 1]);
       } else {
         std::memcpy(to, from, chunk);
       }
