@@ -14,7 +14,7 @@ from benchmarks.pd.group import pd_group, single_server
 from benchmarks.pd.prompts import prompt
 from benchmarks.result import Definition
 
-OPTIONS: dict[str, Any] = {"streams": 4, "tokens": 1600, "prompts": 8, "prompt_tokens": 1950, "every_s": 1.0, "repeats": 2}
+OPTIONS: dict[str, Any] = {"streams": 4, "tokens": 1600, "prompts": 16, "prompt_tokens": 1950, "every_s": 0.5, "repeats": 2}
 DEFINITIONS = {
     "pd_interference_gain": Definition(
         unit="1", better="higher",
