@@ -79,6 +79,7 @@ class Group:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             self.process.wait()
+            self.process.stdout.close()
             self._folder.cleanup()
 
     def family(self) -> list[psutil.Process]:

@@ -29,6 +29,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "kv_migration": {"mib": [], "rounds": 1, "disk_kib": 4, "disk_blocks": 2},
     "kv_policy": {"num_objects": 500, "num_requests": 2000, "num_rows": 50},
     "kv_transfer": {"mib": [], "blocks": 3},
+    "pd_answers": {"requests": 6, "alone": 2},
+    "pd_faults": {"requests": 20, "seconds": 20.0, "kill_every_s": 8.0, "texts": 5},
+    "pd_interference": {"prompts": 4, "repeats": 1},
     "plan_build": {"num_requests": 16, "repeats": 2},
     "prefix_index": {"num_sequences": 40, "num_lookups": 8},
     "prefix_eviction": {"num_leaves": 200},
@@ -63,7 +66,13 @@ def test_shipped_components():
     assert not {"base", "serve"} & set(component_names())
 
 
-@pytest.mark.parametrize("name", component_names())
+# Groups of real engines: a minute and more, however few requests they get.
+WHOLE_GROUPS = ("pd_answers", "pd_faults", "pd_interference")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in WHOLE_GROUPS else []) for name in component_names()]
+)
 def test_contract(name: str):
     module = component(name, {})
     assert module.DEFINITIONS and isinstance(module.OPTIONS, dict)

@@ -12,6 +12,6 @@ def test_the_copy_for_a_prefill_engine():
     assert copy.pop("migration_request")["remote_session_id"] == 7
     assert copy == {
         "prompt": "a", "seed": 3, "temperature": 0.5, "min_new_tokens": 1, "max_tokens": 1, "stream": False,
-        "with_cache": True, "preserve_cache": True,
+        "stop": ["x"], "with_cache": True, "preserve_cache": True,
     }  # fmt: skip
     assert "min_new_tokens" not in json.loads(Body(b"", {"prompt": "a"}).for_prefill("http://127.0.0.1:1", 7))

@@ -165,7 +165,7 @@ def test_a_prefill_engine_killed_before_during_and_after_its_transfers(group, pr
 def test_a_decode_engine_killed_mid_stream(group, prompt):
     expected = group.expected("whole " + prompt, 20)
     begun = group.expected(prompt, 1500)
-    retries = group.metric(group.url, "sagellm_pd_retries_total")
+    retries = group.metric(group.url, "sagellm_proxy_retries_total")
     with ThreadPoolExecutor(1) as pool:
         stream = Stream(group, prompt, 1500).begun()
         with group.held() as waits:
@@ -186,7 +186,7 @@ def test_a_decode_engine_killed_mid_stream(group, prompt):
             assert "no engine that decodes came within 30 s" in answer.json()["error"]["message"]
         else:
             assert tokens_of(answer) == expected
-        assert group.metric(group.url, "sagellm_pd_retries_total") > retries
+        assert group.metric(group.url, "sagellm_proxy_retries_total") > retries
 
 
 def test_a_proxy_that_is_killed(group, prompt):

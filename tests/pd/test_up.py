@@ -106,12 +106,14 @@ def test_an_engine_that_cannot_start_ends_all_in_its_words(folder):
     assert "could not start: the model does not fit; give a smaller one." in up.end(None, 2)
 
 
+@pytest.mark.slow
 def test_an_engine_that_refuses_another_ends_all(folder):
     up = Up(folder, serve_flags=("--weights", "random"))
     text = up.end(None, 2)
     assert "does not load from" in text and "has weights random-" in text
 
 
+@pytest.mark.slow
 def test_without_restarts_one_death_is_the_end_of_all(folder):
     up = Up(folder, no_restart=True, prefill=0, hybrid=1, decode=0)
     facts = up.ready()
@@ -119,6 +121,7 @@ def test_without_restarts_one_death_is_the_end_of_all(folder):
     assert "error: hybrid0 has gone: it was ended by signal 9" in up.end(None, 1)
 
 
+@pytest.mark.slow
 def test_the_group_ends_with_a_supervisor_that_is_killed(folder):
     up = Up(folder, prefill=0)
     up.ready()

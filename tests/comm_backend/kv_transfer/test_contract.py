@@ -9,7 +9,7 @@ from sagellm.comm_backend.kv_transfer.shm import ShmChannel
 from sagellm.core.errors import TransferError
 from tests.comm_backend.kv_transfer.bad_channels import BREAKS
 
-HERE = ["shm", "tcp"]  # `mooncake` and `nixl` take minutes: sagellm comm check-channel
+HERE = ["shm", pytest.param("tcp", marks=pytest.mark.slow)]  # `mooncake` and `nixl` take minutes: sagellm comm check-channel
 FOLLOWS = {"WholeBlocks": {"report"}, "OpenForEver": {"peer_closed"}}
 
 
@@ -24,6 +24,7 @@ def test_every_channel_keeps_to_it(name):
     assert [result.rule for result in report.results] == list(RULES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BREAKS, ids=lambda kind: kind.__name__)
 def test_each_fault_breaks_its_rule(kind):
     rule, play = BREAKS[kind]

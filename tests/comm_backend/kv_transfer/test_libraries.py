@@ -87,6 +87,7 @@ def test_blocks_come_over(owner, channel):
     assert own.report()["transfers"] == 1
 
 
+@pytest.mark.slow
 def test_much_more_than_one_reads_at_once(owner, channel):
     """More requests than are under way at once, and blocks larger than what is read at once."""
     of = layout(num_blocks=40, block_size=64, layers=3, heads=4, width=128)  # 128 KiB a block, layer and part
@@ -103,6 +104,7 @@ def test_much_more_than_one_reads_at_once(owner, channel):
         assert torch.equal(tokens(other, (1, 0), 0, 1280), tokens(expected, blocks, 0, 1280))
 
 
+@pytest.mark.slow
 def test_other_block_size_and_tensor_parallel_ranks(owner, channel):
     """Two ranks with a head each, blocks of 4 tokens; here one rank with both, blocks of 16; and the other way round."""
     ranks = [owner(layout(heads=1, rank=rank, ranks=2)) for rank in range(2)]
@@ -120,6 +122,7 @@ def test_other_block_size_and_tensor_parallel_ranks(owner, channel):
         assert torch.equal(tensor[:, [1, 0, 3]], expected[:, [5, 2, 7], :, 2:])
 
 
+@pytest.mark.slow
 def test_checksums_of_the_owner(owner, channel):
     of = layout()
     theirs, own = owner(of), channel(of)
@@ -131,6 +134,7 @@ def test_checksums_of_the_owner(owner, channel):
         own.transfer(plan("wrong", checksums=((right[0], right[1] ^ 1, right[2]),)))
 
 
+@pytest.mark.slow
 def test_several_transfers_at_once(owner, channel):
     of = layout(num_blocks=64, block_size=16, layers=4, heads=4, width=64)
     theirs, own = owner(of), channel(of, max_running=3)
@@ -234,6 +238,7 @@ def test_who_may_not_take_part(owner, channel):
         own.connect("p", [theirs.endpoint], timeout_s=20)
 
 
+@pytest.mark.slow
 def test_connecting_to_one_who_stands_still(owner, channel):
     """It does not hold up others."""
     still, other, own = owner(layout()), owner(layout(), seed=2), channel(layout())
