@@ -64,7 +64,9 @@ def owner_content():
     return [torch.randn(shape, generator=generator) for _ in range(2)]
 
 
-@pytest.mark.parametrize("channel", ["shm", "tcp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mooncake", "nixl"))])
+@pytest.mark.parametrize(
+    "channel", ["shm", "tcp", pytest.param("mooncake", marks=pytest.mark.slow), pytest.param("nixl", marks=pytest.mark.slow)]
+)
 def test_lmdeploy_migrates_over_a_channel(engines, channel):
     engine, _ = engines(channel)
     migrate(engine, [(6, 1), (0, 4), (3, 0)])
