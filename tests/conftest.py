@@ -71,7 +71,8 @@ hypothesis.settings.load_profile("steady")
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """For the whole suite. Whoever names a file, a keyword or a marker is served by this process, without a start-up."""
-    narrowed = any(config.getoption(name, None) for name in ("keyword", "markexpr", "lf", "stepwise", "collectonly"))
+    narrowed = any(config.getoption(name, None) for name in ("keyword", "lf", "stepwise", "collectonly"))
+    narrowed = narrowed or config.getoption("markexpr", "") not in ("", "not slow")  # the latter is in pyproject.toml
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not narrowed
     return NUM_WORKERS if whole else 0
 
