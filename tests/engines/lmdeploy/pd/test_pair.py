@@ -236,7 +236,7 @@ def test_the_decode_engine_goes(pair):
     assert engines.report("prefill")["offers"] == {"offered": 1, "reader_lost": 1}
     settle(engines.prefill)
     answer.cancel()
-    for task in engines.decode.hooks.pd.arrivals._tasks.values():
+    for task in list(engines.decode.hooks.pd.arrivals._tasks.values()):
         engines.decode._loop.call_soon_threadsafe(task.cancel)
     settle(engines.decode)
 
