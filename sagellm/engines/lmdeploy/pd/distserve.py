@@ -1,12 +1,16 @@
 """LMDeploy's own DistServe protocol, so that its proxy as it is can use these engines: its messages, over our connections."""
 
+import asyncio
 import json
+import logging
 from typing import Any
 
-from sagellm.core.errors import PeerError
+from sagellm.core.errors import PeerError, SageError
 from sagellm.engines.lmdeploy.pd.peers import Peers
 
 __all__ = ["DistServe"]
+
+logger = logging.getLogger("sagellm")
 
 
 class DistServe:
@@ -34,15 +38,21 @@ class DistServe:
             kvtransfer_endpoint_info=[endpoint],
         )
 
-    async def p2p_connect(self, request: Any) -> Any:
-        """LMDeploy's `DistServeConnectionRequest` -> `DistServeConnectionResponse`. The engine that decodes connects; the other
-        one has nothing to do. Raises PeerError: as `Peers.connect`."""
+    def p2p_connect(self, request: Any) -> Any:
+        """LMDeploy's `DistServeConnectionRequest` -> `DistServeConnectionResponse`. The engine that decodes connects, in a task,
+        since LMDeploy does not await this; the other one has nothing to do. What keeps them apart is in the log."""
         from lmdeploy.pytorch.disagg.conn.protocol import DistServeConnectionResponse, DistServeConnectionStatus
 
         if self._config.role != "prefill":
             address = request.remote_engine_endpoint_info.zmq_address.removeprefix("tcp://")
-            await self._peers.connect(request.remote_engine_id, address)
+            self._peers.keep(asyncio.get_running_loop().create_task(self._try(request.remote_engine_id, address)))
         return DistServeConnectionResponse(status=DistServeConnectionStatus.SUCCESS)
+
+    async def _try(self, engine_id: str, address: str) -> None:
+        try:
+            await self._peers.connect(engine_id, address)
+        except SageError as error:
+            logger.error("not connected to %s: %s", engine_id, error)
 
     async def p2p_drop_connect(self, request: Any) -> dict[str, bool]:
         await self._peers.drop(request.remote_engine_id)

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,3 @@ def wait_until(is_so: Callable[[], Any], limit_s: float = 10.0) -> None:
     while not is_so():
         assert time.monotonic() < end_s, "it has not happened"
         time.sleep(0.002)
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))

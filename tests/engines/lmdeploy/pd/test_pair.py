@@ -265,6 +265,26 @@ def test_engines_that_do_not_fit(pair):
         engines.connect()
 
 
+def test_connected_as_lmdeploys_proxy_does(pair, reference):
+    from lmdeploy.pytorch.disagg.conn.protocol import (
+        DistServeConnectionRequest,
+        DistServeEngineEndpointInfo,
+        MigrationProtocol,
+    )
+
+    engines = pair(connect=False)
+    where = DistServeEngineEndpointInfo(zmq_address=f"tcp://{engines.prefill.hooks.pd._address}")
+    request = DistServeConnectionRequest(
+        protocol=MigrationProtocol.TCP, remote_engine_id=engines.of_prefill.engine_id, remote_engine_endpoint_info=where,
+        remote_kvtransfer_endpoint_info=[],
+    )  # fmt: skip
+    engines.decode._loop.call_soon_threadsafe(engines.decode.engine.p2p_connect, request)
+    wait_until(lambda: engines.report()["peers"])
+    prompts = make_prompts((40,))
+    assert tokens_of(engines.ask(prompts)) == reference(prompts, NEW)
+    assert engines.report()["arrivals"]["done"] == 1
+
+
 def test_block_sizes_differ(pair, reference):
     prompts = make_prompts((15, 33, 100), seed=8)
     engines = pair(decode_config={"block_size": 32, "kv_blocks": 40})
