@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from tests.serve.group_proxy import GroupProxy
 from tests.serve.harness import KEY, ServerProcess
 
 
@@ -32,6 +33,20 @@ def server(tmp_path_factory: pytest.TempPathFactory, demo_model: None) -> Iterat
 def client(server: ServerProcess) -> Iterator[OpenAI]:
     with server.client() as client:
         yield client
+
+
+@pytest.fixture
+def proxy() -> Iterator[Callable[..., GroupProxy]]:
+    """`proxy(...)`: a stand-in for the proxy of a prefill/decode group."""
+    started: list[GroupProxy] = []
+
+    def start(*arguments: object, **options: object) -> GroupProxy:
+        started.append(GroupProxy(*arguments, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
 
 
 @pytest.fixture

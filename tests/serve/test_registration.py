@@ -22,19 +22,6 @@ def soon(monkeypatch):
     monkeypatch.setattr(registration, "PERIOD_S", 0.02)
 
 
-@pytest.fixture
-def proxy():
-    started = []
-
-    def start(*arguments, **options):
-        started.append(GroupProxy(*arguments, **options))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
-
-
 @asynccontextmanager
 async def registering(url, key=KEY, role="decode", api_key=""):
     hooks = PDHooks(role=role, engine_id=URL, key_file="key", channel="tcp")

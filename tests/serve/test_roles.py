@@ -9,24 +9,10 @@ import pytest
 from sagellm.comm_backend.control import connect, sign_request
 from sagellm.core.errors import PeerError
 from sagellm.pd.messages import EngineFacts, Hello
-from tests.serve.group_proxy import GroupProxy
 from tests.serve.harness import wait_until
 
 KEY = b"a key of the tests"
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 3, "temperature": 0, "logprobs": 1}
-
-
-@pytest.fixture
-def proxy():
-    started = []
-
-    def start(*arguments, **options):
-        started.append(GroupProxy(*arguments, **options))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
 
 
 @pytest.fixture

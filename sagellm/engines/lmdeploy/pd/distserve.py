@@ -39,8 +39,8 @@ class DistServe:
         )
 
     def p2p_connect(self, request: Any) -> Any:
-        """LMDeploy's `DistServeConnectionRequest` -> `DistServeConnectionResponse`. The engine that decodes connects, in a task,
-        since LMDeploy does not await this; the other one has nothing to do. What keeps them apart is in the log."""
+        """LMDeploy's `DistServeConnectionRequest` -> `DistServeConnectionResponse`. The engine that decodes connects, in a
+        task, since LMDeploy does not await this; the other one has nothing to do. What keeps them apart is in the log."""
         from lmdeploy.pytorch.disagg.conn.protocol import DistServeConnectionResponse, DistServeConnectionStatus
 
         if self._config.role != "prefill":
