@@ -142,7 +142,8 @@ def _owner(address: int) -> Any:
     from lmdeploy.pytorch.engine.cache_engine import CacheEngine
 
     for found in gc.get_objects():
-        if isinstance(found, CacheEngine) and any(tensor.data_ptr() == address for tensor in found.full_gpu_cache):
+        # By its type: some objects warn, or load what they stand for, when asked for their class.
+        if issubclass(type(found), CacheEngine) and any(tensor.data_ptr() == address for tensor in found.full_gpu_cache):
             return found
     raise TransferError(f"no cache engine of this process has KV blocks at {address:#x}.")
 

@@ -1,7 +1,7 @@
 """A process with LMDeploy's own cache engine that takes part in a migration; started by tests.
 
 `python -m tests.engines.lmdeploy.pd.migration_owner CHANNEL NUM_BLOCKS`: it prints LMDeploy's endpoint information, reads that
-of its peer, connects, and ends when its standard input does.
+of its peer, connects, says how that went, and ends when its standard input does.
 """
 
 import sys
@@ -11,6 +11,7 @@ from lmdeploy.pytorch.disagg.conn.protocol import DistServeKVTransferEndpointInf
 
 from sagellm.comm_backend.kv_transfer.base import TransferOptions
 from sagellm.comm_backend.kv_transfer.registry import find_channel
+from sagellm.core.errors import TransferError
 from sagellm.engines.lmdeploy.pd.migration_backend import choice, register
 from tests.engines.lmdeploy.pd.caches import cache_engine, init_request
 
@@ -37,9 +38,12 @@ def main(channel, num_blocks):
     engine = engine_of(channel, int(num_blocks), seed=1)
     print("INFO " + engine.p2p_initialize(init_request(OWNER, engine, READER, 5)).model_dump_json(), flush=True)
     told = DistServeKVTransferEndpointInfo.model_validate_json(sys.stdin.readline())
-    engine.p2p_connect(READER, [told])
-    print("CONNECTED", flush=True)
-    sys.stdin.read()
+    try:
+        engine.p2p_connect(READER, [told])
+        print("CONNECTED", flush=True)
+    except TransferError as error:
+        print(f"REFUSED {error}", flush=True)
+    sys.stdin.read()  # whether or not: the other side has yet to hear what this one has to say
     engine.migration_backend_impl.close()
 
 

@@ -43,6 +43,7 @@ def engines(request):
         engine.p2p_connect(OWNER, [DistServeKVTransferEndpointInfo.model_validate_json(info)])
         return engine, process
 
+    start.running = running
     yield start
     for process, engine in running:
         process.kill()
@@ -83,9 +84,12 @@ def test_a_peer_that_has_gone(engines):
         migrate(engine, [(6, 1)])
 
 
-def test_another_key_is_refused(engines):
-    with pytest.raises(TransferError, match="key"):
+def test_another_key_is_refused_on_both_sides(engines):
+    with pytest.raises(TransferError, match="does not have the same key"):
         engines("tcp", key=b"another key than theirs")
+    process, _ = engines.running[0]
+    said = process.stdout.readline()
+    assert said.startswith("REFUSED") and "does not have the same key" in said
 
 
 def test_what_lmdeploy_asks_for_has_to_be_blocks(engines):
