@@ -115,7 +115,7 @@ class CommBackendProtocol(ABC):
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Until every rank has called it."""
         self._check()
-        self._start_barrier(self._limit(timeout_s)).wait()
+        self._done(self._start_barrier(self._limit(timeout_s)), async_op=False)
 
     # ---- messages
 

@@ -21,6 +21,7 @@ from benchmarks.scenarios import component, component_names
 # Small enough for a test; a scenario that is not here runs with its own defaults.
 SMALL: dict[str, dict[str, Any]] = {
     "comm_fusion": {"kib": [], "tensors": 3},
+    "comm_overhead": {"kib": [], "operations": 3},
     "comm_overlap": {"tokens": 8, "hidden": 16, "layers": 1, "rounds": 2, "network_ms": 0.1},
     "comm_share": {"hidden": 64, "layers": 2, "batch": 2, "prompt_tokens": 8, "new_tokens": 4, "bursts": 1},
     "comm_transfer": {"mib": [], "rounds": 2, "pings": 20},
