@@ -1,5 +1,6 @@
 """`sagellm comm`: the communication backends and KV transfer channels there are, and whether one keeps to its contract."""
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -25,7 +26,7 @@ def comm() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_backends(as_json: bool) -> None:
     """Name every communication backend that is known, whether it can work here, and what it does in a sentence."""
-    rows = [_describe(name) for name in backend_names()]
+    rows = [_described("backend", find_backend, name) for name in backend_names()]
     columns = {"backend": "backend", "tensors on": "devices", "here": "here", "what it does": "summary"}
     show_rows(rows, columns, as_json)
 
@@ -39,12 +40,7 @@ def check(name: str, ranks: int, options: str, seed: int, rounds: int, limit_s: 
     Modules are looked for in the current folder too. Exit code 0: it keeps to all of them; 1: it does not, cannot work here,
     or faults kept a rule from being tested; 2: misuse.
     """
-    look_in_current_folder()
-    given = read_options(options, {"ring_bytes": 1 << 20})
-    try:
-        kind = find_backend(name)
-    except CommError as error:
-        raise click.UsageError(str(error)) from None
+    kind, given = _chosen(find_backend, name, options, {"ring_bytes": 1 << 20})
     report = check_backend(
         kind, world_size=ranks, options=given, seed=seed, rounds=rounds, progress=progress(), limit_s=limit_s
     )
@@ -55,7 +51,7 @@ def check(name: str, ranks: int, options: str, seed: int, rounds: int, limit_s: 
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_channels(as_json: bool) -> None:
     """Name every KV transfer channel that is known, whether it can work here, and what it does in a sentence."""
-    rows = [_describe_channel(name) for name in channel_names()]
+    rows = [_described("channel", find_channel, name) for name in channel_names()]
     columns = {"channel": "channel", "tensors on": "devices", "here": "here", "what it does": "summary"}
     show_rows(rows, columns, as_json)
 
@@ -68,30 +64,26 @@ def check_kv_channel(name: str, options: str, seed: int, rounds: int, limit_s: f
     Modules are looked for in the current folder too. Exit code 0: it keeps to all of them; 1: it does not, cannot work here,
     or faults kept a rule from being tested; 2: misuse.
     """
-    look_in_current_folder()
-    given = read_options(options, {"port": 0})
-    try:
-        kind = find_channel(name)
-    except TransferError as error:
-        raise click.UsageError(str(error)) from None
+    kind, given = _chosen(find_channel, name, options, {"port": 0})
     report = check_channel(kind, options=given, seed=seed, rounds=rounds, progress=progress(), limit_s=limit_s)
     conclude("channel", name, report, seed, as_json)
 
 
-def _describe_channel(name: str) -> dict[str, Any]:
+def _chosen(find: Callable[[str], Any], name: str, options: str, example: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The class of this name, and its options; misuse where there is none, or they are none."""
+    look_in_current_folder()
+    given = read_options(options, example)
     try:
-        kind = find_channel(name)
-    except TransferError as error:  # of a package that cannot be loaded
-        return {"channel": name, "devices": "", "here": str(error), "summary": "", "class": ""}
-    return {"channel": name} | _facts(kind)
+        return find(name), given
+    except (CommError, TransferError) as error:
+        raise click.UsageError(str(error)) from None
 
 
-def _describe(name: str) -> dict[str, Any]:
+def _described(what: str, find: Callable[[str], Any], name: str) -> dict[str, Any]:
     try:
-        kind = find_backend(name)
-    except CommError as error:  # of a package that cannot be loaded
-        return {"backend": name, "devices": "", "here": str(error), "summary": "", "class": ""}
-    return {"backend": name} | _facts(kind)
+        return {what: name} | _facts(find(name))
+    except (CommError, TransferError) as error:  # of a package that cannot be loaded
+        return {what: name, "devices": "", "here": str(error), "summary": "", "class": ""}
 
 
 def _facts(kind: type[CommBackendProtocol] | type[KVTransferChannel]) -> dict[str, Any]:

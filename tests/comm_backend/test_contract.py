@@ -2,7 +2,7 @@
 
 import pytest
 
-from sagellm.comm_backend.contract import faults, scenarios, seat
+from sagellm.comm_backend.contract import faults, scenarios, seat, witness
 from sagellm.comm_backend.contract.rules import PLAYS, RULES, check_backend
 from sagellm.comm_backend.memory import MemoryBackend
 from sagellm.comm_backend.registry import backend_names, find_backend
@@ -26,7 +26,7 @@ def test_every_backend_keeps_to_it(name, world_size):
 @pytest.fixture
 def in_a_hurry(monkeypatch):
     """Faults are off by seconds where machines are busy; these are off by one."""
-    monkeypatch.setattr(seat, "SLACK_S", 0.5)
+    monkeypatch.setattr(witness, "SLACK_S", 0.5)
     monkeypatch.setattr(seat, "GROUP_S", 2.0)
     monkeypatch.setattr(scenarios, "GROUP_S", 0.5)
 

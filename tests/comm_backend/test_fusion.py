@@ -63,7 +63,7 @@ def mixed(seat):
         if work is not None:
             work.wait()
             assert work.is_completed()
-    seat.facts.values["num"] = (fusion.num_reduced, fusion.num_started)
+    seat.values["num"] = (fusion.num_reduced, fusion.num_started)
     in_order = seat.task.kind is not FusedGloo or seat.world_size == 2
     for (tensor, op), expected in zip(jobs, plain, strict=True):
         exact = in_order or not tensor.is_floating_point() or op is ReduceOp.MAX

@@ -148,7 +148,7 @@ def misuse(seat: Seat) -> None:
 
 def mismatches(seat: Seat) -> None:
     """Rank 0 gives something else than the others."""
-    seat.facts.seen.add("mismatch")
+    seat.seen.add("mismatch")
     if not seat.task.kind.detects_mismatch:
         return
     is_odd, size = seat.rank == 0, seat.world_size

@@ -39,8 +39,8 @@ def joining(seat: Seat) -> None:
 
 def collectives(seat: Seat) -> None:
     backend = seat.open()
-    bits = seat.facts.values["same_bits"] = []
-    seat.facts.seen.add("same_bits")
+    bits = seat.values["same_bits"] = []
+    seat.seen.add("same_bits")
     for number, dtype in enumerate(DTYPES):
         for op in ReduceOp:
             values = _values(seat, SHAPES[(seat.seed + number) % len(SHAPES)], dtype)
@@ -55,7 +55,7 @@ def collectives(seat: Seat) -> None:
             time.sleep(SHORT_S)
         came = time.monotonic()
         backend.barrier()
-        seat.facts.values["barrier"] = (came, time.monotonic())
+        seat.values["barrier"] = (came, time.monotonic())
 
 
 def _values(seat: Seat, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

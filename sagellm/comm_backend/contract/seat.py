@@ -1,20 +1,19 @@
 """What one rank of a scenario has: its number, a way into the group, and a way to say which rules are broken."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from sagellm.comm_backend.base import CommBackendProtocol
 from sagellm.comm_backend.config import CommConfig
+from sagellm.comm_backend.contract.witness import Witness
 from sagellm.core.errors import CommError
 
-__all__ = ["GROUP_S", "Abandoned", "Facts", "Seat", "Task", "run_seat"]
+__all__ = ["GROUP_S", "Facts", "Seat", "Task", "run_seat"]
 
 GROUP_S = 5.0  # deadline of what is to succeed
-SLACK_S = 2.0  # machines are busy; a fault is off by more
 
 
 class Task(NamedTuple):
@@ -38,20 +37,17 @@ class Facts(NamedTuple):
     num_operations: int
 
 
-class Abandoned(Exception):
-    """A fault that has been reported, after which the scenario cannot go on."""
-
-
-class Seat:
+class Seat(Witness):
     """One rank of a scenario. `random` is the same on all ranks."""
 
+    refusal = CommError
+
     def __init__(self, task: Task) -> None:
+        super().__init__()
         self.task, self.rank, self.world_size, self.seed = task, task.rank, task.world_size, task.seed
-        self.facts = Facts([], set(), {}, 0)
+        self.values: dict[str, Any] = {}
         self.is_thread = task.kind.schemes == ("memory",)
         self.random = torch.Generator().manual_seed(task.seed)
-        self._rule = "builds"
-        self._num_operations = 0
         self._opened: list[CommBackendProtocol] = []
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
@@ -81,27 +77,11 @@ class Seat:
         return torch.as_tensor(values).to(dtype).to(self.device)
 
     def report(self, rule: str, message: str) -> None:
-        self.facts.reports.append((rule, f"rank {self.rank} of {self.world_size}: {message}"))
-
-    @contextmanager
-    def held(self, rule: str) -> Iterator[None]:
-        """What goes on here can break the rule, and whatever is raised does."""
-        before, self._rule = self._rule, rule
-        self.facts.seen.add(rule)
-        try:
-            yield
-            self._num_operations += 1
-        except Abandoned:
-            raise
-        except (Exception, SystemExit) as error:
-            self.report(rule, f"{self._rule} raised {type(error).__name__}: {error}")
-            raise Abandoned from error
-        finally:
-            self._rule = before
+        super().report(rule, f"rank {self.rank} of {self.world_size}: {message}")
 
     def expect(self, rule: str, found: torch.Tensor, expected: torch.Tensor, what: str, exact: bool = True) -> None:
         """`found` is `expected`, bit by bit or as near as a sum in any order comes."""
-        self.facts.seen.add(rule)
+        self.seen.add(rule)
         is_same = found.shape == expected.shape and found.dtype == expected.dtype
         if is_same and exact:
             is_same = torch.equal(found, expected)
@@ -111,42 +91,16 @@ class Seat:
         if not is_same:
             self.report(rule, f"{what} gave {_short(found)}, and {_short(expected)} is right.")
 
-    def refused(self, rule: str, what: str, call: Callable[[], Any], *kinds: type[CommError], within_s: float) -> str:
-        """`call` raises one of `kinds` in time. Returns what it said."""
-        self.facts.seen.add(rule)
-        start = time.monotonic()
-        error: BaseException | None = None
-        try:
-            call()
-        except (Exception, SystemExit) as raised:
-            error = raised
-        taken_s = time.monotonic() - start
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        if error is None:
-            self.report(rule, f"{what} raised nothing; raise {wanted}.")
-        elif not isinstance(error, kinds):
-            self.report(rule, f"{what} raised {type(error).__name__} ({error}); raise {wanted}.")
-        elif taken_s > within_s + SLACK_S:
-            self.report(rule, f"{what} took {taken_s:.1f} s to raise {type(error).__name__}; {within_s:g} s are allowed.")
-        return str(error)
-
     def close(self) -> Facts:
         for backend in self._opened:
             with suppress(Exception):
                 backend.close()
-        return self.facts._replace(num_operations=self._num_operations)
+        return Facts(self.reports, self.seen, self.values, self.num_operations)
 
 
 def run_seat(task: Task, play: Callable[[Seat], None]) -> Facts:
-    """One rank's part. What it raises besides what it has reported is the backend's fault."""
-    seat = Seat(task)
-    try:
-        play(seat)
-    except Abandoned:
-        pass
-    except (Exception, SystemExit) as error:
-        seat.report("builds", f"raised {type(error).__name__}: {error}")
-    return seat.close()
+    """One rank's part."""
+    return Seat(task).play(play).close()
 
 
 def _short(tensor: torch.Tensor) -> str:

@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, Read, TransferEndpoint, parsed
+from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, Read
 from sagellm.comm_backend.kv_transfer.conversion import Pieces
 from sagellm.comm_backend.kv_transfer.endpoint_proof import check_proof, proof_of
 from sagellm.comm_backend.kv_transfer.layout import Model
 from sagellm.comm_backend.kv_transfer.library_settings import library_settings
 from sagellm.comm_backend.kv_transfer.listeners import is_loopback, kept_to_loopback
+from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint, parsed
 from sagellm.comm_backend.kv_transfer.staged import RemoteReads, Span, Staging
 from sagellm.comm_backend.kv_transfer.turns import Run
 from sagellm.core.errors import TransferError, TransferTimeoutError

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, Read, TransferEndpoint, parsed
+from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, Read
 from sagellm.comm_backend.kv_transfer.copying import as_bytes, copy_bytes, copy_here
 from sagellm.comm_backend.kv_transfer.layout import Model
+from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint, parsed
 from sagellm.comm_backend.kv_transfer.shared_memory import (
     HEADER_BYTES,
     Owner,
@@ -107,7 +108,6 @@ class ShmChannel(KVTransferChannel):
         return link
 
     def _read(self, link: _Link, reads: Sequence[Read], run: Run) -> None:
-        link.check()
         for some, target in reads:
             source = link.parts[some.part]
             if target is self.region.tensors[some.part]:
@@ -116,7 +116,7 @@ class ShmChannel(KVTransferChannel):
                 copy_bytes(some, source, as_bytes(target), run)
             else:
                 copy_here(some, torch.from_numpy(source), target, run)
-        link.check()
+        link.check()  # behind it and not before: its memory is there even where the owner has gone
 
     def _close(self) -> None:
         words(self._state)[0] = _CLOSED  # peers that have it mapped see that

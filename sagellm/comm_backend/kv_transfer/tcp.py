@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, Read, TransferEndpoint, parsed
+from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, Read
 from sagellm.comm_backend.kv_transfer.conversion import Pieces
 from sagellm.comm_backend.kv_transfer.copying import as_bytes
 from sagellm.comm_backend.kv_transfer.layout import Model
+from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint, parsed
 from sagellm.comm_backend.kv_transfer.tcp_frames import (
     MAX_PIECES,
     MAX_REQUEST_BYTES,

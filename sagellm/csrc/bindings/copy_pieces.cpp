@@ -40,6 +40,8 @@ const char* copy(ByteArray& target, const ByteArray& source, const Offsets& dst,
   return end == CopyEnd::kDone ? "done" : end == CopyEnd::kDeadline ? "deadline" : "stopped";
 }
 
+constexpr std::int64_t kFewTokens = 1024;  // sooner done than the interpreter is given away and taken back
+
 using Side = std::array<std::int64_t, 4>;
 
 KVSide side_of(const Side& values) { return {values[0], values[1], values[2], values[3]}; }
@@ -49,7 +51,9 @@ py::tuple pieces_of(const KVStrides& strides, const Offsets& src_blocks, std::in
   const KVBlocks from{src_blocks.data(), static_cast<std::size_t>(src_blocks.size()), src_start};
   const KVBlocks to{dst_blocks.data(), static_cast<std::size_t>(dst_blocks.size()), dst_start};
   KVPieces found;
-  {
+  if (num < kFewTokens) {
+    found = strides.pieces(from, to, first, num);
+  } else {
     const py::gil_scoped_release release;
     found = strides.pieces(from, to, first, num);
   }

@@ -1,20 +1,19 @@
 """What a scenario has: a channel to be checked, processes that own blocks, and a way to say which rules are broken."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
+from sagellm.comm_backend.contract.witness import Witness
 from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, TransferOptions, TransferPlan
 from sagellm.comm_backend.kv_transfer.contract.owner import KEY, OwnerProcess, filled, make_region
 from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVPart
 from sagellm.core.errors import TransferError
 
-__all__ = ["Abandoned", "Desk", "Facts", "Task", "layout_of"]
+__all__ = ["Desk", "Facts", "Task", "layout_of"]
 
-SLACK_S = 2.0  # machines are busy; a fault is off by more
 FINE_S = 20.0  # deadline of what is to succeed
 
 
@@ -34,10 +33,6 @@ class Facts(NamedTuple):
     num_operations: int
 
 
-class Abandoned(Exception):
-    """A fault that has been reported, after which the scenario cannot go on."""
-
-
 def layout_of(num_blocks: int = 12, block_size: int = 4, heads: tuple[int, int] = (0, 4), **values: Any) -> KVLayout:
     """`heads`: from and to. Of 4 heads in all; keys and values differ in width and dtype."""
     parts = (("keys", 8, "bfloat16"), ("values", 8, "bfloat16"), ("scales", 3, "float32"))
@@ -50,15 +45,15 @@ def layout_of(num_blocks: int = 12, block_size: int = 4, heads: tuple[int, int] 
     return KVLayout(num_blocks=num_blocks, block_size=block_size, first_head=heads[0], **(defaults | values))
 
 
-class Desk:
+class Desk(Witness):
     """One scenario's."""
 
+    refusal = TransferError
+
     def __init__(self, task: Task) -> None:
+        super().__init__()
         self.kind, self.seed = task.kind, task.seed
         self._options = task.options
-        self.reports: list[tuple[str, str]] = []
-        self.seen: set[str] = set()
-        self.num_operations = 0
         self._owners: list[OwnerProcess] = []
         self._channels: list[KVTransferChannel] = []
 
@@ -77,46 +72,6 @@ class Desk:
     def plan(self, src: Sequence[int], dst: Sequence[int], num_tokens: int, **values: Any) -> TransferPlan:
         values = {"transfer_id": "t", "peer": "p", "timeout_s": FINE_S} | values
         return TransferPlan(src_blocks=tuple(src), dst_blocks=tuple(dst), num_tokens=num_tokens, **values)
-
-    def report(self, rule: str, message: str) -> None:
-        self.reports.append((rule, message))
-
-    @contextmanager
-    def held(self, rule: str) -> Iterator[None]:
-        """What goes on here can break the rule, and whatever is raised does."""
-        self.seen.add(rule)
-        try:
-            yield
-            self.num_operations += 1
-        except Abandoned:
-            raise
-        except (Exception, SystemExit) as error:
-            self.report(rule, f"raised {type(error).__name__}: {error}")
-            raise Abandoned from error
-
-    def refused(
-        self, rule: str, what: str, call: Callable[[], Any], *kinds: type[TransferError], within_s: float = 0, names: str = ""
-    ) -> None:
-        """`call` raises one of `kinds` in time, and says `names`."""
-        self.seen.add(rule)
-        start = time.monotonic()
-        error: BaseException | None = None
-        try:
-            call()
-        except (Exception, SystemExit) as raised:
-            error = raised
-        taken_s = time.monotonic() - start
-        kinds = kinds or (TransferError,)
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        if error is None:
-            self.report(rule, f"{what} raised nothing; raise {wanted}.")
-        elif not isinstance(error, kinds):
-            self.report(rule, f"{what} raised {type(error).__name__} ({error}); raise {wanted}.")
-        elif names not in str(error):
-            self.report(rule, f"{what} raised {type(error).__name__} ({error}); name {names!r}.")
-        elif taken_s > within_s + SLACK_S:
-            self.report(rule, f"{what} took {taken_s:.1f} s to raise {type(error).__name__}; {within_s:g} s are allowed.")
-        self.num_operations += 1
 
     def expect_tokens(
         self, rule: str, channel: KVTransferChannel, plan: TransferPlan, source: KVLayout, seed: int, what: str
@@ -157,12 +112,4 @@ class Desk:
 
 
 def run_desk(task: Task, play: Callable[[Desk], None]) -> Facts:
-    """What a scenario raises besides what it has reported is the channel's fault."""
-    desk = Desk(task)
-    try:
-        play(desk)
-    except Abandoned:
-        pass
-    except (Exception, SystemExit) as error:
-        desk.report("builds", f"raised {type(error).__name__}: {error}")
-    return desk.close()
+    return Desk(task).play(play).close()

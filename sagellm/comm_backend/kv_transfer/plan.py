@@ -1,0 +1,99 @@
+"""What KV transfer channels are given and give: options, endpoints, plans, results."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pydantic import Field, ValidationError, model_validator
+
+from sagellm.comm_backend.kv_transfer.layout import KVLayout, Model
+from sagellm.core.errors import TransferError
+
+__all__ = ["TransferEndpoint", "TransferOptions", "TransferPlan", "TransferResult", "parsed"]
+
+
+class TransferOptions(Model):
+    """Of one channel.
+
+    Attributes:
+        max_running: transfers at a time; more wait for their turn, which their deadline bounds.
+        host: where a channel that listens does so.
+        key: shared secret of the group; a channel that listens serves nobody who does not know it.
+        options: of the channel, by name.
+    """
+
+    max_running: int = Field(default=4, ge=1, le=256)
+    host: str = "127.0.0.1"
+    key: bytes = b""
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def read(cls, options: "TransferOptions | Mapping[str, Any] | None") -> "TransferOptions":
+        """Raises TransferError: options that are none."""
+        if isinstance(options, cls):
+            return options
+        return parsed(cls, dict(options or {}), "options of a KV channel")
+
+
+class TransferEndpoint(Model):
+    """How to reach one rank's KV blocks; it comes from the network, so a channel believes nothing of it unchecked.
+
+    Attributes:
+        channel: name of the channel.
+        address: what that channel needs, as JSON.
+    """
+
+    channel: str
+    layout: KVLayout
+    address: dict[str, Any]
+
+
+class TransferPlan(Model):
+    """Keys and values of a request's tokens `first_token` to `first_token + num_tokens`, from a peer's blocks into own ones.
+
+    Attributes:
+        transfer_id: names it in `cancel` and in messages; of the caller's choice.
+        peer: as given to `connect`.
+        src_blocks, src_start: the peer's blocks, in the order of the request's tokens, and the token that the first one
+            begins with.
+        dst_blocks, dst_start: own blocks, likewise.
+        timeout_s: deadline, waiting for its turn included.
+        checksums: of `src_blocks`, by rank of the peer (`KVTransferChannel.checksums`); empty: nothing is checked.
+    """
+
+    transfer_id: str = Field(min_length=1)
+    peer: str = Field(min_length=1)
+    src_blocks: tuple[int, ...]
+    dst_blocks: tuple[int, ...]
+    first_token: int = Field(default=0, ge=0)
+    num_tokens: int = Field(ge=1)
+    src_start: int = Field(default=0, ge=0)
+    dst_start: int = Field(default=0, ge=0)
+    timeout_s: float = Field(gt=0, le=3600)
+    checksums: tuple[tuple[int, ...], ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> "TransferPlan":
+        if self.first_token < max(self.src_start, self.dst_start):
+            raise ValueError(
+                f"first_token is {self.first_token}; the blocks begin with tokens {self.src_start} and {self.dst_start}."
+            )
+        if len(set(self.dst_blocks)) != len(self.dst_blocks):
+            raise ValueError(f"dst_blocks names a block twice: {self.dst_blocks}.")
+        return self
+
+
+class TransferResult(NamedTuple):
+    """`seconds`: of the copying, `waited_s`: for its turn before that. `num_bytes`: that were written into own blocks."""
+
+    num_bytes: int
+    seconds: float
+    waited_s: float
+
+
+def parsed(kind: type[Model], values: Mapping[str, Any], what: str) -> Any:
+    """The model of these values. Raises TransferError: in one sentence, with the names that are known."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise TransferError(f"{what}: {said}; known are: {', '.join(kind.model_fields) or 'none'}.") from None
