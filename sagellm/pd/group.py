@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from sagellm.comm_backend import control
 from sagellm.comm_backend.kv_transfer.layout import Model
-from sagellm.core.errors import PeerError, SageError
+from sagellm.core.errors import PeerError, PeerTimeoutError, SageError
 from sagellm.pd.base import EngineView
 from sagellm.pd.costs import OnlineCosts
 from sagellm.pd.messages import Connect, Done, EngineFacts, Hello, Load, PrefixChange, Release, Role, Subscribe
@@ -25,7 +25,8 @@ logger = logging.getLogger("sagellm.pd")
 CALL_S = 10.0  # for a message of an engine that lives
 CONNECT_S = 30.0  # for one that opens connections itself
 HEALTH_S = 1.0  # between two looks; a control connection tells of a death at once, a look of an engine that hangs
-MAX_SILENT = 10.0  # seconds without an answer: then it hangs
+MAX_SILENT = 10.0  # seconds without an answer of its server: then it hangs
+SILENT_S = 60.0  # the same of the engine below, which answers nothing while it computes a step
 
 
 class NotTheOne(PeerError):
@@ -99,10 +100,15 @@ class Group:
 
     Args:
         on_change: called with (engine, whether it is there now).
+        silent_s: an engine that answers nothing for so long hangs.
     """
 
-    def __init__(self, key: bytes, costs: OnlineCosts | None = None, on_change: Callable[[Engine, bool], None] | None = None):
+    def __init__(
+        self, key: bytes, costs: OnlineCosts | None = None, on_change: Callable[[Engine, bool], None] | None = None,
+        silent_s: float = SILENT_S,
+    ) -> None:  # fmt: skip
         self.key = key
+        self._silent_s = silent_s
         self.costs = costs or OnlineCosts()
         self.engines: dict[str, Engine] = {}
         self.http: aiohttp.ClientSession | None = None
@@ -315,17 +321,28 @@ class Group:
         try:
             timeout = aiohttp.ClientTimeout(total=MAX_SILENT)
             async with self.http.get(f"{engine.url}/health", timeout=timeout) as answer:
-                if answer.status == 200:
-                    return
-                why = f"/health answers {answer.status}"
+                why = "" if answer.status == 200 else f"/health answers {answer.status}"
+            if not why:
+                why = await self._silence_of(engine)
         except asyncio.TimeoutError:
             why = f"no answer of /health for {MAX_SILENT:g} s"
             engine.hangs.set()
         except (aiohttp.ClientError, OSError) as error:
             why = f"/health cannot be reached: {error}"
-        if self.engines.get(engine.url) is engine:
+        if why and self.engines.get(engine.url) is engine:
             self._forget(engine, why)
             await engine.connection.close()
+
+    async def _silence_of(self, engine: Engine) -> str:
+        """Its server lives; the engine, which is another process, may not. Empty where it answers."""
+        try:
+            await engine.connection.call(Hello(engine_id="proxy"), self._silent_s)
+        except PeerTimeoutError:
+            engine.hangs.set()
+            return f"the engine below its server has answered nothing for {self._silent_s:g} s"
+        except PeerError:  # it has gone, and is taken for that elsewhere
+            pass
+        return ""
 
     def _forget(self, engine: Engine, why: str) -> None:
         if self.engines.get(engine.url) is not engine:

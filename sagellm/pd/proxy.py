@@ -19,7 +19,7 @@ from sagellm.comm_backend.control import read_key
 from sagellm.core.config import Model
 from sagellm.core.errors import ConfigError, SageError
 from sagellm.pd.costs import OnlineCosts
-from sagellm.pd.group import Group
+from sagellm.pd.group import SILENT_S, Group
 from sagellm.pd.ports import listen
 from sagellm.pd.proxy_metrics import ProxyMetrics, RequestLines
 from sagellm.pd.relay import Relay, RelayOptions
@@ -40,6 +40,7 @@ class ProxyConfig(Model):
         model: folder of the tokenizer; without it prompts are routed by load alone.
         policy: a name of `policy_names`, or `module:Class`.
         wait_s: longest that a request waits for an engine that decodes.
+        silent_s: an engine that answers nothing for so long, though its server does, hangs; longer than its longest step.
         nodes_file: keeps the URLs of engines for a proxy that is started again; None: a file that goes with the process.
         listen_fd: a socket that listens already, from whoever starts this process.
     """
@@ -51,6 +52,7 @@ class ProxyConfig(Model):
     api_key: tuple[str, ...] = ()
     policy: str = "pd"
     wait_s: float = Field(30.0, ge=0, le=3600)
+    silent_s: float = Field(SILENT_S, ge=1, le=86400)
     record: Path | None = None
     nodes_file: Path | None = None
     listen_fd: int | None = Field(None, ge=0)
@@ -92,7 +94,7 @@ def _serve(
 ) -> int:  # fmt: skip
     from sagellm.pd.nodes import GroupNodes, build_app  # LMDeploy's, and torch with it
 
-    group = Group(key, OnlineCosts(), lambda engine, is_there: nodes.changed(engine, is_there))
+    group = Group(key, OnlineCosts(), lambda engine, is_there: nodes.changed(engine, is_there), config.silent_s)
     nodes = GroupNodes(group, nodes_file)
     relay = Relay(group, router, ProxyMetrics(), lines, tokens, RelayOptions(wait_s=config.wait_s, registry=nodes))
 

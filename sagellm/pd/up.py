@@ -43,6 +43,8 @@ class UpConfig(Model):
     model: Path | None = None
     api_key: tuple[str, ...] = ()
     policy: str = "pd"
+    wait_s: float = Field(30.0, ge=0, le=3600)
+    silent_s: float = Field(60.0, ge=1, le=86400)
     record: Path | None = None
     pin: bool = False
     no_restart: bool = False
@@ -120,7 +122,8 @@ class _Supervisor:
         keys = [word for key in config.api_key for word in ("--api-key", key)]
         proxy = [sys.executable, "-m", "sagellm.pd", "proxy", "--host", HOST, "--port", str(config.port), "--json",
                  "--listen-fd", str(listener.fileno()), "--pd-key-file", str(key_file), "--model", str(model),
-                 "--policy", config.policy, "--nodes-file", str(key_file.with_name("nodes.json")), "--log-level",
+                 "--policy", config.policy, "--wait-s", str(config.wait_s), "--silent-s", str(config.silent_s),
+                 "--nodes-file", str(key_file.with_name("nodes.json")), "--log-level",
                  config.log_level, "--drain-timeout-s", str(config.drain_timeout_s), *keys]  # fmt: skip
         if config.record is not None:
             proxy += ["--record", str(config.record)]
