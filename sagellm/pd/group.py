@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import aiohttp
-from pydantic import ValidationError
 
 from sagellm.comm_backend import control
-from sagellm.comm_backend.kv_transfer.layout import Model
 from sagellm.core.errors import PeerError, PeerTimeoutError, SageError
 from sagellm.pd.base import EngineView
 from sagellm.pd.costs import OnlineCosts
-from sagellm.pd.messages import Connect, Done, EngineFacts, Hello, Load, PrefixChange, Release, Role, Subscribe
+from sagellm.pd.info import EngineInfo, engine_info
+from sagellm.pd.messages import Connect, Done, EngineFacts, Hello, Load, PrefixChange, Release, Subscribe
 from sagellm.pd.tokens import prefix_keys
 
-__all__ = ["Engine", "EngineInfo", "Group", "NotTheOne"]
+__all__ = ["Engine", "Group", "NotTheOne"]
 
 logger = logging.getLogger("sagellm.pd")
 
@@ -31,15 +30,6 @@ SILENT_S = 60.0  # the same of the engine below, which answers nothing while it 
 
 class NotTheOne(PeerError):
     """An engine that is not who it says it is; another one that cannot be reached may be reached later."""
-
-
-class EngineInfo(Model):
-    """What an engine's server answers to `GET /sage/pd/info`."""
-
-    engine_id: str
-    role: Role
-    control: str
-    model: str
 
 
 class Engine:
@@ -223,7 +213,8 @@ class Group:
         )  # fmt: skip
 
     async def _join(self, url: str) -> Engine:
-        info = await self._info(url)
+        assert self.http is not None
+        info = await engine_info(self.http, url, self.key, CALL_S)
         if info.engine_id != url:
             raise NotTheOne(f"{url} says that it is {info.engine_id}; register an engine by the URL it gives itself.")
         early: list[Any] = []
@@ -255,21 +246,6 @@ class Group:
         self._on_change(engine, True)
         self._note_change()
         return engine
-
-    async def _info(self, url: str) -> EngineInfo:
-        assert self.http is not None
-        path = "/sage/pd/info"
-        try:
-            headers = control.sign_request(self.key, "GET", path, b"")
-            async with self.http.get(url + path, headers=headers, timeout=aiohttp.ClientTimeout(total=CALL_S)) as answer:
-                text = await answer.text()
-                if answer.status != 200:
-                    raise PeerError(f"{url}{path} answers {answer.status}: {text[:200]}")
-                return EngineInfo.model_validate_json(text)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-            if isinstance(error, ValidationError):
-                error = ValueError(error.errors()[0]["msg"])
-            raise PeerError(f"engine {url} cannot be asked who it is: {error or type(error).__name__}.") from None
 
     async def _connect_pairs(self) -> bool:
         """Every engine that decodes to every prefill engine that it is not connected to; whether one could not be reached."""

@@ -45,6 +45,7 @@ class DistServe:
 
         if self._config.role != "prefill":
             address = request.remote_engine_endpoint_info.zmq_address.removeprefix("tcp://")
+            self._peers.introduce(request.remote_engine_id)
             self._peers.keep(asyncio.get_running_loop().create_task(self._try(request.remote_engine_id, address)))
         return DistServeConnectionResponse(status=DistServeConnectionStatus.SUCCESS)
 

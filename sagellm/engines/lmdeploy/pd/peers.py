@@ -15,6 +15,8 @@ __all__ = ["Peers", "refusal"]
 
 logger = logging.getLogger("sagellm")
 
+LOOK_S = 2.0  # for a server that may have come back
+
 
 @dataclass(slots=True)
 class Peer:
@@ -37,6 +39,7 @@ class Peers:
     ) -> None:
         self._facts, self._key, self._link, self._unlink = facts, key, link, unlink
         self._peers: dict[str, Peer] = {}
+        self._introduced: set[str] = set()
         self._locks: dict[str, asyncio.Lock] = {}
         self._tasks: set[asyncio.Task] = set()
 
@@ -44,12 +47,31 @@ class Peers:
         return sorted(self._peers)
 
     async def find(self, engine_id: str) -> Any:
-        """The connection to a peer. Raises PeerError: there is none."""
-        async with self._locks.setdefault(engine_id, asyncio.Lock()):
-            peer = self._peers.get(engine_id)
+        """The connection to a peer. Raises PeerError, TransferError: there is none."""
+        peer = await self._find(engine_id)
+        if peer is None and engine_id in self._introduced:
+            await self.connect(engine_id, await self._address(engine_id))
+            peer = await self._find(engine_id)
         if peer is None:
             raise PeerError(f"this engine is not connected to {engine_id}; connected are {self.names() or 'none'}.")
         return peer.connection
+
+    def introduce(self, engine_id: str) -> None:
+        """A peer of which nobody will tell when it has come back: LMDeploy's proxy connects two engines once. `find` looks for
+        it."""
+        self._introduced.add(engine_id)
+
+    async def _find(self, engine_id: str) -> Peer | None:
+        async with self._locks.setdefault(engine_id, asyncio.Lock()):
+            return self._peers.get(engine_id)
+
+    async def _address(self, engine_id: str) -> str:
+        import aiohttp
+
+        from sagellm.pd.info import engine_info
+
+        async with aiohttp.ClientSession() as http:
+            return (await engine_info(http, engine_id, self._key, LOOK_S)).control
 
     async def connect(self, engine_id: str, address: str, timeout_s: float = 10.0) -> None:
         """Again where the peer has been started again; nothing where it is connected.

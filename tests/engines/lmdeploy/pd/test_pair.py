@@ -1,12 +1,17 @@
 """Prompts computed by one engine and decoded by another: answers, and what becomes of blocks whatever goes wrong."""
 
 import asyncio
+import contextlib
+import json
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from sagellm.core.errors import PeerError, TransferError
 from sagellm.pd.messages import Release, Released
+from sagellm.pd.ports import free_ports
 from tests.engines.lmdeploy.pd.pair import NEW, Pair, one, wait_until
 from tests.engines.lmdeploy.test_speculative import ask, tokens_of
 from tests.pool import settle
@@ -272,7 +277,8 @@ def test_connected_as_lmdeploys_proxy_does(pair, reference):
         MigrationProtocol,
     )
 
-    engines = pair(connect=False)
+    (port,) = free_ports(1)
+    engines = pair(connect=False, prefill={"engine_id": f"http://127.0.0.1:{port}"})
     where = DistServeEngineEndpointInfo(zmq_address=f"tcp://{engines.prefill.hooks.pd._address}")
     request = DistServeConnectionRequest(
         protocol=MigrationProtocol.TCP, remote_engine_id=engines.of_prefill.engine_id, remote_engine_endpoint_info=where,
@@ -283,6 +289,43 @@ def test_connected_as_lmdeploys_proxy_does(pair, reference):
     prompts = make_prompts((40,))
     assert tokens_of(engines.ask(prompts)) == reference(prompts, NEW)
     assert engines.report()["arrivals"]["done"] == 1
+
+    # Later it does not connect them again, wherever the prefill engine has come back: its server says where.
+    peers = engines.decode.hooks.pd._peers
+    engines.decode._on_loop(peers.drop(engines.of_prefill.engine_id))
+    again = make_prompts((50,), seed=2)
+    assert tokens_of(engines.ask(again, to_prefill=False)) == reference(again, NEW)
+    assert engines.report()["arrivals"]["failed_peer"] == 1, "nobody answers there"
+    own = engines.prefill.hooks.pd
+    info = {"engine_id": engines.of_prefill.engine_id, "role": "prefill", "control": own._address, "model": ""}
+    with answering(port, info):
+        assert tokens_of(engines.ask(again)) == reference(again, NEW)
+    assert engines.report()["arrivals"]["done"] == 2
+
+
+@contextlib.contextmanager
+def answering(port, document):
+    """A server that answers so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            content = json.dumps(document).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_block_sizes_differ(pair, reference):
