@@ -23,7 +23,46 @@ from tests.pd.harness import until
 LEASE_S, TIMEOUT_S = 120.0, 4.0  # blocks that come back within seconds have not waited for the end of their lease
 
 
-class RealGroup:
+class Engines:
+    """What a prefill and a decode engine answer and report. They have no prefix cache."""
+
+    prefill: str
+    decode: str
+
+    # ---- requests
+
+    def single(self, path: str, body: dict) -> httpx.Response:
+        """What one engine answers: that which decodes, asked directly. It computes all itself."""
+        return httpx.post(self.decode + path, json=body, timeout=60)
+
+    def expected(self, prompt: str, num: int = 8) -> list[int]:
+        return tokens_of(self.single("/v1/completions", body_of(prompt, num)))
+
+    # ---- what they say
+
+    def metric(self, url: str, name: str, **labels: str) -> float:
+        """Sum over the samples whose labels include these."""
+        families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30).text)
+        samples = [sample for family in families for sample in family.samples]
+        return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
+
+    def arrived(self, outcome: str = "done") -> float:
+        return self.metric(self.decode, "sagellm_pd_requests_total", side="arrivals", outcome=outcome)
+
+    def arriving(self) -> float:
+        return self.metric(self.decode, "sagellm_pd_running", side="arrivals")
+
+    def is_idle(self) -> bool:
+        """No engine holds a block for anybody."""
+        with contextlib.suppress(httpx.HTTPError):
+            return not any(
+                self.metric(url, "sagellm_kv_blocks", state="active") + self.metric(url, "sagellm_pd_running")
+                for url in (self.prefill, self.decode)
+            )
+        return False
+
+
+class RealGroup(Engines):
     """One prefill and one decode engine behind their proxy. Nothing is awaited before `ready`."""
 
     def __init__(self, folder: Path, model: Path) -> None:
@@ -102,40 +141,12 @@ class RealGroup:
     def complete(self, prompt: str, num: int = 8, **fields) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json=body_of(prompt, num, **fields), timeout=90)
 
-    def single(self, path: str, body: dict) -> httpx.Response:
-        """What one engine answers: that which decodes, asked directly. It has no prefix cache, so it computes all itself."""
-        return httpx.post(self.decode + path, json=body, timeout=60)
-
-    def expected(self, prompt: str, num: int = 8) -> list[int]:
-        return tokens_of(self.single("/v1/completions", body_of(prompt, num)))
-
     def signed(self, method: str, path: str, document: dict | None = None) -> httpx.Response:
         content = b"" if document is None else json.dumps(document).encode()
         headers = sign_request(self.key, method, path, content) | {"content-type": "application/json"}
         return self.http.request(method, path, content=content, headers=headers)
 
     # ---- what they say
-
-    def metric(self, url: str, name: str, **labels: str) -> float:
-        """Sum over the samples whose labels include these."""
-        families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30).text)
-        samples = [sample for family in families for sample in family.samples]
-        return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
-
-    def arrived(self, outcome: str = "done") -> float:
-        return self.metric(self.decode, "sagellm_pd_requests_total", side="arrivals", outcome=outcome)
-
-    def arriving(self) -> float:
-        return self.metric(self.decode, "sagellm_pd_running", side="arrivals")
-
-    def is_idle(self) -> bool:
-        """No engine holds a block for anybody."""
-        with contextlib.suppress(httpx.HTTPError):
-            return not any(
-                self.metric(url, "sagellm_kv_blocks", state="active") + self.metric(url, "sagellm_pd_running")
-                for url in (self.prefill, self.decode)
-            )
-        return False
 
     def status(self) -> dict[str, dict]:
         return {one["engine_id"]: one for one in self.signed("GET", "/pd/status").json()["engines"]}
