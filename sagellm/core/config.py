@@ -82,7 +82,7 @@ class PDConfig(Model):
     registers. `key_file`: holds the secret of the group. `channel`: by which KV blocks move; all engines of a group have the
     same. `checksums`: of the blocks that are read from here. `timeout_s`: for a prompt that another engine computes, until its
     KV blocks are here. `lease_s`: how long blocks are kept for an engine that does not fetch them. `port`: of control
-    connections, 0: any.
+    connections, 0: any. `trust_proxy`: the proxy is LMDeploy's own, which signs nothing; on loopback alone.
     """
 
     role: Literal[ROLES] | None = None
@@ -94,6 +94,7 @@ class PDConfig(Model):
     timeout_s: float = Field(10.0, gt=0, le=3600)
     lease_s: float = Field(30.0, gt=0, le=86_400)
     port: int = Field(0, ge=0, le=65535)
+    trust_proxy: bool = False
 
     @field_validator("proxy_url")
     @classmethod

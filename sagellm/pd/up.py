@@ -56,7 +56,10 @@ class UpConfig(Model):
 
 
 # Set for each engine by this command; a second value would make them another group.
-OURS = ("--role", "--proxy-url", "--pd-key-file", "--port", "--host", "--json", "--model", "--api-key", "--drain-timeout-s")
+OURS = (
+    "--role", "--proxy-url", "--pd-key-file", "--pd-trust-proxy", "--port", "--host", "--json", "--model", "--api-key",
+    "--drain-timeout-s",
+)  # fmt: skip
 
 
 def run_up(config: UpConfig, as_json: bool = False) -> int:

@@ -63,6 +63,9 @@ from sagellm.serve.objects import with_objects
 @click.option("--pd-timeout-s", type=float, help="Longest wait for a prompt that another engine computes. Default: 10.")
 @click.option("--pd-lease-s", type=float, help="How long KV blocks are kept for an engine that does not come. Default: 30.")
 @click.option("--pd-port", type=int, help="Port of control connections. Default: any.")
+@click.option(
+    "--pd-trust-proxy", is_flag=True, default=None, help="The proxy is LMDeploy's own, which signs nothing; on loopback alone."
+)
 @click.option("--drain-timeout-s", type=float, help="Time for running requests at shutdown. Default: 10.")
 @click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), help="Default: WARNING.")
 @click.option("--json", "as_json", is_flag=True, help="Print the readiness line as JSON.")

@@ -75,6 +75,7 @@ class Generation:
         if gen_config is not None and (asked := SERVICE.get()) is not None:
             gen_config.sage = asked  # no field of it: copies and pickles keep it, `dataclasses.replace` would not
         guesses = 0, 0
+        is_first = True
         outputs: asyncio.Queue = asyncio.Queue()
         inner = self._generate(messages, session_id, gen_config=gen_config, **options)
         # A task of its own: when a client leaves, the server cancels every `await` of its handler, also those with which
@@ -85,6 +86,11 @@ class Generation:
                 if isinstance(out, BaseException):
                     raise out
                 self._check(out)
+                if is_first and gen_config is not None and gen_config.with_cache:
+                    # LMDeploy's handler fails where the first piece has no token: an answer that ends at once. Engines of a
+                    # group tell each other which one was drawn; nobody reads it here.
+                    out.token_ids = out.token_ids or [0]
+                is_first = False
                 if (now := getattr(out, "sage", None)) is not None:
                     add_guesses(guesses, now)
                     guesses = now

@@ -15,10 +15,12 @@ from sagellm.core.config import PDConfig, PDHooks, SageConfig
 from sagellm.core.errors import ConfigError, PeerError
 from sagellm.serve.parameters import Refused
 
-__all__ = ["FIELDS", "INFO", "GroupGate", "Membership", "join_group"]
+__all__ = ["DROP", "FIELDS", "INFO", "GroupGate", "Membership", "join_group"]
 
 INFO, DISTSERVE = "/sage/pd/info", "/distserve/"
+DROP = "/distserve/p2p_drop_connect"
 FIELDS = ("migration_request", "with_cache", "preserve_cache")  # of LMDeploy, between engines and their proxy
+NO_SESSION = 0  # of a prompt that no prefill engine has; the first session of a server is 1
 NO_ROLE = "this server has no role in a prefill/decode group; start it with --role prefill, decode or hybrid"
 LOOK_S = 2.0  # for a first look at the proxy
 HTTP_PORTS = {"http": 80, "https": 443}
@@ -26,13 +28,15 @@ HTTP_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class Membership:
-    """`hooks`: for the engine process. `port_holder` keeps the port of its control connections until it takes it."""
+    """`hooks`: for the engine process. `port_holder` keeps the port of its control connections until it takes it.
+    `trusts_proxy`: requests of this host need no signature."""
 
     hooks: PDHooks
     key: bytes
     proxy_url: str
     model: str
     port_holder: socket.socket
+    trusts_proxy: bool = False
 
     @property
     def info(self) -> dict[str, str]:
@@ -50,7 +54,7 @@ def join_group(config: SageConfig, pd: PDConfig, device: str, model: str) -> Mem
 
     Raises:
         ConfigError: more than one worker, a key file that cannot be used, a port in use, a proxy whose name is unknown, a
-            channel that does not work.
+            channel that does not work, trust in a proxy that is not on loopback.
         TransferError: an unknown channel.
     """
     if config.tensor_parallel > 1:
@@ -61,6 +65,8 @@ def join_group(config: SageConfig, pd: PDConfig, device: str, model: str) -> Mem
     key = read_key(pd.key_file)
     proxy = urlsplit(pd.proxy_url)
     addresses = _addresses(proxy.hostname, proxy.port or HTTP_PORTS[proxy.scheme])
+    if pd.trust_proxy:
+        _check_trust(config, addresses)
     channel = _channel(pd, device, is_one_host=all(_is_loopback(address[4][0]) for address in addresses))
     # Others cannot connect to "any address"; the one from which the proxy is reached is one that they can.
     host = config.host if config.host not in ("0.0.0.0", "::") else _own_address(addresses[0])
@@ -71,7 +77,7 @@ def join_group(config: SageConfig, pd: PDConfig, device: str, model: str) -> Mem
         control_host=host, control_port=holder.getsockname()[1],
     )  # fmt: skip
     _look_for_proxy(pd.proxy_url, addresses)
-    return Membership(hooks, key, pd.proxy_url, model, holder)
+    return Membership(hooks, key, pd.proxy_url, model, holder, pd.trust_proxy)
 
 
 class GroupGate:
@@ -83,11 +89,19 @@ class GroupGate:
     def is_for_group(self, path: str) -> bool:
         return path == INFO or path.startswith(DISTSERVE)
 
-    def check_path(self, path: str, headers: Mapping[str, str]) -> None:
+    def is_trusted(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
+        """Whether a request is taken as LMDeploy's proxy's without a signature: it comes from this host, and from no page that
+        a browser on it shows."""
+        if self._member is None or not self._member.trusts_proxy:
+            return False
+        client = scope.get("client")
+        return client is not None and _is_loopback(client[0]) and "origin" not in headers
+
+    def check_path(self, path: str, headers: Mapping[str, str], is_trusted: bool = False) -> None:
         """Before the body is read. Raises Refused: not for whoever has no signature, or not of this server at all."""
         if self._member is None:
             raise Refused(f"{path}: {NO_ROLE}.")
-        if SIGNATURE not in headers:
+        if SIGNATURE not in headers and not (is_trusted and path != INFO):
             raise Refused(f"{path} is for the group alone: the request is not signed with its key.", 401)
 
     def check_signature(self, scope: Mapping[str, Any], headers: Mapping[str, str], body: bytes) -> bool:
@@ -103,26 +117,41 @@ class GroupGate:
             raise Refused(str(error), 401) from None
         return True
 
-    def check_body(self, raw: Mapping[str, Any], is_signed: bool) -> None:
+    def check_body(self, raw: Mapping[str, Any], is_signed: bool, is_trusted: bool = False) -> None:
         """Raises Refused: fields that only a group's proxy may send, or requests that only it may."""
         given = [name for name in FIELDS if raw.get(name)]
         if self._member is None:
             if given:
                 raise Refused(f"{given[0]}: {NO_ROLE}, or leave the field out.")
             return
-        if given and not is_signed:
+        if given and not (is_signed or is_trusted):
             raise Refused(f"{given[0]} is for the proxy of the group alone: the request is not signed with its key.", 401)
-        if self._member.hooks.role == "prefill" and not is_signed:
+        if self._member.hooks.role == "prefill" and not (is_signed or (is_trusted and given)):
             raise Refused(
                 f"this is a prefill engine, which works for its proxy alone; send the request to {self._member.proxy_url}.", 403
             )
         if raw.get("migration_request"):
             _check_migration(raw["migration_request"])
 
+    def answer_of_refusal(self, is_trusted: bool) -> dict[str, str]:
+        """What a refusal has to say besides. LMDeploy's proxy takes whatever a prefill engine answers for a prompt that was
+        computed, and fails where that has no id; with this one it goes on to the decode engine, which refuses the request too,
+        or answers it alone."""
+        is_prefill = self._member is not None and self._member.hooks.role == "prefill"
+        return {"id": str(NO_SESSION)} if is_trusted and is_prefill else {}
+
     @property
     def info(self) -> dict[str, str]:
         assert self._member is not None
         return self._member.info
+
+
+def unsplit(raw: dict[str, Any]) -> dict[str, Any]:
+    """A request of LMDeploy's proxy, without its `migration_request` where no prefill engine has its prompt."""
+    asked = raw.get("migration_request")
+    if not asked or asked["remote_session_id"] != NO_SESSION:
+        return raw
+    return {name: value for name, value in raw.items() if name != "migration_request"}
 
 
 def _check_migration(value: Any) -> None:
@@ -202,6 +231,21 @@ def _hold_port(host: str, port: int) -> socket.socket:
             f"cannot listen for control connections on {host} port {port}: {error.strerror}. Choose another --pd-port."
         ) from None
     return holder
+
+
+def _check_trust(config: SageConfig, of_proxy: list[tuple]) -> None:
+    """Raises ConfigError: others than this host could send what nobody has signed, or the proxy would be refused."""
+    try:
+        own = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"--host {config.host} is no address of this machine ({error.strerror}).") from None
+    if not all(_is_loopback(address[4][0]) for address in own + of_proxy):
+        raise ConfigError(
+            "--pd-trust-proxy takes requests that nobody has signed, and so works on loopback alone: give --host 127.0.0.1 and "
+            "--proxy-url http://127.0.0.1:PORT."
+        )
+    if config.api_key:
+        raise ConfigError("--pd-trust-proxy with --api-key: LMDeploy's proxy sends no key to engines; leave --api-key out.")
 
 
 def _look_for_proxy(url: str, addresses: list[tuple]) -> None:

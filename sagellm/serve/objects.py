@@ -16,7 +16,7 @@ PART_OF = {  # flag -> field of `KVConfig`
 PD_PART_OF = {  # flag -> field of `PDConfig`
     "role": "role", "proxy_url": "proxy_url", "pd_key_file": "key_file", "kv_channel": "channel",
     "kv_channel_options": "channel_options", "kv_checksums": "checksums", "pd_timeout_s": "timeout_s", "pd_lease_s": "lease_s",
-    "pd_port": "port",
+    "pd_port": "port", "pd_trust_proxy": "trust_proxy",
 }  # fmt: skip
 
 

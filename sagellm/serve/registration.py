@@ -74,7 +74,9 @@ class Registration:
 
     async def _look(self) -> None:
         status, nodes = await self._ask("GET", "/nodes/status", None, LOOK_S)
-        if status == 200 and isinstance(nodes, dict) and self._member.hooks.engine_id in nodes:
+        is_there = status == 200 and isinstance(nodes, dict) and self._member.hooks.engine_id in nodes
+        # LMDeploy's proxy connects engines once. Where it knows one that was killed, that has to be added anew.
+        if is_there and (self._was_known or not self._member.trusts_proxy):
             self._note("")
             return
         role = ROLE_NUMBERS[self._member.hooks.role]

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import Headers
 
 from sagellm.serve.formats import check_format
-from sagellm.serve.group import INFO, GroupGate, Membership
+from sagellm.serve.group import DROP, INFO, GroupGate, Membership, unsplit
 from sagellm.serve.parameters import Refused, check_parameters
 from sagellm.serve.prompts import Prompts, in_turn
 from sagellm.serve.service import SERVICE, take_service
@@ -49,15 +49,21 @@ class RequestValidation:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
+        is_trusted = self._gate.is_trusted(scope, headers)
         try:
-            headers = Headers(scope=scope)
             path = self._known_path(scope)
             if self._gate.is_for_group(path):
-                self._gate.check_path(path, headers)
+                self._gate.check_path(path, headers, is_trusted)
                 body = await _read(receive)
                 self._gate.check_signature(scope, headers, body)
                 if path == INFO:
                     await _answer(send, 200, self._gate.info)
+                    return
+                if path == DROP:
+                    # LMDeploy's handler would end all connections to its engine process, over a coroutine that it pickles.
+                    # There is nothing to do: a connection between engines ends with either of them.
+                    await _answer(send, 200, {"success": True})
                     return
                 receive = _replay(body, receive)
             elif path in POST_PATHS:
@@ -66,7 +72,9 @@ class RequestValidation:
                 body = await _read(receive)
                 is_signed = self._gate.check_signature(scope, headers, body)
                 raw = {name: value for name, value in _parse(body).items() if value is not None}  # null: the default
-                self._gate.check_body(raw, is_signed)
+                self._gate.check_body(raw, is_signed, is_trusted)
+                if is_trusted and not is_signed:
+                    raw = unsplit(raw)
                 request = self._model(path, raw)
                 if path == ENCODE:
                     await _answer(send, 200, await self._encoded(request, len(body)))
@@ -78,7 +86,8 @@ class RequestValidation:
                 receive = _replay(json.dumps(raw).encode(), receive)
         except Refused as refused:
             error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.status}
-            await _answer(send, refused.status, {"object": "error", **error, "error": error})
+            document = {"object": "error", **error, "error": error} | self._gate.answer_of_refusal(is_trusted)
+            await _answer(send, refused.status, document)
             return
         await self._app(scope, receive, send)
 
@@ -142,10 +151,13 @@ class RequestValidation:
             raise Refused(f"stream with {len(prompts)} prompts is not supported; send one prompt a request.")
         if raw.get("migration_request") and (len(prompts) > 1 or raw.get("n", 1) != 1):
             raise Refused("migration_request is of one prompt and one answer; split requests have no more.")
-        return {**raw, **self._amended(path, request, len(prompts))}
+        if raw.get("preserve_cache") and len(prompts) > 1:
+            raise Refused("preserve_cache is of one prompt; send one.")
+        return {**raw, **self._amended(path, request, len(prompts), bool(raw.get("preserve_cache")))}
 
-    def _amended(self, path: str, request: Any, num_prompts: int) -> dict[str, Any]:
-        """Fields that LMDeploy would take differently from what OpenAI's API says."""
+    def _amended(self, path: str, request: Any, num_prompts: int, is_prompt: bool) -> dict[str, Any]:
+        """Fields that LMDeploy would take differently from what OpenAI's API says. `is_prompt`: the prompt alone is to be
+        computed, for another engine."""
         # LMDeploy counts requests but uses one id a prompt, so that ids of concurrent requests would collide.
         fields: dict[str, Any] = {"session_id": self._interface.session_id + 1}
         self._interface.session_id += num_prompts
@@ -153,6 +165,8 @@ class RequestValidation:
             fields["seed"] = 1 << 32  # 0 would mean none; the engine uses the low 32 bits
         if path == CHAT and request.logprobs and not request.top_logprobs:
             fields["top_logprobs"] = 1  # without it the chosen token's would be left out too
+        if is_prompt and getattr(request, "min_new_tokens", None):
+            fields["min_new_tokens"] = 1  # one token is drawn there; a minimum above that would count as none
         return fields
 
 

@@ -19,9 +19,9 @@ KEY = "a key of the tests"
 PROXY = "http://127.0.0.1:1"
 
 
-def gate(role):
+def gate(role, trusts_proxy=False):
     hooks = PDHooks(role=role, engine_id="http://127.0.0.1:1", key_file="key", channel="tcp", control_port=7)
-    return GroupGate(Membership(hooks, KEY.encode(), PROXY, "tiny", SimpleNamespace()))
+    return GroupGate(Membership(hooks, KEY.encode(), PROXY, "tiny", SimpleNamespace(), trusts_proxy))
 
 
 def scope(path, query=b"", method="POST"):
@@ -45,8 +45,8 @@ def joined():
     """`join_group` on a CPU, and nothing left of it."""
     members = []
 
-    def join(device="cpu", host="127.0.0.1", **pd):
-        config = SageConfig(pd=PDConfig(**pd), host=host, port=free_port())
+    def join(device="cpu", host="127.0.0.1", api_key=(), **pd):
+        config = SageConfig(pd=PDConfig(**pd), host=host, port=free_port(), api_key=api_key)
         members.append(join_group(config, config.pd, device, "tiny"))
         return members[-1], config
 
@@ -137,6 +137,49 @@ def test_paths_of_the_group():
     assert gate("decode").info == {
         "engine_id": "http://127.0.0.1:1", "role": "decode", "control": "127.0.0.1:7", "model": "tiny"
     }  # fmt: skip
+
+
+def test_whom_a_server_trusts_that_trusts_lmdeploys_proxy():
+    def says(which, client=("127.0.0.1", 5), **headers):
+        return gate(*which).is_trusted(scope("/v1/completions") | {"client": client}, headers)
+
+    asked = {"with_cache": True, "preserve_cache": True}
+    for role in ("prefill", "decode", "hybrid"):
+        here = role, True
+        assert says(here) and says(here, ("::1", 5))
+        assert not (says(here, ("192.0.2.1", 5)) or says(here, None) or says(here, origin="http://a.page"))
+        assert not says((role, False))
+        gate(*here).check_body(asked, False, True)
+        gate(*here).check_path("/distserve/free_cache", {}, True)
+        with Refusing("is not signed", 401):
+            gate(*here).check_path(group.INFO, {}, True)
+        with Refusing("is not signed", 401):
+            gate(*here).check_body(asked, False)
+    assert not GroupGate(None).is_trusted(scope("/") | {"client": ("127.0.0.1", 5)}, {})
+    with Refusing("works for its proxy alone", 403):
+        gate("prefill", True).check_body({"prompt": "a"}, False, True)
+    assert gate("prefill", True).answer_of_refusal(True) == {"id": "0"}
+    assert not (gate("prefill", True).answer_of_refusal(False) or gate("decode", True).answer_of_refusal(True))
+
+
+def test_a_request_whose_prompt_no_engine_has():
+    raw = {"prompt": "a", "migration_request": WHOLE}
+    assert group.unsplit(raw) == raw
+    assert group.unsplit({"prompt": "a", "migration_request": WHOLE | {"remote_session_id": 0}}) == {"prompt": "a"}
+    assert group.unsplit({"prompt": "a"}) == {"prompt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"host": "0.0.0.0"}, "works on loopback alone: give --host 127.0.0.1 and --proxy-url http://127.0.0.1:PORT."),
+        ({"proxy_url": "http://192.0.2.1:1"}, "works on loopback alone"),
+        ({"api_key": ("sesame",)}, "LMDeploy's proxy sends no key to engines; leave --api-key out."),
+    ],
+)
+def test_trust_that_is_refused_at_the_start(joined, pd, change, words):
+    with pytest.raises(ConfigError, match=words):
+        joined(**pd | change, trust_proxy=True)
 
 
 def test_what_the_engine_process_is_told(joined, pd, capsys):

@@ -23,11 +23,11 @@ def soon(monkeypatch):
 
 
 @asynccontextmanager
-async def registering(url, key=KEY, role="decode", api_key=""):
+async def registering(url, key=KEY, role="decode", api_key="", trusts_proxy=False):
     hooks = PDHooks(role=role, engine_id=URL, key_file="key", channel="tcp")
     refused = asyncio.Event()
     with socket.socket() as holder:
-        own = Registration(Membership(hooks, key, url, "tiny", holder), api_key, refused.set)
+        own = Registration(Membership(hooks, key, url, "tiny", holder, trusts_proxy), api_key, refused.set)
         own.refused = refused
         await own.start()
         try:
@@ -76,6 +76,20 @@ def test_a_proxy_that_comes_later_and_one_that_comes_back(proxy, caplog):
     asyncio.run(main())
     assert len([record for record in caplog.records if "cannot be reached" in record.getMessage()]) == 1
     assert "registered at the proxy" in caplog.text
+
+
+@pytest.mark.parametrize("trusts_proxy", [False, True])
+def test_a_proxy_that_knows_it_from_before(proxy, trusts_proxy):
+    """LMDeploy's own takes it for the one that was killed, until it is added again."""
+
+    async def main():
+        there = proxy(KEY)
+        there.nodes[URL] = {}
+        async with registering(there.url, trusts_proxy=trusts_proxy):
+            await until(lambda: there.calls.count("GET /nodes/status") > 3)
+        assert there.calls.count("POST /nodes/add") == trusts_proxy
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
