@@ -53,15 +53,10 @@ def join_group(config: SageConfig, pd: PDConfig, device: str, model: str) -> Mem
     Says on standard error where the proxy does not answer: it may be started later.
 
     Raises:
-        ConfigError: more than one worker, a key file that cannot be used, a port in use, a proxy whose name is unknown, a
-            channel that does not work, trust in a proxy that is not on loopback.
+        ConfigError: a key file that cannot be used, a port in use, a proxy whose name is unknown, a channel that does not work,
+            trust in a proxy that is not on loopback.
         TransferError: an unknown channel.
     """
-    if config.tensor_parallel > 1:
-        raise ConfigError(
-            f"--role {pd.role} with tensor_parallel {config.tensor_parallel}: engines of a group have one worker each so far; "
-            "leave one of the two out."
-        )
     key = read_key(pd.key_file)
     proxy = urlsplit(pd.proxy_url)
     addresses = _addresses(proxy.hostname, proxy.port or HTTP_PORTS[proxy.scheme])

@@ -63,9 +63,9 @@ class Engines:
 
 
 class RealGroup(Engines):
-    """One prefill and one decode engine behind their proxy. Nothing is awaited before `ready`."""
+    """One prefill and one decode engine behind their proxy. Nothing is awaited before `ready`. `flags`: of both engines."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, *flags: str) -> None:
         self.folder = folder
         self.tmp = Path(tempfile.mkdtemp(prefix="pd-"))  # paths of sockets lie below it, and have to be short
         (self.port,) = free_ports(1)
@@ -77,7 +77,7 @@ class RealGroup(Engines):
             "--model", str(model), "--", "--model-name", "tiny", "--device", "cpu", "--threads", "1", "--block-size", "16",
             "--kv-blocks", "320", "--max-batch-size", "8", "--no-prefix-caching",
             "--kv-channel", "tests.pd.held_channel:HeldShm", "--kv-channel-options", options,
-            "--pd-timeout-s", str(TIMEOUT_S), "--pd-lease-s", str(LEASE_S),
+            "--pd-timeout-s", str(TIMEOUT_S), "--pd-lease-s", str(LEASE_S), *flags,
         ]  # fmt: skip
         with self.err.open("wb") as err:
             self.process = subprocess.Popen(

@@ -287,6 +287,8 @@ class SchedulerHooks:
         }
 
     def close(self) -> None:
+        if self.pd is not None:
+            self.pd.engine_closes()
         self.choice.note_unsent()
         self._host.close()
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import time
 import uuid
 from collections.abc import Iterable
@@ -11,16 +12,14 @@ from typing import Any
 import numpy as np
 
 from sagellm.comm_backend.control import ControlConnection, ControlServer, read_key
-from sagellm.comm_backend.kv_transfer.base import TransferOptions
 from sagellm.core.config import HookConfig
-from sagellm.core.errors import PeerError
-from sagellm.engines.lmdeploy.host_memory import cache_engine_of
+from sagellm.core.errors import PeerError, SageError
 from sagellm.engines.lmdeploy.pd.arrivals import Arrivals
 from sagellm.engines.lmdeploy.pd.distserve import DistServe
 from sagellm.engines.lmdeploy.pd.offers import Offers
 from sagellm.engines.lmdeploy.pd.peers import Peers, refusal
 from sagellm.engines.lmdeploy.pd.watchers import Watchers
-from sagellm.engines.lmdeploy.pd.workers import Workers
+from sagellm.engines.lmdeploy.pd.workers import open_workers
 from sagellm.pd.messages import (
     Connect,
     Done,
@@ -58,9 +57,9 @@ class PrefillDecode(DistServe):
         assert hooks.pd is not None
         self._engine, self._scheduler, self._config, self._model = engine, engine.scheduler, hooks.pd, hooks.model
         self._key = read_key(self._config.key_file)
+        self._is_server = hooks.run_dir is not None
         self._instance = uuid.uuid4().hex
-        options = TransferOptions(key=self._key, host=self._config.control_host, options=self._config.channel_options)
-        self._workers = Workers(cache_engine_of(engine.executor), self._config.channel, options)
+        self._workers = open_workers(engine.executor, self._config, self._is_server)
         allocator = self._scheduler.block_manager.allocator
         self.offers = Offers(
             self._end_session, allocator.get_physical_blocks, self._workers.checksums if self._config.checksums else None,
@@ -94,26 +93,38 @@ class PrefillDecode(DistServe):
         handlers = {
             Hello: self._hello, Connect: self._connect, Fetch: self._fetch, Release: self._release, Subscribe: self._subscribe,
         }  # fmt: skip
-        self._server = ControlServer(self._key, handlers, self._lost)
-        self._address = await self._server.start(self._config.control_host, self._config.control_port)
         waiting = self._engine.migration_event
         try:
+            await self._workers.start(on_lost=waiting.set)
+            self._server = ControlServer(self._key, handlers, self._lost)
+            self._address = await self._server.start(self._config.control_host, self._config.control_port)
             while True:
                 await waiting.wait()
                 waiting.clear()
+                self._workers.check()
                 for seq in self._scheduler.waiting_migration:
                     self._take(seq)
+        except SageError as error:
+            logger.critical("the engine ends: %s", error)
+            if self._is_server:  # whose other process asks nobody whether this loop lives; it sees the end of the process
+                os._exit(1)
+            raise
         finally:
             await self._end()
 
+    def engine_closes(self) -> None:
+        """From any thread: LMDeploy ends its workers before it ends `run`."""
+        self._workers.may_go()
+
     async def _end(self) -> None:
+        self._workers.may_go()
         self._watchers.close()
         self.offers.close()
         await self.arrivals.close()
         await self._peers.close()
         if self._server is not None:
             await self._server.close()
-        self._workers.close()
+        await self._workers.close()
 
     def _take(self, seq: Any) -> None:
         request = seq.migration_request

@@ -10,12 +10,16 @@ __all__ = ["shared_caches"]
 
 def shared_caches(cache_engine: Any, caches: tuple) -> tuple:
     """The pool's tensors as the channel of this engine wants them; `caches`, as LMDeploy has allocated them and nobody has
-    touched them, where it takes any.
+    touched them, where it takes any. One of several workers is from now on ready to serve them.
     """
     spec = cache_engine.cache_config.sage
     pd = HookConfig.model_validate_json(spec).pd if spec is not None else None
     if pd is None:
         return caches
+    if cache_engine.world_size > 1:
+        from sagellm.engines.lmdeploy.pd.rank_server import offer_channel
+
+        offer_channel(cache_engine, pd)
     channel = find_channel(pd.channel)
     if caches[0].device.type not in channel.device_types:
         return caches

@@ -1,10 +1,12 @@
 """The KV transfer channels of all workers of an engine, asked as one."""
 
 import asyncio
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from sagellm.comm_backend.control import read_key
 from sagellm.comm_backend.kv_transfer.base import (
     KVTransferChannel,
     TransferEndpoint,
@@ -13,14 +15,69 @@ from sagellm.comm_backend.kv_transfer.base import (
     TransferResult,
 )
 from sagellm.comm_backend.kv_transfer.registry import make_channel
+from sagellm.core.config import PDHooks
+from sagellm.engines.lmdeploy.host_memory import cache_engine_of
 from sagellm.engines.lmdeploy.pd.region import region_of
 
-__all__ = ["Workers"]
+__all__ = ["LocalWorker", "Workers", "open_workers", "options_of"]
 
 
-class Workers:
-    """Of an engine whose worker lives in this process. Every method runs on the engine's loop; what takes time does so on
-    threads of its own.
+class Workers(ABC):
+    """Every method runs on the engine's loop; what takes time does so elsewhere."""
+
+    @abstractmethod
+    def endpoints(self) -> tuple[TransferEndpoint, ...]:
+        """One for each worker, in the order of their ranks."""
+
+    def token_bytes(self) -> int:
+        """Of a token's keys and values, all workers together."""
+        return sum(each.layout.token_bytes() for each in self.endpoints())
+
+    @abstractmethod
+    async def start(self, on_lost: Callable[[], None]) -> None:
+        """To be called once, before any method below. `on_lost`: `check` has something to say.
+
+        Raises:
+            TransferError: a worker cannot be reached.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises EngineError: a worker has gone, or does not answer; the engine cannot go on."""
+
+    @abstractmethod
+    def may_go(self) -> None:
+        """From any thread: the engine ends, and with it its workers; that is no loss."""
+
+    @abstractmethod
+    async def connect(self, peer: str, endpoints: Sequence[TransferEndpoint]) -> None:
+        """To all workers of a peer. Raises as `KVTransferChannel.connect`; then none of the workers is connected."""
+
+    @abstractmethod
+    async def disconnect(self, peer: str) -> None: ...
+
+    @abstractmethod
+    async def transfer(self, plan: TransferPlan) -> TransferResult:
+        """Bytes are those of all workers, times those of the slowest. Raises as `KVTransferChannel.transfer`; by then no worker
+        writes into the blocks any more."""
+
+    @abstractmethod
+    def cancel(self, transfer_id: str) -> None: ...
+
+    @abstractmethod
+    async def checksums(self, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """By worker. Raises as `KVTransferChannel.checksums`."""
+
+    @abstractmethod
+    def report(self) -> dict[str, Any]:
+        """As `KVTransferChannel.report`."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class LocalWorker(Workers):
+    """Of an engine whose only worker lives in this process.
 
     Raises:
         TransferError: the channel cannot work here.
@@ -33,8 +90,14 @@ class Workers:
     def endpoints(self) -> tuple[TransferEndpoint, ...]:
         return (self._channel.endpoint(),)
 
-    def token_bytes(self) -> int:
-        return sum(each.layout.token_bytes() for each in self.endpoints())
+    async def start(self, on_lost: Callable[[], None]) -> None:
+        pass  # it is lost with this process
+
+    def check(self) -> None:
+        pass
+
+    def may_go(self) -> None:
+        pass
 
     async def connect(self, peer: str, endpoints: Sequence[TransferEndpoint]) -> None:
         await self._run(self._channel.connect, peer, endpoints)
@@ -54,9 +117,32 @@ class Workers:
     def report(self) -> dict[str, Any]:
         return self._channel.report()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._channel.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, call: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+
+
+def options_of(pd: PDHooks) -> TransferOptions:
+    """Of the channel of each worker. Raises ConfigError: no usable key."""
+    return TransferOptions(key=read_key(pd.key_file), host=pd.control_host, options=pd.channel_options)
+
+
+def open_workers(executor: Any, pd: PDHooks, is_server: bool = False) -> Workers:
+    """The engine is built and has not begun: its workers can still be called by their executor. `is_server`: this process ends
+    when a worker does.
+
+    Raises:
+        ConfigError, TransferError: a worker has no usable key, or the channel cannot work there.
+    """
+    cache_engine = cache_engine_of(executor)
+    if cache_engine is not None:
+        return LocalWorker(cache_engine, pd.channel, options_of(pd))
+    from sagellm.engines.lmdeploy.pd.ranks import RemoteWorkers, ask_ranks
+
+    workers = RemoteWorkers(pd.channel, *ask_ranks(executor))
+    if is_server:
+        workers.end_with(executor)
+    return workers

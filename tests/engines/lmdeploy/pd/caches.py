@@ -28,9 +28,11 @@ def model_config(num_heads=2, copies=1, **change):
     return ModelConfig(**(values | change))
 
 
-def cache_engine(num_blocks, rank=0, ranks=1, quant_policy=0, **model):
+def cache_engine(num_blocks, rank=0, ranks=1, quant_policy=0, sage=None, **model):
+    """`sage`: JSON of a `HookConfig`."""
     sage_device.activate("cpu")
     config = cache_config(num_blocks, quant_policy=quant_policy)
+    config.sage = sage
     if quant_policy:
         config.device_type = "cuda"  # of which only the dtype of quantized blocks is asked; the memory is the CPU device's
     return CacheEngine(config, model_config(**model), rank=rank, tp_rank=rank, world_size=ranks)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pd.group import free_port
 from sagellm.comm_backend.control import new_key
 from sagellm.core.config import PDHooks
 from sagellm.pd.messages import Connect
@@ -14,6 +13,7 @@ from tests.pool import settle
 
 NEW = 8
 TRANSFERS = itertools.count(1 << 40)
+NUMBERS = itertools.count(1)
 
 
 def key_file(folder: Path) -> Path:
@@ -25,8 +25,7 @@ def key_file(folder: Path) -> Path:
 
 
 def hooks(role: str, key: Path, **values: Any) -> PDHooks:
-    port = free_port()
-    known = dict(role=role, engine_id=f"http://{role}:{port}", key_file=key, channel="shm", weights="w", control_port=port)
+    known = dict(role=role, engine_id=f"http://{role}:{next(NUMBERS)}", key_file=key, channel="shm", weights="w")
     return PDHooks(**known | values)
 
 

@@ -176,8 +176,11 @@ def test_a_request_that_leaves_while_its_blocks_come(pair):
     async def slow(plan):
         before = allocator.get_ref_count(_logical(allocator, plan.dst_blocks)).tolist()
         begun.append(before)
-        await asyncio.sleep(0.4)
-        begun.append(allocator.get_ref_count(_logical(allocator, plan.dst_blocks)).tolist())
+        end_s = time.monotonic() + 10
+        while (now := allocator.get_ref_count(_logical(allocator, plan.dst_blocks)).tolist()) == before:
+            assert time.monotonic() < end_s, "the request does not leave"
+            await asyncio.sleep(0.01)
+        begun.append(now)
         raise TransferError("cancelled, say")
 
     pd.arrivals._transfer = slow
@@ -235,7 +238,7 @@ def test_the_decode_engine_goes(pair):
     )
     engines.prefill._on_loop(one(engines.prefill, prompt, {}, 8, engines.of_decode.engine_id, True))
     wait_until(lambda: engines.report("prefill")["held"])
-    for peer in engines.decode.hooks.pd._peers._peers.values():  # as the death of the process would
+    for peer in list(engines.decode.hooks.pd._peers._peers.values()):  # as the death of the process would
         engines.decode._loop.call_soon_threadsafe(peer.connection._writer.transport.abort)
     wait_until(lambda: not engines.report("prefill")["held"])
     assert engines.report("prefill")["offers"] == {"offered": 1, "reader_lost": 1}
