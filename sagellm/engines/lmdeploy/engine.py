@@ -175,7 +175,7 @@ class LMDeployEngine(BaseEngine):
         if self.hooks is not None:
             self.hooks.close()
         self._loop.call_soon_threadsafe(self.engine.close)
-        self._on_loop(_settle())
+        asyncio.run_coroutine_threadsafe(_settle(), self._loop).result()  # that LMDeploy's loop ends is no fault now
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

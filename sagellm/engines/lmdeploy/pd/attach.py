@@ -76,6 +76,7 @@ class PrefillDecode(DistServe):
         self._room = asyncio.Event()  # blocks have come back
         self._answers: asyncio.Queue | None = None
         self._runnable: Any = None
+        self._ending: asyncio.Task | None = None
 
     def facts(self) -> EngineFacts:
         cache = self._scheduler.cache_config
@@ -110,7 +111,9 @@ class PrefillDecode(DistServe):
                 os._exit(1)
             raise
         finally:
-            await self._end()
+            # Apart: with each of its tasks that ends LMDeploy cancels this one again.
+            self._ending = asyncio.create_task(self._end())
+            await asyncio.shield(self._ending)
 
     def engine_closes(self) -> None:
         """From any thread: LMDeploy ends its workers before it ends `run`."""

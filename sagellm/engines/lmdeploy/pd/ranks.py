@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -189,6 +189,8 @@ class RemoteWorkers(Workers):
                 await asyncio.wait(left)
         except asyncio.CancelledError:  # the engine ends
             self.cancel(plan.transfer_id)
+            for task in tasks:
+                self._keep(_quietly(task))
             raise
         finally:
             self._moving.discard(plan.transfer_id)
@@ -240,6 +242,6 @@ class RemoteWorkers(Workers):
         task.add_done_callback(self._tasks.discard)
 
 
-async def _quietly(work: Coroutine) -> None:
+async def _quietly(work: Awaitable) -> None:
     with contextlib.suppress(SageError):  # that it has gone is noticed elsewhere
         await work
