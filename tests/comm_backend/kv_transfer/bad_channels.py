@@ -20,8 +20,8 @@ class AnyOption(ShmChannel):
 
 
 class CountsNothing(ShmChannel):
-    def _count(self, **more):
-        pass
+    def report(self):
+        return {name: value if isinstance(value, str) else 0 for name, value in super().report().items()}
 
 
 class NextBlock(ShmChannel):
@@ -37,10 +37,7 @@ class WholeBlocks(ShmChannel):
         end = plan.first_token + plan.num_tokens
         more = min(-(end - plan.dst_start) % size, plan.src_start + len(plan.src_blocks) * size - end)
         result = super().transfer(plan.model_copy(update={"num_tokens": plan.num_tokens + more}))
-        return result.model_copy(update={"num_bytes": plan.num_tokens * self.region.layout.token_bytes()})
-
-    def _count(self, **more):
-        super()._count(**more | ({"bytes": 0} if "bytes" in more else {}))
+        return result._replace(num_bytes=plan.num_tokens * self.region.layout.token_bytes())
 
     def report(self):
         return {**super().report(), "bytes": 0}
