@@ -7,6 +7,7 @@ import pytest
 from lmdeploy.serve.openai.protocol import ChatCompletionRequest
 
 from sagellm.serve.formats import check_format
+from tests.serve.endings import killed
 
 ASK = [{"role": "user", "content": "Answer."}]
 FLAGS = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
@@ -60,11 +61,11 @@ def test_in_float32(server, client):
     server.wait_idle()
 
 
-def test_in_bfloat16(launch):
+def test_in_bfloat16_until_the_server_is_killed(launch):
     server = launch("--dtype", "bfloat16", model="llama-bf16").ready()
     with server.client() as client:
         check_guided(client, server.model)
-    server.end()
+    killed(server, 2)
 
 
 def schema(**fields):

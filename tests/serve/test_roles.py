@@ -9,6 +9,7 @@ import pytest
 from sagellm.comm_backend.control import connect, sign_request
 from sagellm.core.errors import PeerError
 from sagellm.pd.messages import EngineFacts, Hello
+from tests.serve.endings import engine_killed
 from tests.serve.harness import wait_until
 
 KEY = b"a key of the tests"
@@ -49,7 +50,7 @@ def facts(address, key=KEY):
     return asyncio.run(ask())
 
 
-def test_a_decode_engine(launch_role, proxy):
+def test_a_decode_engine_until_its_process_is_killed(launch_role, proxy):
     first = proxy(KEY)
     server = launch_role("decode", first.url).ready()
     wait_until("registration", lambda: first.nodes == {server.url: {"models": ["tiny"], "role": 3}})
@@ -89,8 +90,9 @@ def test_a_decode_engine(launch_role, proxy):
     # A proxy that is started anew knows nobody.
     first.nodes.clear()
     wait_until("registration again", lambda: server.url in first.nodes)
-    server.end()
-    assert not first.nodes and "Traceback" not in server.stderr
+    assert "Traceback" not in server.stderr
+    engine_killed(server)
+    assert not first.nodes, "the server has taken leave for it"
 
 
 def test_a_prefill_engine_works_for_its_proxy_alone(launch_role, proxy):
@@ -103,7 +105,7 @@ def test_a_prefill_engine_works_for_its_proxy_alone(launch_role, proxy):
     assert post_signed(server, "/v1/completions", ASK | {"max_tokens": 1}).status_code == 200
     assert facts(info(server).json()["control"]).role == "prefill"
     server.end()
-    assert not there.nodes
+    assert not there.nodes and "Traceback" not in server.stderr
 
 
 def test_a_proxy_with_another_key_ends_the_start(launch_role, proxy):

@@ -1,11 +1,11 @@
 """A strategy and a speculator in one server: what clients ask of them comes to their decisions, both are on record."""
 
 import json
-import signal
 
 import httpx
 from openai import OpenAI
 
+from tests.serve.endings import interrupted
 from tests.serve.harness import ServerProcess
 from tests.serve.test_guided import COLOUR, ask
 from tests.serve.test_plugins import generate
@@ -19,7 +19,7 @@ def test_requests_of_the_api_are_scheduled_and_guessed_until_an_interrupt(launch
     record = tmp_path / "record.jsonl"
     scheduled = ("--strategy", "priority", "--strategy-options", '{"ageing_s": 5}', "--record", record)
     guessed = ("--speculative", "ngram", "--speculative-options", '{"lookahead": 3}')
-    server = launch(*scheduled, *guessed).ready()
+    server = launch(*scheduled, *guessed, "--drain-timeout-s", 25).ready()
     client = server.client()
     model = client.models.list().data[0].id
     asked = {"priority": -7, "tenant": "acme", "ttft_slo_ms": 900}
@@ -30,7 +30,7 @@ def test_requests_of_the_api_are_scheduled_and_guessed_until_an_interrupt(launch
     guesses_in_the_server(server, client, model)
     server.wait_idle()
 
-    server.end(signal.SIGINT)  # while it is idle
+    interrupted(server)
     assert json.loads(server.stdout)["ready"] is True  # one line, nothing else
     assert "Traceback" not in server.stderr
     lines = [json.loads(line) for line in record.read_text().splitlines()]

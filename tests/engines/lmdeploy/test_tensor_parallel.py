@@ -47,8 +47,8 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_exact_output_and_every_collective_is_seen(two_workers, reference, limits, tmp_path):
-    limits(run_dir=tmp_path)
+def test_exact_output_and_every_collective_is_seen_and_measured_on_request(two_workers, reference, limits, tmp_path):
+    limits(run_dir=tmp_path, comm_metrics=True)
     record = tmp_path / "events.jsonl"
     plugin = PluginSpec(name="tests.plugins:CommLog", options={"folder": str(tmp_path)})
     engine = two_workers(plugin, kv_blocks=30, record=record)
@@ -70,50 +70,36 @@ def test_exact_output_and_every_collective_is_seen(two_workers, reference, limit
     assert len({line["pid"] for lines in logs for line in lines}) == 2
     assert {hook for name, hook, _ in report["calls"] if name == plugin.name} == {"attach", "comm_begin", "comm_end"}
     workers = {line["pid"] for lines in logs for line in lines}
-    engine.close()  # writes the record to its end
+    engine.close()  # writes the record to its end, and the workers leave their last counts
     comm = [line for line in read(record) if line["event"] == "comm"]
     assert {line["pid"] for line in comm} <= workers and {line["rank"] for line in comm} == {0, 1}
     assert all(line["duration_ns"] > 0 and line["world_size"] == 2 for line in comm)
-
-
-def test_a_raising_plugin_is_switched_off_in_each_worker_and_every_instance_is_closed(
-    two_workers, reference, limits, tmp_path
-):
-    limits(run_dir=tmp_path)
-    name = "tests.plugins:CommRaises"
-    # The others are not disturbed: one moves blocks to the host cache of both workers and back, one hears of the end.
-    listener = PluginSpec(name="tests.plugins:SaysGoodbye", options={"folder": str(tmp_path)})
-    engine = two_workers(name, "tests.plugins:OffloadInstead", listener, kv_blocks=30, host_kv_blocks=20)
-    for _ in range(2):
-        assert answers(engine, CROWD) == reference(CROWD, 40)
-    assert min(engine.hooks.report()["migrated"].values()) > 0
-    assert engine.hooks.report()["faults"] == [[name, "comm_begin", "raised", 1]] * 2
-    engine.close()
-    heard = sorted(file.read_text() for file in tmp_path.glob("closed-*"))
-    assert heard == ["NoneType", "NoneType", "StepResult"], "two workers and the engine, which heard of its steps"
-
-
-def test_a_hanging_plugin_is_left_behind_in_each_worker(two_workers, reference, limits, tmp_path):
-    limits(run_dir=tmp_path)
-    name = "tests.plugins:CommSleeps"
-    # Rounds of several steps: then the workers pass sampled tokens on by a collective of their own.
-    engine = two_workers(name, plugin_time_limit_s=0.2, decode_round=4)
-    assert answers(engine, CROWD[:4]) == reference(CROWD[:4], 40)
-    report = engine.hooks.report()
-    assert report["faults"] == [[name, "comm_end", "overran", 1]] * 2
-    assert report["enabled"] == {name: False}
-
-
-def test_time_in_collectives_is_measured_on_request(two_workers, limits, tmp_path):
-    limits(run_dir=tmp_path, comm_metrics=True)
-    engine = two_workers()
-    answers(engine, CROWD[:2])
-    engine.close()  # the workers leave their last counts
     report = engine.hooks.report()
     waits = {(row["rank"], row["op"]): row["exposed_ns"] for row in report["comm"]}
     assert min(waits[rank, "all_reduce"] for rank in (0, 1)) > 0
     exposed_s = max(sum(spent for (rank, _), spent in waits.items() if rank == number) for number in (0, 1)) / 1e9
     assert 0 < exposed_s < report["step_s"]
+
+
+def test_plugins_that_raise_and_hang_are_switched_off_in_each_worker_and_every_instance_is_closed(
+    two_workers, reference, limits, tmp_path
+):
+    limits(run_dir=tmp_path)
+    raises, sleeps = "tests.plugins:CommRaises", "tests.plugins:CommSleeps"
+    # The others are not disturbed: one moves blocks to the host cache of both workers and back, one hears of the end.
+    listener = PluginSpec(name="tests.plugins:SaysGoodbye", options={"folder": str(tmp_path)})
+    plugins = (raises, sleeps, "tests.plugins:OffloadInstead", listener)
+    # Rounds of several steps: then the workers pass sampled tokens on by a collective of their own.
+    engine = two_workers(*plugins, kv_blocks=30, host_kv_blocks=20, decode_round=4)
+    for _ in range(2):
+        assert answers(engine, CROWD) == reference(CROWD, 40)
+    report = engine.hooks.report()
+    assert min(report["migrated"].values()) > 0
+    assert sorted(report["faults"]) == [[raises, "comm_begin", "raised", 1]] * 2 + [[sleeps, "comm_end", "overran", 1]] * 2
+    assert [report["enabled"][name] for name in (raises, sleeps, "tests.plugins:OffloadInstead")] == [False, False, True]
+    engine.close()
+    heard = sorted(file.read_text() for file in tmp_path.glob("closed-*"))
+    assert heard == ["NoneType", "NoneType", "StepResult"], "two workers and the engine, which heard of its steps"
 
 
 def test_workers_need_the_main_thread(start_engine):

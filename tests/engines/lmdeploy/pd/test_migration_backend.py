@@ -66,22 +66,18 @@ def owner_content():
 
 
 @pytest.mark.parametrize(
-    "channel", ["shm", "tcp", pytest.param("mooncake", marks=pytest.mark.slow), pytest.param("nixl", marks=pytest.mark.slow)]
+    "channel", ["shm", pytest.param("mooncake", marks=pytest.mark.slow), pytest.param("nixl", marks=pytest.mark.slow)]
 )
 def test_lmdeploy_migrates_over_a_channel(engines, channel):
     engine, _ = engines(channel)
+    check_migration(engine)
+
+
+def check_migration(engine):
     migrate(engine, [(6, 1), (0, 4), (3, 0)])
     for tensor, expected in zip(engine.full_gpu_cache, owner_content(), strict=True):
         assert torch.equal(tensor[:, [1, 4, 0]], expected[:, [6, 0, 3]])
         assert not tensor[:, [2, 3]].any()
-
-
-def test_a_peer_that_has_gone(engines):
-    engine, process = engines("tcp")
-    process.kill()
-    process.wait()
-    with pytest.raises(TransferError):
-        migrate(engine, [(6, 1)])
 
 
 def test_another_key_is_refused_on_both_sides(engines):
@@ -92,8 +88,9 @@ def test_another_key_is_refused_on_both_sides(engines):
     assert said.startswith("REFUSED") and "does not have the same key" in said
 
 
-def test_what_lmdeploy_asks_for_has_to_be_blocks(engines):
-    engine, _ = engines("tcp")
+def test_over_tcp_what_lmdeploy_asks_for_has_to_be_blocks_until_the_peer_has_gone(engines):
+    engine, process = engines("tcp")
+    check_migration(engine)
     size = BLOCK_SIZE * 2 * HEAD_DIM * 4
 
     def ask(*instructs):
@@ -115,6 +112,11 @@ def test_what_lmdeploy_asks_for_has_to_be_blocks(engines):
         ask(("7", 0, 0, size))
     with pytest.raises(TransferError, match="layer 1 of the peer for layer 0"):
         ask(("0", NUM_OWNER_BLOCKS * size, 0, size))
+    ask(*whole)
+    process.kill()
+    process.wait()
+    with pytest.raises(TransferError):
+        ask(*whole)
 
 
 def test_other_numbers_of_ranks_are_refused():

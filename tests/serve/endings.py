@@ -1,0 +1,79 @@
+"""How a server ends that is ready and works: told to, or by an accident. Each ending is that of a server that other tests have
+started anyway; `test_lifecycle.py` has those of a server that is not ready."""
+
+import json
+import signal
+import threading
+
+import httpx
+import psutil
+
+from tests.serve.harness import ServerProcess, wait_until
+
+REQUEST = {"input_ids": [5] * 20, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+class Stream(threading.Thread):
+    """A streamed request that is read to its end, whatever that is."""
+
+    def __init__(self, server: ServerProcess, max_tokens: int) -> None:
+        super().__init__(daemon=True)
+        self.events, self.complete = [], False
+        self._server, self._body = server, REQUEST | {"max_tokens": max_tokens}
+        self.start()
+        wait_until("the first chunk", lambda: self.events)
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self._server.url}/generate", json=self._body, timeout=60) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        self.events.append(json.loads(line[6:]))
+                    self.complete |= line == "data: [DONE]"
+        except httpx.HTTPError:
+            pass
+
+
+def refuses(server: ServerProcess) -> bool:
+    try:
+        httpx.get(f"{server.url}/health", timeout=5)
+    except httpx.ConnectError:
+        return True
+    except (httpx.NetworkError, httpx.RemoteProtocolError):
+        pass  # it was still waiting to be accepted, or idle, when the server closed its socket: ask again
+    return False
+
+
+def interrupted(server: ServerProcess) -> None:
+    """Ctrl-C in a terminal reaches every process of the group; a running request is finished, for which it has time."""
+    stream = Stream(server, 300)
+    server.send(signal.SIGINT, group=True)
+    wait_until("new connections are refused", lambda: refuses(server))
+    stream.join(30)
+    assert stream.complete and stream.events[-1]["meta_info"]["completion_tokens"] == 300
+    server.end(None)
+
+
+def terminated_while_streaming(server: ServerProcess) -> None:
+    """It has a short time to drain, and ends within it."""
+    stream = Stream(server, 2000)
+    server.end(signal.SIGTERM)
+    stream.join(10)
+    assert not stream.is_alive() and not stream.complete
+
+
+def killed(server: ServerProcess, num_processes: int) -> None:
+    """Nobody is left to end the others, of which there are so many at least; they have to notice."""
+    family = server.family()
+    server.process.kill()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert len(family) >= num_processes and not alive
+
+
+def engine_killed(server: ServerProcess) -> None:
+    stream = Stream(server, 2000)
+    server.engine_process().kill()
+    server.end(None, code=1)
+    assert "error: the engine process ended with code -9" in server.stderr
+    stream.join(10)
+    assert not stream.complete
