@@ -35,9 +35,10 @@ WINDOW = 24
 
 # Half of a server's test is waiting, so there is one more than the cores of the smallest machine that we care for.
 NUM_WORKERS = 3
-# Files that take more than half a minute, the longest first: begun last, one of them would leave the other workers idle.
+# Files, and folders of them, that take more than half a minute, the longest first: begun last, one of them would leave the
+# other workers idle.
 LONG = [
-    "serve/test_guided.py",  # the longest where it builds the demo model, which others want later
+    "serve/one_server",  # the longest where it builds the demo model, which others want later
     "benchmarks/test_runner.py",
     "serve/test_lifecycle.py",
     "pd/test_real_group.py",
@@ -54,13 +55,8 @@ LONG = [
     "benchmarks/test_prefix_peers.py",
 ]
 
-# These share the server of a session, whose start takes ten seconds of a core: one worker has them all.
-ONE_SERVER = [
-    "tests/serve/test_guided.py",
-    "tests/serve/test_bad_requests.py",
-    "tests/serve/test_chat.py",
-    "tests/serve/test_streaming.py",
-]
+# Its files share a server, whose start takes ten seconds of a core: one worker has them all, one after the other.
+ONE_SERVER = "tests/serve/one_server/"
 
 # An example takes long when another worker has the core. The examples are the same in each run, so a verdict is the code's
 # alone; `--hypothesis-profile search` looks for new ones.
@@ -78,11 +74,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 class ByFileAndServer(LoadFileScheduling):
-    """Tests of a file go to one worker, and so do the files of `ONE_SERVER`."""
+    """Tests of a file go to one worker, and so do the files in `ONE_SERVER`."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return ONE_SERVER[0] if file in ONE_SERVER else file
+        return ONE_SERVER if file.startswith(ONE_SERVER) else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFileAndServer | None:
@@ -103,7 +99,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
+    items.sort(key=lambda item: order.get(item.path, order.get(item.path.parent, len(order))))
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from typing import Literal
 from pydantic import Field
 
 from sagellm.comm_backend.control import register
-from sagellm.comm_backend.kv_transfer.base import TransferEndpoint
 from sagellm.comm_backend.kv_transfer.layout import Model
+from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint
 
 __all__ = [
     "Connect", "Done", "EngineFacts", "Fetch", "Held", "Hello", "Load", "PrefixChange", "Release", "Released", "StepCost",

@@ -1,38 +1,12 @@
-"""One server on the demo model for most tests, and servers of their own on a tiny model for the others."""
+"""Servers of their own, on a tiny model; `one_server/` has one for many tests."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from openai import OpenAI
 
 from tests.serve.group_proxy import GroupProxy
-from tests.serve.harness import KEY, ServerProcess
-
-
-@pytest.fixture(scope="session")
-def demo_model() -> None:
-    """The demo model lies in the cache; building it takes longer than a server may take to start."""
-    subprocess.run([sys.executable, "-m", "sagellm.demo_model"], check=True)
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, demo_model: None) -> Iterator[ServerProcess]:
-    """Without `--model`, so on the demo model, in float32."""
-    process = ServerProcess(tmp_path_factory.mktemp("server"), "--api-key", KEY, "--device", "cpu")
-    try:
-        yield process.ready()
-        process.end()
-    finally:
-        process.kill()
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[OpenAI]:
-    with server.client() as client:
-        yield client
+from tests.serve.harness import ServerProcess
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from tests.serve.endings import killed
 from tests.serve.harness import wait_until
 
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stop_while_loading(launch, number):
     server = launch()

@@ -7,9 +7,9 @@ from openai import OpenAI
 
 from tests.serve.endings import interrupted
 from tests.serve.harness import ServerProcess
-from tests.serve.test_guided import COLOUR, ask
+from tests.serve.one_server.test_guided import COLOUR, ask
+from tests.serve.one_server.test_streaming import LONG, events
 from tests.serve.test_plugins import generate
-from tests.serve.test_streaming import LONG, events
 
 PROMPT = "one two three one two three one two three"
 COUNTS = ("accepted_prediction_tokens", "rejected_prediction_tokens")

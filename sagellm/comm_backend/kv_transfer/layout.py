@@ -1,9 +1,12 @@
 """What the bytes of a worker's KV blocks mean, as peers are told."""
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["KVLayout", "KVPart", "KVRegion"]
 
@@ -41,6 +44,8 @@ class KVLayout(Model):
 
     @model_validator(mode="after")
     def _check(self) -> "KVLayout":
+        import torch  # not before there is a layout: who passes on what engines say of themselves does without
+
         if self.tp_rank >= self.tp_size:
             raise ValueError(f"tp_rank is {self.tp_rank} of {self.tp_size}; ranks go from 0 to {self.tp_size - 1}.")
         for part in self.parts:
@@ -58,6 +63,8 @@ class KVLayout(Model):
 
     def num_bytes(self, part: KVPart) -> int:
         """Of the whole tensor."""
+        import torch
+
         return math.prod(self.shape(part)) * getattr(torch, part.dtype).itemsize
 
     def token_bytes(self) -> int:
@@ -72,7 +79,7 @@ class KVRegion:
         ValueError: a tensor that is not what the layout says.
     """
 
-    def __init__(self, layout: KVLayout, tensors: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, layout: KVLayout, tensors: "tuple[torch.Tensor, ...]") -> None:
         self.layout, self.tensors = layout, tensors
         for part, tensor in zip(layout.parts, tensors, strict=True):
             if tuple(tensor.shape) != layout.shape(part) or str(tensor.dtype) != f"torch.{part.dtype}":

@@ -259,7 +259,7 @@ void account(World& world) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::size_t rounds = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 8000;
+  const std::size_t rounds = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 3000;
   World world;
   world.requests_running = 2;
   std::vector<std::thread> threads;
