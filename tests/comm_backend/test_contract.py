@@ -23,12 +23,19 @@ def test_every_backend_keeps_to_it(name, world_size):
     assert [result.rule for result in report.results] == list(RULES) and report.num_events > 40 and report.event_us > 0
 
 
+# Faults that show after seconds of waiting, which are fewer here. All others keep the contract's own deadlines, which a busy
+# machine does not miss.
+WAITED_FOR = ("AnyRank", "LooksAround", "NeverCompleted", "Late", "Mended")
+
+
 @pytest.fixture
-def in_a_hurry(monkeypatch):
-    """Faults are off by seconds where machines are busy; these are off by one."""
-    monkeypatch.setattr(witness, "SLACK_S", 0.5)
-    monkeypatch.setattr(seat, "GROUP_S", 2.0)
-    monkeypatch.setattr(scenarios, "GROUP_S", 0.5)
+def in_a_hurry(kind, monkeypatch):
+    if kind.__name__ in WAITED_FOR:
+        monkeypatch.setattr(seat, "GROUP_S", 2.0)
+    if kind.__name__ == "NeverCompleted":
+        monkeypatch.setattr(scenarios, "GROUP_S", 0.5)
+    if kind.__name__ in ("Late", "Mended"):  # off by a second or two
+        monkeypatch.setattr(witness, "SLACK_S", 0.5)
 
 
 @pytest.mark.parametrize("kind", BREAKS, ids=lambda kind: kind.__name__)

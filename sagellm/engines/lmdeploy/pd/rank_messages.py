@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from sagellm.comm_backend.control import register
-from sagellm.comm_backend.kv_transfer.base import TransferEndpoint, TransferPlan, TransferResult
 from sagellm.comm_backend.kv_transfer.layout import Model
+from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint, TransferPlan, TransferResult
 
 __all__ = [
     "RankAnnouncement", "RankCancel", "RankChecksums", "RankConnect", "RankDisconnect", "RankReply", "RankTransfer",
