@@ -42,6 +42,7 @@ LONG = [
     "csrc/test_checks.py",
     "benchmarks/test_runner.py",
     "pd/test_real_group.py",
+    "pd/test_lmdeploys_proxy.py",
     "engines/lmdeploy/test_exactness.py",
     "benchmarks/test_serve_scenario.py",
     "benchmarks/test_scenarios.py",
