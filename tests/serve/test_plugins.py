@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+from tests.serve.endings import terminated_while_streaming
 from tests.serve.harness import ServerProcess
 
 HERE = "tests.serve.plugins"
@@ -65,9 +66,9 @@ def test_calls_faults_the_record_and_a_pool_smaller_than_the_context(launch, ref
     assert decided and {line["reason"] for line in decided if line.get("policy") == counting} == {"as it came"}
 
 
-def test_tensor_parallel_and_a_fault_in_a_worker(launch, reference):
+def test_tensor_parallel_and_a_fault_in_a_worker_until_it_is_terminated(launch, reference):
     name = f"{HERE}:CommRaises"
-    server = launch("--tensor-parallel", 2, "--plugin", name).ready()
+    server = launch("--tensor-parallel", 2, "--plugin", name, "--drain-timeout-s", 0.5).ready()
     assert len({process.pid for process in server.family()}) >= 3  # the engine and two workers
     assert [tuple(generate(server)["output_ids"])] == reference([PROMPT], 24)
     faults = dict(plugin=name, hook="comm_begin")
@@ -75,4 +76,4 @@ def test_tensor_parallel_and_a_fault_in_a_worker(launch, reference):
     counted = server.metric("sagellm_plugin_faults_total", **faults)
     generate(server)
     assert server.metric("sagellm_plugin_faults_total", **faults) == counted <= 2
-    server.end()
+    terminated_while_streaming(server)
