@@ -12,6 +12,7 @@
 #include <fstream>
 #include <iterator>
 #include <sstream>
+#include <thread>
 
 #include "shm_layout.h"
 #include "shm_wait.h"
@@ -20,6 +21,7 @@ namespace sage {
 
 namespace {
 
+constexpr double kCauseSeconds = 1.0;  // for somebody to write down what broke the group
 constexpr std::uint64_t kOwnPlaceBytes = 16 << 10;  // what is smaller is copied twice sooner than the sender has waited
 
 std::uint64_t whole_pieces(std::uint64_t num_bytes) { return (num_bytes + kPieceAlign - 1) / kPieceAlign * kPieceAlign; }
@@ -300,11 +302,12 @@ void ShmGroup::wait(ShmEvent& event, double deadline, std::string_view what, Rea
 void ShmGroup::check() const {
   if (is_closed_.load()) throw CommError(CommFault::kOther, "this group is closed; make a new one.");
   ShmCause& cause = layout_->header().cause;
-  const std::uint32_t phase = cause.phase.load();
-  if (phase == 0) return;
-  // Who writes the cause may have been killed on the way.
-  const auto is_written = [&] { return cause.phase.load() == 2; };
-  if (phase == 1 && !spin(is_written)) throw CommError(CommFault::kOther, "the group is broken; make a new one.");
+  if (cause.phase.load() == 0) return;
+  // Who writes the cause may have lost its core on the way, or have been killed.
+  for (const double end = shm_now() + kCauseSeconds; cause.phase.load() != 2;) {
+    if (shm_now() >= end) throw CommError(CommFault::kOther, "the group is broken; make a new one.");
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
   throw CommError(cause.fault, std::string(cause.text, strnlen(cause.text, sizeof cause.text)));
 }
 
