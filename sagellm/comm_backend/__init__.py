@@ -1,7 +1,6 @@
 """Collectives and messages among processes."""
 
-from importlib import import_module
-from typing import Any
+from sagellm.core.late_imports import late_imports
 
 _HOME = {
     "CommBackendProtocol": "base", "ReduceOp": "base", "Work": "base", "CommConfig": "config", "CommFusion": "fusion",
@@ -10,13 +9,5 @@ _HOME = {
 
 __all__ = sorted(_HOME)
 
-
-def __getattr__(name: str) -> Any:
-    # Control messages need no tensors: what loads torch, for more than a second, is imported when it is asked for.
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+# Control messages need no tensors, nor torch, which takes more than a second to load.
+__getattr__, __dir__ = late_imports(__name__, _HOME)

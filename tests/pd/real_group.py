@@ -239,6 +239,11 @@ def body_of(prompt: str, num: int, **fields) -> dict:
     return known | {"return_token_ids": True} | fields
 
 
+def chat_of(prompt: str, **fields) -> dict:
+    known = {"model": "tiny", "messages": [{"role": "user", "content": prompt}], "max_tokens": 12, "temperature": 0}
+    return known | {"return_token_ids": True} | fields
+
+
 def tokens_of(answer: httpx.Response) -> list[int]:
     """Of the answer. Its text will not do: where it ends within a character, as that of a random model often does, LMDeploy's
     server leaves out the whole piece that came last."""

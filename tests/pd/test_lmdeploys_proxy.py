@@ -8,7 +8,7 @@ import pytest
 
 from tests.pd.harness import until
 from tests.pd.lmdeploys_proxy import ProxiedByLMDeploy
-from tests.pd.real_group import body_of, tokens_of
+from tests.pd.real_group import body_of, chat_of, tokens_of
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -28,16 +28,6 @@ def group(started):
     """Every block is accounted for after each test."""
     yield started
     until("both engines are idle", started.is_idle, 10)
-
-
-@pytest.fixture
-def prompt(request):
-    return f"{request.node.name}: " + "what was computed here is wanted there. " * 6
-
-
-def chat(prompt, **fields):
-    return {"model": "tiny", "messages": [{"role": "user", "content": prompt}], "max_tokens": 12, "temperature": 0,
-            "return_token_ids": True} | fields
 
 
 def tokens(choice):
@@ -66,7 +56,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_those_of_one_engine(group, prompt, way):
     path, fields = WAYS[way]
-    body = (body_of(prompt, 12) if path is COMPLETION else chat(prompt)) | fields
+    body = (body_of(prompt, 12) if path is COMPLETION else chat_of(prompt)) | fields
     before = group.arrived()
     whole = httpx.post(group.url + path, json=body, timeout=60).json()
     in_pieces = streamed(group, path, body)
@@ -87,7 +77,7 @@ def test_several_at_once(group, prompt):
 
 def test_an_answer_that_is_over_at_once(group, prompt):
     """Its first token is none of the answer, and LMDeploy's handler wants one of the prompt's copy."""
-    body = chat(prompt, response_format={"type": "regex_schema", "regex_schema": "x{0,0}"})
+    body = chat_of(prompt, response_format={"type": "regex_schema", "regex_schema": "x{0,0}"})
     found = httpx.post(group.url + CHAT, json=body, timeout=60)
     expected = group.single(CHAT, body).json()["choices"][0]
     assert expected["finish_reason"] == "stop" and not expected["message"]["content"]
@@ -104,7 +94,7 @@ def test_several_prompts_are_not_split(group, prompt):
 
 @pytest.mark.parametrize("path", [COMPLETION, CHAT])
 def test_the_client_is_told_what_is_wrong(group, prompt, path):
-    body = body_of(prompt, 8) if path is COMPLETION else chat(prompt)
+    body = body_of(prompt, 8) if path is COMPLETION else chat_of(prompt)
     found = httpx.post(group.url + path, json=body | {"temperature": 9}, timeout=60).json()
     assert found["error"]["message"] == "temperature is 9.0; allowed: 0 to 2."
 

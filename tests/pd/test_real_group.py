@@ -17,7 +17,7 @@ from sagellm.pd.messages import Connect, Done, Fetch, Held
 from tests.pd.harness import until
 from tests.pd.held_channel import HeldShm
 from tests.pd.impostor import Impostor
-from tests.pd.real_group import TIMEOUT_S, RealGroup, Stream, body_of, run, tokens_of
+from tests.pd.real_group import TIMEOUT_S, RealGroup, Stream, body_of, chat_of, run, tokens_of
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 NAMES = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -41,17 +41,6 @@ def group(started):
     until("both engines are idle", started.is_idle, 10)
 
 
-@pytest.fixture
-def prompt(request):
-    """Another one for each test: nothing of it is cached."""
-    return f"{request.node.name}: " + "what was computed here is wanted there. " * 6
-
-
-def chat(prompt, **fields):
-    return {"model": "tiny", "messages": [{"role": "user", "content": prompt}], "max_tokens": 12, "temperature": 0,
-            "return_token_ids": True} | fields
-
-
 WAYS = {
     "greedy": (COMPLETION, {}),
     "one token": (COMPLETION, {"max_tokens": 1}),
@@ -69,7 +58,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_those_of_one_engine(group, prompt, way):
     path, fields = WAYS[way]
-    body = (body_of(prompt, 12) if path is COMPLETION else chat(prompt)) | fields
+    body = (body_of(prompt, 12) if path is COMPLETION else chat_of(prompt)) | fields
     before = group.arrived()
     found = group.http.post(path, json=body)
     streamed = _streamed(group, path, body)
