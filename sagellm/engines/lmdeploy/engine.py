@@ -16,6 +16,7 @@ from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES
 from sagellm.core.registry import find_plugin
 from sagellm.core.service import NOTHING_ASKED
+from sagellm.core.tasks import end_tasks
 from sagellm.demo_model.cache import default_cache_dir
 from sagellm.engines.base import BaseEngine, CapabilityDescriptor, EngineInfo, Generation, SamplingParams
 from sagellm.engines.lmdeploy import patch_state
@@ -175,7 +176,8 @@ class LMDeployEngine(BaseEngine):
         if self.hooks is not None:
             self.hooks.close()
         self._loop.call_soon_threadsafe(self.engine.close)
-        asyncio.run_coroutine_threadsafe(_settle(), self._loop).result()  # that LMDeploy's loop ends is no fault now
+        # That LMDeploy's loop ends is no fault now.
+        asyncio.run_coroutine_threadsafe(end_tasks(grace_s=5.0), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -276,10 +278,3 @@ def _engine_info(device: str, sizes: Sizes, engine: Any) -> EngineInfo:
     capabilities = CapabilityDescriptor((*DECISIONS, *NOTICES, *COMM_HOOKS), dtypes, tensor_parallel=True)
     blocks = engine.cache_config.num_gpu_blocks
     return EngineInfo("lmdeploy.pytorch", lmdeploy.__version__, device, sizes.schema, blocks, capabilities)
-
-
-async def _settle() -> None:
-    """Let the cancelled tasks of the engine end."""
-    current = asyncio.current_task()
-    others = [task for task in asyncio.all_tasks() if task is not current]
-    await asyncio.wait(others, timeout=5) if others else None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sagellm.core.errors import ConfigError
+from sagellm.core.tasks import end_tasks
 from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, keep_freed_memory, memory_bytes
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -160,6 +161,7 @@ class _StepThread:
         # Gradient mode is a property of the thread, and the agent set it on another one.
         with torch.inference_mode():
             self._loop.run_forever()
+            self._loop.run_until_complete(end_tasks())  # an engine may be closed in the middle of a step
         self._loop.close()
 
     async def run(self, step: Coroutine) -> Any:
