@@ -380,6 +380,24 @@ class KVStrides:
         Raises IndexError: the blocks do not cover the tokens.
         """
 
+    def copy_tokens(
+        self,
+        targets: Sequence[NDArray[np.uint8]],
+        sources: Sequence[NDArray[np.uint8]],
+        src_blocks: NDArray[np.int64],
+        src_start: int,
+        dst_blocks: NDArray[np.int64],
+        dst_start: int,
+        first: int,
+        num: int,
+        deadline: float,
+        stop: NDArray[np.uint8],
+    ) -> str:
+        """`copy_pieces` of all `pieces`, from each source into its target: parts of this geometry, in one call.
+
+        Raises as both do, with nothing written.
+        """
+
 def policy_names() -> list[str]:
     """The names that `NativePolicy`, `ObjectCache` and the replays know."""
 

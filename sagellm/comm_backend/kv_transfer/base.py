@@ -102,6 +102,13 @@ class KVTransferChannel(ABC):
             TransferError: the peer has gone, or refuses. Where it may have gone while it was read: afterwards too.
         """
 
+    def _read_tokens(self, link: Any, conversion: Conversion, tokens: Tokens, run: Run) -> None:
+        """Copy these tokens into own blocks; nothing else is written. As `_read`, which it calls."""
+        tensors = self.region.tensors
+        for some in conversion.pieces(tokens):
+            run.check()
+            self._read(link, [Read(each, tensors[each.part]) for each in some], run)
+
     def _disconnect(self, link: Any) -> None:  # noqa: B027 - many have nothing to do
         """Forget it. Transfers that use it were stopped but may not have ended; let what they need live as long."""
 
@@ -273,21 +280,24 @@ class KVTransferChannel(ABC):
         )  # fmt: skip
         num_bytes = 0
         for rank, conversion in peer.conversions.items():
-            if not plan.checksums:
-                link, tensors = peer.links[rank], self.region.tensors
-                for some in conversion.pieces(tokens):
-                    run.check()
-                    self._read(link, [Read(each, tensors[each.part]) for each in some], run)
+            link = peer.links[rank]
+            if plan.checksums:
+                reader = self._reader(link, conversion, run)
+                num_bytes += reader.checked(tokens, plan.checksums[rank], rank)
+            else:
+                self._read_tokens(link, conversion, tokens, run)
                 num_bytes += plan.num_tokens * conversion.token_bytes
-                continue
-
-            def read(reads: Sequence[tuple[Pieces, torch.Tensor]], link: Any = peer.links[rank]) -> None:
-                run.check()
-                self._read(link, [Read(*each) for each in reads], run)
-
-            reader = Reader(self.region, conversion, read, run)
-            num_bytes += reader.checked(tokens, plan.checksums[rank], rank)
         return num_bytes
+
+    def _reader(self, link: Any, conversion: Conversion, run: Run) -> Reader:
+        def read(reads: Sequence[tuple[Pieces, torch.Tensor]]) -> None:
+            run.check()
+            self._read(link, [Read(*each) for each in reads], run)
+
+        def read_tokens(tokens: Tokens) -> None:
+            self._read_tokens(link, conversion, tokens, run)
+
+        return Reader(self.region, conversion, read, read_tokens, run)
 
     def _check_plan(self, plan: TransferPlan, peer: _Peer) -> None:
         theirs, own = peer.endpoints[0].layout, self.region.layout

@@ -126,6 +126,8 @@ class Conversion:
                 known[geometry] = len(self._strides)
                 self._strides.append(_strides(own, peer, run))
             self._of_runs.append((run.part, known[geometry]))
+        # Of each geometry its parts.
+        self._parts = [[part for part, number in self._of_runs if number == each] for each in known.values()]
 
     def pieces(self, tokens: Tokens) -> Iterator[list[Pieces]]:
         """A list, as long as `runs`, for some tokens after the other. Bytes that follow each other on both sides are one piece.
@@ -133,14 +135,28 @@ class Conversion:
         Raises:
             IndexError: the blocks do not cover the tokens.
         """
+        for span in self._spans(tokens):
+            found = [strides.pieces(*span) for strides in self._strides]
+            yield [Pieces(part, *found[number]) for part, number in self._of_runs]
+
+    def copy(
+        self, tokens: Tokens, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], deadline: float, stop: np.ndarray
+    ) -> bool:
+        """All of `pieces` at once, where both sides are memory of this process; whether it came to its end.
+
+        `sources`, `targets`: uint8 [n], each part's tensor at the peer and here. `deadline`, `stop`: of `_core.copy_pieces`.
+        """
+        for span in self._spans(tokens):
+            for strides, parts in zip(self._strides, self._parts, strict=True):
+                here, there = [targets[part] for part in parts], [sources[part] for part in parts]
+                if strides.copy_tokens(here, there, *span, deadline, stop) != "done":
+                    return False
+        return True
+
+    def _spans(self, tokens: Tokens) -> Iterator[tuple[np.ndarray, int, np.ndarray, int, int, int]]:
         end = tokens.first + tokens.num
         for first in range(tokens.first, end, self._step):
-            num = min(self._step, end - first)
-            found = [
-                strides.pieces(tokens.src, tokens.src_start, tokens.dst, tokens.dst_start, first, num)
-                for strides in self._strides
-            ]
-            yield [Pieces(part, *found[number]) for part, number in self._of_runs]
+            yield tokens.src, tokens.src_start, tokens.dst, tokens.dst_start, first, min(self._step, end - first)
 
 
 def _strides(own: KVLayout, peer: KVLayout, run: HeadRun) -> KVStrides:

@@ -19,30 +19,33 @@ STAGING_BYTES = 16 << 20
 
 
 class Reader:
-    """One transfer's part that comes from one rank. `read` takes pieces and the tensors that they go to."""
+    """One transfer's part that comes from one rank, and is checked.
+
+    Args:
+        read: pieces into the tensors beside them.
+        read_tokens: into own blocks.
+    """
 
     def __init__(
-        self, region: KVRegion, conversion: Conversion, read: Callable[[Sequence[tuple[Pieces, torch.Tensor]]], None], run: Run
-    ) -> None:
-        self._region, self._conversion, self._read, self._run = region, conversion, read, run
+        self, region: KVRegion, conversion: Conversion, read: Callable[[Sequence[tuple[Pieces, torch.Tensor]]], None],
+        read_tokens: Callable[[Tokens], None], run: Run,
+    ) -> None:  # fmt: skip
+        self._region, self._conversion, self._read, self._read_tokens, self._run = region, conversion, read, read_tokens, run
         self._peer = conversion.peer
 
-    def plain(self, tokens: Tokens) -> int:
-        """Returns the number of bytes."""
-        tensors = self._region.tensors
-        for some in self._conversion.pieces(tokens):
-            self._read([(each, tensors[each.part]) for each in some])
-        return tokens.num * self._conversion.token_bytes
-
     def checked(self, tokens: Tokens, checksums: Sequence[int], rank: int) -> int:
-        """Whole blocks that lie here as they lie there are checked after the copy, where they lie; of others, all that the
-        peer has of them is read into staging, checked there, and what is wanted copied from there."""
+        """Returns the number of bytes.
+
+        Whole blocks that lie here as they lie there are checked after the copy, where they lie; of others, all that the peer
+        has of them is read into staging, checked there, and what is wanted copied from there.
+        """
         size, end = self._peer.block_size, tokens.first + tokens.num
         first = tokens.src_start + -(-(tokens.first - tokens.src_start) // size) * size
         last = tokens.src_start + (end - tokens.src_start) // size * size
         if not self._is_same(tokens) or last <= first:
             return self._staged(tokens, checksums, rank)
-        num_bytes = self.plain(tokens._replace(first=first, num=last - first))
+        self._read_tokens(tokens._replace(first=first, num=last - first))
+        num_bytes = (last - first) * self._conversion.token_bytes
         places = range((first - tokens.src_start) // size, (last - tokens.src_start) // size)
         shift = (tokens.src_start - tokens.dst_start) // size
         own = [tokens.dst[place + shift] for place in places]
@@ -130,5 +133,4 @@ def copy_here(some: Pieces, source: torch.Tensor, target: torch.Tensor, run: Run
 def copy_bytes(some: Pieces, source: np.ndarray, target: np.ndarray, run: Run) -> None:
     """uint8 [n] both. Other threads run meanwhile. Raises as `Run.check`."""
     if copy_pieces(target, source, some.dst, some.src, some.num_bytes, run.deadline, run.stop_flag) != "done":
-        run.check()
-        raise run.timed_out()
+        run.raise_end()

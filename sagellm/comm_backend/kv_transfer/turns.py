@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 import numpy as np
 
@@ -41,6 +42,11 @@ class Run:
             raise self._error
         if time.monotonic() >= self.deadline:
             raise self.timed_out()
+
+    def raise_end(self) -> NoReturn:
+        """Of one that native code has found stopped or late. Raises as `check`."""
+        self.check()
+        raise self.timed_out()
 
     def timed_out(self) -> TransferTimeoutError:
         return TransferTimeoutError(f"transfer {self.transfer_id} from {self.peer}: not done within {self.timeout_s:g} s.")

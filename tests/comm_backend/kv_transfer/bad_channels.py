@@ -3,6 +3,7 @@
 import threading
 import time
 
+from sagellm.comm_backend.kv_transfer.conversion import Conversion
 from sagellm.comm_backend.kv_transfer.shm import ShmChannel
 from sagellm.comm_backend.kv_transfer.tcp import TcpChannel
 from sagellm.comm_backend.kv_transfer.turns import Turns
@@ -48,8 +49,9 @@ class FirstHeads(ShmChannel):
 
     def connect(self, peer, endpoints, *, timeout_s=10.0):
         super().connect(peer, endpoints, timeout_s=timeout_s)
-        for runs in self._peers[peer].runs.values():
-            runs[:] = [run._replace(src_head=0) for run in runs]
+        conversions = self._peers[peer].conversions
+        for rank, right in conversions.items():
+            conversions[rank] = Conversion(right.own, right.peer, [run._replace(src_head=0) for run in right.runs])
 
 
 class AnyLayout(ShmChannel):
@@ -128,9 +130,9 @@ class AllAtOnce(ShmChannel):
         super().__init__(region, options)
         self._turns = Turns(99)
 
-    def _read(self, link, reads, run):
+    def _read_tokens(self, link, conversion, tokens, run):
         time.sleep(0.02)
-        super()._read(link, reads, run)
+        super()._read_tokens(link, conversion, tokens, run)
 
 
 class OpenForEver(ShmChannel):

@@ -70,6 +70,48 @@ def test_pieces_are_those_of_one_token_after_the_other(transfer):
     assert found.num_bytes.sum() == tokens.num * conversion.token_bytes
 
 
+def test_copying_at_once_is_copying_pieces():
+    """Two parts of one geometry and one of another, from a rank that has more heads and other blocks."""
+    random = np.random.default_rng(0)
+    own, peer = layout_of(8, 4, 2), layout_of(8, 2, 4)
+    runs = [HeadRun(0, 0, 1, 0, 2), HeadRun(0, 1, 1, 0, 2), HeadRun(0, 1, 3, 1, 1)]
+    conversion = Conversion(own, peer, runs)
+    tokens = Tokens(random.permutation(8), 2, random.permutation(8)[:5], 0, 3, 14)
+    sources = [random.integers(0, 256, peer.num_bytes(part), np.uint8) for part in peer.parts]
+    targets = [np.zeros(own.num_bytes(part), np.uint8) for part in own.parts]
+    expected = [each.copy() for each in targets]
+    for some in (each for group in conversion.pieces(tokens) for each in group):
+        for src, dst, size in zip(some.src, some.dst, some.num_bytes, strict=True):
+            expected[some.part][dst : dst + size] = sources[some.part][src : src + size]
+    assert conversion.copy(tokens, sources, targets, 1e12, np.zeros(1, np.uint8))
+    for found, each in zip(targets, expected, strict=True):
+        assert np.array_equal(found, each) and found.any()
+
+
+def test_copying_at_once_writes_nothing_that_it_should_not():
+    layout = layout_of(8, 4, 2)
+    strides = KVStrides(1, (256, 4, 8, 0), (256, 4, 8, 0), 8)
+    place, go_on = (np.arange(2), 0, np.arange(2), 0, 0, 8), np.zeros(1, np.uint8)
+    source, target = np.ones(64, np.uint8), np.zeros(64, np.uint8)
+
+    def copy(targets, sources, deadline=1e12, stop=go_on):
+        return strides.copy_tokens(targets, sources, *place, deadline, stop)
+
+    with pytest.raises(IndexError, match="does not lie within"):
+        copy([target, target[:63]], [source, source])
+    for targets in ([target], [target.astype(np.int8)] * 2, [np.broadcast_to(target, (64,))] * 2, [target[::2]] * 2):
+        with pytest.raises((ValueError, TypeError)):
+            copy(targets, [source, source])
+    with pytest.raises(ValueError, match="stop"):
+        copy([target], [source], stop=np.zeros(2, np.uint8))
+    assert copy([target], [source], 0.0) == "deadline" and copy([target], [source], stop=np.ones(1, np.uint8)) == "stopped"
+    assert not target.any()
+    assert copy([target], [source]) == "done" and target.all()
+    conversion = Conversion(layout, layout, [HeadRun(0, 0, 0, 0, 2)])
+    blocks = [np.zeros(layout.num_bytes(part), np.uint8) for part in layout.parts]
+    assert not conversion.copy(Tokens(*place[:4], 0, 8), blocks, blocks, 0.0, go_on)
+
+
 def test_all_of_both_is_one_piece():
     layout, blocks = layout_of(8, 4, 2), np.arange(8)
     ((keys, values),) = Conversion(layout, layout, [HeadRun(0, part, 0, 0, 2) for part in (0, 1)]).pieces(
