@@ -15,6 +15,7 @@ import pytest
 from tests.patching.conftest import SERIES, Lab
 
 ROOT = Path(__file__).parents[2]
+CALLS = 4  # of pip, for a set-up without CUDA
 PIP = """
 import os, pathlib, shutil, sys
 here = pathlib.Path(__file__).parents[1]
@@ -83,9 +84,12 @@ def checkout(lab: Lab, tmp_path: Path) -> Checkout:
 def test_first_run_installs_and_patches_and_the_second_does_nothing(checkout: Checkout) -> None:
     result = checkout.run()
     assert result.returncode == 0, result.stderr
-    first, second = checkout.installed()
-    assert "ROOT/third_party/requirements/cpu.txt" in first and "-e ROOT[test]" in first and "lmdeploy" not in first
-    assert "--no-deps" in second and "no-deps.txt" in second
+    *together, own, last = checkout.installed()
+    built, first = sorted(together, key=lambda line: "cpu.txt" in line)  # one beside the other
+    assert "-e ROOT" in built and "--no-deps" in built
+    assert "ROOT/third_party/requirements/cpu.txt" in first and "test.txt" in first and "lmdeploy" not in first
+    assert "--no-index" in own and "sagellm[test]" in own, "an index may have something else of this name"
+    assert "--no-deps" in last and "no-deps.txt" in last
     assert all(name in result.stdout for name in SERIES) and "5 files written" in result.stdout
     result = checkout.run()
     assert result.returncode == 0 and checkout.installed() == []
@@ -93,35 +97,35 @@ def test_first_run_installs_and_patches_and_the_second_does_nothing(checkout: Ch
 
 
 def test_what_decides_the_environment_leads_to_a_new_set_up(checkout: Checkout) -> None:
-    assert checkout.run().returncode == 0 and len(checkout.installed()) == 2
+    assert checkout.run().returncode == 0 and len(checkout.installed()) == CALLS
     pins = checkout.root / "third_party/requirements/test.txt"
     pins.write_text(pins.read_text() + "# changed\n")
-    assert checkout.run().returncode == 0 and len(checkout.installed()) == 2
+    assert checkout.run().returncode == 0 and len(checkout.installed()) == CALLS
     shutil.rmtree(next(checkout.environment.glob("lib/*/site-packages/lmdeploy-0.11.0.dist-info")))
-    assert checkout.run().returncode == 0 and len(checkout.installed()) == 2
+    assert checkout.run().returncode == 0 and len(checkout.installed()) == CALLS
     assert checkout.run("--no-setup", "--cuda").returncode == 0 and checkout.installed() == []
     assert checkout.run("--cuda").returncode == 0
-    (only,) = checkout.installed()
-    assert "cuda.txt" in only and "--no-deps" not in only
+    pins = [line for line in checkout.installed() if "cuda.txt" in line]
+    assert len(pins) == 1 and "--no-deps" not in pins[0]
     assert checkout.run().returncode == 0 and checkout.installed() == []  # it remembers
 
 
 def test_native_sources_lead_to_a_new_build_and_so_does_a_lost_extension(checkout: Checkout) -> None:
-    assert checkout.run().returncode == 0 and len(checkout.installed()) == 2
+    assert checkout.run().returncode == 0 and len(checkout.installed()) == CALLS
     native = checkout.root / "sagellm/csrc"
     for name in ("CMakeLists.txt", "include/sagellm/index.h", "src/index.cpp", "bindings/module.cpp"):
         (native / name).parent.mkdir(parents=True, exist_ok=True)
         (native / name).write_text("// changed\n")
-        assert checkout.run().returncode == 0 and len(checkout.installed()) == 2, name
+        assert checkout.run().returncode == 0 and len(checkout.installed()) == CALLS, name
     (native / "tests").mkdir()
     (native / "tests/threads.cpp").write_text("// changed\n")
     assert checkout.run().returncode == 0 and checkout.installed() == []
     extension = checkout.root / f"sagellm/_core{EXTENSION_SUFFIXES[0]}"
     extension.write_bytes(b"built by another environment")
-    assert checkout.run().returncode == 0 and len(checkout.installed()) == 2
+    assert checkout.run().returncode == 0 and len(checkout.installed()) == CALLS
     assert checkout.run().returncode == 0 and checkout.installed() == []
     extension.unlink()
-    assert checkout.run().returncode == 0 and len(checkout.installed()) == 2
+    assert checkout.run().returncode == 0 and len(checkout.installed()) == CALLS
 
 
 def test_what_the_extension_needs_is_asked_for_before_anything_is_installed(checkout: Checkout) -> None:
@@ -133,8 +137,8 @@ def test_what_the_extension_needs_is_asked_for_before_anything_is_installed(chec
 def test_a_failed_installation_is_tried_again(checkout: Checkout) -> None:
     result = checkout.run(PIP_FAILS="1")
     assert result.returncode == 1 and "error: the set-up is not complete" in result.stderr
-    assert len(checkout.installed()) == 1
-    assert checkout.run().returncode == 0 and len(checkout.installed()) == 2
+    assert len(checkout.installed()) <= 2, "nothing that needs what has failed"
+    assert checkout.run().returncode == 0 and len(checkout.installed()) == CALLS
 
 
 def test_verbs_do_not_install_and_json_is_clean(checkout: Checkout, lab: Lab) -> None:
@@ -166,7 +170,7 @@ def test_a_fresh_clone_is_left_alone_unless_it_is_to_be_set_up(checkout: Checkou
 def test_the_active_environment_is_used(checkout: Checkout) -> None:
     active = checkout.environment.rename(checkout.root.parent / "active")
     assert checkout.run(VIRTUAL_ENV=str(active)).returncode == 0
-    assert len(checkout.installed()) == 2 and not checkout.environment.exists()
+    assert len(checkout.installed()) == CALLS and not checkout.environment.exists()
     again = checkout.run(VIRTUAL_ENV=str(active))
     assert again.returncode == 0 and f"run {active}/bin/python where" in again.stderr
     result = checkout.run(CONDA_PREFIX=str(checkout.root))
