@@ -8,12 +8,12 @@ every call raises the first cause, at once, on every rank that knows of it; noth
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import ClassVar
 
 import torch
 
 from sagellm.comm_backend.config import CommConfig
+from sagellm.core.enums import StrEnum
 from sagellm.core.errors import CommError
 
 __all__ = ["CommBackendProtocol", "ReduceOp", "Work"]

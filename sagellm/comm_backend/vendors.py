@@ -10,10 +10,10 @@ import importlib
 import importlib.util
 import re
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from sagellm.core.enums import StrEnum
 from sagellm.core.errors import CommError
 
 __all__ = [

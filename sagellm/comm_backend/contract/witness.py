@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from sagellm.core.contract import Broke
 from sagellm.core.errors import SageError
 
 __all__ = ["Witness"]
+
+SomeWitness = TypeVar("SomeWitness", bound="Witness")
 
 SLACK_S = 2.0  # machines are busy; a fault is off by more
 
@@ -67,7 +69,7 @@ class Witness:
             self.report(rule, f"{what} took {taken_s:.1f} s to raise {type(error).__name__}; {within_s:g} s are allowed.")
         self.num_operations += 1
 
-    def play(self, scenario: Callable[[Self], None]) -> Self:
+    def play(self: SomeWitness, scenario: Callable[[SomeWitness], None]) -> SomeWitness:
         """What a scenario raises besides what it has reported is the fault of what is checked."""
         try:
             scenario(self)

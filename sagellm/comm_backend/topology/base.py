@@ -5,13 +5,13 @@ What is not known is None, never a guess; what looked wrong is a line of `Topolo
 
 import json
 from collections import Counter
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
 from sagellm.core.config import Model
+from sagellm.core.enums import StrEnum
 from sagellm.core.errors import CommError
 
 __all__ = [

@@ -72,8 +72,11 @@ def _is_no_part(file: Path) -> bool:
 
 
 def _hash(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as content:
+        while piece := content.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _read(cache_dir: Path | None) -> dict[str, str]:
