@@ -17,10 +17,10 @@ class HeldShm(ShmChannel):
     name = "held"
     Options = HeldOptions
 
-    def _read(self, link, reads, run):
+    def _read_tokens(self, link, conversion, tokens, run):
         folder = self.own_options.folder
         while (folder / "hold").exists():
             (folder / "began").touch()
             run.check()
             time.sleep(0.005)
-        super()._read(link, reads, run)
+        super()._read_tokens(link, conversion, tokens, run)

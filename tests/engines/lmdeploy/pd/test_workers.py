@@ -37,12 +37,12 @@ class TroubledShm(HeldShm):
 
     name = "troubled"
 
-    def _read(self, link, reads, run):
+    def _read_tokens(self, link, conversion, tokens, run):
         folder, rank = self.own_options.folder, self.region.layout.tp_rank
         try:
             if (folder / f"fail{rank}").exists():
                 raise TransferError(f"planted on rank {rank}")
-            super()._read(link, reads, run)
+            super()._read_tokens(link, conversion, tokens, run)
         finally:
             (folder / f"left{rank}").touch()
 
