@@ -1,7 +1,8 @@
 """KV channels as LMDeploy's migration backends: its own `p2p_initialize`, `p2p_connect` and `migrate` move blocks over them.
 
 `register` adds "sage-shm", "sage-tcp" and so on to `MIGRATION_BACKENDS`, beside LMDeploy's own DLSlime and Mooncake, which stay
-as they are. LMDeploy chooses one by `cache_config.migration_backend.name`; `choice` makes such a value.
+as they are; where there are KV blocks of an engine of a prefill/decode group, it has been called. LMDeploy chooses one by
+`cache_config.migration_backend.name`; `choice` makes such a value.
 
 LMDeploy connects rank r of an engine with rank r of another, so both have as many ranks; block counts may differ. Its `migrate`
 computes offsets as if blocks were not quantized and keys as wide as values: what does not fit is refused, not moved wrongly.
@@ -10,6 +11,7 @@ Source: LMDeploy 0.11.0, pytorch/disagg/backend/base.py (`MigrationBackendImpl`)
 """
 
 import asyncio
+import contextlib
 import enum
 import gc
 import secrets
@@ -29,10 +31,12 @@ from pydantic import ValidationError
 from sagellm.comm_backend.kv_transfer.base import KVTransferChannel, TransferEndpoint, TransferOptions, TransferPlan
 from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVRegion
 from sagellm.comm_backend.kv_transfer.registry import channel_names, make_channel
-from sagellm.core.errors import TransferError
+from sagellm.core.config import PDHooks
+from sagellm.core.errors import ConfigError, TransferError
 from sagellm.engines.lmdeploy.pd.region import region_of
+from sagellm.engines.lmdeploy.pd.workers import options_of
 
-__all__ = ["ChannelBackend", "choice", "register"]
+__all__ = ["ChannelBackend", "choice", "register", "register_group"]
 
 PREFIX = "sage-"
 
@@ -123,6 +127,13 @@ def register(options: TransferOptions | None = None, timeout_s: float = 30.0) ->
         MIGRATION_BACKENDS.register_module(PREFIX + channel, force=True, module=backend)
         names.append(PREFIX + channel)
     return names
+
+
+def register_group(pd: PDHooks) -> None:
+    """With the options of this engine's own channel, the key among them. Without a usable key there is nothing to register:
+    the engine does not begin, and says why when it opens that channel."""
+    with contextlib.suppress(ConfigError):
+        register(options_of(pd), pd.timeout_s)
 
 
 def choice(channel: str) -> enum.Enum:

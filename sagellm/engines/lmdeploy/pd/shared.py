@@ -4,18 +4,21 @@ from typing import Any
 
 from sagellm.comm_backend.kv_transfer.registry import find_channel
 from sagellm.core.config import HookConfig
+from sagellm.engines.lmdeploy.pd.migration_backend import register_group
 
 __all__ = ["shared_caches"]
 
 
 def shared_caches(cache_engine: Any, caches: tuple) -> tuple:
     """The pool's tensors as the channel of this engine wants them; `caches`, as LMDeploy has allocated them and nobody has
-    touched them, where it takes any. One of several workers is from now on ready to serve them.
+    touched them, where it takes any. One of several workers is from now on ready to serve them, and LMDeploy's own migration
+    knows the channels, which it looks for in the process that has the pool.
     """
     spec = cache_engine.cache_config.sage
     pd = HookConfig.model_validate_json(spec).pd if spec is not None else None
     if pd is None:
         return caches
+    register_group(pd)
     if cache_engine.world_size > 1:
         from sagellm.engines.lmdeploy.pd.rank_server import offer_channel
 

@@ -12,10 +12,13 @@ from lmdeploy.pytorch.disagg.conn.protocol import DistServeKVTransferEndpointInf
 from lmdeploy.pytorch.disagg.messages import AssignmentInstruct, MigrationAssignment, MigrationExecutionBatch
 
 from sagellm.comm_backend.kv_transfer.registry import channel_names, find_channel
+from sagellm.core.config import HookConfig
 from sagellm.core.errors import TransferError
 from sagellm.engines.lmdeploy.pd.migration_backend import choice, register
-from tests.engines.lmdeploy.pd.caches import BLOCK_SIZE, HEAD_DIM, LAYERS, init_request
+from sagellm.engines.lmdeploy.pd.workers import options_of
+from tests.engines.lmdeploy.pd.caches import BLOCK_SIZE, HEAD_DIM, LAYERS, cache_engine, init_request
 from tests.engines.lmdeploy.pd.migration_owner import OWNER, READER, engine_of
+from tests.engines.lmdeploy.pd.pair import hooks, key_file
 
 ROOT = Path(__file__).parents[4]
 NUM_OWNER_BLOCKS = 7
@@ -134,3 +137,21 @@ def test_names_beside_those_of_lmdeploy():
     assert choice("tcp").name == "sage-tcp"
     with pytest.raises(TransferError, match="'pigeon' is unknown"):
         choice("pigeon")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pool_of_a_group_brings_them_with_its_key(monkeypatch, tmp_path, ranks):
+    known = {name: kind for name, kind in lmdeploy_backends.MIGRATION_BACKENDS.module_dict.items() if name[:5] != "sage-"}
+    own = dict(known)
+    monkeypatch.setattr(lmdeploy_backends.MIGRATION_BACKENDS, "_module_dict", known)
+    cache_engine(3, ranks=ranks)
+    assert known == own, "an engine without a group has no key to move blocks with"
+    pd = hooks("decode", key_file(tmp_path), timeout_s=7)
+    keyless = pd.model_copy(update={"key_file": tmp_path / "none"})
+    cache_engine(3, ranks=ranks, sage=HookConfig(pd=keyless).model_dump_json())
+    assert not {f"sage-{name}" for name in channel_names()} & set(known), "who opens the channel says what is wrong"
+    engine = cache_engine(3, ranks=ranks, sage=HookConfig(pd=pd).model_dump_json())
+    for name in channel_names():
+        backend = known[f"sage-{name}"]
+        assert (backend.channel_name, backend.options, backend.timeout_s) == (name, options_of(pd), 7)
+    assert {name: known[name] for name in own} == own and (engine.cache_config.migration_backend.name in known) == (ranks > 1)

@@ -8,8 +8,10 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from lmdeploy.pytorch.disagg.backend.backend import MIGRATION_BACKENDS
 
 from sagellm.core.errors import PeerError, TransferError
+from sagellm.engines.lmdeploy.pd.workers import options_of
 from sagellm.pd.messages import Release, Released
 from sagellm.pd.ports import free_ports
 from tests.engines.lmdeploy.pd.pair import NEW, Pair, one, wait_until
@@ -42,6 +44,7 @@ def test_greedy_equals_transformers(pair, reference, prefix_caching, channel):
     assert engines.report("prefill")["offers"] == {"offered": 18, "read": 18}
     token_bytes = engines.decode.hooks.pd.facts().token_bytes
     whole = 2 * sum(len(prompt) for prompt in prompts) * token_bytes
+    assert MIGRATION_BACKENDS.module_dict[f"sage-{channel}"].options == options_of(engines.of_decode), "they have a new key"
     assert report["bytes"] == whole if not prefix_caching else 0 < report["bytes"] < 0.6 * whole
 
 
