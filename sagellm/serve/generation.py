@@ -3,7 +3,8 @@ scheduler, errors, and clients that leave.
 
 LMDeploy stops at single tokens whose text contains the stop word, which cuts text before it, and ignores words of
 several tokens without a word. Here the text decides, as in OpenAI's API: the answer ends in front of the first match,
-which is the one that is whole first, so it does not depend on how the text was cut into pieces.
+which is the one that is whole first, so it does not depend on how the text was cut into pieces. Tokens behind it are left out,
+where a step of the engine gave several.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from fastapi import HTTPException
 
 from sagellm.serve.service import SERVICE
 from sagellm.serve.speculation import add_guesses
+from sagellm.serve.token_texts import TEXTS
 
 END = object()
 LOOP_IS_DEAD = "HANDLER_NOT_EXIST"  # LMDeploy's name for a request that nobody will ever work on
@@ -94,8 +96,7 @@ class Generation:
                 if (now := getattr(out, "sage", None)) is not None:
                     add_guesses(guesses, now)
                     guesses = now
-                out.response, found = stops.feed(out.response or "")
-                if found:
+                if found := _cut(out, stops):
                     out.finish_reason = "stop"
                 elif out.finish_reason:
                     out.response += stops.flush()
@@ -113,9 +114,30 @@ class Generation:
         raise HTTPException(500, f"the engine gave this request up: {out.response}")
 
 
+def _cut(out: Any, stops: StopStrings) -> bool:
+    """Leave of a `GenOut` what may be shown; True where a word was found: it ends with the token that makes the word whole."""
+    texts = out.texts or [out.response or ""]
+    shown = ""
+    for number, text in enumerate(texts, 1):
+        piece, found = stops.feed(text)
+        shown += piece
+        if found and (rest := len(texts) - number):
+            out.generate_token_len -= rest
+            out.token_ids = out.token_ids[:-rest]
+            out.logprobs = out.logprobs and out.logprobs[:-rest]
+        if found:
+            break
+    out.response = shown
+    return found
+
+
 async def _pump(inner: AsyncIterator[Any], outputs: asyncio.Queue) -> None:
+    texts: list[str] = []
+    TEXTS.set(texts)  # for this task alone, in which `inner` runs
     try:
         async for out in inner:
+            out.texts = texts.copy()
+            texts.clear()
             outputs.put_nowait(out)
         outputs.put_nowait(END)
     except Exception as error:  # the handler's side raises it

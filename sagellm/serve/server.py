@@ -230,10 +230,12 @@ def _extend(app: Any, engine: Any, backend: Backend, watch: EngineWatch, member:
     from starlette.middleware import Middleware
 
     from sagellm.serve.generation import Generation
+    from sagellm.serve.token_texts import by_token
     from sagellm.serve.validation import RequestValidation
 
     # Innermost, so that a refusal passes through the layer that lets browsers read it.
     app.user_middleware.append(Middleware(RequestValidation, engine=engine, interface=VariableInterface, member=member))
+    engine.tokenizer.detokenize_incrementally = by_token(engine.tokenizer.detokenize_incrementally)
     engine.generate = Generation(engine, watch.report_dead_loop)
     backend.extend(engine)
 
