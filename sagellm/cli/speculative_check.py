@@ -28,6 +28,8 @@ def check(
 ) -> None:
     """Hold a speculative strategy, by name or as module:Class, against every rule of the contract, and an engine with it.
 
+    On a GPU, where LMDeploy's engine has no float32, the engine is held against the rules of bfloat16 alone.
+
     Modules are looked for in the current folder too. Exit code 0: all rules are kept; 1: one is not, or faults kept it from
     being tested; 2: misuse.
     """

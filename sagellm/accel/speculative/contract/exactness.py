@@ -29,9 +29,10 @@ class Guesser(NamedTuple):
 
 
 class Trial(Protocol):
-    """An engine on tiny models of its own, in float32 and in bfloat16."""
+    """An engine on tiny models of its own, in bfloat16 and, where `has_float32`, in float32."""
 
     vocab_size: int
+    has_float32: bool
 
     def generate(
         self, prompts: Sequence[Sequence[int]], num_new: int, *, guesser: Guesser | None, dtype: str = "float32",

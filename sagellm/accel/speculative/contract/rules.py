@@ -70,14 +70,18 @@ def check_engine(
 ) -> ContractReport:
     """Hold an engine with a strategy against every rule: the engine's checking is tried with guessers of the check's own, too.
 
-    What fails without guesses is no verdict on them: it is raised.
+    What fails without guesses is no verdict on them: it is raised. Where the engine has no float32, only the rules of bfloat16
+    are in the report.
 
     Args:
         guesser: the strategy by name, its options, and the models that it loads.
         seed: of prompts and draws.
         only: names of the scenarios to play; by default all.
     """
+    rules = ENGINE_RULES
+    if not trial.has_float32:
+        only, rules = ("answers in bfloat16",), {name: ENGINE_RULES[name] for name in ("runs", "near_argmax")}
     return run_scenarios(
-        ENGINE_RULES, ENGINE_SCENARIOS, lambda scenario, number, report: scenario.run(trial, guesser, number, report),
+        rules, ENGINE_SCENARIOS, lambda scenario, number, report: scenario.run(trial, guesser, number, report),
         seed=seed, rounds=1, progress=progress, limit_s=limit_s, only=only, what="engine", built_rule="runs", raise_rule="runs",
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """The device object that LMDeploy finds under the entry point group `sagellm.devices`.
 
-An object in that group has: `torch_device`, `max_batch_size`, `runtime`, and the methods of `CpuDevice` below.
+An object in that group has: `torch_device`, `max_batch_size`, `runtime`, and the methods of `CpuDevice` below. With
+`decodes_ragged` it says that its decode steps take several tokens of a sequence, of each another number, as guesses are.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ class CpuDevice:
 
     torch_device = "cpu"
     max_batch_size = 64
+    decodes_ragged = True
 
     def __init__(self) -> None:
         self.runtime = CpuRuntime()

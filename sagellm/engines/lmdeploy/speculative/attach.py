@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from lmdeploy import sage_device
+
 from sagellm.accel.speculative.base import ModelRunner
 from sagellm.core.errors import SpeculationError
 from sagellm.core.hooks import StepResult
@@ -38,6 +40,14 @@ class Speculation:
                 f"{self._speculator.name}: the model keeps a state that moves with each token, also with a wrong guess; "
                 "start without --speculative."
             )
+        if engine.cache_config.window_size > 0:
+            # Its block manager takes blocks that are allocated ahead for history, and drops as many that are still seen.
+            raise SpeculationError(
+                f"{self._speculator.name}: this device drops the blocks behind the model's sliding window, and guesses need "
+                "blocks ahead of the text; start without --speculative."
+            )
+        if not getattr(sage_device.active, "decodes_ragged", False):
+            self._speculator.prompt_tokens = engine.cache_config.max_prefill_token_num
         self._reserve = Reserve(engine.scheduler, self._speculator.lookahead, engine.scheduler_config.prefill_interval)
         engine.engine_strategy.reserve = self._reserve
         self._speculator.bind(Target(agent))

@@ -76,6 +76,7 @@ class SpecAgentStrategy(ARModelAgentStrategy):
         model_inputs.model_metas = model_metas
         model_inputs.history_lengths = model_inputs.history_lengths + counts
         model_inputs.input_ids = last.view(1, -1)
+        model_inputs.is_decoding = True  # also where the step with guesses went as one of prompts
         model_inputs.seq_length = torch.ones_like(counts)
         num_kv = model_inputs.history_lengths + 1
         model_inputs.max_q_seqlen = 1

@@ -31,13 +31,16 @@ class Speculator:
     """Every method but `lookahead` and `report` runs on the thread of the agent's steps. What a step without guesses takes here
     is lost to all whom a silent strategy serves: while it is quiet a step is noted, and nothing is done for each sequence.
 
-    `is_verifying`: the step that runs now has guesses in it. `lookahead`: as many guesses there may be, now.
+    `is_verifying`: the step that runs now has guesses in it. `lookahead`: as many guesses there may be, now. `prompt_tokens`:
+    None where a decode step of the device takes several tokens of a sequence, of each another number. Elsewhere a step with
+    guesses goes as one of prompts whose beginnings are in the cache, and has so many tokens at most.
     """
 
     def __init__(self, strategy: SpeculativeStrategy, vocab_size: int) -> None:
         self.strategy = strategy
         self.statistics = Statistics()
         self.is_verifying = False
+        self.prompt_tokens: int | None = None
         self._guarded = GuardedStrategy(strategy, vocab_size)
         self.name, self.bind = self._guarded.name, self._guarded.bind
         self._texts: dict[int, Text] = {}
@@ -56,6 +59,11 @@ class Speculator:
 
     def lookahead(self) -> int:
         return 0 if self._quiet else self._guarded.lookahead()
+
+    def _lookahead(self, num_sequences: int) -> int:
+        """So many guesses a sequence that the step stays one: LMDeploy cuts prompts that are longer into several."""
+        most = self.lookahead()
+        return most if self.prompt_tokens is None else max(0, min(most, self.prompt_tokens // num_sequences - 1))
 
     # ---- before the forward pass
 
@@ -83,7 +91,8 @@ class Speculator:
         begin_s = self._start_s = time.perf_counter()
         if self._quiet:
             return inputs
-        if (lookahead := self.lookahead()) and not (return_logits or extra.is_counted or _has_images(inputs)):
+        lookahead = self._lookahead(len(self._request_ids))
+        if lookahead and not (return_logits or extra.is_counted or _has_images(inputs)):
             drafts = self._proposed(lookahead, inputs.block_offsets)
             self.is_verifying = any(drafts.values())
         self._start_s = time.perf_counter()
@@ -152,6 +161,7 @@ class Speculator:
             inputs,
             input_ids=torch.tensor([tokens], dtype=inputs.input_ids.dtype, device=device),
             seq_length=torch.tensor(lengths, device=device),
+            is_decoding=self.prompt_tokens is None,
             max_q_seqlen=max(lengths),
             max_kv_seqlen=max(num_kv),
             sum_kv_seqlen=sum(num_kv),

@@ -30,6 +30,7 @@ class EngineTrial:
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
+        self.has_float32 = device == "cpu"  # LMDeploy refuses it on its own devices
         self._folder = Path(tempfile.mkdtemp(prefix="sagellm-check-"))
         self._references: dict[Path, Any] = {}
         self._plain: dict[tuple, list[tuple[int, ...]]] = {}

@@ -175,6 +175,15 @@ def test_the_engine(trial):
     assert report.passed and [result.rule for result in report.results] == list(ENGINE_RULES), report
 
 
+def test_an_engine_without_float32_is_held_against_the_rules_of_bfloat16(trial, monkeypatch):
+    generate, asked = trial.generate, []
+    monkeypatch.setattr(trial, "generate", lambda *a, **k: asked.append(k.get("dtype")) or generate(*a, **k))
+    monkeypatch.setattr(trial, "has_float32", False)
+    report = check_engine(trial, Guesser("ngram", {"min_n": 1}))
+    assert report.passed and [result.rule for result in report.results] == ["runs", "near_argmax"], report
+    assert set(asked) == {"bfloat16"}
+
+
 def first_unverified(drafts, sampled):
     """The first guess stands without a look at it."""
     found, row = [], 0
