@@ -68,7 +68,10 @@ class StepOutcome(NamedTuple):
 
 
 class ModelRunner(Protocol):
-    """A second model on the engine's device, with keys and values of its own in blocks numbered as the target's."""
+    """A second model on the engine's device, with keys and values of its own in blocks numbered as the target's.
+
+    `vocab_size`: it takes tokens below that, which may be more or less than the target's; it answers tokens that both have.
+    """
 
     vocab_size: int
 

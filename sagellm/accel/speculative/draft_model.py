@@ -115,6 +115,8 @@ class DraftModelStrategy(SpeculativeStrategy):
         rest, places, ends = self._step_tokens, [], []
         for place, (ask, state) in enumerate(zip(asks, known, strict=True)):
             missing = len(ask.tokens) - state.valid
+            if ask.tokens[state.valid :].max() >= self._runner.vocab_size:
+                continue  # the target has more tokens than its draft, and this text one of these
             if missing > self.lookahead + 1:  # more than a step of the target gives
                 missing = min(missing, rest)
                 rest -= missing

@@ -14,9 +14,10 @@ from sagellm.core.config import SageConfig
 from sagellm.core.errors import CapacityError, SpeculationError
 from sagellm.demo_model.random_model import write_random_model
 from sagellm.engines.base import SamplingParams
-from sagellm.engines.lmdeploy.engine import hook_config
+from sagellm.engines.lmdeploy.engine import LMDeployEngine, hook_config
 from sagellm.engines.lmdeploy.settings_plugins import check_settings_plugins
 from sagellm.engines.lmdeploy.sizing import gpu_share, size_engine
+from sagellm.engines.lmdeploy.speculative import draft_folder
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
 from tests.accel.speculative.contract import bad_drafts
 from tests.conftest import SHAPE
@@ -109,7 +110,7 @@ def test_sampling_keeps_its_tokens(start_engine, model_folder):
 
 @pytest.mark.parametrize(("kind", "says"), [
     (bad_drafts.KeepsRejected, ""), (bad_drafts.BlocksOfAnother, ""), (bad_drafts.ForeignBlocks, "block 1000"),
-    (bad_drafts.NegativeBlocks, "block -"), (bad_drafts.TooFewBlocks, "do not fit"), (bad_drafts.ForeignTokens, "token 1000"),
+    (bad_drafts.NegativeBlocks, "block -"), (bad_drafts.TooFewBlocks, "do not fit"), (bad_drafts.ForeignTokens, "token -999"),
 ], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
 def test_who_misuses_the_draft_model_changes_no_token(start_engine, reference, model_folder, kind, says):
     options = {"model": str(model_folder("llama")), "lookahead": LOOKAHEAD}
@@ -211,7 +212,7 @@ def test_another_vocabulary_is_refused_before_anything_is_loaded(tmp_path, model
             size_engine(config, target, "cpu")
 
     wide = write_random_model(tmp_path / "wide", **SHAPE | {"vocab_size": 330})
-    refused(wide, "has a vocabulary of 330 tokens, .* one of 320; give a draft model with the tokenizer of the target")
+    refused(wide, "another tokenizer .*: 10 tokens differ, first 320, which is .*w320. there and None here")
     refused(tmp_path / "none", "none has no config.json; give a local Hugging Face model folder")
     named = shutil.copytree(other, tmp_path / "named")
     (named / "model.safetensors").unlink()
@@ -225,8 +226,79 @@ def test_another_vocabulary_is_refused_before_anything_is_loaded(tmp_path, model
     refused(named, f"another tokenizer .*: 2 tokens differ, first {vocab['b']}, which is 'b' there and 'a' here")
     file.write_text("{}")
     refused(named, "cannot be read as a tokenizer")
-    file.unlink()  # nothing to compare
-    size_engine(SageConfig(speculative="draft", speculative_options={"model": str(named)}), target, "cpu")
+    file.unlink()
+    (wide / "tokenizer.json").unlink()
+    refused(wide, "has a vocabulary of 330 tokens, .* one of 320, and their tokenizers cannot be compared; give a draft model")
+
+
+def test_tokenizers_are_compared_by_whatever_files_they_have(tmp_path, model_folder, other, caplog):
+    target, vocab = model_folder("llama"), {}
+
+    def accepted(draft, model=target):
+        caplog.clear()
+        size_engine(SageConfig(speculative="draft", speculative_options={"model": str(draft)}), model, "cpu")
+        return not caplog.records
+
+    def refused(draft, model, message):
+        with pytest.raises(SpeculationError, match=message):
+            accepted(draft, model)
+
+    def without_json(name):
+        folder = shutil.copytree(other, tmp_path / name)
+        vocab.update({token: number for number, token in draft_folder._tokens(folder).items()})
+        (folder / "tokenizer.json").unlink()
+        return folder
+
+    bare = without_json("bare")
+    assert not accepted(bare) and "tokenizers of the draft model" in caplog.text and "cannot be compared" in caplog.text
+
+    listed, swapped = without_json("listed"), without_json("swapped")
+    (listed / "vocab.json").write_text(json.dumps(vocab))
+    assert accepted(listed)
+    (swapped / "vocab.json").write_text(json.dumps(vocab | {"a": vocab["b"], "b": vocab["a"]}))
+    refused(swapped, target, "another tokenizer .*: 2 tokens differ")
+    refused(swapped, listed, "another tokenizer .*: 2 tokens differ")
+
+    # What only a tokenizer's own code can read.
+    made, other_made = without_json("made"), without_json("other_made")
+    for folder, words in ((made, "abc"), (other_made, "acb")):
+        (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    assert accepted(made, made)
+    refused(other_made, made, "2 tokens differ, first 6, which is 'c' there and 'b' here")
+
+    pieces = [without_json(name) for name in ("pieces", "more_pieces")]
+    for folder in pieces:
+        (folder / "tokenizer.model").write_bytes(b"pieces that nobody here can read")
+    assert accepted(*pieces)
+    (pieces[0] / "tokenizer.model").write_bytes(b"others")
+    assert not accepted(*pieces)
+
+
+@pytest.mark.parametrize("sizes", [(384, 320), (320, 384), (384, 400)])
+def test_the_same_tokenizer_in_vocabularies_that_are_padded_otherwise(tmp_path, model_folder, sizes):
+    """As models of one family are. Drawn at random, tokens of the padding occur as well: of the target's alone, where it has
+    more; its draft then has no guess for that text."""
+    tokenizer = model_folder("llama")
+    draft, target = (
+        write_random_model(tmp_path / f"{name}{size}", **SHAPE | {"vocab_size": size}, tokenizer_from=tokenizer)
+        for name, size in zip(("draft", "target"), sizes, strict=True)
+    )
+    params = [SamplingParams(max_new_tokens=NUM_NEW, ignore_eos=True, **values) for values in (
+        {}, dict(temperature=1.0, seed=1), dict(temperature=1.5, seed=2), dict(temperature=2.0, seed=3),
+    )] * 2  # fmt: skip
+    found = []
+    for options in ({}, {"speculative": "draft", "speculative_options": {"model": str(draft), "lookahead": LOOKAHEAD}}):
+        settings = dict(device="cpu", threads=1, block_size=16, kv_blocks=64, max_batch_size=8, model=target)
+        with LMDeployEngine(SageConfig(**settings, **options)) as engine:
+            found.append(answers(engine, params=params))
+            if options:
+                assert speculation(engine)["drafted"] > 50
+                guesses = engine.engine.executor.model_agent.agent_strategy.speculator.strategy._runner._num_guessable
+                assert guesses == min(sizes)
+    assert found[0] == found[1]
+    if sizes[0] < sizes[1]:
+        assert max(map(max, found[0])) >= sizes[0], "tokens that the draft model has not"
 
 
 def test_a_model_that_the_device_cannot_run(start_engine, other, tmp_path):

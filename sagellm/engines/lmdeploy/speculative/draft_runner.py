@@ -44,6 +44,8 @@ class DraftRunner:
                 f"the draft model {folder} cannot be run on {agent.cache_config.device_type} beside the target: {error}"
             ) from error
         self.vocab_size = self._config.vocab_size
+        # Either model may be padded beyond the tokenizer that they share: neither is asked about tokens that it has not.
+        self._num_guessable = min(self.vocab_size, agent.model_config.vocab_size)
 
     def _build(self, folder: Path) -> None:
         agent = self._agent
@@ -76,14 +78,14 @@ class DraftRunner:
 
     @torch.inference_mode()
     def _logits(self, token_ids: Sequence[np.ndarray], num_before: Sequence[int], blocks: Sequence[np.ndarray]) -> torch.Tensor:
-        """[sequences, vocabulary] behind the last token of each."""
+        """[sequences, tokens that both models have] behind the last token of each."""
         inputs = self._inputs(token_ids, num_before, blocks)
         agent = self._agent
         output = model_forward(self._model, inputs, self._cache, agent.state_cache_engine)
         hidden = output["hidden_states"][0]
         if len(token_ids) != len(hidden):
             hidden = hidden[inputs.seq_length.cumsum(0) - 1]
-        return self._model.get_logits(hidden[None])[0, :, : self.vocab_size]
+        return self._model.get_logits(hidden[None])[0, :, : self._num_guessable]
 
     def _refuse(self, what: str, least: int, most: int, bound: int) -> None:
         """What is out of range would be written to memory of others, on a device that does not look."""

@@ -48,7 +48,7 @@ class NegativeBlocks(Draft):
 
 class ForeignTokens(Draft):
     def propose(self, asks):
-        return super().propose([ask._replace(tokens=ask.tokens + 10**6) for ask in asks])
+        return super().propose([ask._replace(tokens=ask.tokens - 10**6) for ask in asks])
 
 
 class TooFewBlocks(Draft):
