@@ -105,6 +105,8 @@ def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
         (["--strategy", "nonsense"], ["known are: fifo", "slo_aware"]),
         (["--speculative", "nonsense"], ["known are: ngram", "suffix"]),
         (["--speculative", "eagle3", "--device", "cpu"], ["eagle3"]),
+        (["--speculative", "draft"], ["draft has no model", "--speculative-options", '"model": "FOLDER"']),
+        (["--speculative", "dynamic:draft"], ["draft has no model", '"options": {"model": "FOLDER"}']),
         (["--speculative", "ngram", "--speculative-options", '{"lookahead": 0}'], ["lookahead is 0", "1 to 64"]),
         (["--speculative-options", "{}x"], ["--speculative-options", "is not JSON"]),
         (["--role", "decode"], ["role decode needs the proxy of its group; give --proxy-url"]),

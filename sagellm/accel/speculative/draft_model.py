@@ -53,7 +53,7 @@ class DraftModelStrategy(SpeculativeStrategy):
     prefixes that it found in its cache, are computed anew.
 
     Args:
-        model: folder of a model with the tokenizer of the target.
+        model: folder of a model with the tokenizer of the target; there is none by default.
         lookahead: at most so many guesses for a sequence and step, 1 to 64.
         min_probability: a guess that the draft model holds for less likely is not made, nor what would follow it.
         step_tokens: at most so many tokens of texts that it has not seen yet are computed before a step of the target; such a
@@ -67,9 +67,14 @@ class DraftModelStrategy(SpeculativeStrategy):
     joins = True  # it looks at what it is asked about alone
 
     def __init__(
-        self, model: str | Path, lookahead: int = 4, min_probability: float = 0.0, step_tokens: int = 512
+        self, model: str | Path | None = None, lookahead: int = 4, min_probability: float = 0.0, step_tokens: int = 512
     ) -> None:
         super().__init__(lookahead)
+        if model is None:
+            raise SpeculationError(
+                "draft has no model; give the folder of a draft model: --speculative-options '{\"model\": \"FOLDER\"}', for "
+                "dynamic:draft '{\"options\": {\"model\": \"FOLDER\"}}'."
+            )
         if not isinstance(model, (str, Path)) or not str(model):
             raise SpeculationError(f"model is {model!r}; give the folder of a draft model with the target's tokenizer.")
         if isinstance(min_probability, bool) or not isinstance(min_probability, (int, float)) or not 0 <= min_probability < 1:

@@ -194,7 +194,8 @@ def test_a_long_prompt_does_not_hold_up_the_others():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"model": ""}, "model is ''; give the folder"),
+    [({"model": None}, "draft has no model; give the folder of a draft model: --speculative-options '{\"model\": \"FOLDER\"}'"),
+     ({"model": ""}, "model is ''; give the folder"),
      ({"min_probability": 1.0}, "min_probability is 1.0; give a number from 0"),
      ({"step_tokens": 0}, "step_tokens is 0; give a whole number"), ({"lookahead": 0}, "lookahead is 0")],
 )  # fmt: skip
