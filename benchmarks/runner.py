@@ -32,6 +32,7 @@ from benchmarks.load.samples import read_samples
 from benchmarks.metrics.classes import definitions_with
 from benchmarks.metrics.comm import operation_definitions
 from benchmarks.metrics.flops import peak_flops
+from benchmarks.metrics.guesses import place_definitions
 from benchmarks.report.markdown import markdown
 from benchmarks.result import Definition, Result, Run
 from benchmarks.scenarios import component, component_names
@@ -100,7 +101,8 @@ class BenchmarkRunner:
                 with contextlib.ExitStack() as servers:
                     subjects = self._subjects(config, result, servers, launch)
                     for run in self._rounds(config, subjects, launch, bar):
-                        yield run, definitions_with(config.workload.classes) | operation_definitions(run.metrics)
+                        found = operation_definitions(run.metrics) | place_definitions(run.metrics)
+                        yield run, definitions_with(config.workload.classes) | found
         for number in range(config.rounds * config.launches):
             for name, module in components.items():
                 options = {**module.OPTIONS, **config.components[name]}

@@ -10,6 +10,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.load.samples import Samples
 from benchmarks.metrics import comm
 from benchmarks.metrics.definitions import PERCENTILES
+from benchmarks.metrics.guesses import guess_metrics
 
 Counters = Mapping[str, float]
 
@@ -121,8 +122,8 @@ def counter_metrics(before: Counters, after: Counters, tensor_parallel: int = 1)
     else:
         metrics["preemptions"] = preemptions
     _comm_share(deltas, tensor_parallel, metrics, absent)
-    _guesses(deltas, metrics, absent)
-    return Measured(metrics, absent)
+    of_guesses, no_guesses = guess_metrics(deltas)
+    return Measured(metrics | of_guesses, absent | no_guesses)
 
 
 def cost_metrics(devices: int, wall: float, num_output_tokens: int, price: Price) -> Measured:
@@ -230,21 +231,3 @@ def _comm_share(deltas: Counters, tensor_parallel: int, metrics: dict[str, float
         rank, exposed_s = comm.longest(ranks)
         metrics["comm_share"] = exposed_s / steps
         metrics |= comm.operation_metrics(ranks[rank], steps)
-
-
-def _guesses(deltas: Counters, metrics: dict[str, float], absent: dict[str, str]) -> None:
-    name = "sagellm_speculative_tokens_total"
-    drafted, accepted = (deltas.get(series(name, kind=kind)) for kind in ("drafted", "accepted"))
-    steps = deltas.get(series("sagellm_speculative_sequence_steps_total", kind="all"))
-    if drafted is None or accepted is None or steps is None:
-        why = f"the server does not count {name}: no speculative strategy guesses"
-        absent.update(dict.fromkeys(("spec_acceptance", "spec_tokens_per_step"), why))
-        return
-    if drafted:
-        metrics["spec_acceptance"] = accepted / drafted
-    else:
-        absent["spec_acceptance"] = "no guess was made"
-    if steps:
-        metrics["spec_tokens_per_step"] = 1 + accepted / steps
-    else:
-        absent["spec_tokens_per_step"] = "no decode step was made"

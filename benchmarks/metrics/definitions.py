@@ -136,7 +136,17 @@ DEFINITIONS: dict[str, Definition] = {
             "Guesses of the speculative strategy that were right / guesses that the model computed, as differences of the "
             "server's counters after and before the round. A guess counts as right with all before it of its sequence and "
             "step alone, so a strategy that makes fewer, surer guesses has the higher rate and not always the higher speed. "
+            "`spec_acceptance_at.PLACE` say it of each place in a step. "
             "Absent where the server does not guess, and for LMDeploy's own methods, which count nothing here."
+        ),
+    ),
+    "spec_mean_accepted": Definition(
+        unit="tokens",
+        better=None,
+        text=(
+            "Mean accepted length: right guesses / decode steps in which a sequence had guesses, summed over the sequences, as "
+            "differences of the server's counters after and before the round. The token that the model adds does not count. "
+            "Absent as `spec_acceptance` is."
         ),
     ),
     "spec_tokens_per_step": Definition(

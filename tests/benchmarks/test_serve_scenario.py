@@ -13,6 +13,7 @@ from benchmarks.config import BenchmarkConfig, make_config
 from benchmarks.errors import BenchmarkError, ServerDied
 from benchmarks.load.samples import read_samples
 from benchmarks.metrics.definitions import DEFINITIONS
+from benchmarks.metrics.guesses import place_definitions
 from benchmarks.result import Run, read_result
 from benchmarks.runner import main
 from benchmarks.scenarios import serve
@@ -71,13 +72,17 @@ def test_a_cold_round_counts_and_says_everything(run: Callable[..., Run], tmp_pa
     assert (result.status, result.reason) == ("valid", "")
     assert (result.contestant, result.scenario, result.round, result.seed) == ("head", "serve", 0, 0)
     assert not result.metrics.keys() & result.absent.keys()
-    assert result.metrics.keys() | result.absent.keys() == DEFINITIONS.keys()
+    by_place = place_definitions(result.metrics)
+    assert result.metrics.keys() | result.absent.keys() == DEFINITIONS.keys() | by_place.keys()
     assert result.absent.keys() == {"kv_hit_rate_retries"}
     assert result.metrics["failed_requests"] == result.metrics["comm_share"] == 0
     assert 0 < result.metrics["mfu"] < 1
     decoded, per_step = 5 * (OUTPUT - 1), result.metrics["spec_tokens_per_step"]
     assert 1 <= per_step <= 1 + 2 and decoded / per_step == pytest.approx(round(decoded / per_step)), "steps are whole"
-    assert 0 <= result.metrics["spec_acceptance"] <= 1
+    assert 0 <= result.metrics["spec_acceptance"] <= 1 and 0 <= result.metrics["spec_mean_accepted"] <= 2
+    assert list(by_place) == ["spec_acceptance_at.1", "spec_acceptance_at.2"]
+    first, second = (result.metrics[name] for name in by_place)
+    assert 1 >= first >= result.metrics["spec_acceptance"] >= second >= 0
     assert 0 < result.metrics["ttft_p50_s"] < result.metrics["e2e_p50_s"]
 
     samples = read_samples(tmp_path / result.samples)
@@ -189,7 +194,7 @@ def test_text_endpoints(run: Callable[..., Run], tmp_path: Path, number: int, en
     samples = read_samples(tmp_path / result.samples)
     assert samples.ok.all() and samples.output_tokens.tolist() == [OUTPUT] * 5
     assert (samples.prompt_tokens > 0).all()
-    assert result.metrics.keys() | result.absent.keys() == DEFINITIONS.keys()
+    assert result.metrics.keys() | result.absent.keys() == DEFINITIONS.keys() | place_definitions(result.metrics).keys()
 
 
 def test_requests_that_warm_up_leave_a_cold_cache(run: Callable[..., Run]):

@@ -58,6 +58,8 @@ def guesses_in_the_server(server: ServerProcess, client: OpenAI, model: str) -> 
     assert told.choices[0].text == plain.choices[0].text and told.usage.completion_tokens == 32
     accepted, rejected = (getattr(told.usage.completion_tokens_details, name) for name in COUNTS)
     assert accepted > 0 and rejected >= 0
+    assert getattr(plain.usage, "speculation", None) is None
+    told_more(told.usage.speculation, accepted, rejected, num_decoded=32 - 1)
 
     messages = [{"role": "user", "content": PROMPT}]
     chat = client.chat.completions.create(model=model, messages=messages, logprobs=True, top_logprobs=2, **wish)
@@ -69,6 +71,10 @@ def guesses_in_the_server(server: ServerProcess, client: OpenAI, model: str) -> 
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == chat.choices[0].message.content
     assert chunks[-1].usage.completion_tokens_details.accepted_prediction_tokens > 0  # it has seen the answer by now
+    prompts = [PROMPT, PROMPT, "four five six"]
+    several = client.completions.create(model=model, prompt=prompts, **wish)  # counted together
+    counted = [getattr(several.usage.completion_tokens_details, name) for name in COUNTS]
+    told_more(several.usage.speculation, *counted, num_decoded=len(prompts) * (32 - 1))
 
     with httpx.stream("POST", f"{server.url}/generate", json=LONG | {"prompt": PROMPT}, timeout=60) as response:
         chunks = events(response.iter_lines())  # kept: the connection closes when nothing refers to them
@@ -117,3 +123,13 @@ def stop_strings_between_guesses(server: ServerProcess, client: OpenAI, model: s
         streamed = [value for chunk in chunks for choice in chunk.choices for value in choice.logprobs.token_logprobs]
         assert streamed == pytest.approx(values[:end], abs=1e-5)
         assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == end
+
+
+def told_more(found: dict, accepted: int, rejected: int, num_decoded: int) -> None:
+    assert (found["drafted"], found["accepted"]) == (accepted + rejected, accepted)
+    drafted_at, accepted_at = found["drafted_at"], found["accepted_at"]
+    assert len(drafted_at) == len(accepted_at) == 3 and sum(drafted_at) == found["drafted"] and sum(accepted_at) == accepted
+    assert found["acceptance_at"] == [right / made for right, made in zip(accepted_at, drafted_at, strict=True)]
+    # Each step with guesses has a first one; each step gives its right guesses, and a token more.
+    assert found["mean_accepted"] == accepted / drafted_at[0]
+    assert found["tokens_per_step"] == num_decoded / (num_decoded - accepted)

@@ -1,10 +1,42 @@
-"""Counts of guesses: what was drafted, what was right, by place."""
+"""Counts of guesses: what was drafted, what was right, by place; of all requests, and of one."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from sagellm.accel.speculative.base import StepOutcome
 
-__all__ = ["Statistics"]
+__all__ = ["RequestGuesses", "Statistics"]
+
+
+class RequestGuesses(NamedTuple):
+    """Sums over the decode steps of one request. Index k of the tuples: the k-th guess of a step.
+
+    Attributes:
+        num_steps: decode steps, those without guesses among them.
+        num_guessed: those with guesses.
+    """
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_steps: int = 0
+    num_guessed: int = 0
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+
+    def plus(self, num_drafted: int, num_accepted: int) -> "RequestGuesses":
+        """After another step. O(1) where nothing was guessed."""
+        drafted, accepted, steps, guessed, drafted_at, accepted_at = self
+        if not num_drafted:
+            return RequestGuesses(drafted, accepted, steps + 1, guessed, drafted_at, accepted_at)
+        return RequestGuesses(
+            drafted + num_drafted, accepted + num_accepted, steps + 1, guessed + 1,
+            _one_more(drafted_at, num_drafted, len(drafted_at)), _one_more(accepted_at, num_accepted, num_drafted),
+        )  # fmt: skip
+
+
+def _one_more(counts: tuple[int, ...], first: int, length: int) -> tuple[int, ...]:
+    """`counts` with 1 added at the first so many places; zeros fill it up to `length`, if that is more."""
+    kept = counts + (0,) * (max(first, length) - len(counts))
+    return (*[count + 1 for count in kept[:first]], *kept[first:])
 
 
 class Statistics:

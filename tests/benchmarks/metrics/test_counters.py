@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from benchmarks.errors import BenchmarkError
 from benchmarks.metrics.comm import operation_definitions
 from benchmarks.metrics.compute import counter_metrics, parse_prometheus, series
+from benchmarks.metrics.guesses import place_definitions
 
 KINDS = [(unit, kind, admission) for unit in ("tokens", "blocks") for kind in ("query", "hit")
          for admission in ("first", "retry")]  # fmt: skip
@@ -107,18 +108,37 @@ def guessed(drafted: float, accepted: float, steps: float) -> dict[str, float]:
     }
 
 
+def without_guesses(drafted: float, accepted: float, steps: float, more: float) -> dict[str, float]:
+    """So many more steps in which nobody guessed."""
+    return guessed(drafted, accepted, steps) | {series("sagellm_speculative_sequence_steps_total", kind="all"): steps + more}
+
+
+def at_places(drafted: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, float]:
+    return {
+        series("sagellm_speculative_place_tokens_total", kind=kind, place=str(place)): value
+        for kind, counts in (("drafted", drafted), ("accepted", accepted))
+        for place, value in enumerate(counts, 1)
+    }
+
+
 def test_guesses():
-    metrics, absent = counter_metrics(guessed(10, 4, 20), guessed(90, 64, 60))
+    before = guessed(10, 4, 20) | at_places((6, 4), (3, 1))
+    after = guessed(90, 64, 60) | at_places((46, 24, 10, 0), (43, 16, 5, 0))  # places appear when they are first guessed at
+    metrics, absent = counter_metrics(before, after)
     assert metrics["spec_acceptance"] == 60 / 80 and metrics["spec_tokens_per_step"] == 1 + 60 / 40
-    assert not {"spec_acceptance", "spec_tokens_per_step"} & absent.keys()
+    assert metrics["spec_mean_accepted"] == 60 / 20 and not [name for name in absent if name.startswith("spec_")]
+    by_place = {name: value for name, value in metrics.items() if name.startswith("spec_acceptance_at.")}
+    assert by_place == {f"spec_acceptance_at.{place}": at for place, at in ((1, 40 / 40), (2, 15 / 20), (3, 5 / 10))}
+    definitions = place_definitions(metrics)
+    assert definitions.keys() == by_place.keys() and {each.unit for each in definitions.values()} == {"ratio"}
 
 
 @pytest.mark.parametrize(
     ("before", "after", "tokens_per_step", "reasons"),
     [
-        ({}, {}, None, ["no speculative strategy guesses"] * 2),
-        (guessed(3, 2, 5), guessed(3, 2, 9), 1.0, ["no guess was made"]),
-        (guessed(3, 2, 5), guessed(3, 2, 5), None, ["no guess was made", "no decode step was made"]),
+        ({}, {}, None, ["no speculative strategy guesses"] * 3),
+        (guessed(3, 2, 4), without_guesses(3, 2, 4, 4), 1.0, ["no guess was made"] * 2),
+        (guessed(3, 2, 5), guessed(3, 2, 5), None, ["no guess was made", "no guess was made", "no decode step was made"]),
     ],
 )
 def test_guesses_that_nobody_made_are_absent(before: dict, after: dict, tokens_per_step: float | None, reasons: list[str]):

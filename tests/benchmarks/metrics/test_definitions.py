@@ -16,8 +16,8 @@ def test_all_are_there():
     latencies = {f"{name}_p{number}_s" for name in ("ttft", "tpot", "itl", "e2e") for number in (50, 95, 99)}
     others = (
         "output_tokens_per_s requests_per_s goodput_rps mfu kv_hit_rate_tokens kv_hit_rate_blocks kv_hit_rate_retries "
-        "preemptions comm_share spec_acceptance spec_tokens_per_step device_s_per_mtok cost_per_mtok peak_memory_bytes "
-        "failed_requests"
+        "preemptions comm_share spec_acceptance spec_mean_accepted spec_tokens_per_step device_s_per_mtok cost_per_mtok "
+        "peak_memory_bytes failed_requests"
     )
     assert DEFINITIONS.keys() == latencies | set(others.split())
 

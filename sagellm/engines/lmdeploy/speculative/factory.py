@@ -13,6 +13,7 @@ from lmdeploy.pytorch.strategies.ar.engine import AREngineStrategy
 from lmdeploy.pytorch.strategies.ar.model_agent import ARModelAgentStrategy
 from lmdeploy.pytorch.strategies.ar.sequence import ARSequenceStrategy
 
+from sagellm.accel.speculative.statistics import RequestGuesses
 from sagellm.core.config import SpeculativeSpec
 from sagellm.engines.lmdeploy.speculative.exchange import SpecExtraOutputs, extra_inputs_of
 from sagellm.engines.lmdeploy.speculative.reserve import Reserve
@@ -21,6 +22,8 @@ from sagellm.engines.lmdeploy.speculative.stopping import SpecStoppingCriteria
 from sagellm.engines.lmdeploy.speculative.verify import with_tails
 
 __all__ = ["SpecFactory"]
+
+NO_GUESSES = RequestGuesses()
 
 
 class SpecFactory(ARStrategyFactory):
@@ -135,9 +138,7 @@ def _append(running: list[Any], is_run: list[bool], outputs: Any) -> None:
         seq._num_history_ids += seq._num_token_ids + count - 1
         seq._num_token_ids = 1
         seq.num_new_tokens += count
-        if drafted[number]:
-            num_drafted, num_accepted = getattr(seq, "sage_guesses", (0, 0))
-            seq.sage_guesses = num_drafted + drafted[number], num_accepted + min(count - 1, drafted[number])
+        seq.sage_guesses = getattr(seq, "sage_guesses", NO_GUESSES).plus(drafted[number], min(count - 1, drafted[number]))
         if metas[number] is not None:
             seq.model_meta = metas[number]
         if stopped[number]:
