@@ -91,13 +91,18 @@ class PausingStrategy(PartlyRightStrategy):
 
 
 class ConstantStrategy(SpeculativeStrategy):
-    """Always the same guess, once."""
+    """The same guesses for all texts, as far as they are not behind them.
+
+    Args:
+        tokens: what it guesses.
+        after: tokens of a text, prompt included, behind which they are to stand.
+    """
 
     name = "constant"
 
-    def __init__(self, token: int, lookahead: int = 1) -> None:
+    def __init__(self, tokens: Sequence[int], after: int, lookahead: int = 4) -> None:
         super().__init__(lookahead)
-        self._token = token
+        self._tokens, self._after = list(tokens), after
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        return [[self._token] for _ in asks]
+        return [self._tokens[len(ask.tokens) - self._after :][: ask.limit] for ask in asks]

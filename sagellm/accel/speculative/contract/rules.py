@@ -28,7 +28,7 @@ RULES = {
 }
 ENGINE_RULES = {
     "runs": "an engine runs with it, and finds no fault",
-    "greedy": "greedy answers in float32 are those without guesses, token by token; of draft models drawn ones too",
+    "greedy": "greedy answers in float32 are those without guesses, token by token, and so are drawn ones with seeds",
     "near_argmax": f"in bfloat16 each token's logit is within {BF16_GAP} of the highest, all of the answer in one pass",
     "distribution": "drawn tokens have the model's own distribution, where a guess stood and behind one",
 }

@@ -206,6 +206,17 @@ def bonus_of_another_row(drafts, sampled):
     return found
 
 
+def rest_unverified(drafts, sampled):
+    """Behind a right first guess all others stand without a look at them."""
+    found, row = [], 0
+    for guesses in drafts:
+        own = list(sampled[row : row + len(guesses) + 1])
+        own[1:-1] = guesses[1:]
+        found += accepted([guesses], own)
+        row += len(guesses) + 1
+    return found
+
+
 class LenientSpeculator(judging.Speculator):
     """A guess stands if it is among the five likeliest tokens."""
 
@@ -269,6 +280,7 @@ class LeavesRejectedKeys(SpecAgentStrategy):
 
 @pytest.mark.parametrize(("module", "name", "fault", "rules"), [
     ("speculator", "accepted", first_unverified, {"greedy", "near_argmax", "distribution"}),
+    ("speculator", "accepted", rest_unverified, {"greedy", "near_argmax", "distribution"}),
     ("speculator", "accepted", bonus_of_another_row, {"greedy", "near_argmax", "distribution"}),
     ("factory", "Speculator", LenientSpeculator, {"greedy", "near_argmax", "distribution"}),
     ("factory", "SpecAgentStrategy", LeavesRejectedKeys, {"greedy"}),
