@@ -2,9 +2,11 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
 from sagellm.accel.speculative.base import SpeculativeStrategy
@@ -264,6 +266,30 @@ class TellsHalf(judging.GuardedStrategy):
         return super().accept([(request, tokens[:-1] or tokens) for request, tokens in told])
 
 
+class LeavesRejectedKeysOfAStep(judging.Speculator):
+    """A round of one step comes behind all that was guessed in the round before it, not behind what was right."""
+
+    def extend(self, inputs, extra, *others):
+        made = super().extend(inputs, extra, *others)
+        if not made.is_decoding:
+            self._rejected = {}
+            return made
+        held = [blocks * extra.block_size for blocks in extra.num_blocks]
+        needed = (made.history_lengths + made.seq_length).tolist()
+        shift = [
+            min(self._rejected.get(request, 0), room - num)
+            for request, room, num in zip(extra.request_ids, held, needed, strict=True)
+        ]
+        return replace(
+            made, history_lengths=made.history_lengths + torch.tensor(shift), max_kv_seqlen=made.max_kv_seqlen + max(shift),
+            sum_kv_seqlen=made.sum_kv_seqlen + sum(shift),
+        )  # fmt: skip
+
+    def _judge(self, verdicts, num_rows):
+        self._rejected = {request: drafted - right for request, drafted, right in verdicts}
+        super()._judge(verdicts, num_rows)
+
+
 class LeavesRejectedKeys(SpecAgentStrategy):
     """The next step of a round comes behind all that was guessed, not behind what was right."""
 
@@ -284,6 +310,7 @@ class LeavesRejectedKeys(SpecAgentStrategy):
     ("speculator", "accepted", bonus_of_another_row, {"greedy", "near_argmax", "distribution"}),
     ("factory", "Speculator", LenientSpeculator, {"greedy", "near_argmax", "distribution"}),
     ("factory", "SpecAgentStrategy", LeavesRejectedKeys, {"greedy"}),
+    ("factory", "Speculator", LeavesRejectedKeysOfAStep, {"greedy", "near_argmax"}),
     ("factory", "Speculator", LosesLateTokens, {"runs"}),
     ("factory", "Speculator", TellsTooFew, {"runs"}),
     ("speculator", "GuardedStrategy", TellsHalf, {"runs"}),
