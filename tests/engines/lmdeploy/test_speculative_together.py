@@ -108,6 +108,33 @@ def test_a_draft_model_reads_what_comes_back_from_the_host_anew(start_engine, re
     assert speculation["accepted"] == speculation["drafted"] > 200, "it took what another text left in a block for its own"
 
 
+@pytest.mark.parametrize("decode_round", [1, 3])
+def test_blocks_of_rejected_tokens_return_at_once(start_engine, reference, decode_round):
+    """After each round whoever is not on the device holds what its text needs, and no block for guesses."""
+    expected = reference(CROWD, NEW)
+    tell(CROWD, expected)
+    options = {"lookahead": 24, "wrong": 0.2}
+    engine = start_engine(kv_blocks=120, decode_round=decode_round, **KNOWING | {"speculative_options": options})
+    scheduler, hooks, lent, kept = engine.engine.scheduler, engine.hooks, [], []
+    step_end = hooks.step_end
+
+    def num_extra(seq):
+        return len(seq.logical_blocks) - -(-seq.num_valid_ids // 16)
+
+    def watched(running, is_decoding):
+        lent.append(max(map(num_extra, running)))
+        step_end(running, is_decoding)
+        on_device = {number for step in hooks._steps._sent for number in step[2]}
+        idle = [each for session in scheduler.sessions.values() for each in session.sequences.values()]
+        extra = [(each.session_id, num_extra(each)) for each in idle if each.seq_id not in on_device]
+        kept.append([(request, num) for request, num in extra if num > 0])
+
+    hooks.step_end = watched
+    assert tokens_of(ask(engine, CROWD)) == expected
+    assert max(lent) > 0 and not any(kept), kept
+    assert counts(engine)["accepted"] > 50
+
+
 def test_quotas_hold_where_guesses_take_blocks(start_engine, reference):
     prompts = [GUEST, *SCAN]
     tell(prompts, reference(prompts, 5))
