@@ -33,8 +33,8 @@ class Guesser(NamedTuple):
 
 
 class Trial(Protocol):
-    """An engine on tiny models of its own, in bfloat16 and, where `has_float32`, in float32. `vocab_size`: of the one that it takes
-    by default; every model has 250 tokens or more."""
+    """An engine on tiny models of its own, in bfloat16 and, where `has_float32`, in float32. `vocab_size`: of the one that it
+    takes by default; every model has 250 tokens or more."""
 
     vocab_size: int
     has_float32: bool
