@@ -1,5 +1,6 @@
 """What a routing policy sees of engines and of a request, and what it answers."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ class EngineView:
         num_running: requests that decode.
         costs: as measured there, or the best guess (`OnlineCosts`); `links` are by "prefill id->decode id".
         sources: prefill engines whose keys and values it can read.
+        timeout_s: it waits no longer for them, from when the request comes, and computes the prompt itself after that.
     """
 
     engine_id: str
@@ -56,6 +58,7 @@ class EngineView:
     token_bytes: int = 1
     costs: PDCosts = field(default_factory=PDCosts)
     sources: frozenset[str] = frozenset()
+    timeout_s: float = math.inf
 
     @property
     def load_s(self) -> float:

@@ -203,7 +203,7 @@ class Group:
             one.url, one.facts.role, cached, one.waiting_tokens(),
             max(load.num_running if load else 0, one.num_streams) if one.decodes else 0,
             load.free_blocks if load else one.facts.num_blocks, one.facts.block_size, one.facts.token_bytes,
-            self.costs.of(one.url), self._sources(one),
+            self.costs.of(one.url), self._sources(one), one.facts.timeout_s,
         )  # fmt: skip
 
     def _sources(self, one: Engine) -> frozenset[str]:

@@ -42,6 +42,7 @@ class EngineFacts(Model):
         channel: of KV transfers. `endpoints`: by rank.
         block_size: tokens. `num_blocks`: of the pool.
         token_bytes: of keys and values, all ranks together.
+        timeout_s: it waits no longer for a prompt that another engine computes (`Fetch`); then it computes the prompt itself.
     """
 
     engine_id: str
@@ -54,6 +55,7 @@ class EngineFacts(Model):
     block_size: int
     num_blocks: int
     token_bytes: int
+    timeout_s: float = Field(gt=0)
 
 
 class Connect(Model):

@@ -37,29 +37,34 @@ class PDPolicy(RoutingPolicy):
         by_id = {one.engine_id: one for one in engines}
         decoders = [one for one in engines if one.role != "prefill"]
         stays = [self._stay(request, one) for one in decoders]
-        splits: list[Choice | None] = []
+        splits: list[Choice] = []
         if request.can_split and self.allows_split:
-            splits = [
-                self._split(request, by_id[source], one)
-                for one in decoders for source in sorted(one.sources) if source in by_id
-            ]  # fmt: skip
+            found = (self._split(request, by_id[source], one)
+                     for one in decoders for source in sorted(one.sources) if source in by_id)  # fmt: skip
+            splits = list(filter(None, found))
         together = min(filter(None, stays), key=_cost, default=None)
-        apart = min(filter(None, splits), key=_cost, default=None)
+        apart = min((each for each in splits if _is_in_time(each)), key=_cost, default=None)
+        late = min(splits, key=_cost, default=None) if apart is None else None
         if together is None and apart is None:  # no pool has room now: it will wait where there is the least to do
             least = min(decoders, key=lambda one: (one.load_s, one.num_running, one.engine_id))
             return RouteDecision(RouteKind.STAY, least.engine_id, None, "no pool has room for it now; it waits")
         if apart is not None and (together is None or not self.allows_stay or apart[0] < together[0]):
             return self._decision(request, apart, together)
         assert together is not None
-        return self._decision(request, together, apart)
+        return self._decision(request, together, apart, late)
 
-    def _decision(self, request: RouteRequest, best: Choice, other: Choice | None) -> RouteDecision:
+    def _decision(
+        self, request: RouteRequest, best: Choice, other: Choice | None, late: Choice | None = None
+    ) -> RouteDecision:
+        """`late`: the best of the splits, where none of them would be in time."""
         _, estimate, first, second = best
         guessed = " (tokens guessed, no tokenizer)" if request.is_estimate else ""
         prefix = f"; {first.cached_tokens} of {request.num_tokens} tokens{guessed} cached there"
         reason = f"{estimate}{prefix}"
         if other is not None:
             reason += f"; instead of {other[1]}"
+        elif late is not None:
+            reason += f"; {_lateness(late)}"
         elif not request.can_split:
             reason += "; it cannot be split"
         elif first is second and not second.sources:
@@ -185,6 +190,21 @@ def _check(decision: RouteDecision, request: RouteRequest, engines: Sequence[Eng
 
 def _cost(choice: Choice) -> float:
     return choice[0]
+
+
+def _is_in_time(choice: Choice) -> bool:
+    """A prompt that comes after the decoding engine has stopped waiting was computed for nobody, and is computed again."""
+    _, estimate, first, second = choice
+    return first.load_s + estimate.prefill_s + estimate.transfer_s <= second.timeout_s
+
+
+def _lateness(choice: Choice) -> str:
+    _, estimate, first, second = choice
+    return (
+        f"{first.engine_id} would be too late: {first.load_s:.4g} s of work wait there, the prompt takes "
+        f"{estimate.prefill_s:.4g} s, its transfer {estimate.transfer_s:.4g} s, and {second.engine_id} waits "
+        f"{second.timeout_s:g} s"
+    )
 
 
 def _instance(one: EngineView) -> Instance:

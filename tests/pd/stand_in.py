@@ -41,6 +41,7 @@ from sagellm.pd.messages import (
 from sagellm.pd.tokens import PromptTokens, prefix_keys
 
 BLOCK = 16
+TIMEOUT_S = 5.0
 
 
 def tokens_of(prompt: str, num: int) -> list[str]:
@@ -64,7 +65,7 @@ class StandIn:
         weights = f"random-{secrets.token_hex(4)}" if flags.weights == "random" else flags.weights
         self.facts = EngineFacts(
             engine_id=self.url, instance=secrets.token_hex(8), role=flags.role, model=self.model, weights=weights,
-            channel="none", endpoints=(), block_size=BLOCK, num_blocks=1000, token_bytes=1024,
+            channel="none", endpoints=(), block_size=BLOCK, num_blocks=1000, token_bytes=1024, timeout_s=TIMEOUT_S,
         )  # fmt: skip
         self.control = ControlServer(self.key, {
             Hello: self.hello, Subscribe: self.subscribe, Connect: self.connect, Fetch: self.fetch, Release: self.release
@@ -88,7 +89,10 @@ class StandIn:
         return Done()
 
     async def fetch(self, _, message):
-        num = await asyncio.wait_for(asyncio.shield(self.transfer(message.transfer_id)), message.timeout_s)
+        try:
+            num = await asyncio.wait_for(asyncio.shield(self.transfer(message.transfer_id)), message.timeout_s)
+        except asyncio.TimeoutError:
+            raise PeerError(f"transfer {message.transfer_id}: not computed within {message.timeout_s} s.") from None
         if num is None:
             raise PeerError(f"transfer {message.transfer_id} was given up.")
         blocks = tuple(range(-(-num // BLOCK)))
@@ -97,10 +101,13 @@ class StandIn:
     async def release(self, _, message):
         self.released.append(message.transfer_id)
         future = self.held.pop(message.transfer_id, None)
-        if future is not None and not future.done():
-            future.set_result(None)
+        if future is None:  # who asks for it after this is told so, and does not wait
+            self.transfer(message.transfer_id).set_result(None)
             return Released(was_held=False)
-        return Released(was_held=future is not None)
+        if future.done():
+            return Released(was_held=future.result() is not None)
+        future.set_result(None)
+        return Released(was_held=False)
 
     def transfer(self, transfer_id):
         """The number of tokens whose keys and values are there, once they are; None where they never will be."""
@@ -136,7 +143,8 @@ class StandIn:
         try:
             if self.flags.role == "prefill":
                 await self.compute(raw, prompt, trouble)
-                self.transfer(migration["remote_session_id"]).set_result(len(prompt))
+                if not (future := self.transfer(migration["remote_session_id"])).done():
+                    future.set_result(len(prompt))
                 return JSONResponse({"choices": [{"text": "x"}]})
             loaded = await self.load(migration) if migration else False
             if not loaded:
@@ -153,7 +161,7 @@ class StandIn:
         peer = self.sources.get(migration["remote_engine_id"])
         name = migration["remote_session_id"]
         try:
-            held = await peer.call(Fetch(transfer_id=name, timeout_s=5), 5, Held)
+            held = await peer.call(Fetch(transfer_id=name, timeout_s=TIMEOUT_S), TIMEOUT_S + 1, Held)
             seconds = 1e-4 + 1e-6 * held.num_tokens
             self.costs.append(StepCost(kind="transfer", num_bytes=1024 * held.num_tokens, seconds=seconds))
             return (await peer.call(Release(transfer_id=name), 5, Released)).was_held

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -131,6 +132,29 @@ def test_a_prefill_engine_that_fails_is_not_the_clients_problem(split):
     # The transfer was given up at once, so that the decoding engine did not wait for its deadline.
     transfer = split.seen(split.decode)[-1]["body"]["migration_request"]["remote_session_id"]
     assert transfer in httpx.get(f"{split.prefill}/released").json()
+
+
+def test_a_prompt_that_would_come_too_late_stays(split):
+    """The decoding engine tells how long it waits: 5 s. A token takes 1 ms, by what is measured as by what holds before."""
+    prompt = "a b " * 6000
+    assert split.complete(prompt).json()["choices"][0]["text"] == answer(prompt)
+    line = split.lines("route")[-1]
+    assert line["kind"] == "stay" and f"{split.prefill} would be too late: 0 s of work wait there" in line["reason"]
+    assert f"{split.decode} waits 5 s" in line["reason"]
+    # One that would be in time by itself is not behind others that wait there.
+    half = "c d " * 2600
+    before = len(split.seen(split.prefill))
+    body = {"model": "m", "prompt": "e f " * 2600, "stand_in": {"hang_s": 60}}
+    content = json.dumps(body).encode()
+    with socket.create_connection(("127.0.0.1", httpx.URL(split.url).port)) as client:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        until("it is there", lambda: len(split.seen(split.prefill)) > before)
+        assert not split.complete(half).json()["loaded"]
+        line = split.lines("route")[-1]
+        assert line["kind"] == "stay" and "would be too late" in line["reason"] and ": 0 s of work" not in line["reason"]
+    until("its client has left", lambda: split.metric("sagellm_proxy_running_requests") == 0)
+    assert split.complete(half).json()["loaded"]
 
 
 def test_several_prompts_are_not_split(split):

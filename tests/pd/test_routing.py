@@ -39,6 +39,28 @@ def test_a_prefill_engine_with_much_to_do_is_left_alone():
     assert choose(dataclasses.replace(PREFILL, waiting_tokens=3000), other, both).prefill_on == "q"
 
 
+@pytest.mark.parametrize("name", ["pd", "always-split"])
+def test_a_prompt_that_would_come_too_late_is_not_split(name):
+    """2,000 tokens take 2.3 s there; behind others, or over a slow link, longer than the decoding engine waits for them."""
+    policy, patient = find_policy(name), dataclasses.replace(BUSY, timeout_s=3.0)
+    assert choose(PREFILL, patient, policy=policy).kind is RouteKind.SPLIT
+    busy = dataclasses.replace(PREFILL, waiting_tokens=700)
+    slow = PDCosts(link=Link(latency_s=0.8, bytes_per_s=1e9))
+    late = (
+        (PREFILL, dataclasses.replace(BUSY, timeout_s=2.0)), (busy, patient),
+        (PREFILL, dataclasses.replace(patient, costs=slow)),
+    )  # fmt: skip
+    for pair in late:
+        found = choose(*pair, policy=policy)
+        assert found.kind is RouteKind.STAY and "p would be too late" in found.reason
+        assert f"d waits {pair[1].timeout_s:g} s" in found.reason and "instead" not in found.reason
+    assert "0.75 s of work wait there" in choose(busy, patient, policy=policy).reason
+    # Another prefill engine is in time.
+    other = dataclasses.replace(PREFILL, engine_id="q", waiting_tokens=10)
+    both = dataclasses.replace(patient, sources=frozenset({"p", "q"}))
+    assert choose(dataclasses.replace(busy, cached_tokens=64), other, both, policy=policy).prefill_on == "q"
+
+
 def test_a_cached_prefix_decides_where():
     other = dataclasses.replace(PREFILL, engine_id="q", cached_tokens=1024)
     both = dataclasses.replace(BUSY, sources=frozenset({"p", "q"}))

@@ -49,7 +49,7 @@ class Below:
         endpoint = TransferEndpoint(channel="shm", layout=LAYOUT, address={})
         return EngineFacts(
             engine_id=self.url, instance="one", role="hybrid", model="m", weights="w", channel="shm", endpoints=(endpoint,),
-            block_size=4, num_blocks=4, token_bytes=16,
+            block_size=4, num_blocks=4, token_bytes=16, timeout_s=10.0,
         )  # fmt: skip
 
     async def _subscribe(self, *_):

@@ -24,6 +24,10 @@ SURE_S = 5.0  # to hear that blocks were held until they were read
 REMEMBERED = 1024  # requests, of which times are reported
 
 
+class Expired(TransferTimeoutError):
+    """A prompt that was not computed while this engine waited for it."""
+
+
 class Arrivals:
     """A decode engine's side. Every method runs on the engine's loop. `seq` is LMDeploy's `SchedulerSequence`.
 
@@ -96,8 +100,7 @@ class Arrivals:
         num_done, peer = 0, None
         try:
             peer = await self._peers.find(engine_id)
-            left_s = self._timeout_s
-            held = await peer.call(Fetch(transfer_id=transfer_id, timeout_s=left_s), left_s + 1.0)
+            held = await self._fetch(peer, transfer_id)
             self.seconds["prompt"] += time.monotonic() - begin_s
             self._check(seq, held)
             if self._take_first(seq, held.first_token):
@@ -115,6 +118,16 @@ class Arrivals:
             if not num_done and peer is not None:
                 self._forget(peer, transfer_id)
             self._join(seq, num_done)
+
+    async def _fetch(self, peer: Any, transfer_id: int) -> Held:
+        """Raises Expired: the prompt was not computed in time. PeerError: it never will be."""
+        timeout_s, begin_s = self._timeout_s, time.monotonic()
+        try:
+            return await peer.call(Fetch(transfer_id=transfer_id, timeout_s=timeout_s), timeout_s + 1.0)
+        except PeerError as error:  # of a peer that lives, or that hangs
+            if time.monotonic() - begin_s >= timeout_s:
+                raise Expired(str(error)) from None
+            raise
 
     def _check(self, seq: Any, held: Held) -> None:
         num_tokens = seq.num_valid_ids
@@ -215,7 +228,7 @@ class Arrivals:
         self._peers.keep(task)
 
     def _failed(self, seq: Any, error: Exception, engine_id: str) -> None:
-        kind = {PeerError: "peer", TransferTimeoutError: "timeout"}.get(type(error), "transfer")
+        kind = {PeerError: "peer", TransferTimeoutError: "timeout", Expired: "expired"}.get(type(error), "transfer")
         self.counts[f"failed_{kind}"] += 1
         logger.warning("request %s: its prompt is computed here: %s: %s", seq.session_id, engine_id, error)
 

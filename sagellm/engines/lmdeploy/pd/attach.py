@@ -84,6 +84,7 @@ class PrefillDecode(DistServe):
             engine_id=self._config.engine_id, instance=self._instance, role=self._config.role, model=self._model,
             weights=self._config.weights, channel=self._config.channel, endpoints=self._workers.endpoints(),
             block_size=cache.block_size, num_blocks=cache.num_gpu_blocks, token_bytes=self._workers.token_bytes(),
+            timeout_s=self._config.timeout_s,
         )  # fmt: skip
 
     # ---- the engine's life

@@ -105,7 +105,7 @@ def test_nobody_computes_the_prompt(pair, reference):
     prompts = make_prompts((40,))
     engines = pair(decode={"timeout_s": 0.3})
     assert tokens_of(engines.ask(prompts, to_prefill=False)) == reference(prompts, NEW)
-    assert engines.report()["arrivals"] == {"failed_peer": 1}
+    assert engines.report()["arrivals"] == {"failed_expired": 1}
     wait_until(lambda: not engines.report("prefill")["held"])
 
 
