@@ -14,7 +14,8 @@ from sagellm.core.errors import PeerError, PeerTimeoutError, SageError
 from sagellm.pd.base import EngineView
 from sagellm.pd.costs import OnlineCosts
 from sagellm.pd.info import EngineInfo, engine_info
-from sagellm.pd.messages import Connect, Done, EngineFacts, Hello, Load, PrefixChange, Release, Subscribe
+from sagellm.pd.messages import EngineFacts, Hello, Load, PrefixChange, Release, Subscribe
+from sagellm.pd.pairs import Pairs
 from sagellm.pd.tokens import prefix_keys
 
 __all__ = ["Engine", "Group", "NotTheOne"]
@@ -22,7 +23,6 @@ __all__ = ["Engine", "Group", "NotTheOne"]
 logger = logging.getLogger("sagellm.pd")
 
 CALL_S = 10.0  # for a message of an engine that lives
-CONNECT_S = 30.0  # for one that opens connections itself
 HEALTH_S = 1.0  # between two looks; a control connection tells of a death at once, a look of an engine that hangs
 MAX_SILENT = 10.0  # seconds without an answer of its server: then it hangs
 SILENT_S = 60.0  # the same of the engine below, which answers nothing while it computes a step
@@ -106,8 +106,8 @@ class Group:
         self._joining: dict[str, asyncio.Task] = {}
         self._tasks: set[asyncio.Task] = set()
         self._changed = asyncio.Event()
-        self._pairing = asyncio.Lock()
         self._instances: dict[str, str] = {}
+        self._pairs = Pairs(self.engines, self._spawn, self._note_change)
 
     async def start(self) -> None:
         # No limit of connections: each running request has one, or two.
@@ -127,7 +127,7 @@ class Group:
             await self.http.close()
 
     async def join(self, url: str) -> Engine:
-        """Connect to an engine, tell it and the others of each other. One that is there already is left alone.
+        """Connect to an engine; it and the others are told of each other after that. One that is there already is left alone.
 
         Raises:
             PeerError: it cannot be reached, does not know the key, or is not who it says it is.
@@ -242,54 +242,24 @@ class Group:
         self.engines[url] = engine
         self._spawn(self._wait_for_end(engine))
         logger.info("engine %s has joined: %s, model %s, %d blocks", url, facts.role, info.model, facts.num_blocks)
-        await self._connect_pairs()
+        self._pairs.look()
         self._on_change(engine, True)
         self._note_change()
         return engine
-
-    async def _connect_pairs(self) -> bool:
-        """Every engine that decodes to every prefill engine that it is not connected to; whether one could not be reached."""
-        async with self._pairing:
-            wanted = [
-                (second, first) for second in self.engines.values() if second.decodes
-                for first in self.engines.values()
-                if first.facts.role == "prefill" and second.sources.get(first.url) != first.facts.instance
-            ]  # fmt: skip
-            done = await asyncio.gather(*(self._connect_pair(second, first) for second, first in wanted))
-        return not all(done)
-
-    async def _connect_pair(self, second: Engine, first: Engine) -> bool:
-        try:
-            await second.connection.call(Connect(engine_id=first.url, address=first.info.control), CONNECT_S, Done)
-        except SageError as error:
-            if second.refused.get(first.url) != str(error):
-                logger.warning("%s does not load from %s: %s", second.url, first.url, error)
-            second.refused[first.url] = str(error)
-            return False
-        second.sources[first.url] = first.facts.instance
-        second.refused.pop(first.url, None)
-        logger.info("%s loads from %s over %s", second.url, first.url, first.facts.channel)
-        self._note_change()
-        return True
 
     async def _wait_for_end(self, engine: Engine) -> None:
         await engine.connection.wait_closed()
         self._forget(engine, "its control connection has ended")
 
     async def _look_after(self) -> None:
-        """Health, and pairs that could not be connected."""
+        """Health, and pairs that are not connected."""
         looking: dict[str, asyncio.Task] = {}
         while True:
             await asyncio.sleep(HEALTH_S)
             for url, engine in list(self.engines.items()):
                 if url not in looking or looking[url].done():
                     looking[url] = self._spawn(self._look_at(engine))
-            if any(self._lacks(one) for one in self.engines.values()):
-                await self._connect_pairs()
-
-    def _lacks(self, one: Engine) -> bool:
-        prefills = [each for each in self.engines.values() if each.facts.role == "prefill"]
-        return one.decodes and any(one.sources.get(each.url) != each.facts.instance for each in prefills)
+            self._pairs.look()
 
     async def _look_at(self, engine: Engine) -> None:
         """A server on a busy machine may take its time: only one that refuses, or is silent for long, is gone."""
@@ -324,6 +294,7 @@ class Group:
         if self.engines.get(engine.url) is not engine:
             return
         del self.engines[engine.url]
+        self._pairs.forget(engine)
         logger.warning("engine %s has gone: %s", engine.url, why)
         self._on_change(engine, False)
         self._note_change()

@@ -13,7 +13,7 @@ from sagellm.serve.group import Membership
 __all__ = ["Registration"]
 
 PERIOD_S = 2.0
-JOIN_S = 60.0  # the proxy connects to this engine, and others to it, before it answers
+JOIN_S = 60.0  # the proxy asks this engine who it is, and connects to it, before it answers
 LOOK_S = 5.0
 ROLE_NUMBERS = {"hybrid": 1, "prefill": 2, "decode": 3}  # LMDeploy's `EngineRole`
 

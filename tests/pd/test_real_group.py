@@ -249,12 +249,12 @@ def test_a_peer_that_does_not_fit(group, prompt, forge, says):
     """It is refused when they are to be connected, the status says why, and the others go on."""
     with Impostor(group.key, run(group.facts(group.prefill)), forge) as peer:
         assert group.signed("POST", "/nodes/add", {"url": peer.url}).status_code == 200
-        status = group.status()[group.decode]
-        assert status["connected"] == [group.prefill]
-        words = status["refused"][peer.url]
+        words = until("a refusal", lambda: group.status()[group.decode]["refused"].get(peer.url))
+        assert group.status()[group.decode]["connected"] == [group.prefill]
         assert says in words and words.endswith(".") and "Traceback" not in words and len(words) < 400
         assert tokens_of(group.complete(prompt)) == group.expected(prompt)
         group.signed("POST", "/nodes/remove", {"url": peer.url})
+        assert not group.status()[group.decode]["refused"]
     while KEPT:
         KEPT.pop().close()
 
