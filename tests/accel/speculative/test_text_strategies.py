@@ -1,12 +1,20 @@
 """What the strategies guess that read the text: by hand, and through the life of a request."""
 
+import json
+from importlib.metadata import EntryPoint
+
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from sagellm import accel
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy
+from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
 from sagellm.accel.speculative.ngram import NgramStrategy
-from sagellm.accel.speculative.registry import make_strategy, strategy_names
+from sagellm.accel.speculative.registry import find_strategy, make_strategy, strategy_names
 from sagellm.accel.speculative.suffix import SuffixStrategy
+from sagellm.cli import main
+from sagellm.core import registry as core_registry
 from sagellm.core.errors import SpeculationError
 
 BLOCKS = np.empty(0, np.int64)
@@ -145,3 +153,34 @@ def test_both_are_known_by_name_and_keep_their_options():
     ngram, suffix = make_strategy("ngram", lookahead=3, min_n=2, max_n=5), make_strategy("suffix", max_depth=9)
     assert (ngram.lookahead, ngram.min_n, ngram.max_n) == (3, 2, 5)
     assert (suffix.lookahead, suffix.max_depth, suffix.min_probability, suffix.max_tokens) == (8, 9, 0.2, 100_000)
+
+
+def test_the_abstract_one_cannot_be_built_and_others_come_from_the_package():
+    with pytest.raises(TypeError, match="abstract"):
+        accel.SpeculativeStrategy()
+    assert accel.DynamicLookaheadStrategy is DynamicLookaheadStrategy and accel.SpeculativeStrategy is SpeculativeStrategy
+    assert {getattr(accel, name).__name__ for name in accel.__all__} == set(accel.__all__)
+
+
+class Offered(NgramStrategy):
+    name = "offered"
+
+
+def test_installed_packages_offer_strategies(monkeypatch: pytest.MonkeyPatch):
+    entries = [
+        EntryPoint("their-own", f"{__name__}:Offered", "sagellm.speculative"),
+        EntryPoint("ngram", f"{__name__}:Offered", "sagellm.speculative"),  # the project's own goes before
+        EntryPoint("elsewhere", f"{__name__}:Offered", "sagellm.policies"),
+        EntryPoint("gone", f"{__name__}:Gone", "sagellm.speculative"),
+    ]
+    monkeypatch.setattr(core_registry, "entry_points", lambda group: [each for each in entries if each.group == group])
+    assert find_strategy("Their_Own") is Offered and find_strategy("ngram") is NgramStrategy
+    wrapped = make_strategy("dynamic:their-own", options={"max_n": 2})
+    assert isinstance(wrapped, DynamicLookaheadStrategy) and wrapped.report()["strategy"] == "offered"
+    names = strategy_names()
+    assert names.count("ngram") == 1 and "their-own" in names and "elsewhere" not in names
+    with pytest.raises(SpeculationError, match="gone: cannot load"):
+        find_strategy("gone")
+    del entries[-1]
+    listed = json.loads(CliRunner().invoke(main, ["speculative", "list", "--json"]).stdout)
+    assert {row["strategy"]: row["class"] for row in listed}["their-own"] == f"{__name__}:Offered"
