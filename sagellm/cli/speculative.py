@@ -119,20 +119,23 @@ def profile(out: Path, as_json: bool, **given: Any) -> None:
 def recommend(table: Path, acceptance: float, target_ms: float | None, batch: int | None, as_json: bool) -> None:
     """Name the lookahead of most tokens a second, from a measured table and an acceptance rate.
 
-    Exit code 0: it keeps to the target; 1: nothing does, and the shortest latency is shown; 2: misuse, or a bad table.
+    Exit code 0: it keeps to the target; 1: nothing does, and the shortest latency is shown; 2: misuse, or a bad table,
+    or one of a single batch size, which says nothing of others.
     """
     from sagellm.accel.speculative.planning.recommend import recommend as best_setting
     from sagellm.accel.speculative.planning.table import read_table
 
     target_s = None if target_ms is None else target_ms / 1e3
     try:
-        found = best_setting(read_table(table), acceptance, target_s=target_s, batch=batch)
+        measured = read_table(table)
+        found = best_setting(measured, acceptance, target_s=target_s, batch=batch)
     except SageError as error:
         raise click.UsageError(str(error)) from None
     if as_json:
         click.echo(json.dumps(found._asdict(), indent=1))
     else:
-        beyond = "; beyond what was measured, so only a guess" if found.is_extrapolated else ""
+        batches = f"{measured.batches[0]} to {measured.batches[-1]} sequences"
+        beyond = f"; beyond what was measured, {batches}, so only a guess" if found.is_extrapolated else ""
         click.echo(
             f"lookahead {found.lookahead} with {found.batch} sequences: {found.tokens_per_s:.4g} tokens/s "
             f"({found.speedup:.3g} times that without guesses), {1e3 * found.token_s:.3g} ms a token, "

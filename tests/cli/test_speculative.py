@@ -52,7 +52,20 @@ def test_recommend(table):
     assert done.exit_code == 0 and "lookahead 2" in done.output and "beyond" not in done.output
     done = run("recommend", table, "--acceptance", 0.9, "--target-ms", 4.42, "--batch", 1)
     assert done.exit_code == 1 and "Nothing keeps to 4.42 ms" in done.output
-    assert "only a guess" in run("recommend", table, "--acceptance", 0, "--batch", 8).output
+    beyond = run("recommend", table, "--acceptance", 0, "--batch", 8)
+    assert "beyond what was measured, 1 to 4 sequences, so only a guess" in beyond.output and beyond.exit_code == 0
+
+
+def test_a_table_of_one_batch_says_nothing_of_others(tmp_path):
+    file = tmp_path / "table.json"
+    LatencyTable((2,), (0, 2), ((0.010, 0.012),), ((5, 5),), 100.0, {}).write(file)
+    assert run("recommend", file, "--acceptance", 0.9, "--batch", 2).exit_code == 0
+    assert json.loads(run("recommend", file, "--acceptance", 0.9, "--json").output)["batch"] == 2
+    for other in (1, 16):
+        done = run("recommend", file, "--acceptance", 0.9, "--batch", other)
+        text = " ".join(done.output.split())
+        assert done.exit_code == 2 and f"steps of 2 sequences alone, which say nothing of {other}" in text
+        assert f"--batches {min(2, other)},{max(2, other)} " in text
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,10 @@ def recommend(
     Args:
         acceptance: the chance that a guess is right when those before it were: of all places, from 0 to 1.
         target_s: the mean time between two tokens of a sequence that is allowed; None: any.
-        batch: sequences in a step; None: of those measured, whichever is best.
+        batch: sequences in a step; None: of those measured, whichever is best. Beyond those measured it is extrapolated.
 
     Raises:
-        SpeculationError: a number out of range.
+        SpeculationError: a number out of range, or another batch where the table has one alone.
     """
     if not 0 <= acceptance <= 1:
         raise SpeculationError(f"acceptance is {acceptance!r}; give a share from 0 to 1, such as that of place 1 in /metrics.")
@@ -50,6 +50,12 @@ def recommend(
         raise SpeculationError(f"target_s is {target_s!r}; give seconds above 0, or leave it out.")
     if batch is not None and batch < 1:
         raise SpeculationError(f"batch is {batch!r}; give 1 or more, or leave it out.")
+    if batch is not None and len(table.batches) == 1 and batch != table.batches[0]:
+        known = table.batches[0]
+        raise SpeculationError(
+            f"the table has steps of {known} sequence{'s' * (known > 1)} alone, which say nothing of {batch}; measure more: "
+            f"sagellm speculative profile --batches {min(known, batch)},{max(known, batch)} --out FILE."
+        )
     settings = [
         _setting(table, acceptance, each, lookahead, target_s)
         for each in (table.batches if batch is None else (batch,))
