@@ -6,13 +6,16 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import psutil
+
+from sagellm.core.errors import EngineError
 
 __all__ = ["Child"]
 
@@ -50,16 +53,22 @@ class Child:
         self._error = ""  # its last one; libraries may say many lines after it
 
     async def start(self) -> None:
-        self.num_starts += 1
+        """Raises EngineError: the system gives no process now; it may be tried again."""
         self._ready_s = self._end_s = 0.0
         self.ready = asyncio.get_running_loop().create_future()
         self._last.clear()
         self._error = ""
         # A session of its own: Ctrl-C reaches us alone, and we end the others in order.
-        self._process = await asyncio.create_subprocess_exec(
-            *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True, pass_fds=self._fds, env=self._env, preexec_fn=self._in_child, limit=1 << 20,
-        )  # fmt: skip
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                start_new_session=True, pass_fds=self._fds, env=self._env, preexec_fn=self._in_child, limit=1 << 20,
+            )  # fmt: skip
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            # No process, no thread that waits for it, no such core.
+            words = getattr(error, "strerror", None) or str(error).rstrip(".")
+            raise EngineError(f"it cannot be started: {words}.") from error
+        self.num_starts += 1
         self._readers = [
             asyncio.create_task(self._read_stdout(self._process.stdout)),
             asyncio.create_task(self._read_stderr(self._process.stderr)),
@@ -122,6 +131,8 @@ class Child:
         self._kill(family)
 
     def _family(self) -> list[psutil.Process]:
+        if not self.is_running:  # its number may be another process's by now
+            return []
         try:
             return psutil.Process(self._process.pid).children(recursive=True)  # type: ignore[union-attr]
         except psutil.Error:
@@ -140,8 +151,7 @@ class Child:
             os.sched_setaffinity(0, self._cores)
 
     async def _read_stdout(self, stream: Any) -> None:
-        async for line in stream:
-            text = line.decode(errors="replace").rstrip()
+        async for text in _lines(stream):
             with contextlib.suppress(ValueError):
                 found = json.loads(text)
                 if isinstance(found, dict) and found.get("ready") and not self.ready.done():
@@ -151,15 +161,20 @@ class Child:
             self._say(f"[{self.name}] {text}")
 
     async def _read_stderr(self, stream: Any) -> None:
-        while True:
-            try:
-                line = await stream.readline()
-            except ValueError:  # a line beyond the limit: the rest of it comes next
-                continue
-            if not line:
-                return
-            text = line.decode(errors="replace").rstrip()
+        async for text in _lines(stream):
             self._last.append(text)
             if text.startswith("error: "):
                 self._error = text.removeprefix("error: ")
             self._say(f"[{self.name}] {text}")
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Until its end: who writes into a pipe that nobody reads stands still."""
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # a line beyond the limit: what is left of it comes next
+            continue
+        if not line:
+            return
+        yield line.decode(errors="replace").rstrip()

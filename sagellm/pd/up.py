@@ -152,7 +152,7 @@ class _Supervisor:
         watchers: list[asyncio.Task] = []
         try:
             for child in self._children:
-                await child.start()
+                await self._start(child)
                 watchers.append(asyncio.create_task(self._watch(child)))
             starting = asyncio.create_task(self._until_ready())
             stopping = asyncio.create_task(self._stop.wait())
@@ -191,6 +191,12 @@ class _Supervisor:
             self._failed = error
         self._stop.set()
 
+    async def _start(self, child: Child) -> None:
+        try:
+            await child.start()
+        except EngineError as error:
+            raise EngineError(f"{child.name} could not start: {error}") from error
+
     async def _watch(self, child: Child) -> None:
         """Start it again when it ends, later each time; before the group is ready, or with --no-restart, that is the end."""
         backoff_s = FIRST_BACKOFF_S
@@ -206,9 +212,15 @@ class _Supervisor:
             if child.served_s > HEALTHY_S:  # it was killed, say; what ends at its start would end there again
                 backoff_s = FIRST_BACKOFF_S
             self._say(f"{child.name} has gone: {words} It is started again in {backoff_s:g} s")
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-            await child.start()
+            is_started = False
+            while not is_started:
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                try:
+                    await child.start()
+                    is_started = True
+                except EngineError as error:  # the machine is short of processes or memory, which passes
+                    self._say(f"{child.name}: {error} It is tried again in {backoff_s:g} s")
 
     async def _until_ready(self) -> dict[str, Any]:
         """Raises EngineError: an engine refuses another, or it takes too long."""

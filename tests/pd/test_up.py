@@ -1,6 +1,7 @@
 """`sagellm pd up` with stand-in engines: starts, restarts, ends and words."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -14,10 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 from sagellm.cli.pd import pd
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, EngineError
 from sagellm.pd.child import Child
 from sagellm.pd.cores import available_cores, split_cores
 from sagellm.pd.ports import free_ports, listen
+from sagellm.pd.up import UpConfig, _Supervisor
+from tests.pd.below import soon
 from tests.pd.harness import until
 from tests.pd.stand_in import tokens_of
 
@@ -192,6 +195,65 @@ def test_what_a_process_says_of_its_end():
 
     assert asyncio.run(words("print('error: no room.\\n' + 'leak\\n' * 50, file=sys.stderr)")) == "no room."
     assert asyncio.run(words("sys.exit(3)")) == "it ended with code 3, without a word."
+
+
+def test_a_process_that_cannot_be_started_again_now_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("sagellm.pd.up.FIRST_BACKOFF_S", 0.01)
+    (key := tmp_path / "key").write_bytes(b"k" * 32)
+    said, start, num_failures = [], asyncio.create_subprocess_exec, 0
+
+    async def no_process(*command, **options):
+        nonlocal num_failures
+        num_failures += 1
+        if num_failures > 2:
+            return await start(*command, **options)
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async def play():
+        with listen("127.0.0.1", free_ports(1)[0]) as listener:
+            group = _Supervisor(UpConfig(model=tmp_path), listener, key, tmp_path, (), False)
+        monkeypatch.setattr(group, "_pass_on", said.append)
+        group._is_ready = True
+        child = Child("one", [sys.executable, "-c", "import time; time.sleep(600)"], say=said.append)
+        await child.start()
+        watching = asyncio.create_task(group._watch(child))
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", no_process)
+        child.kill()
+        await soon("it runs again", lambda: child.num_starts == 2 or watching.done())
+        assert child.is_running and not watching.done()
+        child.kill()
+        await soon("it runs once more", lambda: child.num_starts == 3 or watching.done())
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        child.kill()
+        await child.wait()
+
+    asyncio.run(play())
+    tries = [line for line in said if "cannot be started: Resource temporarily unavailable. It is tried again in" in line]
+    assert len(tries) == 2 and num_failures == 4
+
+
+def test_a_command_that_is_none_is_named():
+    async def start():
+        await Child("one", ["/nowhere/at/all"]).start()
+
+    with pytest.raises(EngineError, match="it cannot be started: No such file or directory"):
+        asyncio.run(start())
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_lines_longer_than_any_buffer_stop_nobody(stream):
+    """Neither the process, which would wait for somebody to read, nor the lines behind them."""
+    said = []
+    code = f"import sys; print('x' * (3 << 20), 'behind it', 'y' * (1 << 18), sep='\\n', file=sys.{stream}, flush=True)"
+
+    async def play():
+        child = Child("one", [sys.executable, "-c", code], say=said.append)
+        await child.start()
+        assert await asyncio.wait_for(child.wait(), 30) == 0
+
+    asyncio.run(play())
+    assert "[one] behind it" in said and said[-1] == "[one] " + "y" * (1 << 18)
 
 
 def test_cores_are_split_as_evenly_as_can_be():
