@@ -48,6 +48,10 @@ class Failed(Exception):
         self.cause, self.answer = cause, answer
 
 
+class ClientLeft(Exception):
+    """What was to be sent to it cannot be."""
+
+
 class Relay:
     """What all requests share."""
 
@@ -80,6 +84,7 @@ class RelayedResponse(Response):
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
         metrics = self._relay.metrics
         outcome = "failed"
+        send = self._noting(send)
         metrics.running.inc()
         try:
             try:
@@ -91,7 +96,9 @@ class RelayedResponse(Response):
             if body is None:
                 outcome = "client left"
                 return
-            outcome = await self._until_client_leaves(self._serve(body, scope, self._noting(send)), receive)
+            outcome = await self._until_client_leaves(self._serve(body, scope, send), receive)
+        except ClientLeft:
+            outcome = "client left"
         finally:
             metrics.running.dec()
             metrics.requests.labels(outcome).inc()
@@ -101,12 +108,16 @@ class RelayedResponse(Response):
             )  # fmt: skip
 
     def _noting(self, send: Any) -> Any:
-        """A server calls the end of an answer a disconnect, too."""
+        """A server calls the end of an answer a disconnect, too. Raises ClientLeft: of all that fails in a request this alone
+        is the client's."""
 
         async def noting(message: dict) -> None:
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 self._is_answered = True
-            await send(message)
+            try:
+                await send(message)
+            except OSError as error:
+                raise ClientLeft from error
 
         return noting
 
@@ -121,8 +132,6 @@ class RelayedResponse(Response):
                     await work
                 return "client left"
             return await work
-        except OSError:
-            return "client left"
         finally:
             for task in (work, gone):
                 task.cancel()
@@ -283,8 +292,8 @@ class RelayedResponse(Response):
                 self._note_first_byte()
                 shown = True
                 return await self._stream(answer.status, media, piece, pieces, send, second)
-        except (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError) as error:
-            if shown:  # the client's side: `_stream` has seen to the engine's
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            if shown:  # `_stream` has seen to the engine's side
                 raise
             raise Failed(_cause(error), _words(error)) from None
         except asyncio.CancelledError:
