@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 
 from sagellm.comm_backend.control import new_key, sign_request
+from sagellm.pd.base import RouteDecision, RouteKind, RoutingPolicy
 from sagellm.pd.ports import free_ports
 
 READY_S = 60.0
@@ -22,6 +23,16 @@ def until(what, answer, deadline_s=30.0):
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
         time.sleep(0.02)
     return value
+
+
+class Lowest(RoutingPolicy):
+    """Every request to the engine that decodes and whose URL comes first, so that a test knows which one that is."""
+
+    name = "lowest"
+
+    def choose(self, request, engines):
+        decoders = sorted(one.engine_id for one in engines if one.role != "prefill")
+        return RouteDecision(RouteKind.STAY, decoders[0], None, "the first")
 
 
 class Proc:

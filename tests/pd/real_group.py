@@ -20,6 +20,7 @@ from sagellm.pd.messages import EngineFacts, Hello
 from sagellm.pd.ports import free_ports
 from tests.pd.harness import until
 
+WAIT_S = 80.0  # for an engine that is started again, on a busy machine too
 LEASE_S, TIMEOUT_S = 120.0, 4.0  # blocks that come back within seconds have not waited for the end of their lease
 
 
@@ -74,8 +75,8 @@ class RealGroup(Engines):
         options = json.dumps({"folder": str(folder)})
         command = [
             sys.executable, "-m", "sagellm.pd", "up", "--port", str(self.port), "--json", "--policy", "always-split",
-            "--model", str(model), "--", "--model-name", "tiny", "--device", "cpu", "--threads", "1", "--block-size", "16",
-            "--kv-blocks", "320", "--max-batch-size", "8", "--no-prefix-caching",
+            "--wait-s", str(WAIT_S), "--model", str(model), "--", "--model-name", "tiny", "--device", "cpu", "--threads", "1",
+            "--block-size", "16", "--kv-blocks", "320", "--max-batch-size", "8", "--no-prefix-caching",
             "--kv-channel", "tests.pd.held_channel:HeldShm", "--kv-channel-options", options,
             "--pd-timeout-s", str(TIMEOUT_S), "--pd-lease-s", str(LEASE_S), *flags,
         ]  # fmt: skip

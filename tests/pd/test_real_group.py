@@ -167,12 +167,7 @@ def test_a_decode_engine_killed_mid_stream(group, prompt):
         stream.end()
         assert "failed in the middle of this answer" in stream.error and "send the request again" in stream.error
         assert not stream.is_done and not stream.broken and "Traceback" not in stream.error
-        # Nothing of the other one was shown: it waits for the new engine, or is told so when that takes too long.
-        answer = whole.result(90)
-        if answer.status_code == 503:
-            assert "no engine that decodes came within 30 s" in answer.json()["error"]["message"]
-        else:
-            assert tokens_of(answer) == expected
+        assert tokens_of(whole.result(90)) == expected  # nothing of it was shown: it waits for the new engine
         assert group.metric(group.url, "sagellm_proxy_retries_total") > retries
     until("the group is whole", group.is_whole, 60)
     assert stream.tokens == group.expected(prompt, len(stream.tokens))
