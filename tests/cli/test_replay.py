@@ -277,14 +277,12 @@ def test_as_a_process(trace):
 
 
 def test_a_policy_of_the_current_folder(tmp_path):
-    """`-P`, as an installed command has it: the current folder is not on sys.path by itself."""
+    """As an installed command has it: the current folder is not on sys.path by itself."""
     (tmp_path / "mine.py").write_text(
         "from sagellm.kv_policy.eviction.fifo import Fifo\n\n\nclass Mine(Fifo):\n    name = 'mine'\n"
     )
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from sagellm.cli import main; main()"
+    code = f"import sys; sys.path[0] = {str(ROOT)!r}; from sagellm.cli import main; main()"
     words = ["replay", "--trace", "zipf:requests=20", "--capacity", "90", "--policy", "mine:Mine", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, *words], capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"][0]["policy"] == "mine:Mine"
