@@ -1,8 +1,8 @@
 """Addresses as text, host:port, and sockets of control connections."""
 
 import asyncio
-import socket
 
+from sagellm.comm_backend.open_ports import keep_alive
 from sagellm.core.errors import ConfigError
 
 __all__ = ["join_address", "prepare", "split_address"]
@@ -27,14 +27,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def prepare(writer: asyncio.StreamWriter) -> str:
-    """Notice a host that has gone without a word within half a minute; returns the other side's address.
-
-    asyncio itself sets TCP_NODELAY.
-    """
-    sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    """Have it kept alive; asyncio itself sets TCP_NODELAY. Returns the other side's address."""
+    keep_alive(writer.get_extra_info("socket"))
     name = writer.get_extra_info("peername")
     return join_address(*name[:2]) if name else "a peer that has gone"

@@ -12,6 +12,7 @@ from sagellm.comm_backend.control.addresses import join_address, prepare
 from sagellm.comm_backend.control.connection import ControlConnection, Handler
 from sagellm.comm_backend.control.frames import Frames, welcome
 from sagellm.comm_backend.control.registry import register
+from sagellm.comm_backend.open_ports import Strangers
 from sagellm.core.errors import ConfigError, PeerError
 
 __all__ = ["ControlServer"]
@@ -30,7 +31,8 @@ class ControlServer:
         key: of the group.
         handlers: by type of message.
         on_closed: called with each connection that has ended, when its handlers have.
-        max_connections: that have proved the key. `max_strangers`: that have not yet; they have `handshake_s` to do so.
+        max_connections: that have proved the key. `max_strangers`: that have not yet; they have `handshake_s` to do so, and
+            less when more of them come: the oldest gives way.
     """
 
     def __init__(
@@ -44,11 +46,11 @@ class ControlServer:
         handshake_s: float = 5.0,
     ) -> None:
         self._key, self._handlers, self._on_closed = key, dict(handlers), on_closed
-        self._max_connections, self._max_strangers, self._handshake_s = max_connections, max_strangers, handshake_s
+        self._max_connections, self._handshake_s = max_connections, handshake_s
         self._server: asyncio.Server | None = None
         self._connections: set[ControlConnection] = set()
         self._serving: set[asyncio.Task[None]] = set()
-        self._num_strangers = 0
+        self._strangers: Strangers[asyncio.StreamWriter] = Strangers(max_strangers)
         self._is_closing = False
         register(*self._handlers)
 
@@ -116,19 +118,19 @@ class ControlServer:
 
     async def _let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, remote: str) -> Frames | None:
         # Those who have the key are counted apart: strangers cannot take their places.
-        if self._num_strangers >= self._max_strangers:
-            logger.warning("control connection of %s refused: %d others are in the handshake", remote, self._num_strangers)
-            return None
-        self._num_strangers += 1
+        oldest = self._strangers.add(writer)
+        if oldest is not None:
+            oldest.transport.abort()  # which ends its handshake
         try:
             is_full = len(self._connections) >= self._max_connections
             return await asyncio.wait_for(welcome(reader, writer, self._key, is_full), self._handshake_s)
         except asyncio.TimeoutError:
             logger.warning("control connection of %s refused: no handshake within %g s", remote, self._handshake_s)
         except (PeerError, OSError) as error:
-            logger.warning("control connection of %s refused: %s", remote, error)
+            why = error if writer in self._strangers else "it was the first of too many in the handshake"
+            logger.warning("control connection of %s refused: %s", remote, why)
         finally:
-            self._num_strangers -= 1
+            self._strangers.remove(writer)
         await self._say_and_close(writer)
         return None
 

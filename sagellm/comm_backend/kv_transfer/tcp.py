@@ -32,6 +32,7 @@ from sagellm.comm_backend.kv_transfer.tcp_frames import (
 )  # fmt: skip
 from sagellm.comm_backend.kv_transfer.tcp_server import TcpServer
 from sagellm.comm_backend.kv_transfer.turns import Run
+from sagellm.comm_backend.open_ports import keep_alive
 from sagellm.core.errors import TransferError, TransferTimeoutError
 
 __all__ = ["TcpChannel", "TcpOptions"]
@@ -129,6 +130,7 @@ class _Link:
             connection = socket.create_connection((self._address.host, self._address.port), limit_s)
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                keep_alive(connection)
                 welcome(connection, self._key, self._address.token.encode(), deadline)
             except BaseException:
                 connection.close()

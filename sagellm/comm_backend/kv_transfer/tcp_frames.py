@@ -10,7 +10,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sagellm.core.errors import TransferError
 
@@ -31,14 +31,19 @@ class Gone(Exception):
     """The other end has closed the connection."""
 
 
-def greet(connection: socket.socket, key: bytes, token: bytes, deadline: float) -> bool:
-    """The server's part; whether the client knows the key. `token`: of this server, which clients were told."""
+def greet(connection: socket.socket, key: bytes, token: bytes, deadline: float, admit: Callable[[], bool]) -> bool:
+    """The server's part; whether the client knows the key, and is admitted, which is asked before it hears of it.
+
+    `token`: of this server, which clients were told.
+    """
     nonce = secrets.token_bytes(_NONCE)
     send_all(connection, [_GREETING + nonce], deadline)
     answer = receive(connection, _NONCE + _MAC, deadline)
     nonces = nonce + answer[:_NONCE]
     if not hmac.compare_digest(answer[_NONCE:], _mac(key, b"client", token, nonces)):
         send_all(connection, [bytes(1 + _MAC)], deadline)
+        return False
+    if not admit():
         return False
     send_all(connection, [b"\x01" + _mac(key, b"server", token, nonces)], deadline)
     return True

@@ -17,13 +17,15 @@ from sagellm.comm_backend.kv_transfer.tcp_frames import (
     receive,
     send_all,
 )  # fmt: skip
+from sagellm.comm_backend.open_ports import Strangers, keep_alive
 from sagellm.core.errors import TransferError
 
 __all__ = ["TcpServer"]
 
 GREET_S = 5.0  # for a client to show that it knows the key
 STALL_S = 60.0  # for a client to take what it asked for
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 256  # of clients that know it
+MAX_STRANGERS = 64  # that have not shown it yet
 
 
 class TcpServer:
@@ -47,6 +49,7 @@ class TcpServer:
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS)
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="kv-tcp-accept", daemon=True)
         self._thread.start()
@@ -55,7 +58,7 @@ class TcpServer:
         """Ends all connections."""
         with self._lock:
             self._closed = True
-            connections = list(self._connections)
+            connections = [*self._connections, *self._strangers]
         for each in (self._listener, *connections):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
@@ -73,19 +76,30 @@ class TcpServer:
                 time.sleep(0.05)  # out of files, or a client that has left already
                 continue
             with self._lock:
-                is_welcome = not self._closed and len(self._connections) < MAX_CONNECTIONS
-                if is_welcome:
-                    self._connections.add(connection)
+                is_welcome = not self._closed
+                oldest = self._strangers.add(connection) if is_welcome else None
+                if oldest is not None:
+                    with suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it, but not before it has this lock
             if is_welcome:
                 threading.Thread(target=self._serve, args=(connection,), name="kv-tcp-serve", daemon=True).start()
             else:
                 connection.close()
 
+    def _admit(self, connection: socket.socket) -> bool:
+        """It knows the key. Whether it may stay: it has not had to give way, and there are not too many."""
+        with self._lock:
+            may_stay = self._strangers.remove(connection) and not self._closed and len(self._connections) < MAX_CONNECTIONS
+            if may_stay:
+                self._connections.add(connection)
+            return may_stay
+
     def _serve(self, connection: socket.socket) -> None:
         """Whatever a client does ends its own connection at most."""
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if greet(connection, self._key, self._token, time.monotonic() + GREET_S):
+            keep_alive(connection)  # between requests nothing else would tell that its host has gone
+            if greet(connection, self._key, self._token, time.monotonic() + GREET_S, lambda: self._admit(connection)):
                 while self._answer(connection):
                     pass
         except (Gone, OSError):
@@ -93,6 +107,7 @@ class TcpServer:
         finally:
             with self._lock:
                 self._connections.discard(connection)
+                self._strangers.remove(connection)
             connection.close()
 
     def _answer(self, connection: socket.socket) -> bool:

@@ -210,15 +210,30 @@ def test_a_message_that_is_none_is_refused(body):
 
 def test_strangers_cannot_take_the_places_of_others():
     async def main():
-        async with guarded(max_strangers=4, handshake_s=0.3) as (_, port, taken):
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
-            await asyncio.sleep(0.05)
-            with pytest.raises(PeerError, match="cannot connect"):
-                await connect(f"127.0.0.1:{port}", KEY)
-            for reader, writer in silent:  # they have had their time
+        async with guarded(max_strangers=4, handshake_s=60) as (server, port, taken):
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(9)]
+            for reader, _ in silent[:5]:  # those who were first have given way
                 assert await is_ended(reader)
+            while len(list(server._strangers)) < 4:  # the last one is there
+                await asyncio.sleep(0.001)
+            peer = await connect(f"127.0.0.1:{port}", KEY)
+            assert await peer.call(Ask(text="peer"), 10) == Answer(text="peer")
+            assert await is_ended(silent[5][0])
+            assert not any(reader.at_eof() for reader, _ in silent[6:]), "one for the peer"
+            for _, writer in silent:
                 writer.close()
-        assert not taken
+            await peer.close()
+        assert taken == ["peer"]
+
+    asyncio.run(main())
+
+
+def test_a_stranger_has_a_limited_time():
+    async def main():
+        async with guarded(handshake_s=0.3) as (_, port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            assert await is_ended(reader)
+            writer.close()
 
     asyncio.run(main())
 

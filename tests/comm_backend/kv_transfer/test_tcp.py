@@ -5,7 +5,7 @@ import socket
 import struct
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -14,7 +14,7 @@ from sagellm.comm_backend.kv_transfer.base import TransferOptions, TransferPlan
 from sagellm.comm_backend.kv_transfer.contract.desk import layout_of
 from sagellm.comm_backend.kv_transfer.contract.owner import KEY, make_region
 from sagellm.comm_backend.kv_transfer.tcp import TcpChannel
-from sagellm.comm_backend.kv_transfer.tcp_frames import MAX_PIECES, REPLY, REQUEST, receive, welcome
+from sagellm.comm_backend.kv_transfer.tcp_frames import MAX_PIECES, REPLY, REQUEST, Gone, receive, welcome
 from sagellm.core.errors import TransferCancelled, TransferError, TransferTimeoutError
 
 LAYOUT = layout_of()
@@ -34,7 +34,11 @@ def pair():
 def dial(channel: TcpChannel) -> socket.socket:
     address = channel.endpoint().address
     connection = socket.create_connection((address["host"], address["port"]), 10)
-    welcome(connection, KEY, address["token"].encode(), time.monotonic() + 10)
+    try:
+        welcome(connection, KEY, address["token"].encode(), time.monotonic() + 10)
+    except Gone:
+        connection.close()
+        raise
     return connection
 
 
@@ -82,6 +86,48 @@ def test_who_does_not_know_the_key_gets_nothing(pair, said: bytes, monkeypatch):
                 received += some
     assert len(received) in (40, 73) and not received[40:].strip(b"\0")
     assert reader.transfer(PLAN).num_bytes
+
+
+def test_strangers_cannot_take_the_places_of_peers(pair, monkeypatch):
+    owner, reader = pair
+    monkeypatch.setattr(tcp_server, "GREET_S", 100.0)  # nobody's time is over
+    address = owner.endpoint().address
+    with ExitStack() as open_ones:
+        peer = open_ones.enter_context(dial(owner))
+        silent = []
+        for _ in range(tcp_server.MAX_CONNECTIONS + tcp_server.MAX_STRANGERS):
+            silent.append(open_ones.enter_context(socket.create_connection((address["host"], address["port"]), 10)))
+            receive(silent[-1], 40, time.monotonic() + 10)  # the server waits for its answer
+        newcomer = TcpChannel(make_region(TcpChannel, LAYOUT, None), TransferOptions(key=KEY))
+        newcomer.connect("p", [owner.endpoint()])
+        for channel in (newcomer, reader):
+            assert channel.transfer(PLAN).num_bytes == 8 * LAYOUT.token_bytes()
+        newcomer.close()
+        assert all(is_closed(each) for each in silent[: tcp_server.MAX_CONNECTIONS]), "the first ones have given way"
+        peer.sendall(REQUEST.pack(1, 0, 1) + struct.pack("<QQ", 0, 8))
+        assert receive(peer, REPLY.size + 8, time.monotonic() + 10)[: REPLY.size] == REPLY.pack(1, 0, 8)
+        last = silent[-1]
+        last.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            last.recv(1)
+
+
+def test_peers_are_limited_for_themselves_and_kept_alive(pair, monkeypatch):
+    owner, _ = pair
+    monkeypatch.setattr(tcp_server, "MAX_CONNECTIONS", 2)
+    with dial(owner) as second:
+        with pytest.raises(Gone):
+            dial(owner)
+        number = second.getsockname()[1]
+        server = owner._stop_server.peek()[1].__self__
+        (served,) = (each for each in server._connections if each.getpeername()[1] == number)
+        assert served.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert served.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+    deadline = time.monotonic() + 10
+    while len(server._connections) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    dial(owner).close()
 
 
 def test_an_answer_of_an_earlier_connection_is_refused(pair):
