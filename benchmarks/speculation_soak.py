@@ -1,17 +1,19 @@
-"""Many mixed requests through an engine that guesses, some of them broken off: nothing may be lost.
+"""Many mixed requests through engines that guess, some of them broken off: nothing may be lost.
 
-    python -m benchmarks.speculation_soak [--requests 10000] [--strategy suffix] [--out FILE]
+    python -m benchmarks.speculation_soak [--requests 10000] [--strategies suffix,ngram,dynamic:suffix,draft] [--out FILE]
 
-A tiny random model in float32 on the CPU engine, a pool so small that requests preempt each other, prompts that share
-beginnings, greedy and sampled, a fifth of them broken off by their clients. Afterwards: each answer that came to its end
-against the same engine without guesses; every block free or cached, and held by nobody; no text of an ended request; memory
-of the process.
+A tiny model in float32 on the CPU engine that mostly says one token after another, and otherwise what all of the text before
+decides: so many guesses from text are right, and a wrong key shows. The draft model is the target itself. A pool so small that
+requests preempt each other, prompts that share beginnings and repeat themselves, greedy and sampled, a fifth of them broken off
+by their clients. Afterwards, for each strategy: each answer that came to its end against the same engine without guesses; every
+block free or cached, and held by nobody; no text of an ended request; memory of the process.
 """
 
 import asyncio
 import json
 import random
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,89 +21,120 @@ import click
 import psutil
 
 from benchmarks.machine import describe
+from benchmarks.speculation.chain_model import successors, write_chain_model
 
-AT_ONCE = 24
+AT_ONCE, PART = 24, 500
 BROKEN_OFF = 0.2
+QUIET = 0.08  # of the layers, see `write_chain_model`
+VOCAB_SIZE, FIRST = 800, 300  # tokens from `FIRST` on follow each other in a cycle
+SIZES = {"device": "cpu", "threads": 1, "block_size": 16, "kv_blocks": 48, "max_batch_size": 16}
+STRATEGIES = "suffix,ngram,dynamic:suffix,draft"
+BUDGET = 0.5  # of `dynamic`, which guesses little where steps are as cheap as this model's
+
+Job = tuple[list[int], Any, int | None]  # prompt, what is asked for, tokens after which the client leaves
 
 
 @click.command()
-@click.option("--requests", type=click.IntRange(10), default=10_000, show_default=True)
-@click.option("--strategy", default="suffix", show_default=True)
-@click.option("--options", default="{}", metavar="JSON")
+@click.option("--requests", type=click.IntRange(10), default=10_000, show_default=True, help="Of each strategy.")
+@click.option("--strategies", default=STRATEGIES, show_default=True, metavar="NAME,...")
+@click.option("--options", default="{}", metavar="JSON", help="Of strategies, by name.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(requests: int, strategy: str, options: str, seed: int, out: Path | None) -> None:
+def main(requests: int, strategies: str, options: str, seed: int, out: Path | None) -> None:
     """Run, print, and write the result; exit code 1: something was lost or differs."""
     with tempfile.TemporaryDirectory() as scratch:
-        result = soak(Path(scratch), requests, strategy, json.loads(options), seed)
-    click.echo(json.dumps(result, indent=1))
+        runs = soak(Path(scratch), requests, strategies.split(","), json.loads(options), seed)
     if out is not None:
-        out.write_text(json.dumps(result | {"machine": describe()}, indent=2) + "\n")
-    if any(result[name] for name in ("differences", "active_blocks", "lost_blocks", "texts_left", "faults")):
+        out.write_text(json.dumps({"requests": requests, "runs": runs, "machine": describe()}, indent=2) + "\n")
+    if any(run[name] for run in runs for name in ("differences", "active_blocks", "lost_blocks", "texts_left", "faults")):
         raise SystemExit(1)
 
 
-def soak(scratch: Path, requests: int, strategy: str, options: dict[str, Any], seed: int) -> dict[str, Any]:
+def soak(
+    scratch: Path, requests: int, strategies: list[str], options: dict[str, dict[str, Any]], seed: int
+) -> list[dict[str, Any]]:
+    """One result for each strategy, printed when it is there."""
     from sagellm.core.config import SageConfig
     from sagellm.demo_model.random_model import write_random_model
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
     model = write_random_model(
-        scratch / "model", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=128, vocab_size=512
-    )
-    sizes = {"device": "cpu", "threads": 1, "block_size": 16, "kv_blocks": 48, "max_batch_size": 16}
-    plain = LMDeployEngine(SageConfig(**sizes), model)
-    engine = LMDeployEngine(SageConfig(**sizes, speculative=strategy, speculative_options=options), model)
+        scratch / "model", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=128,
+        vocab_size=VOCAB_SIZE, tie_embeddings=True,
+    )  # fmt: skip
+    write_chain_model(model, QUIET)
     jobs = _jobs(random.Random(seed), requests)
-    process, peak = psutil.Process(), []
+    with LMDeployEngine(SageConfig(**SIZES), model) as plain:
+        parts = [jobs[start : start + PART] for start in range(0, len(jobs), PART)]
+        expected = [engine_answers(plain, [job for job in part if job[2] is None]) for part in parts]
+    runs = []
+    for strategy in strategies:
+        given: dict[str, Any] = {"budget": BUDGET} if strategy.startswith("dynamic") else {}
+        if strategy.endswith("draft"):
+            given |= {"model": str(model)} if strategy == "draft" else {"options": {"model": str(model)}}
+        guessing = SageConfig(**SIZES, speculative=strategy, speculative_options=given | options.get(strategy, {}))
+        with LMDeployEngine(guessing, model) as engine:
+            runs.append({"strategy": strategy, **_run(engine, parts, expected)})
+        click.echo(json.dumps(runs[-1], indent=1))
+    return runs
+
+
+def _run(engine: Any, parts: list[list[Job]], expected: list[list[tuple[int, ...]]]) -> dict[str, Any]:
+    process, memory = psutil.Process(), []
     differences = answered = 0
-    for start in range(0, len(jobs), 500):
-        part = jobs[start : start + 500]
-        expected = engine_answers(plain, [(prompt, params, None) for prompt, params, end in part if end is None])
+    start_s = time.perf_counter()
+    for part, theirs in zip(parts, expected, strict=True):
         found = engine_answers(engine, part)
-        kept = [tokens for tokens, (_, _, end) in zip(found, part, strict=True) if end is None]
-        differences += sum(ours != theirs for ours, theirs in zip(kept, expected, strict=True))
-        answered += len(kept)
-        peak.append(process.memory_info().rss)
+        ours = [tokens for tokens, (_, _, end) in zip(found, part, strict=True) if end is None]
+        differences += sum(one != other for one, other in zip(ours, theirs, strict=True))
+        answered += len(ours)
+        memory.append(process.memory_info().rss)
     report, counts = engine.hooks.report(), engine.hooks.kv.counts()
     speculator = engine.engine.executor.model_agent.agent_strategy.speculator
-    engine_answers(engine, [jobs[0]])  # what has ended is told of with the next step
-    result = {
-        "strategy": strategy, "requests": requests, "answered": answered, "broken_off": requests - answered,
-        "differences": differences, "preempted": report["preempted"],
-        "active_blocks": counts.active, "lost_blocks": counts.total - counts.free - counts.cached - counts.active,
-        "texts_left": max(0, len(speculator._texts) - 1), "faults": report["speculation"]["faults"],
-        "drafted": report["speculation"]["drafted"], "accepted": report["speculation"]["accepted"],
-        "rss_mb": [round(peak[0] / 2**20), round(peak[len(peak) // 2] / 2**20), round(peak[-1] / 2**20)],
+    engine_answers(engine, [parts[0][0]])  # what has ended is told of with the next step
+    guesses = report["speculation"]
+    return {
+        "answered": answered, "broken_off": sum(map(len, parts)) - answered, "differences": differences,
+        "preempted": report["preempted"], "active_blocks": counts.active,
+        "lost_blocks": counts.total - counts.free - counts.cached - counts.active,
+        "texts_left": max(0, len(speculator._texts) - 1), "faults": guesses["faults"],
+        "drafted": guesses["drafted"], "accepted": guesses["accepted"], "mean_accepted": guesses["mean_accepted"],
+        "tokens_per_step": guesses["tokens_per_step"],
+        "rss_mb": [round(memory[place] / 2**20) for place in (0, len(memory) // 2, -1)],
+        "seconds": round(time.perf_counter() - start_s, 1),
     }  # fmt: skip
-    plain.close()
-    engine.close()
-    return result
 
 
-def _jobs(draw: random.Random, count: int) -> list[tuple[list[int], Any, int | None]]:
-    """(prompt, what is asked for, tokens after which the client leaves)."""
+def _jobs(draw: random.Random, count: int) -> list[Job]:
+    """A prompt is a beginning that others share, a few tokens that stand there alone, and a piece of the beginning again: what
+    follows it there follows it in the answer, too, if nothing else comes between."""
     from sagellm.engines.base import SamplingParams
 
-    beginnings = [[draw.randrange(3, 60) for _ in range(draw.choice((16, 40, 70)))] for _ in range(12)]
+    following = successors(VOCAB_SIZE)
+    beginnings = []
+    for size in (16, 40, 70) * 4:
+        beginnings.append([draw.randrange(FIRST, VOCAB_SIZE)])
+        while len(beginnings[-1]) < size:
+            beginnings[-1].append(int(following[beginnings[-1][-1]]))
     jobs = []
     for number in range(count):
-        motif = [draw.randrange(3, 60) for _ in range(draw.randrange(1, 8))]
-        prompt = draw.choice(beginnings) + motif * draw.randrange(1, 6)
-        temperature = draw.choice((0.0, 0.0, 0.7))
+        beginning, alone = draw.choice(beginnings), [draw.randrange(3, VOCAB_SIZE) for _ in range(draw.randrange(1, 20))]
+        start = draw.randrange(0, len(beginning) - 4)
+        prompt = beginning + alone + beginning[start : start + draw.randrange(2, 5)]
         params = SamplingParams(
-            max_new_tokens=draw.randrange(1, 48), ignore_eos=True, temperature=temperature, top_k=20, seed=number + 1
-        )
+            max_new_tokens=draw.randrange(1, 48), ignore_eos=True, temperature=draw.choice((0.0, 0.0, 0.7)), top_k=20,
+            seed=number + 1,
+        )  # fmt: skip
         jobs.append((prompt, params, draw.randrange(0, 24) if draw.random() < BROKEN_OFF else None))
     return jobs
 
 
-def engine_answers(engine: Any, jobs: list[tuple[list[int], Any, int | None]]) -> list[tuple[int, ...]]:
+def engine_answers(engine: Any, jobs: list[Job]) -> list[tuple[int, ...]]:
     """Tokens of each; of those that are broken off what came before. Returns when the engine has ended every session."""
     return engine._on_loop(_answers(engine, jobs))
 
 
-async def _answers(engine: Any, jobs: list[tuple[list[int], Any, int | None]]) -> list[tuple[int, ...]]:
+async def _answers(engine: Any, jobs: list[Job]) -> list[tuple[int, ...]]:
     room = asyncio.Semaphore(AT_ONCE)
 
     async def one(prompt: list[int], params: Any, end: int | None) -> tuple[int, ...]:

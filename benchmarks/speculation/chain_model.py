@@ -16,7 +16,7 @@ __all__ = ["CYCLE", "successors", "write_chain_model"]
 
 CYCLE = 500  # tokens until a text begins again
 FIRST = 300  # ids below are bytes and special tokens
-QUIET = 0.02  # what is left of each layer's contribution
+QUIET = 0.02  # so little that only the last token counts
 
 
 def successors(vocab_size: int) -> np.ndarray:
@@ -29,13 +29,17 @@ def successors(vocab_size: int) -> np.ndarray:
     return following
 
 
-def write_chain_model(folder: Path) -> Path:
-    """Turn the folder of a random model with tied embeddings into one that follows `successors`."""
+def write_chain_model(folder: Path, quiet: float = QUIET) -> Path:
+    """Turn the folder of a random model with tied embeddings into one that follows `successors`.
+
+    Args:
+        quiet: what is left of each layer's contribution; with much of it the text before decides some tokens.
+    """
     weights_file, config_file = folder / "model.safetensors", folder / "config.json"
     weights = load_file(weights_file)
     for name in weights:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weights[name] = weights[name] * QUIET
+            weights[name] = weights[name] * quiet
     embedding = weights["model.embed_tokens.weight"]
     head = torch.empty_like(embedding)
     head[torch.from_numpy(successors(len(embedding)))] = embedding
