@@ -9,7 +9,8 @@ import pytest
 
 from sagellm.core.guard import PluginGuard, Switched
 
-LIMIT_S = 0.1
+LIMIT_S = 0.3  # for what is to overrun; what is to succeed has a `patient` guard
+PATIENT_S = 20.0
 
 
 @pytest.fixture
@@ -24,6 +25,13 @@ def guard(faults):
     guard.stop()
 
 
+@pytest.fixture
+def patient(faults):
+    guard = PluginGuard("p", PATIENT_S, faults.append)
+    yield guard
+    guard.stop()
+
+
 def fails(error):
     def function(*args):
         raise error
@@ -31,28 +39,28 @@ def fails(error):
     return function
 
 
-def test_results_and_arguments_pass(guard, faults):
-    assert guard.call("hook", lambda a, b: a * b, 6, 7) == 42
-    assert guard.call("hook", lambda: None) is None
-    assert guard.healthy and faults == []
+def test_results_and_arguments_pass(patient, faults):
+    assert patient.call("hook", lambda a, b: a * b, 6, 7) == 42
+    assert patient.call("hook", lambda: None) is None
+    assert patient.healthy and faults == []
 
 
-def test_every_call_runs_on_the_same_thread_of_the_plugin(guard):
-    idents = {guard.call("hook", threading.get_ident) for _ in range(5)}
+def test_every_call_runs_on_the_same_thread_of_the_plugin(patient):
+    idents = {patient.call("hook", threading.get_ident) for _ in range(5)}
     assert len(idents) == 1 and threading.get_ident() not in idents
-    assert guard.call("hook", lambda: guard.is_calling) is True
-    assert guard.is_calling is False
+    assert patient.call("hook", lambda: patient.is_calling) is True
+    assert patient.is_calling is False
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), SystemExit(1), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-def test_raising(guard, faults, caplog, error):
+def test_raising(patient, faults, caplog, error):
     with caplog.at_level(logging.ERROR, "sagellm"), pytest.raises(Switched):
-        guard.call("select_victims", fails(error))
+        patient.call("select_victims", fails(error))
     (fault,) = faults
     assert (fault.plugin, fault.hook, fault.kind) == ("p", "select_victims", "raised")
     assert type(error).__name__ in fault.detail and "in function" in fault.detail, "a traceback belongs in the report"
     assert "plug-in p is switched off: raised in select_victims" in caplog.text
-    assert not guard.healthy
+    assert not patient.healthy
 
 
 def test_overrunning_costs_the_limit_once(guard, faults):
@@ -63,7 +71,7 @@ def test_overrunning_costs_the_limit_once(guard, faults):
             guard.call("admit", released.wait, 30)
     assert LIMIT_S <= time.monotonic() - start < 20 * LIMIT_S
     released.set()
-    assert [(fault.kind, fault.detail) for fault in faults] == [("overran", "no answer within 0.1 s")]
+    assert [(fault.kind, fault.detail) for fault in faults] == [("overran", "no answer within 0.3 s")]
 
 
 def test_a_late_answer_is_dropped(guard, faults):
@@ -83,24 +91,24 @@ def test_a_late_answer_is_dropped(guard, faults):
     assert len(faults) == 1
 
 
-def test_a_switched_off_plugin_is_never_called(guard):
+def test_a_switched_off_plugin_is_never_called(patient):
     calls = []
     with pytest.raises(Switched):
-        guard.call("admit", fails(ValueError()))
+        patient.call("admit", fails(ValueError()))
     with pytest.raises(Switched):
-        guard.call("admit", calls.append, 1)
+        patient.call("admit", calls.append, 1)
     assert calls == []
 
 
-def test_nested_calls_run_in_place(guard):
+def test_nested_calls_run_in_place(patient):
     """A hook may cause another hook of the same plug-in, through its own request to the engine."""
-    inner = lambda: (guard.call("inner", threading.get_ident), threading.get_ident())  # noqa: E731
-    assert len(set(guard.call("outer", inner))) == 1
+    inner = lambda: (patient.call("inner", threading.get_ident), threading.get_ident())  # noqa: E731
+    assert len(set(patient.call("outer", inner))) == 1
 
 
-def test_a_fault_inside_a_nested_call_is_the_outer_ones(guard, faults):
+def test_a_fault_inside_a_nested_call_is_the_outer_ones(patient, faults):
     with pytest.raises(Switched):
-        guard.call("outer", lambda: guard.call("inner", fails(ValueError("deep"))))
+        patient.call("outer", lambda: patient.call("inner", fails(ValueError("deep"))))
     assert [fault.hook for fault in faults] == ["outer"]
 
 
@@ -112,28 +120,28 @@ def test_only_the_first_fault_is_reported(guard, faults, caplog):
     assert caplog.text.count("is switched off") == 1
 
 
-def test_posted_calls_run_before_the_next_one(guard, faults):
+def test_posted_calls_run_before_the_next_one(patient, faults):
     heard = []
-    guard.post("notice", heard.append, 1)
-    guard.post("notice", heard.append, 2)
+    patient.post("notice", heard.append, 1)
+    patient.post("notice", heard.append, 2)
     assert heard == []
-    assert guard.call("decision", lambda: list(heard)) == [1, 2]
-    assert guard.calls == {"notice": 2, "decision": 1} and faults == []
+    assert patient.call("decision", lambda: list(heard)) == [1, 2]
+    assert patient.calls == {"notice": 2, "decision": 1} and faults == []
 
 
-def test_flush_runs_what_has_waited_long_enough(guard):
+def test_flush_runs_what_has_waited_long_enough(patient):
     heard = []
-    guard.flush()
-    guard.post("notice", heard.append, 1)
-    guard.flush(after_s=60)
+    patient.flush()
+    patient.post("notice", heard.append, 1)
+    patient.flush(after_s=60)
     assert heard == []
-    guard.flush()
+    patient.flush()
     assert heard == [1]
-    guard.flush()
+    patient.flush()
     assert heard == [1]
 
 
-@pytest.mark.parametrize(("fault", "kind"), [(lambda: 1 / 0, "raised"), (lambda: time.sleep(5 * LIMIT_S), "overran")])
+@pytest.mark.parametrize(("fault", "kind"), [(lambda: 1 / 0, "raised"), (lambda: time.sleep(2 * LIMIT_S), "overran")])
 def test_a_posted_call_that_fails_is_the_one_blamed(guard, faults, fault, kind):
     heard = []
     guard.post("before", heard.append, 1)
@@ -151,20 +159,20 @@ def test_a_posted_call_that_fails_is_the_one_blamed(guard, faults, fault, kind):
     assert guard.calls["before"] == 1 and guard.calls["decision"] == 0
 
 
-def test_what_is_handed_over_is_not_waited_for(guard, faults):
+def test_what_is_handed_over_is_not_waited_for(patient, faults):
     """What is posted meanwhile waits its turn; the order stays."""
     heard, released = [], threading.Event()
-    guard.post("notice", released.wait, 30)
-    guard.post("notice", heard.append, 1)
-    assert guard.hand_over() == LIMIT_S and heard == []
-    guard.post("notice", heard.append, 2)
-    assert 0 < guard.hand_over() < LIMIT_S, "it is busy: look again soon"
+    patient.post("notice", released.wait, 30)
+    patient.post("notice", heard.append, 1)
+    assert patient.hand_over() == PATIENT_S and heard == []
+    patient.post("notice", heard.append, 2)
+    assert 0 < patient.hand_over() < PATIENT_S, "it is busy: look again soon"
     released.set()
-    assert guard.call("decision", lambda: list(heard)) == [1, 2]
-    assert guard.hand_over() == math.inf and faults == []
+    assert patient.call("decision", lambda: list(heard)) == [1, 2]
+    assert patient.hand_over() == math.inf and faults == []
 
 
-@pytest.mark.parametrize(("fault", "kind"), [(lambda: 1 / 0, "raised"), (lambda: time.sleep(3 * LIMIT_S), "overran")])
+@pytest.mark.parametrize(("fault", "kind"), [(lambda: 1 / 0, "raised"), (lambda: time.sleep(2 * LIMIT_S), "overran")])
 def test_what_is_handed_over_is_looked_at_later(guard, faults, fault, kind):
     guard.post("bad", fault)
     guard.post("after", faults.append, "never")
@@ -188,13 +196,13 @@ def test_a_late_end_that_nobody_saw_is_an_overrun_too(guard, faults):
     assert [(fault.hook, fault.kind) for fault in faults] == [("bad", "overran")]
 
 
-def test_what_a_slow_plugin_cannot_hear_is_lost_from_the_front(guard, monkeypatch):
+def test_what_a_slow_plugin_cannot_hear_is_lost_from_the_front(patient, monkeypatch):
     monkeypatch.setattr("sagellm.core.guard.MAX_POSTED", 3)
     heard = []
     for number in range(5):
-        guard.post("notice", heard.append, number)
-    guard.flush()
-    assert heard == [2, 3, 4] and guard.num_lost == 2
+        patient.post("notice", heard.append, number)
+    patient.flush()
+    assert heard == [2, 3, 4] and patient.num_lost == 2
 
 
 def test_views_are_answered_in_one_hand_over(monkeypatch):
@@ -240,7 +248,7 @@ def test_what_follows_from_giving_up_is_no_fault():
         raise RuntimeError("the engine handle works inside a hook only")
 
     guard.post("notice", begun.wait, 0)
-    assert guard.ask("schedule", question, ["view"], time.monotonic() + 0.2) == [] and begun.is_set()
+    assert guard.ask("schedule", question, ["view"], time.monotonic() + 1.0) == [] and begun.is_set()
     given_up.set()
     assert guard.call("next", lambda: "fine") == "fine"
     guard.stop()
@@ -260,30 +268,32 @@ def test_several_threads_may_call(faults):
     guard.stop()
 
 
-def test_each_call_has_the_whole_limit(guard, faults):
+def test_each_call_has_the_whole_limit(faults):
     """Several calls handed over together, none of them late, are no overrun."""
-    for _ in range(4):
-        guard.post("notice", time.sleep, 0.6 * LIMIT_S)
+    guard = PluginGuard("p", 1.0, faults.append)
+    for _ in range(2):
+        guard.post("notice", time.sleep, 0.6)
     assert guard.call("decision", lambda: "in time") == "in time"
     assert faults == []
-
-
-def test_stopping_ends_the_thread(guard):
-    assert guard.call("hook", lambda: 1) == 1
     guard.stop()
-    guard._thread.join(10)
-    assert not guard._thread.is_alive()
+
+
+def test_stopping_ends_the_thread(patient):
+    assert patient.call("hook", lambda: 1) == 1
+    patient.stop()
+    patient._thread.join(10)
+    assert not patient._thread.is_alive()
 
 
 def test_an_overrun_waits_for_a_change_in_progress(faults):
     """A plug-in that is late in the middle of a change to the engine's state: the engine goes on after it, not during."""
-    guard = PluginGuard("late", 0.05, faults.append)
+    guard = PluginGuard("late", 0.5, faults.append)
     order, started = [], threading.Event()
 
     def change():
         with guard.engine_access:
             started.set()
-            threading.Event().wait(0.2)
+            threading.Event().wait(1.0)
             order.append("changed")
 
     with pytest.raises(Switched):
