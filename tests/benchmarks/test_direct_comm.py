@@ -19,7 +19,7 @@ folder = sys.argv[1]
 distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(sys.argv[2]), world_size=2)
 timer = DirectTimer(folder)
 if sys.argv[2] == "1":
-    time.sleep(0.4)
+    time.sleep(1.5)
 distributed.all_reduce(torch.ones(4))
 handle = distributed.broadcast(torch.ones(4), 0, async_op=True)
 time.sleep(0.3)
@@ -34,7 +34,7 @@ def test_waiting_is_timed_and_computing_is_not(tmp_path: Path):
     assert [rank.wait(60) for rank in ranks] == [0, 0]
     found = exposed_s(tmp_path, begin, time.monotonic_ns())
     early, late = (found[f"direct-{rank.pid}"] for rank in ranks)
-    assert early - late > 0.2, "only the first had to wait for the other"
+    assert early - late > 0.5, "only the first had to wait for the other"
     starts = [json.loads((tmp_path / f"direct-{rank.pid}.json").read_text()) for rank in ranks]
     assert [len(spans) for spans in starts] == [4, 4], "two starts, two waits"
 

@@ -34,8 +34,8 @@ def test_a_name_is_free_again_once_all_have_come(pair):
 
 def test_who_does_not_fit_is_refused():
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(join, 0, timeout_s=0.5)
-        while not _OPENING:
+        waiting = pool.submit(join, 0, timeout_s=2.0)
+        while not (_OPENING or waiting.done()):
             time.sleep(0.001)
         for rank, size in ((0, 2), (1, 3)):
             with pytest.raises(CommError, match=f"rank {rank} of {size} cannot join"):

@@ -209,7 +209,7 @@ def window_of(seat):
 
 @pytest.mark.parametrize("kind", [GlooBackend, ShmBackend])
 def test_a_window_on_processes(kind):
-    with ProcessFleet(2, 30.0) as fleet:
+    with ProcessFleet(2, 120.0) as fleet:
         place = fleet.rendezvous("file")
         facts = fleet.play(window_of, [Task(kind, "own", rank, 2, place, {}, 0) for rank in range(2)])
     assert None not in facts and [report for each in facts for report in each.reports] == []

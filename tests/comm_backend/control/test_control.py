@@ -161,10 +161,11 @@ def test_a_reply_that_is_too_large_is_an_error_of_that_call():
 
 def test_who_waits_hears_at_once_that_the_peer_has_gone():
     async def main():
-        ended, cancelled = [], []
+        ended, cancelled, begun = [], [], asyncio.Event()
 
         async def handler(connected, message):
             connected.peer = "an engine"
+            begun.set()
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -173,7 +174,7 @@ def test_who_waits_hears_at_once_that_the_peer_has_gone():
 
         async with serving(handler, on_closed=lambda gone: ended.append((gone.peer, len(cancelled)))) as (server, _, connected):
             waiting = asyncio.ensure_future(connected.call(Ask(text="never"), 600))
-            await asyncio.sleep(0.02)
+            await asyncio.wait_for(begun.wait(), 60)
             await server.close()
             with pytest.raises(PeerError, match="it has closed the connection"):
                 await waiting
