@@ -13,6 +13,7 @@ from sagellm.comm_backend import CommConfig, ReduceOp
 from sagellm.comm_backend.registry import make_backend
 from sagellm.comm_backend.torch_groups import GlooBackend, NcclBackend
 from sagellm.core.errors import CommError, CommPeerError, CommTimeoutError
+from tests.host import free_port
 
 
 def config(rank, size, rendezvous, **more):
@@ -52,9 +53,7 @@ def test_other_dtypes_travel_and_are_not_reduced(pair):
 
 
 def test_it_meets_on_a_port_and_the_default_group_is_left_alone():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
 
     def work(rank):
         with make_backend(config(rank, 2, f"tcp://127.0.0.1:{port}")) as backend:

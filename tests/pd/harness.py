@@ -11,7 +11,7 @@ import httpx
 
 from sagellm.comm_backend.control import new_key, sign_request
 from sagellm.pd.base import RouteDecision, RouteKind, RoutingPolicy
-from sagellm.pd.ports import free_ports
+from tests.host import free_port
 
 READY_S = 60.0
 
@@ -73,7 +73,7 @@ class TestGroup:
         self.key_file.touch(0o600)
         self.key_file.write_bytes(new_key())
         self.record = folder / "lines.jsonl"
-        (port,) = free_ports(1)
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "sagellm.pd", "proxy", "--port", str(port), "--pd-key-file", str(self.key_file),
                    "--json", "--record", str(self.record), "--nodes-file", str(folder / "nodes.json"), "--log-level", "DEBUG",
@@ -83,7 +83,7 @@ class TestGroup:
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def start_engine(self, role: str, *options: str) -> str:
-        (port,) = free_ports(1)
+        port = free_port()
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "tests.pd.stand_in", "--role", role, "--proxy-url", self.url, "--pd-key-file",
                    str(self.key_file), "--host", "127.0.0.1", "--port", str(port), "--json", "--model", str(self.model),
@@ -104,14 +104,14 @@ class TestGroup:
             engines = self.status()["engines"]
             return len(engines) == num and sum(len(one["connected"]) for one in engines) == pairs
 
-        until(f"{num} engines, {pairs} pairs", there)
+        until(f"{num} engines, {pairs} pairs", there, READY_S)
 
     def lines(self, event: str) -> list[dict]:
         found = [json.loads(line) for line in self.record.read_text().splitlines()]
         return [line for line in found if line["event"] == event]
 
     def seen(self, url: str) -> list[dict]:
-        return httpx.get(f"{url}/seen").json()
+        return httpx.get(f"{url}/seen", timeout=60).json()
 
     def complete(self, prompt: str = "hello", **fields) -> httpx.Response:
         return self.http.post("/v1/completions", json={"model": "m", "prompt": prompt, "max_tokens": 4} | fields)

@@ -7,14 +7,14 @@ from aiohttp import web
 
 from sagellm.comm_backend.control import ControlServer
 from sagellm.pd.messages import EngineFacts, Hello, PrefixChange, Subscribe
-from sagellm.pd.ports import free_ports
+from tests.host import free_port
 
 
 class Impostor:
     """Calls itself a prefill engine; `facts` are those of a real one but for what `forge` changes in them."""
 
     def __init__(self, key: bytes, facts: EngineFacts, forge) -> None:
-        (port,) = free_ports(1)
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._facts = forge(facts.model_copy(update={"engine_id": self.url, "instance": "impostor"}))
         self._key, self._port = key, port

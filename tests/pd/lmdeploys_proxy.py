@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from sagellm.comm_backend.control import new_key
-from sagellm.pd.ports import free_ports
+from tests.host import free_port
 from tests.pd.harness import until
 from tests.pd.real_group import LEASE_S, TIMEOUT_S, Engines
 from tests.serve.harness import ServerProcess
@@ -19,7 +19,7 @@ class ProxiedByLMDeploy(Engines):
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.model = folder, model
-        (self.port,) = free_ports(1)
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = new_key()
         self.key_file = folder / "key"

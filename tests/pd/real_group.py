@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sagellm.comm_backend.control import connect, sign_request
 from sagellm.pd.messages import EngineFacts, Hello
-from sagellm.pd.ports import free_ports
+from tests.host import command_line, free_port
 from tests.pd.harness import until
 
 WAIT_S = 80.0  # for an engine that is started again, on a busy machine too
@@ -69,7 +69,7 @@ class RealGroup(Engines):
     def __init__(self, folder: Path, model: Path, *flags: str) -> None:
         self.folder = folder
         self.tmp = Path(tempfile.mkdtemp(prefix="pd-"))  # paths of sockets lie below it, and have to be short
-        (self.port,) = free_ports(1)
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.err = folder / "up.err"
         options = json.dumps({"folder": str(folder)})
@@ -101,8 +101,8 @@ class RealGroup(Engines):
         self.family()
         self.process.terminate()
         assert self.process.wait(60) == 0, self.err.read_text()
-        _, alive = psutil.wait_procs(self._family.values(), timeout=5)
-        assert not alive, f"left behind: {[one.cmdline() for one in alive]}"
+        _, alive = psutil.wait_procs(self._family.values(), timeout=20)
+        assert not alive, f"left behind: {[command_line(one) for one in alive]}"
 
     def close(self) -> None:
         for one in [*self.family(), self.process]:
@@ -125,7 +125,7 @@ class RealGroup(Engines):
         """The process of the group whose command has these words."""
         def found() -> list[psutil.Process]:
             children = psutil.Process(self.process.pid).children()
-            return [one for one in children if set(words) <= set(one.cmdline())]
+            return [one for one in children if set(words) <= set(command_line(one).split())]
 
         return until(f"a process {words}", found)[-1]
 
@@ -135,7 +135,7 @@ class RealGroup(Engines):
     def engine(self, role: str) -> psutil.Process:
         """The process below the server that has the model."""
         below = self.server(role).children()
-        return next(one for one in below if "spawn_main" in " ".join(one.cmdline()) and one.num_threads() > 4)
+        return next(one for one in below if "spawn_main" in command_line(one) and one.num_threads() > 4)
 
     # ---- requests
 

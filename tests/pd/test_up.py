@@ -18,8 +18,9 @@ from sagellm.cli.pd import pd
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.pd.child import Child
 from sagellm.pd.cores import available_cores, split_cores
-from sagellm.pd.ports import free_ports, listen
+from sagellm.pd.ports import listen
 from sagellm.pd.up import UpConfig, _Supervisor
+from tests.host import command_line, free_port
 from tests.pd.below import soon
 from tests.pd.harness import until
 from tests.pd.stand_in import tokens_of
@@ -39,7 +40,7 @@ except SageError as error:
 
 class Up:
     def __init__(self, folder, **fields):
-        (self.port,) = free_ports(1)
+        self.port = free_port()
         given = {"port": self.port, "drain_timeout_s": 5.0, "policy": "always-split"} | fields
         words = ", ".join(f"{name}={value!r}" for name, value in given.items())
         self.err = folder / "up.err"
@@ -65,7 +66,7 @@ class Up:
                 self.process.send_signal(number)
             assert self.process.wait(40) == code, self.err.read_text()
             _, alive = psutil.wait_procs(self.family, timeout=20)
-            assert not alive, [process.cmdline() for process in alive]
+            assert not alive, [command_line(process) for process in alive]
         finally:
             self.process.kill()
             self.process.stdout.close()
@@ -167,7 +168,7 @@ def test_the_proxy_says_what_it_lacks(tmp_path):
 
 
 def test_status_of_nobody():
-    (port,) = free_ports(1)
+    port = free_port()
     done = CliRunner().invoke(pd, ["status", "--url", f"http://127.0.0.1:{port}"])
     assert done.exit_code == 1 and "does not answer as a proxy of ours" in done.output
 
@@ -183,7 +184,7 @@ def test_how_long_a_process_has_served():
 
     line = "print('{\"ready\": true}', flush=True)"
     assert asyncio.run(served("import time; time.sleep(0.2)")) == 0
-    assert asyncio.run(served(f"import time; {line}; time.sleep(0.2)")) >= 0.2
+    assert asyncio.run(served(f"import time; {line}; time.sleep(0.5)")) > 0.1  # its clock starts when the line is read
 
 
 def test_what_a_process_says_of_its_end():
@@ -210,7 +211,7 @@ def test_a_process_that_cannot_be_started_again_now_is_tried_again(tmp_path, mon
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     async def play():
-        with listen("127.0.0.1", free_ports(1)[0]) as listener:
+        with listen("127.0.0.1", free_port()) as listener:
             group = _Supervisor(UpConfig(model=tmp_path), listener, key, tmp_path, (), False)
         monkeypatch.setattr(group, "_pass_on", said.append)
         group._is_ready = True

@@ -1,7 +1,6 @@
 """A proxy as engines of a group see it when they register: LMDeploy's paths, and signatures that are checked."""
 
 import json
-import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -66,9 +65,3 @@ class GroupProxy:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
-
-
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

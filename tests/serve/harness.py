@@ -19,6 +19,8 @@ import psutil
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.host import command_line, free_port
+
 READY_S = 90.0
 END_S = 30.0
 KEY = "key-of-the-tests"
@@ -33,12 +35,6 @@ def wait_until(what: str, answer: Callable[[], Any], deadline_s: float = END_S) 
             return value
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def can_listen(port: int) -> bool:
@@ -99,7 +95,7 @@ class ServerProcess:
         """The child that loads the model: of the spawned ones, the resource tracker is the other."""
 
         def spawned() -> list[psutil.Process]:
-            return [p for p in self.family() if p.is_running() and "spawn_main" in " ".join(p.cmdline())]
+            return [p for p in self.family() if p.is_running() and "spawn_main" in command_line(p)]
 
         return wait_until("an engine process", spawned)[-1]
 
@@ -111,9 +107,10 @@ class ServerProcess:
         """Send a signal if one is given, then wait; the exit code must be `code` and nothing may be left."""
         if number is not None:
             self.send(number, group)
-        assert self.process.wait(END_S) == code, self.stderr
-        _, alive = psutil.wait_procs(self._family.values(), timeout=5)
-        assert not alive, f"left behind: {[p.cmdline() for p in alive]}"
+        # Without a signal, the wait is that for a whole start.
+        assert self.process.wait(END_S if number is not None else READY_S + END_S) == code, self.stderr
+        _, alive = psutil.wait_procs(self._family.values(), timeout=20)
+        assert not alive, f"left behind: {[command_line(p) for p in alive]}"
         assert can_listen(self.port)
         assert not [path for path in self.tmp.iterdir() if path.name.startswith(("sagellm-", "pymp-"))]
 

@@ -13,7 +13,7 @@ from sagellm.core.errors import ConfigError, TransferError
 from sagellm.serve import group
 from sagellm.serve.group import GroupGate, Membership, join_group
 from sagellm.serve.parameters import Refused
-from tests.serve.harness import free_port
+from tests.host import free_port
 
 KEY = "a key of the tests"
 PROXY = "http://127.0.0.1:1"

@@ -11,7 +11,8 @@ from sagellm.core.config import PDHooks
 from sagellm.serve import registration
 from sagellm.serve.group import Membership
 from sagellm.serve.registration import Registration
-from tests.serve.group_proxy import GroupProxy, closed_port
+from tests.host import free_port
+from tests.serve.group_proxy import GroupProxy
 
 KEY, OTHER = b"a key of the tests", b"a key of somebody else"
 URL = "http://127.0.0.1:1"
@@ -64,7 +65,7 @@ def test_it_comes_and_goes(proxy, role, number):
 
 def test_a_proxy_that_comes_later_and_one_that_comes_back(proxy, caplog):
     async def main():
-        port = closed_port()
+        port = free_port()
         async with registering(f"http://127.0.0.1:{port}") as own:
             await until(lambda: "cannot be reached (Connection refused); trying again every" in caplog.text)
             first = proxy(KEY, port)

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from sagellm.serve import command, server
-from tests.serve.harness import free_port
+from tests.host import free_port
 
 HERE = "tests.serve.plugins"
 

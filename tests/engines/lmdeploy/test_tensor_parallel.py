@@ -10,6 +10,7 @@ import pytest
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import EngineError
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
+from tests.host import command_line
 from tests.pool import settle
 
 # A worker that dies can leave its parent waiting for it.
@@ -38,7 +39,7 @@ def two_workers(start_engine):
             settle(engine)
             engine.close()
     left = [psutil.Process(pid) for pid in children() - before if psutil.pid_exists(pid)]
-    left = [process for process in left if "resource_tracker" not in " ".join(process.cmdline())]
+    left = [process for process in left if "resource_tracker" not in command_line(process)]
     _, alive = psutil.wait_procs(left, timeout=20)
     assert alive == []
 
