@@ -105,6 +105,10 @@ def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
         (["--strategy", "nonsense"], ["known are: fifo", "slo_aware"]),
         (["--speculative", "nonsense"], ["known are: ngram", "suffix"]),
         (["--speculative", "eagle3", "--device", "cpu"], ["eagle3"]),
+        (
+            ["--speculative", "ngram", "--speculative-options", '{"lookahead": 64}', "--kv-blocks", 16, "--decode-round", 4],
+            ["lookahead of 64", "is 256 tokens", "the pool of 16 blocks holds 256"],
+        ),
         (["--speculative", "draft"], ["draft has no model", "--speculative-options", '"model": "FOLDER"']),
         (["--speculative", "dynamic:draft"], ["draft has no model", '"options": {"model": "FOLDER"}']),
         (["--speculative", "ngram", "--speculative-options", '{"lookahead": 0}'], ["lookahead is 0", "1 to 64"]),

@@ -68,7 +68,11 @@ class SchedulerHooks:
         """The engine is built, and a strategy guesses tokens."""
         from sagellm.engines.lmdeploy.speculative.attach import Speculation
 
-        self.speculation = Speculation(engine)
+        try:
+            self.speculation = Speculation(engine)
+        except SageError as error:
+            self._host.refuse(str(error))
+            raise
 
     def take_part(self, engine: Any) -> Any:
         """The engine is built; what takes the place of its connections if it is one of a prefill/decode group, else None."""

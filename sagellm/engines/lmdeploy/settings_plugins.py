@@ -5,6 +5,7 @@ from sagellm.core.config import PluginSpec, SageConfig, SpeculativeSpec
 from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.kv_tiers import check_tiers, tier_plugins
 from sagellm.engines.lmdeploy.speculative.methods import check_method
+from sagellm.engines.lmdeploy.speculative.reserve import check_lookahead
 
 __all__ = ["all_plugins", "check_settings_plugins", "speculative_spec"]
 
@@ -28,7 +29,7 @@ def check_settings_plugins(config: SageConfig) -> None:
     Raises:
         ConfigError, PolicyError, TierError: as `check_tiers`; or options of no strategy.
         PlanError: an unknown strategy, or options that it does not take.
-        SpeculationError: likewise, of those who guess; or a method that the device cannot run.
+        SpeculationError: likewise, of those who guess; a lookahead beyond the pool; or a method that the device cannot run.
     """
     check_tiers(config)
     if config.strategy is not None:
@@ -47,7 +48,10 @@ def check_settings_plugins(config: SageConfig) -> None:
                 f"speculative {spec.name} with tensor_parallel {config.tensor_parallel}: the workers do not share guesses; "
                 "give one of the two."
             )
-        make_strategy(spec.name, **spec.options)
+        strategy = make_strategy(spec.name, **spec.options)
+        if config.kv_blocks is not None:  # else the engine looks at the pool that it gets
+            lookahead = strategy.lookahead if type(strategy.lookahead) is int else 0
+            check_lookahead(lookahead, config.decode_round or 1, config.kv_blocks, config.block_size)
     elif config.speculative_options and config.speculative is None:
         raise ConfigError(
             f"speculative_options {config.speculative_options}: there is no speculative strategy; give --speculative."
