@@ -76,7 +76,6 @@ class PrefillDecode(DistServe):
         self._room = asyncio.Event()  # blocks have come back
         self._answers: asyncio.Queue | None = None
         self._runnable: Any = None
-        self._ending: asyncio.Task | None = None
 
     def facts(self) -> EngineFacts:
         cache = self._scheduler.cache_config
@@ -113,8 +112,10 @@ class PrefillDecode(DistServe):
             raise
         finally:
             # Apart: with each of its tasks that ends LMDeploy cancels this one again.
-            self._ending = asyncio.create_task(self._end())
-            await asyncio.shield(self._ending)
+            ending = asyncio.create_task(self._end())
+            while not ending.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.shield(ending)
 
     def engine_closes(self) -> None:
         """From any thread: LMDeploy ends its workers before it ends `run`."""

@@ -10,7 +10,6 @@ computes offsets as if blocks were not quantized and keys as wide as values: wha
 Source: LMDeploy 0.11.0, pytorch/disagg/backend/base.py (`MigrationBackendImpl`), pytorch/engine/cache_engine.py.
 """
 
-import asyncio
 import contextlib
 import enum
 import gc
@@ -33,6 +32,7 @@ from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVRegion
 from sagellm.comm_backend.kv_transfer.registry import channel_names, make_channel
 from sagellm.core.config import PDHooks
 from sagellm.core.errors import ConfigError, TransferError
+from sagellm.engines.lmdeploy.pd.calls import ChannelCalls
 from sagellm.engines.lmdeploy.pd.region import region_of
 from sagellm.engines.lmdeploy.pd.workers import options_of
 
@@ -56,7 +56,11 @@ class ChannelBackend(MigrationBackendImpl):
 
     def __init__(self) -> None:
         self.links: dict[str, _Link] = {}
-        self.channel: KVTransferChannel | None = None
+        self._calls: ChannelCalls | None = None
+
+    @property
+    def channel(self) -> KVTransferChannel | None:
+        return self._calls.channel if self._calls is not None else None
 
     def p2p_initialize(self, init_request: DistServeInitRequest) -> None:
         own, theirs = init_request.local_engine_config, init_request.remote_engine_config
@@ -71,30 +75,30 @@ class ChannelBackend(MigrationBackendImpl):
         """The first one opens the channel, over everything that the owner of this memory holds."""
         if self.channel is None:
             region = _alone(region_of(_owner(register_mr_request.addr)))
-            self.channel = make_channel(self.channel_name, region, self.options)
+            self._calls = ChannelCalls(make_channel(self.channel_name, region, self.options))
 
     def endpoint_info(self, remote_engine_id: str, protocol: MigrationProtocol) -> dict[str, Any]:
-        return self._open().endpoint().model_dump(mode="json")
+        return self._open().channel.endpoint().model_dump(mode="json")
 
     def p2p_connect(self, remote_engine_id: str, conn_req: DistServeKVTransferEndpointInfo) -> None:
         try:
             endpoint = TransferEndpoint.model_validate_json(conn_req.endpoint_info)
         except ValidationError as error:
             raise TransferError(f"{remote_engine_id} sent what is no endpoint of a KV channel: {error}") from None
-        self._open().connect(remote_engine_id, [endpoint], timeout_s=self.timeout_s)
+        self._open().channel.connect(remote_engine_id, [endpoint], timeout_s=self.timeout_s)
 
     async def p2p_migrate(self, assignment: MigrationAssignment, async_op: bool = False) -> None:
         """Returns when the blocks are here. Raises TransferError: they are not; offsets that are not those of whole blocks."""
-        channel, peer = self._open(), assignment.remote_engine_id
+        calls, peer = self._open(), assignment.remote_engine_id
         if peer not in self.links:
             raise TransferError(f"{peer} is not initialized; known are: {', '.join(self.links) or 'none'}.")
-        layout, num_blocks = channel.region.layout, self.links[peer].remote_engine_config.num_gpu_blocks
+        layout, num_blocks = calls.channel.region.layout, self.links[peer].remote_engine_config.num_gpu_blocks
         src, dst = _blocks(assignment.batch, layout, num_blocks)
         plan = TransferPlan(
             transfer_id=f"migrate-{secrets.token_hex(8)}", peer=peer, src_blocks=src, dst_blocks=dst,
             num_tokens=len(src) * layout.block_size, timeout_s=self.timeout_s,
         )  # fmt: skip
-        await asyncio.to_thread(channel.transfer, plan)
+        await calls.transfer(plan)
 
     def store(self, assignment: MigrationAssignment, async_op: bool = False) -> None:
         raise NotImplementedError("LMDeploy calls `store` nowhere; KV channels pull.")
@@ -103,13 +107,13 @@ class ChannelBackend(MigrationBackendImpl):
         raise NotImplementedError("LMDeploy calls `load` nowhere; use `p2p_migrate`.")
 
     def close(self) -> None:
-        if self.channel is not None:
-            self.channel.close()
+        if self._calls is not None:
+            self._calls.close()
 
-    def _open(self) -> KVTransferChannel:
-        if self.channel is None:
+    def _open(self) -> ChannelCalls:
+        if self._calls is None:
             raise TransferError("no memory is registered; LMDeploy's `p2p_initialize` comes first.")
-        return self.channel
+        return self._calls
 
 
 def register(options: TransferOptions | None = None, timeout_s: float = 30.0) -> list[str]:

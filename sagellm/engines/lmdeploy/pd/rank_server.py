@@ -11,17 +11,16 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
-
-import torch
 
 from sagellm.comm_backend.control import ControlConnection, ControlServer
 from sagellm.comm_backend.kv_transfer.base import KVTransferChannel
 from sagellm.comm_backend.kv_transfer.registry import make_channel
 from sagellm.core.config import PDHooks
 from sagellm.core.errors import SageError, TransferCancelled, TransferTimeoutError
+from sagellm.engines.lmdeploy.pd.calls import ChannelCalls
 from sagellm.engines.lmdeploy.pd.rank_messages import (
     RankAnnouncement,
     RankCancel,
@@ -40,7 +39,6 @@ logger = logging.getLogger("sagellm")
 
 HOST = "127.0.0.1"  # the engine's process is on this host
 START_S, END_S = 10.0, 3.0
-AGAIN_S = 0.002  # until a transfer that is to be cancelled has begun, or has ended
 NUMBERS = itertools.count()
 
 
@@ -53,8 +51,7 @@ class RankServer:
 
     def __init__(self, channel: KVTransferChannel, key: bytes) -> None:
         self._channel = channel
-        self._device = channel.region.tensors[0].device
-        self._moving: dict[str, RankTransfer] = {}  # by name
+        self._calls = ChannelCalls(channel)
         handlers = {
             RankConnect: self._connect, RankDisconnect: self._disconnect, RankTransfer: self._transfer,
             RankCancel: self._cancel, RankChecksums: self._checksums,
@@ -71,7 +68,7 @@ class RankServer:
 
     def close(self) -> None:
         """Transfers that run have ended when this returns. From any thread; a second call does nothing."""
-        self._channel.close()
+        self._calls.close()
         with contextlib.suppress(RuntimeError):  # closed since
             self._loop.call_soon_threadsafe(self._loop.stop)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -90,63 +87,34 @@ class RankServer:
     # ---- what the engine asks
 
     async def _connect(self, _: ControlConnection, message: RankConnect) -> RankReply:
-        return await self._reply(lambda: _done(self._channel.connect(message.peer, message.endpoints)))
+        return await _reply(self._calls.run(self._channel.connect, message.peer, message.endpoints))
 
     async def _disconnect(self, _: ControlConnection, message: RankDisconnect) -> RankReply:
-        return await self._reply(lambda: _done(self._channel.disconnect(message.peer)))
+        return await _reply(self._calls.run(self._channel.disconnect, message.peer))
 
     async def _transfer(self, _: ControlConnection, message: RankTransfer) -> RankReply:
-        name = message.plan.transfer_id
-        if name in self._moving:
-            return RankReply(error=f"transfer {name} is under way already; each one needs a name of its own.")
-        self._moving[name] = message
-        try:
-            return await self._reply(lambda: RankReply(result=self._channel.transfer(message.plan)))
-        finally:
-            del self._moving[name]
+        return await _reply(self._calls.transfer(message.plan), lambda result: RankReply(result=result))
 
     async def _cancel(self, _: ControlConnection, message: RankCancel) -> RankReply:
-        name = message.transfer_id
-        meant = self._moving.get(name)
-        while meant is not None and self._moving.get(name) is meant:  # its thread may not have come to the channel yet
-            self._channel.cancel(name)
-            await asyncio.sleep(AGAIN_S)
-        return RankReply()
+        return await _reply(self._calls.cancel(message.transfer_id))
 
     async def _checksums(self, _: ControlConnection, message: RankChecksums) -> RankReply:
-        return await self._reply(lambda: RankReply(checksums=self._channel.checksums(message.blocks)))
-
-    async def _reply(self, call: Callable[[], RankReply]) -> RankReply:
-        """On a thread of its own: a call that waited for one of a pool would do so beyond its deadline."""
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[RankReply] = loop.create_future()
-
-        def work() -> None:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # each thread has its own, the first GPU if nobody says so
-            found = self._outcome(call)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(lambda: reply.done() or reply.set_result(found))
-
-        threading.Thread(target=work, name="sagellm-rank-kv").start()
-        return await reply
-
-    def _outcome(self, call: Callable[[], RankReply]) -> RankReply:
-        try:
-            return call()
-        except TransferTimeoutError as error:
-            return RankReply(error=str(error), kind="timed_out")
-        except TransferCancelled as error:
-            return RankReply(error=str(error), kind="cancelled")
-        except SageError as error:
-            return RankReply(error=str(error))
-        except Exception as error:
-            logger.exception("a KV channel failed")
-            return RankReply(error=f"{type(error).__name__}: {error}")
+        found = self._calls.run(self._channel.checksums, message.blocks)
+        return await _reply(found, lambda checksums: RankReply(checksums=checksums))
 
 
-def _done(_: None) -> RankReply:
-    return RankReply()
+async def _reply(work: Awaitable, form: Callable[[Any], RankReply] = lambda _: RankReply()) -> RankReply:
+    try:
+        return form(await work)
+    except TransferTimeoutError as error:
+        return RankReply(error=str(error), kind="timed_out")
+    except TransferCancelled as error:
+        return RankReply(error=str(error), kind="cancelled")
+    except SageError as error:
+        return RankReply(error=str(error))
+    except Exception as error:
+        logger.exception("a KV channel failed")
+        return RankReply(error=f"{type(error).__name__}: {error}")
 
 
 class _Name(NamedTuple):

@@ -3,20 +3,14 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sagellm.comm_backend.control import read_key
-from sagellm.comm_backend.kv_transfer.base import (
-    KVTransferChannel,
-    TransferEndpoint,
-    TransferOptions,
-    TransferPlan,
-    TransferResult,
-)
+from sagellm.comm_backend.kv_transfer.base import TransferEndpoint, TransferOptions, TransferPlan, TransferResult
 from sagellm.comm_backend.kv_transfer.registry import make_channel
 from sagellm.core.config import PDHooks
 from sagellm.engines.lmdeploy.host_memory import cache_engine_of
+from sagellm.engines.lmdeploy.pd.calls import ChannelCalls
 from sagellm.engines.lmdeploy.pd.region import region_of
 
 __all__ = ["LocalWorker", "Workers", "open_workers", "options_of"]
@@ -84,8 +78,9 @@ class LocalWorker(Workers):
     """
 
     def __init__(self, cache_engine: Any, channel: str, options: TransferOptions) -> None:
-        self._channel: KVTransferChannel = make_channel(channel, region_of(cache_engine), options)
-        self._threads = ThreadPoolExecutor(options.max_running + 1, thread_name_prefix="sagellm-kv")
+        self._channel = make_channel(channel, region_of(cache_engine), options)
+        self._calls = ChannelCalls(self._channel)
+        self._cancelling: set[asyncio.Task] = set()
 
     def endpoints(self) -> tuple[TransferEndpoint, ...]:
         return (self._channel.endpoint(),)
@@ -100,29 +95,30 @@ class LocalWorker(Workers):
         pass
 
     async def connect(self, peer: str, endpoints: Sequence[TransferEndpoint]) -> None:
-        await self._run(self._channel.connect, peer, endpoints)
+        await self._calls.run(self._channel.connect, peer, endpoints)
 
     async def disconnect(self, peer: str) -> None:
-        await self._run(self._channel.disconnect, peer)
+        await self._calls.run(self._channel.disconnect, peer)
 
     async def transfer(self, plan: TransferPlan) -> TransferResult:
-        return await self._run(self._channel.transfer, plan)
+        return await self._calls.transfer(plan)
 
     def cancel(self, transfer_id: str) -> None:
-        self._channel.cancel(transfer_id)
+        task = asyncio.get_running_loop().create_task(self._calls.cancel(transfer_id))
+        self._cancelling.add(task)  # nobody waits for it; Python would forget it
+        task.add_done_callback(self._cancelling.discard)
 
     async def checksums(self, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        return (await self._run(self._channel.checksums, blocks),)
+        return (await self._calls.run(self._channel.checksums, blocks),)
 
     def report(self) -> dict[str, Any]:
         return self._channel.report()
 
     async def close(self) -> None:
-        self._channel.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _run(self, call: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *args)
+        await self._calls.run(self._calls.close)
+        for task in self._cancelling:
+            task.cancel()
+        await asyncio.gather(*self._cancelling, return_exceptions=True)
 
 
 def options_of(pd: PDHooks) -> TransferOptions:

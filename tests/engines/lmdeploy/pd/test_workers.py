@@ -3,6 +3,7 @@ connections, as worker processes are. Their threads run here; `test_tensor_paral
 
 import asyncio
 import copy
+import threading
 import time
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from sagellm.comm_backend.control import connect
 from sagellm.comm_backend.kv_transfer.base import TransferOptions, TransferPlan
 from sagellm.comm_backend.kv_transfer.registry import make_channel
+from sagellm.comm_backend.kv_transfer.turns import Turns
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import (
     ConfigError,
@@ -21,7 +23,7 @@ from sagellm.core.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from sagellm.engines.lmdeploy.pd import rank_server, ranks
+from sagellm.engines.lmdeploy.pd import calls, rank_server, ranks
 from sagellm.engines.lmdeploy.pd.region import region_of
 from sagellm.engines.lmdeploy.pd.workers import open_workers
 from tests.engines.lmdeploy.pd.caches import BLOCK_SIZE, HEAD_DIM, LAYERS, cache_engine
@@ -154,7 +156,7 @@ def test_a_peer_that_does_not_fit(tmp_path, num_ranks):
 
 
 def test_transfers_are_stopped(tmp_path, num_ranks, monkeypatch):
-    monkeypatch.setattr(rank_server, "AGAIN_S", 0.02)
+    monkeypatch.setattr(calls, "AGAIN_S", 0.02)
 
     async def work():
         async with Side(tmp_path, num_ranks, TROUBLED) as side:
@@ -179,6 +181,89 @@ def test_transfers_are_stopped(tmp_path, num_ranks, monkeypatch):
             assert side.is_here()
             report = side.workers.report()
             assert (report["transfers"], report["timed_out"], report["cancelled"]) == (1, 1, 1)
+
+    run(work())
+
+
+def test_many_wait_no_longer_than_their_deadlines(tmp_path, num_ranks, monkeypatch):
+    """More than may run at a time, of a peer that stands still; what ends them does not wait behind them."""
+    wait, waiting = Turns._wait, []
+
+    def note(self, run):
+        waiting.append(run)
+        wait(self, run)
+
+    async def work():
+        async with Side(tmp_path, num_ranks, TROUBLED) as side:
+            hold, begin_s = tmp_path / "hold", time.monotonic()
+            hold.touch()
+            many = [asyncio.create_task(side.workers.transfer(side.plan(str(n), timeout_s=0.5))) for n in range(60)]
+            found = await asyncio.gather(*many, return_exceptions=True)
+            assert {type(each) for each in found} == {TransferTimeoutError}
+            assert time.monotonic() - begin_s < 4.0, "they waited for each other's deadlines"
+            monkeypatch.setattr(Turns, "_wait", note)
+            many = [asyncio.create_task(side.workers.transfer(side.plan(str(n), timeout_s=60.0))) for n in range(20)]
+            while len(waiting) < 16 * num_ranks:  # beside the four that run
+                await asyncio.sleep(0.002)
+            await side.workers.connect("other", [channel.endpoint() for channel in side.peer])
+            assert not any(each.done() for each in many)
+            await side.workers.disconnect("peer")
+            found = await asyncio.wait_for(asyncio.gather(*many, return_exceptions=True), 20)
+            assert {type(each) for each in found} == {TransferError}
+            hold.unlink()
+            await side.workers.transfer(side.plan().model_copy(update={"peer": "other"}))
+            assert side.is_here()
+
+    run(work())
+
+
+def test_cancelled_before_it_has_begun(tmp_path, num_ranks, monkeypatch):
+    """The channel hears of it before it hears of the transfer itself."""
+    transfer, cancel, was_cancelled = TroubledShm.transfer, TroubledShm.cancel, threading.Event()
+
+    def late(self, plan):
+        assert was_cancelled.wait(20)
+        return transfer(self, plan)
+
+    def too_early(self, transfer_id):
+        found = cancel(self, transfer_id)
+        was_cancelled.set()
+        return found
+
+    monkeypatch.setattr(TroubledShm, "transfer", late)
+    monkeypatch.setattr(TroubledShm, "cancel", too_early)
+
+    async def work():
+        async with Side(tmp_path, num_ranks, TROUBLED) as side:
+            (tmp_path / "hold").touch()
+            moving = asyncio.create_task(side.workers.transfer(side.plan(timeout_s=60.0)))
+            await asyncio.sleep(0)
+            side.workers.cancel("one")
+            with pytest.raises(TransferCancelled):
+                await asyncio.wait_for(moving, 20)
+            # Who waits for a transfer and is cancelled, as all are when the engine ends, hears of it when nothing is written.
+            moving = asyncio.create_task(side.workers.transfer(side.plan("two", timeout_s=60.0)))
+            while not (tmp_path / "began").exists():
+                await asyncio.sleep(0.002)
+            moving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await moving
+            if num_ranks == 1:
+                assert (tmp_path / "left0").exists() and side.workers.report()["running"] == 0
+
+    run(work())
+
+
+def test_the_end_waits_for_who_writes(tmp_path, num_ranks):
+    async def work():
+        async with Side(tmp_path, num_ranks, TROUBLED) as side:
+            (tmp_path / "hold").touch()
+            many = [asyncio.create_task(side.workers.transfer(side.plan(str(n), timeout_s=60.0))) for n in range(12)]
+            while not (tmp_path / "began").exists():
+                await asyncio.sleep(0.002)
+        assert sum(thread.name == "sagellm-kv" for thread in threading.enumerate()) <= 1, "but for the one that closed it"
+        found = await asyncio.wait_for(asyncio.gather(*many, return_exceptions=True), 20)
+        assert all(isinstance(each, TransferError) for each in found)
 
     run(work())
 
