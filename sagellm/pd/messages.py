@@ -106,7 +106,7 @@ class Subscribe(Model):
 
 
 class PrefixChange(Model):
-    """`stored`, `removed`: keys of cached blocks (64 bits, `PrefixUpdate.keys`). `is_all`: that is all there is."""
+    """`stored`, `removed`: keys of cached blocks (64 bits, `PrefixUpdate.block_hashes`). `is_all`: that is all there is."""
 
     stored: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()
