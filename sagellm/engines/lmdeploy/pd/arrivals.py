@@ -107,7 +107,7 @@ class Arrivals:
                 self.first_token_s.append(time.time() - held.computed_at)
             num_done, transfer_s = await self._bring(seq, held, engine_id, peer)
             self.joined_s.append(time.time() - held.computed_at - transfer_s)
-        except (SageError, TimeoutError, OSError) as error:
+        except (SageError, asyncio.TimeoutError, OSError) as error:  # TimeoutError is an OSError
             self._failed(seq, error, engine_id)
         except asyncio.CancelledError:  # the request has left
             self.counts["cancelled"] += 1
@@ -201,7 +201,7 @@ class Arrivals:
                 return
             try:
                 await asyncio.wait_for(self._room.wait(), deadline_s - time.monotonic())
-            except TimeoutError:
+            except asyncio.TimeoutError:
                 raise TransferTimeoutError(f"no room for {seq.num_valid_ids} tokens within {self._timeout_s:g} s") from None
 
     def _join(self, seq: Any, num_done: int) -> None:
@@ -221,7 +221,7 @@ class Arrivals:
         """Nobody will read it. That it is lost with the connection, or by its lease, is as good."""
 
         async def tell() -> None:
-            with contextlib.suppress(PeerError, TimeoutError, OSError):
+            with contextlib.suppress(PeerError, asyncio.TimeoutError, OSError):
                 await peer.call(Release(transfer_id=transfer_id), SURE_S)
 
         task = asyncio.get_running_loop().create_task(tell())

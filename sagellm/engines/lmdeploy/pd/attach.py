@@ -190,7 +190,7 @@ class PrefillDecode(DistServe):
             return False
         self._room.clear()
         may_run.set()
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._room.wait(), LOOK_S)
         may_run.clear()
         return True
