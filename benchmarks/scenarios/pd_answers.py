@@ -29,6 +29,17 @@ DEFINITIONS = {
         text="From the end of the prompt's step until the request stands in the other engine's queue with its keys and "
         "values, without the time of the transfer; median of the same.",
     ),
+    "pd_answers_decoded_ms": Definition(
+        unit="ms", better="lower",
+        text="From the end of the prompt's step to the first token that the other engine computed itself, which is the second "
+        "of the answer, without the time of the transfer; median of the same.",
+    ),
+    "pd_answers_decoded_p99_ms": Definition(unit="ms", better="lower", text="The longest but 1% of them."),
+    "pd_answers_step_ms": Definition(unit="ms", better="lower", text="Of these the step that computed this token, median."),
+    "pd_answers_waited_ms": Definition(
+        unit="ms", better="lower", text="All but the transfer and the step: messages, a place in the pool, the queue; median."
+    ),
+    "pd_answers_waited_p99_ms": Definition(unit="ms", better="lower", text="The longest but 1% of them."),
     "pd_answers_transfer_ms": Definition(unit="ms", better="lower", text="Time of a transfer of these, on average."),
     "pd_answers_transfer_mib": Definition(unit="MiB", better=None, text="Bytes of it."),
 }  # fmt: skip
@@ -55,6 +66,11 @@ def run(seed: int, requests: int, places: int, channel: str, alone: int) -> dict
         "pd_answers_split": (last[done] - first[done]) / requests,
         "pd_answers_first_token_ms": first['sagellm_pd_first_token_seconds{quantile="0.5"}'] * 1e3,
         "pd_answers_joined_ms": first['sagellm_pd_joined_seconds{quantile="0.5"}'] * 1e3,
+        "pd_answers_decoded_ms": first['sagellm_pd_decoded_seconds{quantile="0.5"}'] * 1e3,
+        "pd_answers_decoded_p99_ms": first['sagellm_pd_decoded_seconds{quantile="0.99"}'] * 1e3,
+        "pd_answers_step_ms": first['sagellm_pd_decoded_step_seconds{quantile="0.5"}'] * 1e3,
+        "pd_answers_waited_ms": first['sagellm_pd_decoded_wait_seconds{quantile="0.5"}'] * 1e3,
+        "pd_answers_waited_p99_ms": first['sagellm_pd_decoded_wait_seconds{quantile="0.99"}'] * 1e3,
         "pd_answers_transfer_ms": first['sagellm_pd_seconds_total{part="transfer"}'] / first[done] * 1e3,
         "pd_answers_transfer_mib": first["sagellm_pd_transfer_bytes_total"] / first[done] / 2**20,
     }

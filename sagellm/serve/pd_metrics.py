@@ -10,7 +10,12 @@ __all__ = ["pd_families"]
 TIMES = {
     "first_token_s": ("sagellm_pd_first_token_seconds", "From the end of a prompt's step to its first token, given out here."),
     "joined_s": ("sagellm_pd_joined_seconds", "From the end of a prompt's step to the queue here, without the transfer."),
-}
+    "decoded_s": (
+        "sagellm_pd_decoded_seconds", "From the end of a prompt's step to the first token computed here, without the transfer.",
+    ),
+    "step_s": ("sagellm_pd_decoded_step_seconds", "Of that, the step that computed this token."),
+    "waited_s": ("sagellm_pd_decoded_wait_seconds", "Of that, all but the step."),
+}  # fmt: skip
 
 
 def pd_families(report: dict[str, Any]) -> Iterator[Metric]:

@@ -217,9 +217,9 @@ class SchedulerHooks:
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
         cut = self.choice.chunks.settle(running)
         self.publish(running)
-        if self.pd is not None:
-            self.pd.step_end(running)
         ended = self._steps.ended(list(map(_seq_id, running)), is_decoding)
+        if self.pd is not None:
+            self.pd.step_end(running, ended[3] if ended is not None else 0.0)
         if ended is None:
             return
         step, loop, end_s, duration_s = ended

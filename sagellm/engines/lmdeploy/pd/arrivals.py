@@ -64,6 +64,11 @@ class Arrivals:
         # Seconds from the end of a prompt's step on the other engine, by the clocks of both.
         self.first_token_s: deque[float] = deque(maxlen=REMEMBERED)  # until its first token was given out here
         self.joined_s: deque[float] = deque(maxlen=REMEMBERED)  # until the request joined the queue, without the transfer
+        # Until the first token that was computed here, without the transfer: the step that computed it, and all the rest.
+        self.decoded_s: deque[float] = deque(maxlen=REMEMBERED)
+        self.step_s: deque[float] = deque(maxlen=REMEMBERED)
+        self.waited_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._joined: dict[int, float] = {}  # session id -> when its prompt's step ended, and the transfer's seconds after that
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -77,10 +82,22 @@ class Arrivals:
 
     def ended(self, session_id: int) -> None:
         """The request leaves the engine. A transfer that runs keeps its blocks until it has ended."""
+        self._joined.pop(session_id, None)
         if (moving := self._moving.get(session_id)) is not None:
             self._cancel(moving)
         if (task := self._tasks.get(session_id)) is not None and moving is None:
             task.cancel()
+
+    def step_end(self, running: list[Any], step_s: float) -> None:
+        """A step has ended, which took so long."""
+        if not self._joined:
+            return
+        now_s = time.time()
+        for seq in running:
+            if (since_s := self._joined.pop(seq.session_id, None)) is not None:
+                self.decoded_s.append(now_s - since_s)
+                self.step_s.append(step_s)
+                self.waited_s.append(now_s - since_s - step_s)
 
     def freed(self) -> None:
         """Blocks may have become free."""
@@ -107,6 +124,8 @@ class Arrivals:
                 self.first_token_s.append(time.time() - held.computed_at)
             num_done, transfer_s = await self._bring(seq, held, engine_id, peer)
             self.joined_s.append(time.time() - held.computed_at - transfer_s)
+            if num_done:
+                self._joined[seq.session_id] = held.computed_at + transfer_s
         except (SageError, asyncio.TimeoutError, OSError) as error:  # TimeoutError is an OSError
             self._failed(seq, error, engine_id)
         except asyncio.CancelledError:  # the request has left

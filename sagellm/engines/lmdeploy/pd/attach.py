@@ -38,6 +38,7 @@ __all__ = ["PrefillDecode"]
 logger = logging.getLogger("sagellm")
 
 QUANTILES = (0.5, 0.9, 0.99)
+TIMES = ("first_token_s", "joined_s", "decoded_s", "step_s", "waited_s")  # of `Arrivals`
 LOOK_S = 0.5  # while nothing may run: sequences that end by themselves tell nobody
 
 
@@ -159,12 +160,13 @@ class PrefillDecode(DistServe):
 
     # ---- what the scheduler's hooks tell
 
-    def step_end(self, running: list[Any]) -> None:
-        """The results of a step are given out: prompts that are through are ready to be read."""
+    def step_end(self, running: list[Any], step_s: float) -> None:
+        """The results of a step, which took so long, are given out: prompts that are through are ready to be read."""
         for seq in running:
             if seq.preserve_cache and seq.status is self._status.TO_BE_MIGRATED:
                 self.offers.computed(seq)
         self._watchers.changed()
+        self.arrivals.step_end(running, step_s)
         if len(self.arrivals):
             self.arrivals.freed()
 
@@ -243,8 +245,7 @@ class PrefillDecode(DistServe):
             "offers": dict(self.offers.counts), "held": len(self.offers), "arrivals": dict(self.arrivals.counts),
             "arriving": len(self.arrivals), "seconds": dict(self.arrivals.seconds), "bytes": self.arrivals.num_bytes,
             "channel": self._workers.report(), "peers": self._peers.names(),
-            "first_token_s": _quantiles(self.arrivals.first_token_s), "joined_s": _quantiles(self.arrivals.joined_s),
-        }  # fmt: skip
+        } | {name: _quantiles(getattr(self.arrivals, name)) for name in TIMES}  # fmt: skip
 
 
 def _quantiles(samples: Iterable[float]) -> dict[str, float]:

@@ -42,6 +42,11 @@ def test_greedy_equals_transformers(pair, reference, prefix_caching, channel):
     report = engines.report()
     assert report["arrivals"] == {"first_tokens": 18, "done": 18}
     assert engines.report("prefill")["offers"] == {"offered": 18, "read": 18}
+    arrivals = engines.decode.hooks.pd.arrivals
+    assert len(arrivals.decoded_s) == 18 and not arrivals._joined
+    for all_s, step_s, waited_s in zip(arrivals.decoded_s, arrivals.step_s, arrivals.waited_s, strict=True):
+        assert all_s == pytest.approx(step_s + waited_s) and step_s > 0
+    assert min(arrivals.decoded_s) > min(arrivals.joined_s) > 0 and report["decoded_s"]["0.5"] > report["joined_s"]["0.5"]
     token_bytes = engines.decode.hooks.pd.facts().token_bytes
     whole = 2 * sum(len(prompt) for prompt in prompts) * token_bytes
     assert MIGRATION_BACKENDS.module_dict[f"sage-{channel}"].options == options_of(engines.of_decode), "they have a new key"
