@@ -133,6 +133,8 @@ class SchedulerHooks:
 
     def preempted(self, seq: Any) -> None:
         self._num_preempted += 1
+        if self.pd is not None:
+            self.pd.queue_changed()
         self._recorder.write("preempt", request=seq.session_id, tokens=seq.num_valid_ids)
 
     def dispatch(self, running: list[Any], num_loops: int) -> tuple[dict[int, int], dict[int, int]]:
@@ -201,6 +203,8 @@ class SchedulerHooks:
 
     def arrived(self, seq: Any) -> None:
         service_of(seq)  # a deadline is put on this process's clock as soon as it is here
+        if self.pd is not None:
+            self.pd.queue_changed()
         if self._recorder.enabled:
             self._recorder.write("arrive", **arrive_line(seq))
 

@@ -39,7 +39,6 @@ logger = logging.getLogger("sagellm")
 
 QUANTILES = (0.5, 0.9, 0.99)
 TIMES = ("first_token_s", "joined_s", "decoded_s", "step_s", "waited_s")  # of `Arrivals`
-LOOK_S = 0.5  # while nothing may run: sequences that end by themselves tell nobody
 
 
 class PrefillDecode(DistServe):
@@ -61,10 +60,11 @@ class PrefillDecode(DistServe):
         self._is_server = hooks.run_dir is not None
         self._instance = uuid.uuid4().hex
         self._workers = open_workers(engine.executor, self._config, self._is_server)
+        self._changed = asyncio.Event()  # what may run, since the engine's last look
         allocator = self._scheduler.block_manager.allocator
         self.offers = Offers(
-            self._end_session, allocator.get_physical_blocks, self._workers.checksums if self._config.checksums else None,
-            self._config.lease_s,
+            self._end_session, self._changed.set, allocator.get_physical_blocks,
+            self._workers.checksums if self._config.checksums else None, self._config.lease_s,
         )  # fmt: skip
         self._peers = Peers(self.facts, self._key, self._link, self._workers.disconnect)
         self._watchers = Watchers(self._scheduler, self.offers, host)
@@ -74,7 +74,6 @@ class PrefillDecode(DistServe):
         )  # fmt: skip
         self._server: ControlServer | None = None
         self._address = ""
-        self._room = asyncio.Event()  # blocks have come back
         self._answers: asyncio.Queue | None = None
         self._runnable: Any = None
 
@@ -145,6 +144,7 @@ class PrefillDecode(DistServe):
             self.arrivals.take(seq)
 
     def _wake(self) -> None:
+        self._changed.set()
         if self._runnable is not None:
             self._runnable.set()
 
@@ -183,18 +183,23 @@ class PrefillDecode(DistServe):
             asyncio.get_running_loop().call_soon(self._freed)
 
     def _freed(self) -> None:
-        self._room.set()
+        self._changed.set()
         self.arrivals.freed()
 
+    def queue_changed(self) -> None:
+        """A request has come, or has lost its place and waits again."""
+        self._changed.set()
+
     async def wait_for_room(self, may_run: asyncio.Event) -> bool:
-        """No prompt finds room. Where blocks are kept for others, look again as soon as some come back."""
+        """No prompt finds room. Where blocks are kept for others, look again as soon as some come back, or somebody else may
+        be the next. Nothing else changes what may run: no step is on its way, and whatever ends an offer, be it its lease,
+        wakes this. What has changed since the look before is not missed either: the event is cleared only before a look."""
         if not len(self.offers):
             return False
-        self._room.clear()
         may_run.set()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._room.wait(), LOOK_S)
+        await self._changed.wait()
         may_run.clear()
+        self._changed.clear()
         return True
 
     def _end_session(self, session_id: int) -> None:

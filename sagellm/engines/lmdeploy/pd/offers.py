@@ -42,23 +42,26 @@ class Offers:
 
     Args:
         end_session: takes a request out of the engine, and answers whoever waits for it.
+        changed: an offer has ended.
         slots: where blocks lie in the pool.
         checksums: of blocks, by rank; None: none are made.
         lease_s: for which blocks are kept for somebody who does not come.
     """
 
     def __init__(
-        self, end_session: Callable[[int], Any], slots: Callable[[np.ndarray], np.ndarray],
+        self, end_session: Callable[[int], Any], changed: Callable[[], Any], slots: Callable[[np.ndarray], np.ndarray],
         checksums: Callable[[tuple[int, ...]], Awaitable[tuple]] | None, lease_s: float,
     ) -> None:  # fmt: skip
-        self._end_session, self._slots, self._checksums, self._lease_s = end_session, slots, checksums, lease_s
+        self._end_session, self._changed, self._slots, self._checksums = end_session, changed, slots, checksums
+        self._lease_s = lease_s
         self._offers: dict[int, Offer] = {}
+        self._num_leaving = 0  # whose offer has ended, and whose request is about to leave
         self._of_session: dict[int, Offer] = {}
         self._ended: dict[int, str] = {}  # transfer id -> why
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._offers)
+        return len(self._offers) + self._num_leaving
 
     # ---- what the engine says
 
@@ -126,14 +129,17 @@ class Offers:
         )  # fmt: skip
 
     def release(self, transfer_id: int) -> bool:
-        """Whether the blocks were held until now."""
+        """Whether the blocks were held until now. The request leaves in a moment: who asks waits with its first step."""
         offer = self._offers.get(transfer_id)
         if offer is None:
             self._remember(transfer_id, "nobody wants it any more")
             return False
         was_held = bool(offer.since_s)
         self.counts["read" if was_held else "unwanted"] += 1
-        self._close(offer, "it was read, or nobody wants it any more")
+        self._close(offer, "it was read, or nobody wants it any more", leave=False)
+        if offer.seq is not None:
+            self._num_leaving += 1
+            asyncio.get_running_loop().call_soon(self._leave, offer.seq.session_id)
         return was_held
 
     def lost(self, reader: Any, reader_id: str) -> None:
@@ -176,6 +182,12 @@ class Offers:
             self._of_session.pop(offer.seq.session_id, None)
             if leave:
                 self._end_session(offer.seq.session_id)
+        self._changed()
+
+    def _leave(self, session_id: int) -> None:
+        self._num_leaving -= 1
+        self._end_session(session_id)
+        self._changed()
 
     def _remember(self, transfer_id: int, why: str) -> None:
         self._ended[transfer_id] = why

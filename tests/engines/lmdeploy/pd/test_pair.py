@@ -134,6 +134,46 @@ def _answers_of_decode(engines, prompts):
     return found
 
 
+def test_prompts_that_wait_for_room_of_those_that_are_kept(pair):
+    """They are computed as soon as there is some, whatever has made it: nobody looks again after a while."""
+    engines = pair(prefill={"lease_s": 1000.0}, kv_blocks=26)
+    prompts = make_prompts((120, 120, 120, 200, 120, 120, 60), seed=12)
+    prefill = engines.prefill
+    pd = prefill.hooks.pd
+
+    def begin(number):
+        peer = engines.of_decode.engine_id
+        return asyncio.run_coroutine_threadsafe(one(prefill, prompts[number], {}, 500 + number, peer, True), prefill._loop)
+
+    def release(number):
+        async def on_loop():
+            return pd.offers.release(500 + number)
+
+        return prefill._on_loop(on_loop())
+
+    def is_kept(number):
+        offer = pd.offers._offers.get(500 + number)
+        return offer is not None and offer.since_s
+
+    copies = [begin(number) for number in range(3)]
+    wait_until(lambda: all(map(is_kept, range(3))))
+    copies += [begin(number) for number in (3, 4)]  # of 13 blocks and of 8, where two are left
+    wait_until(lambda: prefill.engine.scheduler.num_waiting() == 2)
+    copies[3].cancel()  # who is the first to wait leaves; it still takes one of those that are kept
+    assert release(0)
+    wait_until(lambda: is_kept(4))
+    # A lease ends.
+    copies.append(begin(5))
+    wait_until(lambda: prefill.engine.scheduler.num_waiting() == 1)
+    prefill._loop.call_soon_threadsafe(pd.offers._time, pd.offers._offers[501], 0.01, "its lease has ended")
+    wait_until(lambda: is_kept(5))
+    for number in (2, 4, 5):
+        assert release(number)
+    for copy in (*copies[:3], *copies[4:]):
+        copy.result(30)
+    settle(prefill)
+
+
 def test_another_prompt(pair, reference):
     """Two tokenizers, say: keys and values of other tokens are of no use."""
     prompts, other = make_prompts((40,)), make_prompts((40,), seed=9)
