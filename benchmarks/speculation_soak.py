@@ -29,7 +29,7 @@ QUIET = 0.08  # of the layers, see `write_chain_model`
 VOCAB_SIZE, FIRST = 800, 300  # tokens from `FIRST` on follow each other in a cycle
 SIZES = {"device": "cpu", "threads": 1, "block_size": 16, "kv_blocks": 48, "max_batch_size": 16}
 STRATEGIES = "suffix,ngram,dynamic:suffix,draft"
-BUDGET = 0.5  # of `dynamic`, which guesses little where steps are as cheap as this model's
+BUDGET = 0.95  # of `dynamic`, which guesses little where steps are as cheap as this model's
 
 Job = tuple[list[int], Any, int | None]  # prompt, what is asked for, tokens after which the client leaves
 
