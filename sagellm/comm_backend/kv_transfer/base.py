@@ -210,6 +210,8 @@ class KVTransferChannel(ABC):
             run = Run(plan.transfer_id, plan.peer, plan.timeout_s, peer)
             self._turns.begin(run)
             try:
+                if self._peers.get(plan.peer) is not peer:  # before anybody could stop this run by its link
+                    raise TransferError("the peer was disconnected.")
                 begun = time.monotonic()
                 num_bytes = self._move(plan, peer, run)
                 run.check()

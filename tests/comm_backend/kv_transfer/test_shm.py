@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sagellm._core import copy_pieces
-from sagellm.comm_backend.kv_transfer.base import TransferOptions
+from sagellm.comm_backend.kv_transfer.base import TransferOptions, TransferPlan
 from sagellm.comm_backend.kv_transfer.contract.desk import layout_of
 from sagellm.comm_backend.kv_transfer.contract.owner import OwnerProcess, make_region
 from sagellm.comm_backend.kv_transfer.layout import KVRegion
@@ -145,3 +145,17 @@ def test_copy_pieces_writes_nothing_that_it_should_not():
     with pytest.raises(ValueError, match="as many"):
         copy_pieces(target, source, one, one, np.ones(2, np.int64), 1e12, fine)
     assert not target.any()
+
+
+def test_a_peer_that_is_disconnected_before_the_turn_of_a_transfer_is_not_read(channel):
+    channel.connect("peer", [channel.endpoint()])
+    check = channel._check_plan
+
+    def checked(plan, peer):
+        check(plan, peer)
+        channel.disconnect("peer")  # nothing runs yet that it could end
+
+    channel._check_plan = checked
+    plan = TransferPlan(transfer_id="t", peer="peer", src_blocks=(1,), dst_blocks=(2,), num_tokens=1, timeout_s=10)
+    with pytest.raises(TransferError, match="was disconnected"):
+        channel.transfer(plan)
