@@ -1,6 +1,7 @@
 """A prefill/decode group of which an engine is killed again and again: what becomes of the requests, and of the blocks."""
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import Counter
@@ -12,12 +13,14 @@ import psutil
 from benchmarks.errors import BenchmarkError
 from benchmarks.pd.client import Reply, Request, ask, ask_all
 from benchmarks.pd.group import Group, metrics_of, pd_group, single_server
+from benchmarks.pd.memory import EngineMemory
 from benchmarks.pd.prompts import mixed_requests
 from benchmarks.result import Definition
 
 OPTIONS: dict[str, Any] = {
     "requests": 2000, "seconds": 300.0, "kill_every_s": 20.0, "prefill": 1, "decode": 2, "texts": 200, "limit_s": 120.0,
     "channel": "shm",
+    "warm_up": 150,  # without kills it takes 200 to 300 until nearly all of the pool and of a peer's has been touched
 }  # fmt: skip
 DEFINITIONS = {
     "pd_faults_wrong": Definition(
@@ -40,6 +43,15 @@ DEFINITIONS = {
     "pd_faults_growth_mib": Definition(
         unit="MiB", better="lower", text="Memory of the proxy at the end, less what it had after the first tenth of the time."
     ),
+    "pd_faults_engine_growth_kib": Definition(
+        unit="KiB", better="lower",
+        text="Of memory (RSS) a request: an engine's server and the processes below it, looked at every two seconds over the "
+        "prompts that this engine has computed for others or had computed by others, once it has had `warm_up` of them; the line "
+        "of least squares through all engines, where each that was started anew has a level of its own.",
+    ),
+    "pd_faults_engine_requests": Definition(
+        unit="1", better=None, text="Requests of engines over which that growth was seen, each counted by both its engines."
+    ),
 }  # fmt: skip
 POOL = ("--dtype", "float32", "--kv-blocks", "384", "--pd-lease-s", "10", "--pd-timeout-s", "10")
 SINGLE_POOL = POOL[:4]
@@ -48,7 +60,7 @@ SETTLE_S = 45.0
 
 def run(
     seed: int, requests: int, seconds: float, kill_every_s: float, prefill: int, decode: int, texts: int, limit_s: float,
-    channel: str,
+    channel: str, warm_up: int,
 ) -> dict[str, float]:  # fmt: skip
     source = random.Random(seed)
     known = mixed_requests(texts, seed, lengths=(8, 400), outputs=(8, 32))
@@ -60,25 +72,26 @@ def run(
     flags = ["--prefill", str(prefill), "--decode", str(decode), "--policy", "always-split"]
     with pd_group(flags, serve=(*POOL, "--kv-channel", channel)) as group:
         ask_all(group.url, known[:20])
-        drill = _Drill(group, source, known, expected, seconds, kill_every_s, limit_s)
+        drill = _Drill(group, source, known, expected, seconds, kill_every_s, limit_s, warm_up)
         return asyncio.run(drill.run(requests))
 
 
 class _Drill:
     def __init__(
         self, group: Group, source: random.Random, known: list[Request], expected: list[str], seconds: float,
-        kill_every_s: float, limit_s: float,
+        kill_every_s: float, limit_s: float, warm_up: int,
     ) -> None:  # fmt: skip
         self._group, self._source, self._known, self._expected = group, source, known, expected
         self._seconds, self._kill_every_s, self._limit_s = seconds, kill_every_s, limit_s
         self._num_kills = 0
         self._memory: list[float] = []
+        self._engines = EngineMemory(warm_up)
 
     async def run(self, requests: int) -> dict[str, float]:
         times = sorted(self._source.uniform(0, self._seconds) for _ in range(requests))
         which = [self._source.randrange(len(self._known)) for _ in times]
         killing = asyncio.create_task(self._kill())
-        watching = asyncio.create_task(self._watch())
+        watching = [asyncio.create_task(each) for each in (self._watch(), self._watch_engines())]
         timeout = aiohttp.ClientTimeout(total=self._limit_s)
         start_s = time.perf_counter()
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -90,7 +103,12 @@ class _Drill:
             pairs = await asyncio.gather(*map(one, times, which))
             killing.cancel()
             left = await self._settle(http)
-        watching.cancel()
+        for task in watching:
+            task.cancel()
+        await asyncio.wait(watching)
+        for task in watching:
+            if not task.cancelled():
+                task.result()  # raises what went wrong
         outcome = Counter(_outcome(reply, text) for reply, text in pairs)
         for reply, text in pairs:
             if _outcome(reply, text) in ("wrong", "hung", "unclear"):
@@ -98,6 +116,10 @@ class _Drill:
         tenth = max(1, len(self._memory) // 10)
         figures = {name: outcome[name] for name in ("wrong", "hung", "unclear", "whole", "failed")} | left
         figures |= {"kills": self._num_kills, "growth_mib": (self._memory[-1] - self._memory[tenth - 1]) / 2**20}
+        growth = self._engines.growth()
+        if not growth.num_requests:
+            raise BenchmarkError("no engine was seen twice after its `warm_up` requests; choose fewer, or more requests")
+        figures |= {"engine_growth_kib": growth.bytes_per_request / 2**10, "engine_requests": growth.num_requests}
         return {f"pd_faults_{name}": float(value) for name, value in figures.items()}
 
     async def _kill(self) -> None:
@@ -113,13 +135,23 @@ class _Drill:
 
     def _servers(self) -> list[psutil.Process]:
         top = psutil.Process(self._group.process.pid)
-        return [each for each in top.children() if "--role" in each.cmdline()]
+        found = []
+        for each in top.children():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if "--role" in each.cmdline():
+                    found.append(each)
+        return found
 
     async def _watch(self) -> None:
         proxy = psutil.Process(self._group.facts["proxy_pid"])
         while True:
             self._memory.append(proxy.memory_info().rss)
             await asyncio.sleep(1.0)
+
+    async def _watch_engines(self) -> None:
+        while True:
+            await asyncio.to_thread(self._engines.look, self._servers())
+            await asyncio.sleep(2.0)
 
     async def _settle(self, http: aiohttp.ClientSession) -> dict[str, float]:
         """When engines that live hold nothing any more, or `SETTLE_S` have passed: what they hold."""
