@@ -50,13 +50,13 @@ build_address() {
 }
 
 native_tests() {
-    local build="$folder/$1" name names="threads hook_table plugin_port shm_group"
-    [ "$1" = thread ] || names="$names functional block_cache policies stream_copy copy_pieces kv_strides suffix_tree abi" # of one thread
+    local build="$folder/$1" name steps=30 names="threads hook_table plugin_port shm_group"
+    [ "$1" = thread ] || steps=100 names="$names functional block_cache policies stream_copy copy_pieces kv_strides suffix_tree abi" # of one thread
     shift
     for name in $names; do
         "$@" "$build/tests/native_$name" || exit 1
     done
-    "$@" "$build/tests/turbomind_test" --steps 100 || exit 1
+    "$@" "$build/tests/turbomind_test" --steps "$steps" || exit 1
 }
 
 address() {

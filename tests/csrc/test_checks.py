@@ -1,6 +1,6 @@
 """The native library under sanitizers and fuzzing, by the documented command, `sagellm/csrc/check.sh`.
 
-The fuzz target runs for SAGELLM_FUZZ_SECONDS (20) beside the other tests here; the last one waits for its end. A minute of it
+The fuzz target runs for SAGELLM_FUZZ_SECONDS (10) beside the other tests here; the last one waits for its end. A minute of it
 for each compiler is a job of its own (.github/workflows/native.yml).
 """
 
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CHECK = str(ROOT / "sagellm/csrc/check.sh")
-SECONDS = int(os.environ.get("SAGELLM_FUZZ_SECONDS", "20"))
+SECONDS = int(os.environ.get("SAGELLM_FUZZ_SECONDS", "10"))
 CANNOT = 77
 # The driver for g++ and libFuzzer, which clang brings, say it differently.
 KEPT = re.compile(r"^(?:failing input, .*: |.*Test unit written to )(.*)$", re.MULTILINE)
