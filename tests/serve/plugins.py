@@ -24,7 +24,7 @@ class Raising(Plugin):
 
 class Hanging(Plugin):
     def admit(self, request):
-        time.sleep(0.6)
+        time.sleep(1.5)
         return True
 
 

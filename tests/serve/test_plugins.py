@@ -37,7 +37,7 @@ def test_calls_faults_the_record_and_a_pool_smaller_than_the_context(launch, ref
     goodbye = {"name": "goodbye", "options": {"folder": str(tmp_path)}}
     config.write_text(json.dumps({"plugins": [*names.values(), goodbye]}))
     path = install(tmp_path / "site", "goodbye = tests.plugins:SaysGoodbye")
-    options = ("--config", config, "--plugin-time-limit-s", 0.2, "--record", record)
+    options = ("--config", config, "--plugin-time-limit-s", 0.6, "--record", record)
     server = launch(*options, "--kv-blocks", 17, "--context-length", 2048, env={"PYTHONPATH": path}).ready()
     answer = server.post("/generate", {"input_ids": [5] * 200, "max_tokens": 500, "ignore_eos": True})
     assert answer.status_code == 200

@@ -23,15 +23,15 @@ def test_requests_of_the_api_are_scheduled_and_guessed_until_an_interrupt(launch
     scheduled = ("--strategy", "priority", "--strategy-options", '{"ageing_s": 5}', "--record", record)
     guessed = ("--speculative", "suffix", "--speculative-options", '{"lookahead": 3}')
     server = launch(*scheduled, *guessed, "--drain-timeout-s", 25).ready()
-    client = server.client()
-    model = client.models.list().data[0].id
-    asked = {"priority": -7, "tenant": "acme", "ttft_slo_ms": 900}
-    body = {"max_tokens": 8, "extra_body": {"ignore_eos": True, **asked}}
-    answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hello"}], **body)
-    assert answer.usage.completion_tokens == 8
-    generate(server)
-    guesses_in_the_server(server, client, model)
-    stop_strings_between_guesses(server, client, model)
+    with server.client() as client:
+        model = client.models.list().data[0].id
+        asked = {"priority": -7, "tenant": "acme", "ttft_slo_ms": 900}
+        body = {"max_tokens": 8, "extra_body": {"ignore_eos": True, **asked}}
+        answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hello"}], **body)
+        assert answer.usage.completion_tokens == 8
+        generate(server)
+        guesses_in_the_server(server, client, model)
+        stop_strings_between_guesses(server, client, model)
     server.wait_idle()
 
     interrupted(server)

@@ -158,6 +158,20 @@ def test_several_transfers_at_once(owner, channel):
         assert torch.equal(tensor, expected)
 
 
+def in_its_middle(own, act):
+    """A thread that acts 0.3 s after a transfer has begun."""
+    def wait():
+        until = time.monotonic() + 20
+        while not own.report()["running"] and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
 @pytest.mark.parametrize("end", ["deadline", "cancel", "close"])
 def test_a_peer_that_stands_still(owner, channel, end):
     """Nothing is written after the end, also when the peer goes on; and then the same link works."""
@@ -171,9 +185,7 @@ def test_a_peer_that_stands_still(owner, channel, end):
         tensor.zero_()
     theirs.stop()
     if end != "deadline":
-        act = {"cancel": lambda: own.cancel("t"), "close": own.close}[end]
-        timer = threading.Timer(0.3, act)
-        timer.start()
+        timer = in_its_middle(own, {"cancel": lambda: own.cancel("t"), "close": own.close}[end])
     error = TransferTimeoutError if end == "deadline" else TransferCancelled
     begun = time.monotonic()
     with pytest.raises(error):
@@ -205,7 +217,7 @@ def test_the_owner_is_killed(owner, channel, when):
     own.connect("p", [theirs.endpoint])
     if when == "during":
         theirs.stop()
-        threading.Timer(0.3, theirs.kill).start()
+        timer = in_its_middle(own, theirs.kill)
     else:
         theirs.kill()
     begun = time.monotonic()
@@ -213,6 +225,8 @@ def test_the_owner_is_killed(owner, channel, when):
         own.transfer(plan(src=tuple(range(16)), dst=tuple(range(16)), num_tokens=1024))
     assert not isinstance(found.value, TransferTimeoutError)
     assert time.monotonic() - begun < 20
+    if when == "during":
+        timer.join()
     # Another owner of the same name serves; what was read of the first one is no more.
     other = owner(of, seed=2)
     own.connect("p", [other.endpoint])

@@ -127,17 +127,17 @@ def test_a_handle_that_is_let_go_of_counts_without_a_time(group, observer):
 
 def test_only_waiting_is_exposed(group, observer):
     work = observer.run("all_reduce", group.start, (torch.ones(4),), {"async_op": True})
-    time.sleep(0.2)  # the caller computes
+    time.sleep(0.6)  # the caller computes
     group.finish()
     work.wait()
     (row,) = observer.stats.report()
-    assert row["latency_ns"] >= 2e8 > row["exposed_ns"]
-    late = threading.Timer(0.2, group.finish)
+    assert row["latency_ns"] >= 6e8 > row["exposed_ns"]
+    late = threading.Timer(1.0, group.finish)
     work = observer.run("all_reduce", group.start, (torch.ones(4),), {"async_op": True})
     late.start()
     work.wait()
     (row,) = observer.stats.report()
-    assert row["exposed_ns"] >= 1.5e8
+    assert row["exposed_ns"] >= 5e8
 
 
 def test_a_collective_that_fails_ends_too(observer):

@@ -14,7 +14,7 @@ from tests.engines.lmdeploy.faulty import HOOKS, name_of
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
 
-LIMIT_S = 0.2
+LIMIT_S = 0.6  # also of the neighbour's thousands of calls, each of which must be in time
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
 # Together they want about twice the 16 blocks that they get.
 FEW = CROWD[:1] + CROWD[2:5] + CROWD[6:8]
@@ -54,7 +54,7 @@ def test_each_hook_that_fails(start_engine, reference, hook, fault, kind):
     assert listener.evicted and listener.stored and listener.steps
     if kind == "overran":
         # It costs its limit once; the wide margin is for a slow machine.
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 25
 
 
 VICTIMS = ["none", "number", "endless", "odd", "unknown", "negative", "active", "twice", "orphan", "of_objects"]

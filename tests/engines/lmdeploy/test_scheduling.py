@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import time
 
 import numpy as np
@@ -193,7 +194,7 @@ def test_steps_carry_the_numbers_under_which_they_were_chosen(start_engine, refe
 
 def test_holding_now_and_then_is_no_fault(start_engine, reference, limits):
     """The clock of a held request stands still while the request runs."""
-    limits(hold_limit_s=0.2)
+    limits(hold_limit_s=0.6)
     engine = start_engine("tests.plugins:LastFirst", decode_round=1)
     plugin, calls = plugin_of(engine), []
 
@@ -202,7 +203,7 @@ def test_holding_now_and_then_is_no_fault(start_engine, reference, limits):
         if view.phase is Phase.DECODE and len(calls) in (3, 9):
             return ScheduleDecision(hold=frozenset([view.requests[0].request_id]))
         if len(calls) == 6:
-            time.sleep(0.3)
+            time.sleep(0.7)
         return ScheduleDecision()
 
     plugin.schedule = schedule
@@ -230,7 +231,7 @@ def test_waiting_has_an_end(start_engine, reference, limits, name, hook):
     assert answers(engine, PROMPTS, SHORT) == reference(PROMPTS, 12)
     assert engine.hooks.report()["faults"] == [[name, hook, "nonsense", 1]]
     assert engine.hooks.report()["enabled"] == {name: False}
-    assert "was kept waiting for 0." in engine.hooks._host.faults[0].detail
+    assert re.search(r"was kept waiting for \d", engine.hooks._host.faults[0].detail)
 
 
 class AdmitsThenRaises(Plugin):
