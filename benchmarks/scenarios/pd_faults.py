@@ -46,8 +46,8 @@ DEFINITIONS = {
     "pd_faults_engine_growth_kib": Definition(
         unit="KiB", better="lower",
         text="Of memory (RSS) a request: an engine's server and the processes below it, looked at every two seconds over the "
-        "prompts that this engine has computed for others or had computed by others, once it has had `warm_up` of them; the line "
-        "of least squares through all engines, where each that was started anew has a level of its own.",
+        "prompts that this engine has computed for others or had computed by others, once it has had `warm_up` of them; the "
+        "line of least squares through all engines, where each that was started anew has a level of its own.",
     ),
     "pd_faults_engine_requests": Definition(
         unit="1", better=None, text="Requests of engines over which that growth was seen, each counted by both its engines."

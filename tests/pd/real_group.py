@@ -21,7 +21,7 @@ from tests.host import command_line, free_port
 from tests.pd.harness import until
 
 WAIT_S = 80.0  # for an engine that is started again, on a busy machine too
-LEASE_S, TIMEOUT_S = 120.0, 4.0  # blocks that come back within seconds have not waited for the end of their lease
+LEASE_S, TIMEOUT_S = 120.0, 10.0  # blocks that come back within seconds have not waited for the end of their lease
 
 
 class Engines:

@@ -82,7 +82,7 @@ def test_each_transfer_has_an_id_of_its_own(split):
 def test_streams_come_token_by_token(split):
     times = []
     with split.http.stream("POST", "/v1/completions", json={
-        "model": "m", "prompt": LONG, "max_tokens": 4, "stream": True, "stand_in": {"delay_s": 0.3, "on": ["decode"]}
+        "model": "m", "prompt": LONG, "max_tokens": 4, "stream": True, "stand_in": {"delay_s": 0.6, "on": ["decode"]}
     }) as response:  # fmt: skip
         texts = []
         for line in response.iter_lines():
@@ -90,7 +90,7 @@ def test_streams_come_token_by_token(split):
                 times.append(time.monotonic())
                 texts.append(line[6:])
     assert texts[-1] == "[DONE]" and "".join(json.loads(text)["choices"][0]["text"] for text in texts[:-1]) == answer(LONG)
-    assert times[-2] - times[0] > 0.5  # not all at the end: three delays of 0.3 s lie between the tokens
+    assert times[-2] - times[0] > 0.5  # not all at the end: three delays of 0.6 s lie between the tokens
 
 
 def test_headers_pass_and_signatures_of_clients_do_not(split):
@@ -172,7 +172,7 @@ def test_a_client_that_leaves_ends_the_request_on_both_sides(split):
     # While its prompt is computed, before any byte: nothing of it runs on in the proxy.
     with pytest.raises(httpx.ReadTimeout):
         split.http.post("/v1/completions", json=body | {"stand_in": {"hang_s": 20, "on": ["prefill"]}}, timeout=1.0)
-    until("nothing runs", lambda: split.metric("sagellm_proxy_running_requests") == 0, 4)
+    until("nothing runs", lambda: split.metric("sagellm_proxy_running_requests") == 0, 15)
     assert split.lines("end")[-1]["outcome"] == "client left"
 
 
