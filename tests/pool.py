@@ -8,7 +8,7 @@ import numpy as np
 
 from sagellm.core.hooks import Tier
 
-SETTLE_S = 10.0
+SETTLE_S = 30.0
 
 
 def settle(engine: Any) -> None:
