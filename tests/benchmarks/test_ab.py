@@ -61,6 +61,7 @@ def tiny(model: Path):
     )  # fmt: skip
 
 
+@pytest.mark.slow  # three servers, one after the other
 def test_base_control_and_head_are_measured(clone: Callable, model_folder: Callable, tmp_path: Path):
     folder = clone(LINK)
     result = ab.run_ab("HEAD", tiny(model_folder("llama")), tmp_path / "out")

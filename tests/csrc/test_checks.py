@@ -58,7 +58,11 @@ def fuzzing(address: subprocess.CompletedProcess[str]) -> Iterator["subprocess.P
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", ["address", "thread"])
+# ThreadSanitizer's own build takes as long as half of all other tests here; CI runs it as well.
+THREAD = pytest.mark.slow
+
+
+@pytest.mark.parametrize("kind", ["address", pytest.param("thread", marks=THREAD)])
 def test_native_tests_pass_under_sanitizers(kind: str, address: subprocess.CompletedProcess[str]) -> None:
     done = check(kind) if kind != "address" or address.returncode == CANNOT else address
     assert done.returncode == 0, done.stderr[-4000:]
@@ -70,7 +74,10 @@ def test_native_tests_pass_under_sanitizers(kind: str, address: subprocess.Compl
 
 @pytest.mark.parametrize(
     ("kind", "fault", "words"),
-    [("address", "overrun", "ERROR: AddressSanitizer"), ("thread", "race", "WARNING: ThreadSanitizer: data race")],
+    [
+        ("address", "overrun", "ERROR: AddressSanitizer"),
+        pytest.param("thread", "race", "WARNING: ThreadSanitizer: data race", marks=THREAD),
+    ],
 )
 def test_sanitizers_see_a_planted_fault(kind: str, fault: str, words: str) -> None:
     done = check(kind, SAGELLM_NATIVE_FAULT=fault)

@@ -7,95 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from sagellm.accel.speculative.base import SpeculativeStrategy
 from sagellm.core.hooks import Phase
-from sagellm.engines.base import SamplingParams
+from tests.engines.lmdeploy.guesses import CROWD, GREEDY, KNOWING, NEW, Knowing, ask, counts, tell, tokens_of
 from tests.engines.lmdeploy.test_chunks import chunked, of_request, plugin_of
 from tests.engines.lmdeploy.test_exactness import cancelled
 from tests.pool import check_pool, settle
 from tests.reference import make_prompts
 
 HERE = "tests.engines.lmdeploy.test_speculative:"
-NEW = 24
-GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-# Together they want far more than 30 blocks of 16 tokens.
-CROWD = make_prompts((40, 100, 33, 90, 64, 70, 20, 50, 130, 12))
-WHOLE: list[tuple[int, ...]] = []  # texts with their right answers, which `Knowing` knows
-
-
-class Knowing(SpeculativeStrategy):
-    """Guesses what is right, with errors at random places: so each number of right guesses occurs.
-
-    It keeps each text as it was told and raises where it is asked about another, which counts as a fault.
-    """
-
-    name = "knowing"
-
-    def __init__(self, lookahead=4, wrong=0.3, seed=0):
-        super().__init__(lookahead)
-        self.wrong, self.draw = wrong, random.Random(seed)
-        self.texts, self.begun, self.ended = {}, [], {}
-
-    def begin(self, request_id, tokens):
-        self.texts[request_id] = tokens.tolist()
-        self.begun.append((request_id, len(tokens)))
-
-    def accept(self, request_id, tokens):
-        self.texts[request_id] += tokens
-
-    def end(self, request_id):
-        self.ended[request_id] = self.texts.pop(request_id, None)
-
-    def propose(self, asks):
-        return [self.one(ask) for ask in asks]
-
-    def one(self, ask):
-        assert ask.tokens.tolist() == self.texts[ask.request_id]
-        size = len(ask.tokens)
-        assert len(ask.blocks) * 16 >= size + ask.limit and len(set(ask.blocks.tolist())) == len(ask.blocks)
-        text = next((each for each in WHOLE if each[:size] == tuple(self.texts[ask.request_id])), ())
-        guesses = text[size : size + self.draw.randint(0, ask.limit)]
-        return [(token + 1) % 300 if self.draw.random() < self.wrong else token for token in guesses]
-
-
-def tell(prompts, answers):
-    WHOLE[:] = [(*prompt, *answer) for prompt, answer in zip(prompts, answers, strict=True)]
-
-
-def ask(engine, prompts, every=({},), delays=None):
-    """[(tokens, log probabilities)] of requests with these values of LMDeploy's `GenerationConfig`, greedy by default."""
-    from lmdeploy.messages import GenerationConfig
-
-    async def one(prompt, values, delay_s):
-        await asyncio.sleep(delay_s)
-        session, instance = next(engine._sessions), engine.engine.create_instance()
-        settings = GenerationConfig(**dict(max_new_tokens=NEW, ignore_eos=True, do_sample=True, top_k=1) | values)
-        tokens, logprobs = [], []
-        try:
-            async for output in instance.async_stream_infer(session, list(prompt), gen_config=settings):
-                tokens += [int(token) for token in output.token_ids]
-                logprobs += output.logprobs or []
-        finally:
-            await instance.async_end(session)
-        return tuple(tokens), logprobs
-
-    async def together():
-        every_one = list(every) * len(prompts) if len(every) == 1 else every
-        return await asyncio.gather(*map(one, prompts, every_one, delays or [0.0] * len(prompts)))
-
-    found = engine._on_loop(together())
-    settle(engine)
-    return found
-
-
-def tokens_of(found):
-    return [tokens for tokens, _ in found]
-
-
-def counts(engine, faults=0):
-    report = engine.hooks.report()["speculation"]
-    assert report["faults"] == faults, report["first_fault"]
-    return report
 
 
 @pytest.mark.parametrize(("model", "blocks", "decode_round"), [
@@ -104,7 +23,7 @@ def counts(engine, faults=0):
 def test_greedy_equals_transformers(start_engine, reference, model, blocks, decode_round):
     expected = reference(CROWD, NEW, model)
     tell(CROWD, expected)
-    engine = start_engine(model=model, kv_blocks=blocks, decode_round=decode_round, speculative=HERE + "Knowing")
+    engine = start_engine(model=model, kv_blocks=blocks, decode_round=decode_round, speculative=KNOWING)
     for _ in range(2):
         assert tokens_of(ask(engine, CROWD)) == expected
     whole, report = engine.hooks.report(), counts(engine)
@@ -123,7 +42,7 @@ def test_500_prompts_are_answered_as_without(start_engine):
     answers = tokens_of(ask(start_engine(kv_blocks=300, **size), prompts, ways))
     tell(prompts, answers)
     for strategy, options, asked, steps in (
-        (HERE + "Knowing", {"wrong": 0.15}, range(500), 0.75), ("suffix", {"lookahead": 4}, [*range(90)] * 2, 0.9),
+        (KNOWING, {"wrong": 0.15}, range(500), 0.75), ("suffix", {"lookahead": 4}, [*range(90)] * 2, 0.9),
     ):  # fmt: skip
         engine = start_engine(speculative=strategy, speculative_options=options, kv_blocks=36, **size)
         found = tokens_of(ask(engine, [prompts[number] for number in asked], ways))
@@ -174,7 +93,7 @@ def test_every_way_to_sample_gives_the_same_tokens(start_engine, decode_round):
     expected_stopped = ask(plain, prompts, with_stops)
     assert sum(len(tokens) < NEW for tokens in tokens_of(expected_stopped)) >= 4
 
-    engine = start_engine(decode_round=decode_round, speculative=HERE + "Knowing", speculative_options={"wrong": 0.2})
+    engine = start_engine(decode_round=decode_round, speculative=KNOWING, speculative_options={"wrong": 0.2})
     for every, wanted in ((ways, expected), (with_stops, expected_stopped)):
         seen.clear()
         tell(prompts, tokens_of(expected))
@@ -203,7 +122,7 @@ def test_every_token_up_to_a_least_number_may_be_guessed(start_engine, reference
     (prompt,) = make_prompts((30,))
     (answer,) = reference([prompt], NEW)
     tell([prompt], [answer])
-    engine = start_engine(speculative=HERE + "Knowing", speculative_options={"wrong": 0.0, "lookahead": 8})
+    engine = start_engine(speculative=KNOWING, speculative_options={"wrong": 0.0, "lookahead": 8})
     for least in range(1, 12):
         stop = answer[least]
         if stop in answer[:least]:
@@ -218,7 +137,7 @@ def test_cancellations_and_shared_prefixes_under_pressure(start_engine, referenc
     prompts = [text + end[:length] for text in texts for end in ends for length in (1, 16, 40)]
     expected = reference(prompts, NEW)
     tell(prompts, expected)
-    engine = start_engine(kv_blocks=18, speculative=HERE + "Knowing", speculative_options={"wrong": 0.1})
+    engine = start_engine(kv_blocks=18, speculative=KNOWING, speculative_options={"wrong": 0.1})
     draw = random.Random(4)
 
     async def broken_off(prompt):
@@ -247,7 +166,7 @@ def test_prompts_in_parts(start_engine, reference):
     prompts = make_prompts((20, 33, 150), seed=5)
     expected = reference(prompts, NEW)
     tell(prompts, expected)
-    engine = start_engine(chunked(tokens=32), decode_round=1, speculative=HERE + "Knowing")
+    engine = start_engine(chunked(tokens=32), decode_round=1, speculative=KNOWING)
     assert tokens_of(ask(engine, prompts, delays=[0, 0, 0.02])) == expected
     assert engine.hooks.report()["chunks"] >= 4 and counts(engine)["accepted"] > 10
     strategy = engine.engine.executor.model_agent.agent_strategy.speculator.strategy

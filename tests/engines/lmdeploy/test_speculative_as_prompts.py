@@ -9,7 +9,7 @@ from sagellm.core.errors import SpeculationError
 from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.cpu.attention import CpuAttentionMetadata
 from sagellm.engines.lmdeploy.cpu.device import CpuDevice
-from tests.engines.lmdeploy.test_speculative import CROWD, HERE, NEW, ask, counts, tell, tokens_of
+from tests.engines.lmdeploy.guesses import CROWD, KNOWING, NEW, ask, counts, tell, tokens_of
 from tests.reference import make_prompts
 
 
@@ -38,7 +38,7 @@ def ragged(seen):
 def test_greedy_equals_transformers(start_engine, reference, steps, blocks, decode_round):
     expected = reference(CROWD, NEW)
     tell(CROWD, expected)
-    engine = start_engine(kv_blocks=blocks, decode_round=decode_round, speculative=HERE + "Knowing")
+    engine = start_engine(kv_blocks=blocks, decode_round=decode_round, speculative=KNOWING)
     for _ in range(2):
         assert tokens_of(ask(engine, CROWD)) == expected
     report = engine.hooks.report()
@@ -55,7 +55,7 @@ def test_64_prompts_in_steps_of_few_tokens(start_engine, steps):
     settings = dict(kv_blocks=200, max_batch_size=32, max_prefill_tokens=100)
     answers = tokens_of(ask(start_engine(**settings), prompts))
     tell(prompts, answers)
-    engine = start_engine(speculative=HERE + "Knowing", speculative_options={"wrong": 0.15, "lookahead": 6}, **settings)
+    engine = start_engine(speculative=KNOWING, speculative_options={"wrong": 0.15, "lookahead": 6}, **settings)
     steps.clear()
     assert tokens_of(ask(engine, prompts)) == answers
     assert counts(engine)["accepted"] > 100 and engine.hooks.report()["prefix"]["hit_tokens"] > 0
@@ -74,7 +74,7 @@ def test_sampling_and_log_probabilities(start_engine, decode_round):
     ]  # fmt: skip
     expected = ask(start_engine(decode_round=decode_round), prompts, ways)
     tell(prompts, tokens_of(expected))
-    engine = start_engine(decode_round=decode_round, speculative=HERE + "Knowing", speculative_options={"wrong": 0.2})
+    engine = start_engine(decode_round=decode_round, speculative=KNOWING, speculative_options={"wrong": 0.2})
     found = ask(engine, prompts, ways)
     assert tokens_of(found) == tokens_of(expected)
     for (_, ours), (_, theirs) in zip(found, expected, strict=True):
@@ -94,4 +94,4 @@ def test_a_draft_model(start_engine, reference, model_folder):
 def test_a_device_that_drops_blocks_behind_the_window_is_refused(start_engine, monkeypatch):
     monkeypatch.setattr(CpuDevice, "window_size", lambda self, size: size)
     with pytest.raises(SpeculationError, match="knowing: this device drops the blocks behind the model's sliding window"):
-        start_engine(model="qwen2-window", prefix_caching=False, speculative=HERE + "Knowing")
+        start_engine(model="qwen2-window", prefix_caching=False, speculative=KNOWING)

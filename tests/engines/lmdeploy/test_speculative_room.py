@@ -5,7 +5,7 @@ import random
 import pytest
 
 from sagellm.core.errors import SpeculationError
-from tests.engines.lmdeploy.test_speculative import CROWD, NEW, Knowing, ask, counts, tell, tokens_of
+from tests.engines.lmdeploy.guesses import CROWD, NEW, Knowing, ask, counts, tell, tokens_of
 from tests.reference import make_prompts
 
 EAGER = "tests.engines.lmdeploy.test_speculative_room:Eager"

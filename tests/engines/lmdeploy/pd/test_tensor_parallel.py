@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from tests.engines.lmdeploy.guesses import tokens_of
 from tests.engines.lmdeploy.pd.pair import NEW, Pair, one, wait_until
-from tests.engines.lmdeploy.test_speculative import tokens_of
 from tests.pool import settle
 from tests.reference import make_prompts
 
