@@ -9,13 +9,19 @@ import psutil
 
 from benchmarks.pd.group import metrics_of
 
-__all__ = ["EngineMemory", "Growth"]
+__all__ = ["EngineMemory", "Growth", "private_bytes"]
 
 # A prompt that was computed for others, and one that was computed by others.
 ANSWERED = tuple(
     f'sagellm_pd_requests_total{{outcome="{outcome}",side="{side}"}}'
     for outcome, side in (("offered", "offers"), ("done", "arrivals"))
 )
+
+
+def private_bytes(process: psutil.Process) -> int:
+    """Memory without what is shared: libraries, and KV blocks, whose pages come when they are first used, on both sides."""
+    info = process.memory_info()
+    return info.rss - info.shared
 
 
 class Growth(NamedTuple):
@@ -27,7 +33,7 @@ class Growth(NamedTuple):
 
 class EngineMemory:
     """Args:
-    warm_up: requests of a process before its memory counts: until then it fills caches, and touches its KV blocks.
+    warm_up: requests of a process before its memory counts: until then it fills caches.
     """
 
     def __init__(self, warm_up: int) -> None:
@@ -41,7 +47,7 @@ class EngineMemory:
                 words = server.cmdline()
                 page = metrics_of(f"http://127.0.0.1:{words[words.index('--port') + 1]}")
                 family = [server, *server.children(recursive=True)]
-                num_bytes = sum(each.memory_info().rss for each in family)
+                num_bytes = sum(private_bytes(each) for each in family)
                 if server.is_running():  # and so it was the one that answered
                     self.note((server.pid, server.create_time()), sum(page.get(name, 0.0) for name in ANSWERED), num_bytes)
             except (psutil.Error, OSError, ValueError):

@@ -45,8 +45,9 @@ DEFINITIONS = {
     ),
     "pd_faults_engine_growth_kib": Definition(
         unit="KiB", better="lower",
-        text="Of memory (RSS) a request: an engine's server and the processes below it, looked at every two seconds over the "
-        "prompts that this engine has computed for others or had computed by others, once it has had `warm_up` of them; the "
+        text="Of private memory (RSS without what is shared: libraries, and KV blocks, whose pages come when they are first "
+        "used) a request: an engine's server and the processes below it, looked at every two seconds over the prompts that "
+        "this engine has computed for others or had computed by others, once it has had `warm_up` of them; the "
         "line of least squares through all engines, where each that was started anew has a level of its own.",
     ),
     "pd_faults_engine_requests": Definition(

@@ -39,7 +39,7 @@ def test_a_process_is_looked_at_with_those_below_it(monkeypatch):
         engines.look([server])
         assert engines.growth().num_requests == 2
         ((_, seen),) = engines._lives.items()
-        assert all(num_bytes > server.memory_info().rss for _, num_bytes in seen)
+        assert all(num_bytes > memory.private_bytes(server) for _, num_bytes in seen)
     finally:
         for each in [*psutil.Process(process.pid).children(), process]:
             each.kill()
