@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -189,7 +190,8 @@ class Stream:
     def __init__(self, group: RealGroup, prompt: str, num: int, **fields) -> None:
         self.tokens: list[int] = []
         self.error, self.is_done, self.broken = "", False, ""
-        self._leave = threading.Event()
+        self._has_left = False
+        self._socket: socket.socket | None = None
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(group, body_of(prompt, num, stream=True, **fields)))
         self._thread.start()
@@ -197,12 +199,12 @@ class Stream:
     def _read(self, group: RealGroup, body: dict) -> None:
         try:
             with httpx.stream("POST", f"{group.url}/v1/completions", json=body, timeout=60) as answer:
+                self._socket = answer.extensions["network_stream"].get_extra_info("socket")
                 for line in answer.iter_lines():
                     self._take(line.removeprefix("data: "))
-                    if self._leave.is_set():
-                        return
         except httpx.HTTPError as error:
-            self.broken = f"{type(error).__name__}: {error}"
+            if not self._has_left:
+                self.broken = f"{type(error).__name__}: {error}"
         finally:
             self._begun.set()
 
@@ -226,7 +228,10 @@ class Stream:
         return self._thread.is_alive()
 
     def leave(self) -> None:
-        self._leave.set()
+        """At once, also where nothing more would come for a while."""
+        until("the answer begins", lambda: self._socket is not None)
+        self._has_left = True
+        self._socket.shutdown(socket.SHUT_RDWR)
         self.end()
 
     def end(self) -> "Stream":
