@@ -76,7 +76,7 @@ class Generation:
             gen_config = dataclasses.replace(gen_config, stop_words=None, include_stop_str_in_output=False)
         if gen_config is not None and (asked := SERVICE.get()) is not None:
             gen_config.sage = asked  # no field of it: copies and pickles keep it, `dataclasses.replace` would not
-        guesses = 0, 0
+        guesses, num_decoded = (), 0
         is_first = True
         outputs: asyncio.Queue = asyncio.Queue()
         inner = self._generate(messages, session_id, gen_config=gen_config, **options)
@@ -93,9 +93,9 @@ class Generation:
                     # group tell each other which one was drawn; nobody reads it here.
                     out.token_ids = out.token_ids or [0]
                 is_first = False
-                if (now := getattr(out, "sage", None)) is not None:
-                    add_guesses(guesses, now)
-                    guesses = now
+                now, num_now = getattr(out, "sage", None) or guesses, max(out.generate_token_len - 1, num_decoded)
+                add_guesses(guesses, now, num_now - num_decoded)  # the first token is the prompt's
+                guesses, num_decoded = now, num_now
                 if found := _cut(out, stops):
                     out.finish_reason = "stop"
                 elif out.finish_reason:

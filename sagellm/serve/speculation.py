@@ -21,20 +21,21 @@ class UsageOfGuesses:
     LMDeploy may make the usage before the first token."""
 
     def __init__(self) -> None:
-        self._num_steps = self._num_guessed = 0
+        self._num_decoded = self._num_guessed = 0
         self.details = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
         self.speculation: dict[str, Any] = {
             "drafted": 0, "accepted": 0, "drafted_at": [], "accepted_at": [], "acceptance_at": [], "mean_accepted": 0.0,
             "tokens_per_step": 0.0,
         }  # fmt: skip
 
-    def add(self, before: RequestGuesses, now: RequestGuesses) -> None:
-        """Counts of a generation, those that were added before and those up to now."""
+    def add(self, before: RequestGuesses, now: RequestGuesses, num_decoded: int) -> None:
+        """Counts of a generation, those that were added before and those up to now, and how many tokens decode steps have given
+        in between: each gives its right guesses and a token more."""
         found = self.speculation
         drafted = found["drafted"] = found["drafted"] + now.num_drafted - before.num_drafted
         accepted = found["accepted"] = found["accepted"] + now.num_accepted - before.num_accepted
         self.details.update(accepted_prediction_tokens=accepted, rejected_prediction_tokens=drafted - accepted)
-        self._num_steps += now.num_steps - before.num_steps
+        self._num_decoded += num_decoded
         self._num_guessed += now.num_guessed - before.num_guessed
         found["drafted_at"] = _grown(found["drafted_at"], before.drafted_at, now.drafted_at)
         found["accepted_at"] = _grown(found["accepted_at"], before.accepted_at, now.accepted_at)
@@ -42,7 +43,8 @@ class UsageOfGuesses:
             right / made for right, made in zip(found["accepted_at"], found["drafted_at"], strict=True)
         ]
         found["mean_accepted"] = accepted / self._num_guessed if self._num_guessed else 0.0
-        found["tokens_per_step"] = 1 + accepted / self._num_steps if self._num_steps else 0.0
+        num_steps = self._num_decoded - accepted
+        found["tokens_per_step"] = self._num_decoded / num_steps if num_steps > 0 else 0.0
 
 
 # Of the request that is being handled; None where it does not ask.
@@ -57,10 +59,11 @@ def take_wish(body: dict[str, Any]) -> UsageOfGuesses | None:
     return UsageOfGuesses() if wish else None
 
 
-def add_guesses(before: Sequence[Any], now: Sequence[Any]) -> None:
-    """`before` and `now`: the `RequestGuesses` of a generation so far, or as many of its values as are not 0."""
+def add_guesses(before: Sequence[Any], now: Sequence[Any], num_decoded: int) -> None:
+    """`before` and `now`: the `RequestGuesses` of a generation so far, or as many of its values as are not 0; `num_decoded`:
+    the tokens of decode steps in between."""
     if (counts := USAGE.get()) is not None:
-        counts.add(RequestGuesses(*before), RequestGuesses(*now))
+        counts.add(RequestGuesses(*before), RequestGuesses(*now), num_decoded)
 
 
 def with_guesses(make: Callable[..., Any]) -> Callable[..., Any]:

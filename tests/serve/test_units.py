@@ -56,7 +56,7 @@ class FakeEngine:
 
 
 def out(text, reason=None):
-    return SimpleNamespace(response=text, finish_reason=reason)
+    return SimpleNamespace(response=text, finish_reason=reason, generate_token_len=1)
 
 
 def collect(engine, on_dead=lambda: None, take=None):

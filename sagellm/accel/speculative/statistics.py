@@ -8,27 +8,20 @@ __all__ = ["RequestGuesses", "Statistics"]
 
 
 class RequestGuesses(NamedTuple):
-    """Sums over the decode steps of one request. Index k of the tuples: the k-th guess of a step.
-
-    Attributes:
-        num_steps: decode steps, those without guesses among them.
-        num_guessed: those with guesses.
-    """
+    """Sums over the decode steps of one request that had guesses, which are `num_guessed`: others cost nothing here. Index k of
+    the tuples: the k-th guess of a step."""
 
     num_drafted: int = 0
     num_accepted: int = 0
-    num_steps: int = 0
     num_guessed: int = 0
     drafted_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
 
     def plus(self, num_drafted: int, num_accepted: int) -> "RequestGuesses":
-        """After another step. O(1) where nothing was guessed."""
-        drafted, accepted, steps, guessed, drafted_at, accepted_at = self
-        if not num_drafted:
-            return RequestGuesses(drafted, accepted, steps + 1, guessed, drafted_at, accepted_at)
+        """After another step with guesses."""
+        drafted, accepted, guessed, drafted_at, accepted_at = self
         return RequestGuesses(
-            drafted + num_drafted, accepted + num_accepted, steps + 1, guessed + 1,
+            drafted + num_drafted, accepted + num_accepted, guessed + 1,
             _one_more(drafted_at, num_drafted, len(drafted_at)), _one_more(accepted_at, num_accepted, num_drafted),
         )  # fmt: skip
 

@@ -138,7 +138,8 @@ def _append(running: list[Any], is_run: list[bool], outputs: Any) -> None:
         seq._num_history_ids += seq._num_token_ids + count - 1
         seq._num_token_ids = 1
         seq.num_new_tokens += count
-        seq.sage_guesses = getattr(seq, "sage_guesses", NO_GUESSES).plus(drafted[number], min(count - 1, drafted[number]))
+        if num_drafted := drafted[number]:
+            seq.sage_guesses = getattr(seq, "sage_guesses", NO_GUESSES).plus(num_drafted, min(count - 1, num_drafted))
         if metas[number] is not None:
             seq.model_meta = metas[number]
         if stopped[number]:
