@@ -160,7 +160,7 @@ def test_it_outlives_what_happens_to_the_configuration_of_a_generation():
 
     async def generate(messages, session_id, gen_config=None):
         seen.append(pickle.loads(pickle.dumps(copy.deepcopy(gen_config))))
-        yield SimpleNamespace(response="", finish_reason="stop")
+        yield SimpleNamespace(response="", finish_reason="stop", generate_token_len=0)
 
     async def run(gen_config):
         async for _ in Generation(SimpleNamespace(generate=generate), lambda: None)([], 1, gen_config):
