@@ -55,22 +55,32 @@ def tell(prompts, answers):
     WHOLE[:] = [(*prompt, *answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
+def greedy(values):
+    """LMDeploy's `GenerationConfig`, greedy unless `values` say otherwise."""
+    from lmdeploy.messages import GenerationConfig
+
+    return GenerationConfig(**dict(ignore_eos=True, do_sample=True, top_k=1) | values)
+
+
+async def answer(engine, prompt, settings):
+    """(tokens, log probabilities) of one request, on the engine's loop."""
+    session, instance = next(engine._sessions), engine.engine.create_instance()
+    tokens, logprobs = [], []
+    try:
+        async for output in instance.async_stream_infer(session, list(prompt), gen_config=settings):
+            tokens += [int(token) for token in output.token_ids]
+            logprobs += output.logprobs or []
+    finally:
+        await instance.async_end(session)
+    return tuple(tokens), logprobs
+
+
 def ask(engine, prompts, every=({},), delays=None):
     """[(tokens, log probabilities)] of requests with these values of LMDeploy's `GenerationConfig`, greedy by default."""
-    from lmdeploy.messages import GenerationConfig
 
     async def one(prompt, values, delay_s):
         await asyncio.sleep(delay_s)
-        session, instance = next(engine._sessions), engine.engine.create_instance()
-        settings = GenerationConfig(**dict(max_new_tokens=NEW, ignore_eos=True, do_sample=True, top_k=1) | values)
-        tokens, logprobs = [], []
-        try:
-            async for output in instance.async_stream_infer(session, list(prompt), gen_config=settings):
-                tokens += [int(token) for token in output.token_ids]
-                logprobs += output.logprobs or []
-        finally:
-            await instance.async_end(session)
-        return tuple(tokens), logprobs
+        return await answer(engine, prompt, greedy(dict(max_new_tokens=NEW) | values))
 
     async def together():
         every_one = list(every) * len(prompts) if len(every) == 1 else every

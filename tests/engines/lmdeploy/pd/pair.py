@@ -9,6 +9,7 @@ from typing import Any
 from sagellm.comm_backend.control import new_key
 from sagellm.core.config import PDHooks
 from sagellm.pd.messages import Connect
+from tests.engines.lmdeploy.guesses import answer, greedy
 from tests.pool import settle
 
 NEW = 8
@@ -83,25 +84,16 @@ class Pair:
 
 async def one(engine: Any, prompt: Sequence[int], values: dict, transfer: int, peer: str, is_copy: bool) -> tuple:
     """A request as the proxy sends it: its copy to the prefill engine, or itself to the decode engine."""
-    from lmdeploy.messages import GenerationConfig
     from lmdeploy.pytorch.disagg.conn.protocol import MigrationProtocol, MigrationRequest
 
-    session, instance = next(engine._sessions), engine.engine.create_instance()
-    settings = GenerationConfig(**dict(max_new_tokens=NEW, ignore_eos=True, do_sample=True, top_k=1) | values)
+    settings = greedy(dict(max_new_tokens=NEW) | values)
     settings.migration_request = MigrationRequest(
         protocol=MigrationProtocol.TCP, remote_engine_id=peer, remote_session_id=transfer, remote_token_id=0,
         remote_block_ids=[],
     )  # fmt: skip
     if is_copy:
         settings.max_new_tokens, settings.with_cache, settings.preserve_cache = 1, True, True
-    tokens, logprobs = [], []
-    try:
-        async for output in instance.async_stream_infer(session, list(prompt), gen_config=settings):
-            tokens += [int(token) for token in output.token_ids]
-            logprobs += output.logprobs or []
-    finally:
-        await instance.async_end(session)
-    return tuple(tokens), logprobs
+    return await answer(engine, prompt, settings)
 
 
 def wait_until(is_so: Callable[[], Any], limit_s: float = 10.0) -> None:
