@@ -59,6 +59,7 @@ class Generation:
     """Stands before `engine.generate`. `on_dead` is called when the engine turns out to have stopped working."""
 
     def __init__(self, engine: Any, on_dead: Callable[[], None]) -> None:
+        self._engine = engine
         self._generate = engine.generate
         self._on_dead = on_dead
 
@@ -82,7 +83,7 @@ class Generation:
         inner = self._generate(messages, session_id, gen_config=gen_config, **options)
         # A task of its own: when a client leaves, the server cancels every `await` of its handler, also those with which
         # LMDeploy takes the request out of the engine; its blocks would never come back.
-        task = asyncio.create_task(_pump(inner, outputs), name=f"sagellm-generate-{session_id}")
+        task = asyncio.create_task(self._pump(session_id, inner, outputs), name=f"sagellm-generate-{session_id}")
         try:
             while (out := await outputs.get()) is not END:
                 if isinstance(out, BaseException):
@@ -105,6 +106,27 @@ class Generation:
                     return
         finally:
             task.cancel()
+
+    async def _pump(self, session_id: int, inner: AsyncIterator[Any], outputs: asyncio.Queue) -> None:
+        texts: list[str] = []
+        TEXTS.set(texts)  # for this task alone, in which `inner` runs
+        try:
+            async for out in inner:
+                out.texts = texts.copy()
+                texts.clear()
+                outputs.put_nowait(out)
+            outputs.put_nowait(END)
+        except Exception as error:  # the handler's side raises it
+            outputs.put_nowait(error)
+        finally:
+            await inner.aclose()
+            self._forget(session_id)
+
+    def _forget(self, session_id: int) -> None:
+        """LMDeploy keeps a step for every session that there ever was; one that is over stands at 0, which says nothing."""
+        steps = self._engine.id2step
+        if session_id not in self._engine.id2inst and not steps.get(session_id):
+            steps.pop(session_id, None)
 
     def _check(self, out: Any) -> None:
         if out.finish_reason != "error":
@@ -129,18 +151,3 @@ def _cut(out: Any, stops: StopStrings) -> bool:
             break
     out.response = shown
     return found
-
-
-async def _pump(inner: AsyncIterator[Any], outputs: asyncio.Queue) -> None:
-    texts: list[str] = []
-    TEXTS.set(texts)  # for this task alone, in which `inner` runs
-    try:
-        async for out in inner:
-            out.texts = texts.copy()
-            texts.clear()
-            outputs.put_nowait(out)
-        outputs.put_nowait(END)
-    except Exception as error:  # the handler's side raises it
-        outputs.put_nowait(error)
-    finally:
-        await inner.aclose()

@@ -162,8 +162,10 @@ def test_it_outlives_what_happens_to_the_configuration_of_a_generation():
         seen.append(pickle.loads(pickle.dumps(copy.deepcopy(gen_config))))
         yield SimpleNamespace(response="", finish_reason="stop", generate_token_len=0)
 
+    engine = SimpleNamespace(generate=generate, id2step={}, id2inst={})
+
     async def run(gen_config):
-        async for _ in Generation(SimpleNamespace(generate=generate), lambda: None)([], 1, gen_config):
+        async for _ in Generation(engine, lambda: None)([], 1, gen_config):
             pass
 
     for text in ('{"priority":3}', None):

@@ -43,8 +43,10 @@ class FakeEngine:
 
     def __init__(self, *outputs):
         self._outputs, self.closed = outputs, False
+        self.id2step, self.id2inst = {}, {}
 
     async def generate(self, messages, session_id, gen_config=None):
+        self.id2step.setdefault(session_id, 0)
         try:
             for out in self._outputs:
                 if isinstance(out, Exception):
@@ -79,6 +81,24 @@ def test_outputs_pass_and_a_reader_that_leaves_closes_the_engine_side():
     assert collect(engine) == ["a", "b", ""] and engine.closed
     engine = FakeEngine(out("a"), out("b"), out("", "stop"))
     assert collect(engine, take=1) == ["a"] and engine.closed
+
+
+@pytest.mark.parametrize("take", [None, 1])
+def test_a_session_that_is_over_leaves_nothing(take):
+    engine = FakeEngine(out("a"), out("", "stop"))
+    collect(engine, take=take)
+    assert engine.id2step == {}
+
+
+def test_a_session_that_goes_on_keeps_its_step():
+    engine = FakeEngine(out("a"))
+    engine.id2step[1] = 5
+    collect(engine)
+    assert engine.id2step == {1: 5}
+    engine = FakeEngine(out("a"))
+    engine.id2inst[1] = "another request's"
+    collect(engine)
+    assert engine.id2step == {1: 0}
 
 
 def test_an_error_of_the_engine_is_a_500_and_a_dead_one_is_told():
