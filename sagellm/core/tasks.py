@@ -1,13 +1,39 @@
-"""How an event loop ends without leaving tasks behind."""
+"""Tasks of an event loop: a limit to what they wait for, and an end that leaves none behind."""
 
 import asyncio
 import logging
+from collections.abc import Awaitable
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger("sagellm")
 
 CANCELLED_S = 5.0  # a task that goes on for so long after it was cancelled is left alone
 
-__all__ = ["end_tasks"]
+__all__ = ["end_tasks", "within"]
+
+
+async def within(work: Awaitable[Result], limit_s: float) -> Result:
+    """The result of `work`, which is cancelled where it takes longer.
+
+    As `asyncio.wait_for`, but that drops the cancellation of the task that waits, where the result comes in the same moment
+    (before Python 3.12): a task that waits in a loop then never ends.
+
+    Raises:
+        asyncio.TimeoutError: not done within `limit_s` seconds.
+    """
+    future = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({future}, timeout=limit_s)
+        if future.done():
+            return future.result()
+    finally:
+        if future.cancel():
+            await asyncio.wait({future})
+            if not future.cancelled():
+                future.exception()  # else it would be told that nobody has asked for it
+    raise asyncio.TimeoutError
 
 
 async def end_tasks(grace_s: float = 0.0) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from sagellm.core.errors import EngineError
+from sagellm.core.tasks import within
 
 __all__ = ["Child"]
 
@@ -118,7 +119,7 @@ class Child:
         family = self._family()
         self.send(signal.SIGTERM)
         try:
-            await asyncio.wait_for(asyncio.shield(self._process.wait()), grace_s)
+            await within(asyncio.shield(self._process.wait()), grace_s)
         except asyncio.TimeoutError:
             self._say(f"[{self.name}] has not ended within {grace_s:g} s and is killed")
             self.send(signal.SIGKILL)

@@ -11,6 +11,7 @@ import aiohttp
 
 from sagellm.comm_backend import control
 from sagellm.core.errors import PeerError, PeerTimeoutError, SageError
+from sagellm.core.tasks import within
 from sagellm.pd.base import EngineView
 from sagellm.pd.costs import OnlineCosts
 from sagellm.pd.info import EngineInfo, engine_info
@@ -151,7 +152,7 @@ class Group:
         """Wait until an engine has come, gone or been connected, at most so long."""
         event = self._changed
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(event.wait(), timeout_s)
+            await within(event.wait(), timeout_s)
 
     def give_up(self, first: Engine, transfer_id: int) -> None:
         """Tell a prefill engine that nobody will fetch this transfer, or that its prompt is not coming; without waiting."""

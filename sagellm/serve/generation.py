@@ -80,10 +80,11 @@ class Generation:
         guesses, num_decoded = (), 0
         is_first = True
         outputs: asyncio.Queue = asyncio.Queue()
+        left = asyncio.Event()
         inner = self._generate(messages, session_id, gen_config=gen_config, **options)
         # A task of its own: when a client leaves, the server cancels every `await` of its handler, also those with which
         # LMDeploy takes the request out of the engine; its blocks would never come back.
-        task = asyncio.create_task(self._pump(session_id, inner, outputs), name=f"sagellm-generate-{session_id}")
+        task = asyncio.create_task(self._pump(session_id, inner, outputs, left), name=f"sagellm-generate-{session_id}")
         try:
             while (out := await outputs.get()) is not END:
                 if isinstance(out, BaseException):
@@ -105,13 +106,18 @@ class Generation:
                 if found:
                     return
         finally:
+            left.set()
             task.cancel()
 
-    async def _pump(self, session_id: int, inner: AsyncIterator[Any], outputs: asyncio.Queue) -> None:
+    async def _pump(
+        self, session_id: int, inner: AsyncIterator[Any], outputs: asyncio.Queue, left: asyncio.Event
+    ) -> None:
         texts: list[str] = []
         TEXTS.set(texts)  # for this task alone, in which `inner` runs
         try:
             async for out in inner:
+                if left.is_set():  # the engine's wait drops a cancellation that comes in the same moment as a token
+                    break
                 out.texts = texts.copy()
                 texts.clear()
                 outputs.put_nowait(out)

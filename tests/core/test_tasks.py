@@ -1,10 +1,13 @@
-"""Loops end without tasks that hang in the air."""
+"""Waits have a limit; loops end without tasks that hang in the air."""
 
 import asyncio
+import gc
 import logging
 
+import pytest
+
 from sagellm.core import tasks
-from sagellm.core.tasks import end_tasks
+from sagellm.core.tasks import end_tasks, within
 
 
 def test_tasks_end():
@@ -65,3 +68,77 @@ def test_a_task_that_does_not_end(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "sagellm"):
         asyncio.run(run())
     assert "stubborn" in caplog.text and "does not end" in caplog.text
+
+
+async def _after(seconds, what, ended=None):
+    try:
+        await asyncio.sleep(seconds)
+        if isinstance(what, Exception):
+            raise what
+        return what
+    finally:
+        if ended is not None:
+            ended.append(what)
+
+
+def test_work_within_a_limit():
+    async def run():
+        assert await within(_after(0.01, 7), 10) == 7
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(8)
+        assert await within(done, 0) == 8
+        with pytest.raises(KeyError):
+            await within(_after(0, KeyError()), 10)
+        ended = []
+        with pytest.raises(asyncio.TimeoutError):
+            await within(_after(1000, 9, ended), 0.01)
+        assert ended == [9]  # it has heard of it, and is over
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_a_cancellation_in_the_moment_of_the_result(num_turns):
+    """It counts, however many turns of the loop the two are apart."""
+
+    async def run():
+        has_come, rounds = asyncio.Event(), []
+
+        async def waiting():
+            while True:
+                await within(has_come.wait(), 10)
+                has_come.clear()
+                rounds.append(1)
+
+        task = asyncio.create_task(waiting())
+        await asyncio.sleep(0.01)
+        has_come.set()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task}, timeout=5)
+        assert task.cancelled()
+        return len(rounds)
+
+    assert asyncio.run(run()) <= 1
+
+
+def test_work_that_fails_while_it_is_cancelled(caplog):
+    async def failing():
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            raise KeyError
+
+    async def run():
+        with pytest.raises(asyncio.TimeoutError):
+            await within(failing(), 0.01)
+        task = asyncio.create_task(within(failing(), 1000))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    asyncio.run(run())
+    gc.collect()
+    assert not caplog.records

@@ -101,6 +101,39 @@ def test_a_session_that_goes_on_keeps_its_step():
     assert engine.id2step == {1: 0}
 
 
+@pytest.mark.parametrize("num_turns", range(6))
+def test_a_client_that_leaves_in_the_moment_of_a_token(num_turns):
+    """LMDeploy's wait for a token drops the cancellation then; the request leaves the engine all the same."""
+    come, more = asyncio.Event(), []
+
+    class Waiting(FakeEngine):
+        async def generate(self, messages, session_id, gen_config=None):
+            try:
+                while True:
+                    await asyncio.wait_for(come.wait(), 1)
+                    come.clear()
+                    more.append(1)
+                    yield out("a")
+            finally:
+                self.closed = True
+
+    engine = Waiting()
+
+    async def run():
+        generator = Generation(engine, lambda: None)("x", 1)
+        come.set()
+        await anext(generator)
+        come.set()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await generator.aclose()
+        await asyncio.sleep(0.05)
+        assert engine.closed
+        assert len(more) <= 2
+
+    asyncio.run(run())
+
+
 def test_an_error_of_the_engine_is_a_500_and_a_dead_one_is_told():
     told = []
     for status, dead in (("CANCEL", 0), ("HANDLER_NOT_EXIST", 1)):

@@ -5,8 +5,9 @@ import os
 
 from sagellm.comm_backend.control.addresses import prepare, split_address
 from sagellm.comm_backend.control.connection import ControlConnection, OnEvent
-from sagellm.comm_backend.control.frames import greet
+from sagellm.comm_backend.control.frames import Frames, greet
 from sagellm.core.errors import PeerError, PeerTimeoutError
+from sagellm.core.tasks import within
 
 __all__ = ["connect"]
 
@@ -24,22 +25,26 @@ async def connect(address: str, key: bytes, *, on_event: OnEvent | None = None, 
     """
     host, port = split_address(address)
     writer: asyncio.StreamWriter | None = None
+    is_open = False
 
-    async def open_it() -> ControlConnection:
+    async def open_it() -> Frames:
         nonlocal writer
         reader, writer = await asyncio.open_connection(host, port)
         prepare(writer)
-        return ControlConnection(await greet(reader, writer, key), writer, address, on_event=on_event)
+        return await greet(reader, writer, key)
 
     try:
-        return await asyncio.wait_for(open_it(), timeout_s)
+        frames = await within(open_it(), timeout_s)
+        assert writer is not None
+        is_open = True
+        return ControlConnection(frames, writer, address, on_event=on_event)
     except asyncio.TimeoutError:
-        error: PeerError = PeerTimeoutError(f"cannot connect to {address}: not done within {timeout_s:g} s.")
+        raise PeerTimeoutError(f"cannot connect to {address}: not done within {timeout_s:g} s.") from None
     except OSError as failed:
         words = os.strerror(failed.errno) if failed.errno and failed.errno > 0 else failed.strerror or failed
-        error = PeerError(f"cannot connect to {address}: {words}.")
+        raise PeerError(f"cannot connect to {address}: {words}.") from None
     except PeerError as failed:
-        error = PeerError(f"cannot connect to {address}: {failed}")
-    if writer is not None:
-        writer.transport.abort()
-    raise error
+        raise PeerError(f"cannot connect to {address}: {failed}") from None
+    finally:
+        if writer is not None and not is_open:
+            writer.transport.abort()

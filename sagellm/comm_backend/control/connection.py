@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sagellm.comm_backend.control.frames import BadFrame, Frames
 from sagellm.comm_backend.control.registry import find
 from sagellm.core.errors import PeerError, PeerTimeoutError, SageError
+from sagellm.core.tasks import within
 
 __all__ = ["MAX_RUNNING_CALLS", "ControlConnection", "Handler", "OnEvent"]
 
@@ -93,7 +94,7 @@ class ControlConnection:
         reply = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
             self._send("call", message, number)
-            answer = await asyncio.wait_for(reply, timeout_s)
+            answer = await within(reply, timeout_s)
         except asyncio.TimeoutError:
             raise PeerTimeoutError(f"{name} to {self.remote}: no reply within {timeout_s:g} s.") from None
         except PeerError as error:
@@ -156,7 +157,7 @@ class ControlConnection:
         if self._running:
             await asyncio.wait(self._running)
         try:
-            await asyncio.wait_for(self._writer.wait_closed(), CLOSE_LIMIT_S)
+            await within(self._writer.wait_closed(), CLOSE_LIMIT_S)
         except (OSError, asyncio.TimeoutError):
             self._writer.transport.abort()  # what is not sent by now never will be
         self._closed.set()
@@ -246,7 +247,7 @@ class ControlConnection:
         if not self._writer.transport.get_write_buffer_size():
             return  # the kernel has it
         try:
-            await asyncio.wait_for(self._written(), WRITE_LIMIT_S)
+            await within(self._written(), WRITE_LIMIT_S)
         except asyncio.TimeoutError:
             self._why = f"has read nothing for {WRITE_LIMIT_S:g} s, and was given up"
             logger.warning("control connection with %s ended: it %s", self.remote, self._why)

@@ -14,6 +14,7 @@ from sagellm.comm_backend.control.frames import Frames, welcome
 from sagellm.comm_backend.control.registry import register
 from sagellm.comm_backend.open_ports import Strangers
 from sagellm.core.errors import ConfigError, PeerError
+from sagellm.core.tasks import within
 
 __all__ = ["ControlServer"]
 
@@ -123,7 +124,7 @@ class ControlServer:
             oldest.transport.abort()  # which ends its handshake
         try:
             is_full = len(self._connections) >= self._max_connections
-            return await asyncio.wait_for(welcome(reader, writer, self._key, is_full), self._handshake_s)
+            return await within(welcome(reader, writer, self._key, is_full), self._handshake_s)
         except asyncio.TimeoutError:
             logger.warning("control connection of %s refused: no handshake within %g s", remote, self._handshake_s)
         except (PeerError, OSError) as error:
@@ -137,7 +138,7 @@ class ControlServer:
     async def _say_and_close(self, writer: asyncio.StreamWriter) -> None:
         writer.close()
         try:
-            await asyncio.wait_for(writer.wait_closed(), 1)
+            await within(writer.wait_closed(), 1)
         except (OSError, asyncio.TimeoutError):
             writer.transport.abort()
 

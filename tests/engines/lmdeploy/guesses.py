@@ -70,6 +70,8 @@ async def answer(engine, prompt, settings):
         async for output in instance.async_stream_infer(session, list(prompt), gen_config=settings):
             tokens += [int(token) for token in output.token_ids]
             logprobs += output.logprobs or []
+            if getattr(asyncio.current_task(), "cancelling", int)():  # the engine's wait drops it where a token has just come
+                raise asyncio.CancelledError
     finally:
         await instance.async_end(session)
     return tuple(tokens), logprobs

@@ -12,6 +12,7 @@ import numpy as np
 
 from sagellm.comm_backend.kv_transfer.base import TransferPlan
 from sagellm.core.errors import PeerError, SageError, TransferError, TransferTimeoutError
+from sagellm.core.tasks import within
 from sagellm.engines.lmdeploy.pd.offers import digest_of
 from sagellm.engines.lmdeploy.pd.peers import Peers
 from sagellm.pd.messages import Fetch, Held, Release, Released, StepCost
@@ -219,7 +220,7 @@ class Arrivals:
                 scheduler.block_manager.allocate(seq)
                 return
             try:
-                await asyncio.wait_for(self._room.wait(), deadline_s - time.monotonic())
+                await within(self._room.wait(), deadline_s - time.monotonic())
             except asyncio.TimeoutError:
                 raise TransferTimeoutError(f"no room for {seq.num_valid_ids} tokens within {self._timeout_s:g} s") from None
 
