@@ -38,7 +38,6 @@ NUM_WORKERS = 3
 # Files, and folders of them, that take more than half a minute, the longest first: begun last, one of them would leave the
 # other workers idle.
 LONG = [
-    "csrc/test_checks.py",
     "serve/one_server",
     "benchmarks/test_runner.py",
     "pd/test_real_group.py",

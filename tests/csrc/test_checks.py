@@ -21,7 +21,8 @@ CANNOT = 77
 KEPT = re.compile(r"^(?:failing input, .*: |.*Test unit written to )(.*)$", re.MULTILINE)
 RUNS = re.compile(r"^(?:no finding: (\d+) inputs|Done (\d+) runs)", re.MULTILINE)
 
-pytestmark = pytest.mark.timeout(600 + SECONDS)
+# The builds take minutes; CI runs them behind all other tests.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + SECONDS)]
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -58,11 +59,7 @@ def fuzzing(address: subprocess.CompletedProcess[str]) -> Iterator["subprocess.P
             os.killpg(process.pid, signal.SIGKILL)
 
 
-# ThreadSanitizer's own build takes as long as half of all other tests here; CI runs it as well.
-THREAD = pytest.mark.slow
-
-
-@pytest.mark.parametrize("kind", ["address", pytest.param("thread", marks=THREAD)])
+@pytest.mark.parametrize("kind", ["address", "thread"])
 def test_native_tests_pass_under_sanitizers(kind: str, address: subprocess.CompletedProcess[str]) -> None:
     done = check(kind) if kind != "address" or address.returncode == CANNOT else address
     assert done.returncode == 0, done.stderr[-4000:]
@@ -76,7 +73,7 @@ def test_native_tests_pass_under_sanitizers(kind: str, address: subprocess.Compl
     ("kind", "fault", "words"),
     [
         ("address", "overrun", "ERROR: AddressSanitizer"),
-        pytest.param("thread", "race", "WARNING: ThreadSanitizer: data race", marks=THREAD),
+        ("thread", "race", "WARNING: ThreadSanitizer: data race"),
     ],
 )
 def test_sanitizers_see_a_planted_fault(kind: str, fault: str, words: str) -> None:
