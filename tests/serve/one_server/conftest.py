@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from tests.serve.harness import KEY, ServerProcess
 
-NUM_STEPS = "20"  # of training: what is asked here does not depend on what the model knows, and all of them take minutes
+NUM_STEPS = "5"  # of training: what is asked here does not depend on what the model knows, and all of them take minutes
 
 
 @pytest.fixture(scope="package")
