@@ -3,7 +3,12 @@
 import asyncio
 import threading
 
+import torch
+from lmdeploy import sage_device
+
 from sagellm.core.config import SageConfig
+from sagellm.engines.base import SamplingParams
+from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
 from sagellm.engines.lmdeploy.engine import LMDeployEngine
 from tests.engines.lmdeploy.pd.pair import wait_until
 from tests.reference import make_prompts
@@ -40,3 +45,27 @@ async def _ask(engine):
     instance = engine.engine.create_instance()
     async for _ in instance.async_stream_infer(next(engine._sessions), make_prompts((8,))[0]):
         pass
+
+
+def test_a_step_seeds_no_device_that_is_not_there(model_folder, monkeypatch):
+    """torch would note down for each of them, with a stack trace, what it is to do when it comes."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", asked.append)
+    torch.seed()
+    assert len(asked) == 1
+    config = SageConfig(model=model_folder("llama"), device="cpu", threads=1, block_size=16, kv_blocks=64)
+    with LMDeployEngine(config) as engine:
+        answers = engine.generate(make_prompts((8, 20)), SamplingParams(max_new_tokens=6, temperature=1.0, ignore_eos=True))
+    assert [len(each.token_ids) for each in answers] == [6, 6]
+    assert len(asked) == 1
+
+
+def test_seeds_differ_and_a_device_of_lmdeploys_own_takes_those_of_torch(monkeypatch):
+    name_space = sage_device.with_runtime(torch)
+    monkeypatch.setattr(sage_device, "active", CPU_DEVICE)
+    seeds = {name_space.seed() for _ in range(8)}
+    assert len(seeds) == 8
+    assert torch.initial_seed() in seeds
+    monkeypatch.setattr(sage_device, "active", None)
+    monkeypatch.setattr(torch, "seed", lambda: 17)
+    assert name_space.seed() == 17
