@@ -1,4 +1,4 @@
-"""Steps run on a thread of their own, and end with their engine."""
+"""Steps run on a thread of their own, draw their own seeds, and end with their engine."""
 
 import asyncio
 import threading

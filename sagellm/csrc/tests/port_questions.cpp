@@ -1,60 +1,17 @@
-// The port between an engine's threads and whoever answers: answers, time-outs, late answers, many askers, notices.
+// Questions through the port of plug-ins, which lies between an engine and whoever answers: answers, time-outs, many askers.
 // Threads wait for what happened, never for a while; the only clock is the port's own time limit.
-
-#include "sagellm/plugin_port.h"
 
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <numeric>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "expect.h"
+#include "port.h"
 
 namespace {
-
-using sage::PluginPort;
-using sage::PortAnswer;
-using sage::PortDelivery;
-using sage::PortOptions;
-using sage::PortQuestion;
-using Ids = std::vector<std::int32_t>;
-
-constexpr double kLong = 60, kShort = 0.05;  // seconds
-constexpr std::uint32_t kEverything = ~0u;
-
-PortOptions options(double time_limit_s, std::uint32_t topics = kEverything) {
-  PortOptions out;
-  out.time_limit_s = time_limit_s;
-  out.topics = topics;
-  return out;
-}
-
-std::int32_t block_info(void*, const std::int32_t* ids, std::int32_t n, SageBlockInfo* out) {
-  for (std::int32_t i = 0; i < n; ++i) {
-    out[i] = SageBlockInfo{};
-    out[i].id = ids[i];
-    out[i].timestamp = 1000u + static_cast<std::uint64_t>(ids[i]);
-  }
-  return n;
-}
-
-void counts(void*, SageCounts* out) { out->total = 77; }
-
-const SageKvApi kApi{SAGE_HOOKS_ABI, sizeof(SageKvApi), block_info, counts, nullptr};
-
-SageManager manager(std::uint64_t generation = 1) {
-  SageManager out{};
-  out.struct_size = sizeof(SageManager);
-  out.api = &kApi;
-  out.engine = 5;
-  out.n_ranks = 1;
-  out.block_len = 4;
-  out.generation = generation;
-  return out;
-}
 
 // Answers every question until the port is closed.
 class Server {
@@ -76,23 +33,12 @@ class Server {
   std::thread thread_;
 };
 
-PortAnswer chosen(Ids ids) {
-  PortAnswer answer;
-  answer.is_default = false;
-  answer.chosen = std::move(ids);
-  return answer;
-}
-
 PortAnswer scheduled(std::vector<std::uint64_t> priorities, std::int32_t budget) {
   PortAnswer answer;
   answer.is_default = false;
   answer.priorities = std::move(priorities);
   answer.budget = budget;
   return answer;
-}
-
-bool ask_victims(PluginPort& port, const Ids& cached, std::int32_t count, Ids& victims) {
-  return port.select_victims(manager(), cached.data(), static_cast<std::int32_t>(cached.size()), count, victims);
 }
 
 bool ask_schedule(PluginPort& port, std::vector<std::uint64_t>& priorities, std::int32_t& budget) {
@@ -300,105 +246,6 @@ void engines_go_on_after_the_end() {
   EXPECT(!port->fault());
 }
 
-// ---- notices
-
-void notices_come_before_the_question_and_in_order() {
-  PluginPort port(options(kLong));
-  const Ids ids{4, 6};
-  for (std::uint64_t seq = 0; seq < 5; ++seq) {
-    SageSequence sequence{};
-    sequence.seq_id = seq;
-    sequence.n_prompt = 12;
-    sequence.blocks = ids.data();
-    sequence.n_blocks = 2;
-    port.matched(manager(), sequence, 2);
-  }
-  std::thread server([&] {
-    PortDelivery delivery;
-    std::uint64_t expected = 0;
-    do {
-      EXPECT(port.next(kLong, delivery));
-      for (const auto& notice : delivery.notices) {
-        EXPECT(notice.topic == sage::kTellMatched && notice.seq_id == expected++);
-        EXPECT(notice.ids == (Ids{4, 6}) && notice.num_tokens == 12 && notice.num_blocks == 2);
-      }
-    } while (!delivery.question);
-    EXPECT(expected == 5);
-    EXPECT(port.answer(delivery.question->number, chosen({1})));
-  });
-  Ids victims;
-  EXPECT(ask_victims(port, {1}, 1, victims));
-  server.join();
-}
-
-void what_was_told_before_the_end_is_handed_over() {
-  PluginPort port(options(kLong));
-  port.step_end(SageStepResult{sizeof(SageStepResult), 0, 5, 1, 2, 2, 0, 0});
-  port.close();
-  port.step_end(SageStepResult{sizeof(SageStepResult), 0, 5, 2, 2, 2, 0, 0});
-  PortDelivery delivery;
-  EXPECT(port.next(kLong, delivery) && delivery.notices.size() == 1 && delivery.notices[0].result.step == 1);
-  EXPECT(!port.next(kLong, delivery) && !port.fault());
-}
-
-void a_full_queue_drops_the_oldest() {
-  PortOptions small = options(kLong);
-  small.queue_bytes = 3 * sizeof(sage::PortNotice);
-  PluginPort port(small);
-  for (std::uint64_t step = 1; step <= 10; ++step) {
-    port.step_end(SageStepResult{sizeof(SageStepResult), 0, 5, step, 2, 2, 0, 0});
-  }
-  PortDelivery delivery;
-  EXPECT(port.next(kLong, delivery) && !delivery.question && delivery.notices.size() == 3);
-  EXPECT(delivery.notices.front().result.step == 8 && delivery.notices.back().result.step == 10);
-  EXPECT(port.stats().told == 10 && port.stats().lost == 7);
-  EXPECT(port.next(0, delivery) && delivery.notices.empty());
-}
-
-void only_new_blocks_are_told() {
-  PluginPort port(options(kLong, sage::kTellStored));
-  std::vector<std::int32_t> tokens(16);
-  std::iota(tokens.begin(), tokens.end(), 100);
-  const Ids ids{8, 9, 10, 11};
-  const auto told = [&](const SageManager& where, std::int32_t num_blocks) {
-    const std::uint64_t before = port.stats().told;
-    port.stored(where, 3, SAGE_STORE_PROMPT, tokens.data(), ids.data(), num_blocks);
-    PortDelivery delivery;
-    EXPECT(port.next(port.stats().told > before ? kLong : 0, delivery));
-    return delivery.notices;
-  };
-  auto notices = told(manager(), 2);
-  EXPECT(notices.size() == 1 && notices[0].ids == (Ids{8, 9}) && notices[0].first_token == 0);
-  notices = told(manager(), 4);
-  EXPECT(notices.size() == 1 && notices[0].ids == (Ids{10, 11}) && notices[0].first_token == 8);
-  EXPECT(notices[0].tokens.size() == 8 && notices[0].tokens.front() == 108);
-  EXPECT(told(manager(), 4).empty());
-  port.evicted(manager(), ids.data() + 2, 1);
-  EXPECT(told(manager(), 4).at(0).ids == (Ids{10, 11}));
-  EXPECT(told(manager(2), 4).at(0).ids.size() == 4);  // a new generation knows nothing
-}
-
-void candidates_know_what_they_continue() {
-  sage::StoredBlocks blocks;
-  Ids parents, depths;
-  const auto describe = [&](const Ids& ids) {
-    blocks.describe(manager(), ids.data(), static_cast<std::int32_t>(ids.size()), parents, depths);
-  };
-  const Ids path{3, 1, 2}, branch{3, 1, 7};
-  EXPECT(blocks.stored(manager(), path.data(), 3) == 0);
-  EXPECT(blocks.stored(manager(), branch.data(), 3) == 2);
-  describe({1, 2, 3, 6, 7, 99});
-  EXPECT((parents == Ids{3, 1, -1, -1, 1, -1}) && (depths == Ids{8, 12, 4, 0, 12, 0}));
-  describe({2, 3});  // block 1 is in use: its child hangs on no candidate
-  EXPECT((parents == Ids{-1, -1}));
-  const std::int32_t gone = 1;
-  blocks.evicted(manager(), &gone, 1);
-  const Ids other{1};
-  EXPECT(blocks.stored(manager(), other.data(), 1) == 0);  // block 1 comes back as something else
-  describe({1, 2, 3});
-  EXPECT((parents == Ids{-1, -1, -1}) && (depths == Ids{4, 12, 4}));
-}
-
 }  // namespace
 
 int main() {
@@ -413,11 +260,6 @@ int main() {
   close_frees_who_waits();
   every_asker_gets_its_own_answer();
   engines_go_on_after_the_end();
-  notices_come_before_the_question_and_in_order();
-  what_was_told_before_the_end_is_handed_over();
-  a_full_queue_drops_the_oldest();
-  only_new_blocks_are_told();
-  candidates_know_what_they_continue();
-  std::puts("plugin_port: passed");
+  std::puts("port_questions: passed");
   return 0;
 }
