@@ -1,5 +1,6 @@
 """From samples and counters to metrics: pure functions, vectorised. `definitions.py` says what each metric means."""
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -142,15 +143,32 @@ def mfu(flops: float, wall: float, peak_flops: float, devices: int = 1) -> float
     return flops / (wall * peak_flops * devices)
 
 
-def parse_prometheus(text: str) -> dict[str, float]:
-    """Series name as `series` writes it -> value. Raises BenchmarkError when the text is no Prometheus exposition."""
-    from prometheus_client.parser import text_string_to_metric_families
+LABEL = r'[a-zA-Z_]\w*="(?:[^"\\\n]|\\.)*"'
+NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|Inf|NaN)"
+SAMPLE = re.compile(rf"([a-zA-Z_:][\w:]*)(?:{{((?:{LABEL},?)*)}})?[ \t]+({NUMBER})(?:[ \t]+-?\d+)?")
+ESCAPED = re.compile(r"\\(.)")
 
-    try:
-        families = list(text_string_to_metric_families(text))
-    except ValueError as error:
-        raise BenchmarkError(f"the server's metrics cannot be read: {error}") from None
-    return {series(sample.name, **sample.labels): sample.value for family in families for sample in family.samples}
+
+def parse_prometheus(text: str) -> dict[str, float]:
+    """Series name as `series` writes it -> value. Raises BenchmarkError when the text is no Prometheus exposition.
+
+    Not by `prometheus_client`: it tries `int` on every value, which fails on most, and where Python (seen on 3.11) writes the
+    message of that error it loses a Ctrl-C that has just come.
+    """
+    found = {}
+    for line in map(str.strip, text.split("\n")):
+        if not line or line.startswith("#"):
+            continue
+        if (sample := SAMPLE.fullmatch(line)) is None:
+            raise BenchmarkError(f"the server's metrics cannot be read: {line[:80]!r} is no sample")
+        name, labels, value = sample.groups()
+        found[series(name, **_labels(labels or ""))] = float(value)
+    return found
+
+
+def _labels(text: str) -> dict[str, str]:
+    pairs = (label.split("=", 1) for label in re.findall(LABEL, text))
+    return {name: ESCAPED.sub(lambda found: {"n": "\n"}.get(found[1], found[1]), value[1:-1]) for name, value in pairs}
 
 
 def series(metric: str, /, **labels: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from benchmarks.errors import ServerDied
+from benchmarks.metrics.compute import parse_prometheus
 
 READY_S, END_S = 300.0, 60.0
 
@@ -112,11 +113,9 @@ def single_server(flags: Sequence[str] = (), cores: Sequence[int] = ()) -> Group
 
 
 def metrics_of(url: str) -> dict[str, float]:
-    """Prometheus samples of a server, by name with labels as it writes them. Raises OSError."""
+    """Prometheus samples of a server, by name as `series` writes it. Raises OSError; BenchmarkError: no Prometheus page."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    pairs = [line.rsplit(" ", 1) for line in lines if line and not line.startswith("#")]
-    return {name: float(value) for name, value in pairs}
+        return parse_prometheus(answer.read().decode())
 
 
 def free_port() -> int:

@@ -1,9 +1,12 @@
 """Metrics from Prometheus counters: reading the page, differences, what is missing."""
 
+import signal
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.metrics.comm import operation_definitions
@@ -42,9 +45,41 @@ def test_parse():
     assert parsed["sagellm_running"] == -2
 
 
-def test_no_prometheus_page():
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.dictionaries(st.tuples(st.text(), st.text()), st.floats(), max_size=4))
+def test_parse_as_prometheus_client_does(values):
+    registry = CollectorRegistry()
+    gauge = Gauge("sagellm_running", "Requests.", ["model", "place"], registry=registry)
+    for labels, value in values.items():
+        gauge.labels(*labels).set(value)
+    text = generate_latest(registry).decode("utf-8", "surrogatepass")
+    theirs = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    expected = {series(each.name, **each.labels): each.value for each in theirs}
+    found = parse_prometheus(text)
+    assert found.keys() == expected.keys()
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=0, nan_ok=True)
+
+
+def test_a_ctrl_c_is_not_lost():
+    text, lost = "\n".join(f'sagellm_running{{model="{number}"}} {number}.5' for number in range(2000)), 0
+    before = signal.signal(signal.SIGVTALRM, signal.default_int_handler)
+    try:
+        for number in range(100):
+            try:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0.0002 + number * 1e-5)
+                parse_prometheus(text)
+                lost += signal.setitimer(signal.ITIMER_VIRTUAL, 0)[0] == 0
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
+    assert lost == 0
+
+
+@pytest.mark.parametrize("text", ["<html>not found</html>", "a 1_0", 'a{b="c} 1', "a{b=1} 2", "a", "a x", "1a 2"])
+def test_no_prometheus_page(text):
     with pytest.raises(BenchmarkError, match="cannot be read"):
-        parse_prometheus("<html>not found</html>")
+        parse_prometheus(text)
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
