@@ -94,12 +94,12 @@ class Client:
 
     def ask(self, tries: int) -> Figures:
         """Its figures, and `server_*`: what the server counted and measured meanwhile. A round with a loss is made again."""
-        before = compute.parse_prometheus(self.server.metrics_text())
+        before = self.server.metrics()
         try:
             figures = self.measure(self.workload, self.server.url)
         except (OSError, ValueError, LookupError) as error:
             raise BenchmarkError(f"{self.name} left no report that can be read: {error!r}") from None
-        figures |= _server_figures(before, compute.parse_prometheus(self.server.metrics_text()))
+        figures |= _server_figures(before, self.server.metrics())
         count = len(self.workload.texts)
         seen = [int(figures[key]) for key in ("requests", "server_prompt_tokens", "server_output_tokens")]
         if seen != (wanted := [count, PROMPT_TOKENS * count, sum(self.workload.lengths)]):

@@ -6,19 +6,16 @@ Memory: proportional set size of the server and all processes below it, three se
 """
 
 import json
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import click
-import psutil
 
 from benchmarks.contestants import summary
 from benchmarks.machine import describe
+from benchmarks.pd.group import single_server
 
 
 @click.command()
@@ -40,40 +37,21 @@ def main(rounds: int, out: Path | None) -> None:
 
 
 def _run() -> dict[str, float]:
-    port = _free_port()
     start = time.perf_counter()
-    server = subprocess.Popen(
-        [sys.executable, "-m", "sagellm.serve", "--json", "--port", str(port)],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    try:
-        for line in server.stdout:
-            if line.startswith('{"ready"'):
-                break
+    with single_server() as server:
         ready_s = time.perf_counter() - start
-        _one_request(port)
+        _one_request(server.url)
         time.sleep(3)
-        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-        memory = sum(process.memory_full_info().pss for process in processes)
-    finally:
-        server.terminate()
-        server.wait(30)
+        memory = sum(process.memory_full_info().pss for process in server.family())
     return {"ready_s": ready_s, "memory_mb": memory / 1e6}
 
 
-def _one_request(port: int) -> None:
+def _one_request(url: str) -> None:
     body = json.dumps(
         {"model": "sagellm-demo", "max_tokens": 32, "messages": [{"role": "user", "content": "Write a function `add`."}]}
     ).encode()
-    url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request).read()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":
