@@ -87,7 +87,7 @@ class ServerProcess:
 
     Attributes:
         url: of the server, without /v1.
-        facts: its readiness line, once `ready`.
+        announcement: its readiness line, once `ready`.
         process: the current one.
         own_files: prefixes of the temporary files that it must have removed at its end.
     """
@@ -98,7 +98,7 @@ class ServerProcess:
         self, command: Sequence[object], port: int, folder: Path | None = None, *, env: Mapping[str, str] | None = None,
         cwd: Path = ROOT, cores: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        self.port, self.url, self.facts = port, f"http://127.0.0.1:{port}", {}
+        self.port, self.url, self.announcement = port, f"http://127.0.0.1:{port}", {}
         # Not in `folder`: the path of a Unix socket has room for 107 bytes, and a server puts some below this one.
         self.tmp = Path(tempfile.mkdtemp(prefix="served-"))
         self.folder = folder or self.tmp
@@ -137,8 +137,8 @@ class ServerProcess:
         if "\n" not in self.stdout:
             raise ServerDied(f"the server did not become ready: {self.last_words()}")
         self.family()
-        self.facts = json.loads(self.stdout.splitlines()[0])
-        return self.facts
+        self.announcement = json.loads(self.stdout.splitlines()[0])
+        return self.announcement
 
     def check(self) -> None:
         """Raises ServerDied if it has ended."""

@@ -12,7 +12,7 @@ class Group(ServerProcess):
 
     def engines(self) -> list[dict[str, Any]]:
         """Return name, pid and url of each engine at the start; a server alone is its own."""
-        found = self.facts.get("engines") or [{"name": "hybrid0", "pid": self.facts["pid"], "url": self.url}]
+        found = self.announcement.get("engines") or [{"name": "hybrid0", "pid": self.announcement["pid"], "url": self.url}]
         return [each | {"url": each["url"].removesuffix("/v1")} for each in found]
 
     def __enter__(self) -> "Group":

@@ -43,7 +43,7 @@ class Up(ServerProcess):
         super().__init__([sys.executable, "-c", RUN.format(fields=f"model=Path({str(folder)!r}), {words}")], port, tmp_path)
 
     def complete(self, prompt):
-        body = {"model": self.facts["model"], "prompt": prompt, "max_tokens": 3}
+        body = {"model": self.announcement["model"], "prompt": prompt, "max_tokens": 3}
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).json()
 
     def end(self, number=signal.SIGTERM, code=0):

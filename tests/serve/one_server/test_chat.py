@@ -20,8 +20,8 @@ def test_usage_and_ends(server, client):
 
 def test_models_and_health(server, client):
     assert [model.id for model in client.models.list()] == [server.model]
-    assert server.facts["pid"] == server.process.pid
-    assert server.facts["url"] == f"{server.url}/v1"
+    assert server.announcement["pid"] == server.process.pid
+    assert server.announcement["url"] == f"{server.url}/v1"
 
 
 def test_completions_and_encoding(server, client):
