@@ -8,32 +8,26 @@ Memory: proportional set size of the server and all processes below it, three se
 import json
 import time
 import urllib.request
-from pathlib import Path
-from typing import Any
 
 import click
 
 from benchmarks.contestants import summary
-from benchmarks.machine import describe
+from benchmarks.output import Output, spread, table, with_output
 from benchmarks.pd.group import single_server
 
 
 @click.command()
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(rounds: int, out: Path | None) -> None:
+@with_output
+def main(rounds: int, output: Output) -> None:
     """Measure, print, and write the result."""
     from sagellm.demo_model import ensure_demo_model
 
     ensure_demo_model()
     runs = [_run() for _ in range(rounds)]
-    result: dict[str, Any] = {"rounds": rounds, "machine": describe()}
-    for metric in ("ready_s", "memory_mb"):
-        result[metric] = summary([run[metric] for run in runs])
-        figures = result[metric]
-        click.echo(f"{metric:<10} {figures['median']:7.1f}   ({figures['low']:.1f} to {figures['high']:.1f})")
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1))
+    found = {metric: summary([run[metric] for run in runs]) for metric in ("ready_s", "memory_mb")}
+    output.say(table(["figure", "median (quartiles)"], [(name, spread(values, ".1f")) for name, values in found.items()]))
+    output.finish({"rounds": rounds} | found)
 
 
 def _run() -> dict[str, float]:
