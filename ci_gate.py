@@ -7,7 +7,6 @@
 Exit code 0: pass; 1: a regression; 2: misuse; 3: cannot tell.
 """
 
-import json
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from benchmarks.config import BenchmarkConfig, load_config, preset
 from benchmarks.errors import BenchmarkError
 from benchmarks.gate import DEFAULT_RULES, Judgement, judge, load_rules, markdown
 from benchmarks.gate.base import MISUSED, UNDECIDED
+from benchmarks.output import json_text, write_text
 from benchmarks.result import Result, read_result
 from sagellm.core.errors import SageError
 
@@ -125,13 +125,11 @@ def _compare(base_rev: str, config: BenchmarkConfig, out: Path) -> Result:
 def _report(judgement: Judgement, file: Path | None, as_json: bool) -> None:
     text = markdown(judgement)
     if file is not None:
-        draft = file.with_name(file.name + ".tmp")
         try:
-            draft.write_text(text)
-            os.replace(draft, file)
+            write_text(file, text)
         except OSError as error:
             raise BenchmarkError(f"cannot write {file}: {error.strerror}") from None
-    click.echo(json.dumps(judgement.as_dict(), indent=1) if as_json else text)
+    click.echo(json_text(judgement.as_dict()) if as_json else text)
 
 
 if __name__ == "__main__":

@@ -41,8 +41,8 @@ from benchmarks.contestants import interleave, paired_ratio, summary
 from benchmarks.errors import BenchmarkError, ServerDied
 from benchmarks.load.plan import Plan, PlannedRequest
 from benchmarks.load.samples import read_samples
-from benchmarks.machine import describe
 from benchmarks.metrics import compute
+from benchmarks.output import Output, with_output
 from benchmarks.server import Server
 from sagellm.core.config import PluginSpec, SageConfig
 from sagellm.core.hooks import Plugin, ScheduleDecision, StepView
@@ -94,12 +94,12 @@ class Client:
 
     def ask(self, tries: int) -> Figures:
         """Its figures, and `server_*`: what the server counted and measured meanwhile. A round with a loss is made again."""
-        before = compute.parse_prometheus(self.server.metrics_text())
+        before = self.server.metrics()
         try:
             figures = self.measure(self.workload, self.server.url)
         except (OSError, ValueError, LookupError) as error:
             raise BenchmarkError(f"{self.name} left no report that can be read: {error!r}") from None
-        figures |= _server_figures(before, compute.parse_prometheus(self.server.metrics_text()))
+        figures |= _server_figures(before, self.server.metrics())
         count = len(self.workload.texts)
         seen = [int(figures[key]) for key in ("requests", "server_prompt_tokens", "server_output_tokens")]
         if seen != (wanted := [count, PROMPT_TOKENS * count, sum(self.workload.lengths)]):
@@ -181,8 +181,8 @@ PEERS = {"aiperf": aiperf, "guidellm": guidellm}
 @click.option("--rounds", default=6, show_default=True, type=click.IntRange(min=1))
 @click.option("--requests", default=80, show_default=True, type=click.IntRange(min=4), help="Requests a round.")
 @click.option("--wait-ms", default=15.0, show_default=True, type=click.FloatRange(0, 500), help="Before each engine step.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(aiperf: Path | None, guidellm: Path | None, rounds: int, requests: int, wait_ms: float, out: Path | None) -> None:
+@with_output
+def main(aiperf: Path | None, guidellm: Path | None, rounds: int, requests: int, wait_ms: float, output: Output) -> None:
     """Measure, print, and write the result. Exit code 1 if a peer disagrees by more than 5%."""
     binaries = {name: path for name, path in {"aiperf": aiperf, "guidellm": guidellm}.items() if path is not None}
     if not binaries:
@@ -196,12 +196,11 @@ def main(aiperf: Path | None, guidellm: Path | None, rounds: int, requests: int,
     comparisons = {name: compare(name, answers[OURS], answers[name]) for name in binaries}
     result = {
         "versions": versions, "concurrency": CONCURRENCY, "requests": requests, "prompt_tokens": PROMPT_TOKENS,
-        "output_tokens": OUTPUT_TOKENS, "wait_s": wait_ms / 1e3, "tolerance": TOLERANCE, "machine": describe(),
+        "output_tokens": OUTPUT_TOKENS, "wait_s": wait_ms / 1e3, "tolerance": TOLERANCE,
         "comparisons": comparisons, "rounds": answers,
     }  # fmt: skip
-    click.echo(table(result))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1))
+    output.say(table(result))
+    output.finish(result)
     sys.exit(any(abs(row["ratio"]["median"] - 1) > TOLERANCE for rows in comparisons.values() for row in rows.values()))
 
 

@@ -7,7 +7,6 @@ are drawn from those observed, all metrics of a run together, so that what moves
 variance is normal: a dozen observed effects, drawn as they are, would have no tails.
 """
 
-import json
 import math
 import sys
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.gate.base import Rule, Verdict
 from benchmarks.gate.judge import Series, judge_series, noise_check
 from benchmarks.gate.rules import DEFAULT_RULES, Rules, load_rules
+from benchmarks.output import json_text
 from benchmarks.result import Result, read_result
 
 # control: base, control and head interleaved, which --ab runs; paired: without a control; unpaired: two files.
@@ -203,7 +203,7 @@ def main(
             found[sd].append(rates(scaled, design, rounds, regression, trials, seed))
     if as_json:
         rows = [{"noise": sd, **each._asdict()} for sd, several in found.items() for each in several]
-        click.echo(json.dumps({"result": str(file), "regression": regression, "rates": rows}, indent=1))
+        click.echo(json_text({"result": str(file), "regression": regression, "rates": rows}), nl=False)
     else:
         click.echo("\n\n".join(_table(noise.unit, sd, several, regression) for sd, several in found.items()))
 

@@ -9,7 +9,6 @@ same code differ by a percent (memory layout, hash seeds), so all are started an
 the doors runs along as the control: what it differs by is the error of the measurement.
 """
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -23,7 +22,7 @@ from typing import Any
 import click
 
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
-from benchmarks.machine import describe
+from benchmarks.output import Output, spread, table, with_output
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 4, 48, 128
 BARE, DOORS, PLUGIN = "without the doors", "doors, nothing installed", "no-op plug-in on every hook"
@@ -34,8 +33,8 @@ CONTROL = "without the doors, again"
 @click.command()
 @click.option("--starts", default=4, show_default=True, help="Times that every contestant is started anew.")
 @click.option("--rounds", default=20, show_default=True, help="Rounds a start.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(starts: int, rounds: int, out: Path | None) -> None:
+@with_output
+def main(starts: int, rounds: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
     from sagellm.core.config import HookConfig, PluginSpec
     from sagellm.demo_model.random_model import write_random_model
@@ -66,17 +65,13 @@ def main(starts: int, rounds: int, out: Path | None) -> None:
             finally:
                 for contestant in contestants:
                     contestant.close()
-    result = {"starts": starts, "rounds": rounds, "machine": describe(), "step_cpu_us": {}, "ratio": {}}
+    result = {"starts": starts, "rounds": rounds, "step_cpu_us": {}, "ratio": {}}
     for name, values in answers.items():
         result["step_cpu_us"][name] = summary(values)
         result["ratio"][name] = paired_ratio(values, answers[BARE])
-        figures, ratio = result["step_cpu_us"][name], result["ratio"][name]
-        click.echo(
-            f"{name:<30} {figures['median']:8.1f} us a step   x {ratio['median']:.4f} "
-            f"({ratio['low']:.4f} to {ratio['high']:.4f})"
-        )
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1))
+    rows = [(name, f"{result['step_cpu_us'][name]['median']:.1f}", spread(result["ratio"][name], ".4f")) for name in answers]
+    output.say(table(["contestant", "us a step", "over the bare engine"], rows))
+    output.finish(result)
 
 
 def write_bare_tree(folder: Path) -> Path:

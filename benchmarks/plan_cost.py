@@ -12,7 +12,6 @@ Times of the parts (`decide`, `build`, `optimize`, `lower`, and the `hook` aroun
 of its answer. The share is that of the questions in the steps' durations.
 """
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import click
 
 from benchmarks.contestants import Contestant
-from benchmarks.machine import describe
+from benchmarks.output import Output, with_output
 from benchmarks.scheduling.engine import write_shape
 from benchmarks.scheduling.plan_times import PARTS, Steps, build, figures
 from benchmarks.scheduling.workloads import Job, crowd
@@ -37,11 +36,11 @@ LATE_S = 4.0  # in which the late ones come
 @click.option("--new-tokens", type=click.IntRange(8), default=48, show_default=True, help="Of each request.")
 @click.option("--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True)
 @click.option("--threads", default=2, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(strategies: str, num_requests: int, new_tokens: int, shape: str, threads: int, out: Path | None) -> None:
+@with_output
+def main(strategies: str, num_requests: int, new_tokens: int, shape: str, threads: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
     names = read_strategies(strategies)
-    result: dict[str, Any] = {"shape": shape, "threads": threads, "requests": num_requests, "machine": describe()}
+    result: dict[str, Any] = {"shape": shape, "threads": threads, "requests": num_requests}
     jobs = {
         "decoding": crowd(0, num_requests, PROMPT_TOKENS, new_tokens),
         "arrivals": crowd(0, num_requests, PROMPT_TOKENS, new_tokens, num_requests // 4, LATE_S),
@@ -59,9 +58,9 @@ def main(strategies: str, num_requests: int, new_tokens: int, shape: str, thread
                 contestant.close()
             result[name] = {phase: figures(of_phase(answers[phase]["steps"], phase, num_requests)) for phase in PHASES}
             for phase in PHASES:
-                click.echo(line(name, phase, result[name][phase]))
-            if out is not None:
-                out.write_text(json.dumps(result, indent=1))
+                output.say(line(name, phase, result[name][phase]))
+            output.save(result)
+    output.finish(result)
 
 
 def read_strategies(text: str) -> list[str]:

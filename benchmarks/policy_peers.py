@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks.contestants import interleave, paired_ratio, summary
 from benchmarks.machine import describe
+from benchmarks.output import progress, report
 from benchmarks.peers.process import ContestantProcess
-from benchmarks.peers.report import progress, report
 from benchmarks.policies.contestants import POLICIES
 from benchmarks.policies.report import OURS, PEER, markdown
 from benchmarks.policies.workload import Rows, sessions, zipf

@@ -18,7 +18,7 @@ import click
 from benchmarks.contestants import paired_ratio, summary
 from benchmarks.errors import BenchmarkError
 from benchmarks.machine import describe
-from benchmarks.peers.report import progress, report
+from benchmarks.output import progress, report
 from benchmarks.prefix.comparison import Entrant, Plan, measure, num_requests
 from benchmarks.prefix.native import run_native
 from benchmarks.prefix.report import OURS, markdown, summarise

@@ -24,7 +24,7 @@ import click
 import numpy as np
 
 from benchmarks.contestants import Contestant, paired_ratio, summary
-from benchmarks.machine import describe
+from benchmarks.output import Output, json_text, with_output
 from benchmarks.scheduling.engine import ENGINE, build, write_shape
 from benchmarks.scheduling.measures import figures, gaps_during, shares
 from benchmarks.scheduling.workloads import Job, burst, long_prompt, mixed, two_tenants
@@ -51,10 +51,10 @@ BURST = 48
 @click.option("--chats-per-s", default=CHATS_PER_S, show_default=True, help="Load of the scene mixed.")
 @click.option("--documents-per-s", default=DOCUMENTS_PER_S, show_default=True)
 @click.option("--strategy-options", default="{}", metavar="JSON", help='By strategy: {"adaptive": {...}}.')
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
+@with_output
 def main(
     scenes: str, rounds: int, shape: str, threads: int, chats_per_s: float, documents_per_s: float, strategy_options: str,
-    out: Path | None,
+    output: Output,
 ) -> None:  # fmt: skip
     """Measure, print, and write the result."""
     names = scenes.split(",")
@@ -62,7 +62,7 @@ def main(
         if scene not in SCENES:
             raise click.BadParameter(f"{scene!r} is no scene; known are {', '.join(SCENES)}.")
     options = read_options(strategy_options, names)
-    result: dict[str, Any] = {"shape": shape, "threads": threads, "rounds": rounds, "machine": describe()}
+    result: dict[str, Any] = {"shape": shape, "threads": threads, "rounds": rounds}
     with tempfile.TemporaryDirectory() as scratch:
         model = write_shape(Path(scratch), shape)
         for scene in names:
@@ -80,9 +80,9 @@ def main(
                 for contestant in contestants:
                     contestant.close()
             result[scene] = REPORTS[scene](rows, settings)
-            click.echo(f"{scene}:\n{json.dumps(result[scene], indent=1)}")
-            if out is not None:
-                out.write_text(json.dumps(result, indent=1))
+            output.say(f"{scene}:\n{json_text(result[scene])}")
+            output.save(result)
+    output.finish(result)
 
 
 def read_options(text: str, scenes: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.machine import describe
+from benchmarks.output import Output, json_text, with_output
 from benchmarks.speculation.chain_model import successors, write_chain_model
 
 AT_ONCE, PART = 24, 500
@@ -39,19 +39,19 @@ Job = tuple[list[int], Any, int | None]  # prompt, what is asked for, tokens aft
 @click.option("--strategies", default=STRATEGIES, show_default=True, metavar="NAME,...")
 @click.option("--options", default="{}", metavar="JSON", help="Of strategies, by name.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(requests: int, strategies: str, options: str, seed: int, out: Path | None) -> None:
+@with_output
+def main(requests: int, strategies: str, options: str, seed: int, output: Output) -> None:
     """Run, print, and write the result; exit code 1: something was lost or differs."""
     with tempfile.TemporaryDirectory() as scratch:
-        runs = soak(Path(scratch), requests, strategies.split(","), json.loads(options), seed)
-    if out is not None:
-        out.write_text(json.dumps({"requests": requests, "runs": runs, "machine": describe()}, indent=2) + "\n")
+        runs = soak(Path(scratch), requests, strategies.split(","), json.loads(options), seed, output)
+    output.finish({"requests": requests, "runs": runs})
     if any(run[name] for run in runs for name in ("differences", "active_blocks", "lost_blocks", "texts_left", "faults")):
         raise SystemExit(1)
 
 
 def soak(
-    scratch: Path, requests: int, strategies: list[str], options: dict[str, dict[str, Any]], seed: int
+    scratch: Path, requests: int, strategies: list[str], options: dict[str, dict[str, Any]], seed: int,
+    output: Output,
 ) -> list[dict[str, Any]]:
     """One result for each strategy, printed when it is there."""
     from sagellm.core.config import SageConfig
@@ -75,7 +75,7 @@ def soak(
         guessing = SageConfig(**SIZES, speculative=strategy, speculative_options=given | options.get(strategy, {}))
         with LMDeployEngine(guessing, model) as engine:
             runs.append({"strategy": strategy, **_run(engine, parts, expected)})
-        click.echo(json.dumps(runs[-1], indent=1))
+        output.say(json_text(runs[-1]))
     return runs
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import psutil
 
-from benchmarks.pd.group import metrics_of
+from benchmarks.processes import metrics_of
 
 __all__ = ["EngineMemory", "Growth", "private_bytes"]
 

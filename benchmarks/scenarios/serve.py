@@ -87,7 +87,7 @@ class ServeScenario:
     def _counters(self, subject: Subject) -> dict[str, float]:
         if self._config.sage_config(subject.contestant).tensor_parallel > 1:
             time.sleep(COMM_SETTLE_S)
-        return compute.parse_prometheus(subject.server.metrics_text())
+        return subject.server.metrics()
 
     def _check_lengths(self, subject: Subject, prompts: list[Prompt]) -> None:
         longest, context = max(len(prompt.ids) + prompt.max_tokens for prompt in prompts), subject.facts.get("context_length")
@@ -269,7 +269,7 @@ def _watched_hits(server: Server, file: Path, before: dict[str, float]) -> Any:
         while not last:
             last = stopped.wait(HITS_INTERVAL_S)
             try:
-                now = compute.parse_prometheus(server.metrics_text())
+                now = server.metrics()
             except ServerDied:
                 return
             counts = (_delta(before, now, "tokens", kind) for kind in ("query", "hit"))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from click.testing import CliRunner
 
 from benchmarks.load.samples import read_samples
 from benchmarks.metrics.definitions import DEFINITIONS
+from benchmarks.processes import wait_until
 from benchmarks.result import Result, Run, read_result
 from benchmarks.runner import main
 
@@ -184,11 +184,12 @@ def test_a_user_who_has_seen_enough(
     with (tmp_path / "stdout").open("wb") as stdout, (tmp_path / "stderr").open("wb") as stderr:
         runner = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
     try:
-        end = time.monotonic() + DEADLINE_S
-        while not (out / "result.json").exists() or len(read_result(out / "result.json").runs) < enough:
+
+        def has_enough() -> bool:
             assert runner.poll() is None, (tmp_path / "stderr").read_text()
-            assert time.monotonic() < end, "too few runs"
-            time.sleep(0.05)
+            return (out / "result.json").exists() and len(read_result(out / "result.json").runs) >= enough
+
+        wait_until("enough runs", has_enough, DEADLINE_S)
         assert read_result(out / "result.json").status == "partial"
         os.kill(runner.pid, stop)
         code = runner.wait(DEADLINE_S)

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from benchmarks.processes import command_line
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import EngineError
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
-from tests.host import command_line
 from tests.pool import settle
 
 # A worker that dies can leave its parent waiting for it.
