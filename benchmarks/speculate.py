@@ -32,7 +32,7 @@ from benchmarks.contestants import Contestant, paired_ratio, summary
 from benchmarks.machine import describe
 from benchmarks.speculation.engine import NONE, build
 from benchmarks.speculation.texts import ChainTexts, DemoTexts
-from sagellm.accel.speculative.registry import find_strategy
+from sagellm.accel.speculative.registry import find_speculator
 from sagellm.cli.plug_ins import read_options
 from sagellm.core.errors import SpeculationError
 
@@ -100,7 +100,7 @@ def _options(text: str, names: list[str]) -> dict[str, dict[str, Any]]:
         if not isinstance(given.setdefault(name, {}), dict):
             raise click.UsageError(f"--options: {name} has {given[name]!r}; give an object of names and values.")
         try:
-            find_strategy(name)
+            find_speculator(name)
         except SpeculationError as error:
             raise click.UsageError(str(error)) from None
     return given

@@ -66,9 +66,9 @@ def speculative() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_strategies(as_json: bool) -> None:
     """Name every strategy that is known, its options, and what it does in a sentence."""
-    from sagellm.accel.speculative.registry import strategy_names
+    from sagellm.accel.speculative.registry import speculator_names
 
-    rows = [_describe(name) for name in strategy_names()]
+    rows = [_describe(name) for name in speculator_names()]
     show_rows(rows, {"strategy": "strategy", "options": "options", "what it does": "summary"}, as_json)
 
 
@@ -186,14 +186,14 @@ def _measure(given: dict[str, Any]) -> Any:
 
 
 def _describe(name: str) -> dict[str, Any]:
-    from sagellm.accel.speculative.registry import engine_method, find_strategy
+    from sagellm.accel.speculative.registry import engine_method, find_speculator
 
     if engine_method(name):
         from sagellm.engines.lmdeploy.speculative.methods import OPTIONS
 
         summary = "A method of LMDeploy's own engine, on a GPU: no strategy is asked."
         return {"strategy": name, "options": dict.fromkeys(OPTIONS), "summary": summary, "class": None}
-    kind = find_strategy(name)
+    kind = find_speculator(name)
     parameters = inspect.signature(kind).parameters.values()
     return {
         "strategy": name,

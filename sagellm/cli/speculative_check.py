@@ -8,8 +8,8 @@ import click
 
 from sagellm.accel.speculative.base import SpeculativeStrategy
 from sagellm.accel.speculative.contract.exactness import Guesser
-from sagellm.accel.speculative.contract.rules import check_engine, check_strategy
-from sagellm.accel.speculative.registry import make_strategy
+from sagellm.accel.speculative.contract.rules import check_engine, check_speculator
+from sagellm.accel.speculative.registry import make_speculator
 from sagellm.cli.contract_check import check_options, conclude
 from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.cli.plug_ins import progress, read_options
@@ -36,13 +36,13 @@ def check(
     look_in_current_folder()
     given = read_options(options, {"lookahead": 4})
     try:
-        models = _models(make_strategy(name, **given))
+        models = _models(make_speculator(name, **given))
         if engine:
             _check_folders(models)
     except SpeculationError as error:
         raise click.UsageError(str(error)) from None
-    report = check_strategy(
-        lambda **tried: make_strategy(name, **{**given, **tried}), seed=seed, rounds=rounds, progress=progress(),
+    report = check_speculator(
+        lambda **tried: make_speculator(name, **{**given, **tried}), seed=seed, rounds=rounds, progress=progress(),
         limit_s=limit_s,
     )  # fmt: skip
     if engine:

@@ -65,7 +65,7 @@ def test_a_policy_that_ends_the_process_does_not_pass(here):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "known are: fifo, lru"),
+        (["nothing"], "known are: arc, belady"),
         (["policy_of_a_test:Missing"], "has no Missing"),
         (["lru", "--options", "{"], "is not JSON"),
         (["lru", "--options", "[1]"], "JSON list"),

@@ -131,7 +131,7 @@ MISUSE = {
     "capacity 1.5": ([*GENERATED, "--capacity", "1.5"], "'1.5' is not a number of blocks"),
     "capacity empty": ([*GENERATED, "--capacity", "5,"], "'' is not a number"),
     "semantics": ([*GENERATED, "--capacity", 5, "--semantics", "token"], "'prefix', 'object'"),
-    "policy": ([*GENERATED, "--capacity", 5, "--policy", "magic"], "unknown eviction policy 'magic'; known are: fifo, lru"),
+    "policy": ([*GENERATED, "--capacity", 5, "--policy", "magic"], "unknown eviction policy 'magic'; known are: arc, belady"),
     "no policy": ([*GENERATED, "--capacity", 5, "--policy", ","], "names no policy"),
     "no module": ([*GENERATED, "--capacity", 5, "--policy", "absent.module:Thing"], "absent"),
     "option": ([*GENERATED, "--capacity", 5, "--policy", "lru", "--policy-options", '{"speed": 3}'], "speed"),

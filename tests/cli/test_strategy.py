@@ -64,7 +64,7 @@ def test_options_that_are_not_checked_break_a_rule(here):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "known are: fifo, priority"),
+        (["nothing"], "known are: adaptive, aegaeon"),
         (["strategy_of_a_test:Missing"], "has no Missing"),
         (["fifo", "--options", "{"], "is not JSON"),
         (["fifo", "--options", "[1]"], "JSON list"),

@@ -11,7 +11,7 @@ from sagellm import accel
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy
 from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
 from sagellm.accel.speculative.ngram import NgramStrategy
-from sagellm.accel.speculative.registry import find_strategy, make_strategy, strategy_names
+from sagellm.accel.speculative.registry import find_speculator, make_speculator, speculator_names
 from sagellm.accel.speculative.suffix import SuffixStrategy
 from sagellm.cli import main
 from sagellm.core import registry as core_registry
@@ -102,15 +102,15 @@ def test_suffix_drops_the_oldest_answers(reference: bool):
 @BOTH
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
 def test_through_the_life_of_a_request(name: str, reference: bool):
-    strategy, text = make_strategy(name, reference=reference), [5, 6, 7, 8, 5, 6]
+    strategy, text = make_speculator(name, reference=reference), [5, 6, 7, 8, 5, 6]
     strategy.begin(1, np.array(text, np.int64))
     for new in ([7], [8, 9, 5], [6, 7, 8, 9], [1, 2]):
         strategy.accept(1, new)
         text = text + new
         asks = [ask(text), ask([3, 4, 3], 2, request_id=2)]
-        assert strategy.propose(asks) == [guess(make_strategy(name, reference=reference), text), [4, 3]]
+        assert strategy.propose(asks) == [guess(make_speculator(name, reference=reference), text), [4, 3]]
     strategy.begin(1, np.array(text, np.int64))  # it lost its place, and comes back
-    assert guess(strategy, text) == guess(make_strategy(name, reference=reference), text)
+    assert guess(strategy, text) == guess(make_speculator(name, reference=reference), text)
     strategy.end(1)
     strategy.end(2)
     strategy.end(3)
@@ -125,7 +125,7 @@ def test_through_the_life_of_a_request(name: str, reference: bool):
 @BOTH
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
 def test_another_text_of_the_same_length(name: str, reference: bool):
-    strategy = make_strategy(name, reference=reference)
+    strategy = make_speculator(name, reference=reference)
     assert guess(strategy, [1, 2, 3, 1, 2], 1) == [3] and guess(strategy, [5, 6, 7, 5, 6], 1) == [7]
 
 
@@ -145,12 +145,12 @@ def test_another_text_of_the_same_length(name: str, reference: bool):
 )
 def test_bad_options_are_told(name: str, options: dict, words: str):
     with pytest.raises(SpeculationError, match=words):
-        make_strategy(name, **options)
+        make_speculator(name, **options)
 
 
 def test_both_are_known_by_name_and_keep_their_options():
-    assert {"ngram", "suffix"} <= set(strategy_names())
-    ngram, suffix = make_strategy("ngram", lookahead=3, min_n=2, max_n=5), make_strategy("suffix", max_depth=9)
+    assert {"ngram", "suffix"} <= set(speculator_names())
+    ngram, suffix = make_speculator("ngram", lookahead=3, min_n=2, max_n=5), make_speculator("suffix", max_depth=9)
     assert (ngram.lookahead, ngram.min_n, ngram.max_n) == (3, 2, 5)
     assert (suffix.lookahead, suffix.max_depth, suffix.min_probability, suffix.max_tokens) == (8, 9, 0.2, 100_000)
 
@@ -174,13 +174,13 @@ def test_installed_packages_offer_strategies(monkeypatch: pytest.MonkeyPatch):
         EntryPoint("gone", f"{__name__}:Gone", "sagellm.speculative"),
     ]
     monkeypatch.setattr(core_registry, "entry_points", lambda group: [each for each in entries if each.group == group])
-    assert find_strategy("Their_Own") is Offered and find_strategy("ngram") is NgramStrategy
-    wrapped = make_strategy("dynamic:their-own", options={"max_n": 2})
+    assert find_speculator("Their_Own") is Offered and find_speculator("ngram") is NgramStrategy
+    wrapped = make_speculator("dynamic:their-own", options={"max_n": 2})
     assert isinstance(wrapped, DynamicLookaheadStrategy) and wrapped.report()["strategy"] == "offered"
-    names = strategy_names()
+    names = speculator_names()
     assert names.count("ngram") == 1 and "their-own" in names and "elsewhere" not in names
     with pytest.raises(SpeculationError, match="gone: cannot load"):
-        find_strategy("gone")
+        find_speculator("gone")
     del entries[-1]
     listed = json.loads(CliRunner().invoke(main, ["speculative", "list", "--json"]).stdout)
     assert {row["strategy"]: row["class"] for row in listed}["their-own"] == f"{__name__}:Offered"

@@ -9,7 +9,7 @@ from sagellm.accel.speculative.contract.exactness import BF16_GAP, ENGINE_SCENAR
 from sagellm.accel.speculative.contract.scenarios import SCENARIOS
 from sagellm.core.contract import ContractReport, playing, run_scenarios
 
-__all__ = ["ENGINE_RULES", "RULES", "check_engine", "check_strategy"]
+__all__ = ["ENGINE_RULES", "RULES", "check_engine", "check_speculator"]
 
 RULES = {
     "builds": "has a name and can be built",
@@ -34,7 +34,7 @@ ENGINE_RULES = {
 }
 
 
-def check_strategy(
+def check_speculator(
     make: Callable[..., SpeculativeStrategy],
     *,
     seed: int = 0,

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from sagellm.accel.speculative.base import SpeculativeStrategy
 from sagellm.accel.speculative.contract.exactness import Guesser
 from sagellm.accel.speculative.contract.fit import BROKEN_SIGMAS, deviation
-from sagellm.accel.speculative.contract.rules import ENGINE_RULES, RULES, check_engine, check_strategy
+from sagellm.accel.speculative.contract.rules import ENGINE_RULES, RULES, check_engine, check_speculator
 from sagellm.accel.speculative.ngram import NgramStrategy
 from sagellm.cli.speculative_check import check
 from sagellm.engines.lmdeploy.speculative import speculator as judging
@@ -160,7 +160,7 @@ def broken(report):
 
 @pytest.mark.parametrize("kind", [Twos, NgramStrategy], ids=lambda kind: kind.__name__)
 def test_good_ones(kind):
-    report = check_strategy(kind, rounds=1)
+    report = check_speculator(kind, rounds=1)
     assert report.passed and [result.rule for result in report.results] == list(RULES), report
     assert report.num_events > 200 and report.event_us > 0
 
@@ -168,7 +168,7 @@ def test_good_ones(kind):
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
 def test_each_fault_of_a_strategy_is_caught(kind):
     rule = FAULTS[kind]
-    found = broken(check_strategy(kind, rounds=1, only=(SHOWN_IN.get(rule, "strangers"),)))
+    found = broken(check_speculator(kind, rounds=1, only=(SHOWN_IN.get(rule, "strangers"),)))
     assert set(found) == {rule} and "[scenario " in found[rule]
 
 
