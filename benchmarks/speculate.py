@@ -33,7 +33,7 @@ from benchmarks.machine import describe
 from benchmarks.speculation.engine import NONE, build
 from benchmarks.speculation.texts import ChainTexts, DemoTexts
 from sagellm.accel.speculative.registry import find_speculator
-from sagellm.cli.plug_ins import read_options
+from sagellm.cli.values import read_options
 from sagellm.core.errors import SpeculationError
 
 STRATEGIES = ("ngram", "suffix", "dynamic:ngram", "dynamic:suffix", "draft")
@@ -93,7 +93,7 @@ def main(
 
 def _options(text: str, names: list[str]) -> dict[str, dict[str, Any]]:
     """By strategy. Raises click.UsageError: no JSON object of objects, or a name that is no strategy of this run."""
-    given = read_options(text, {"ngram": {"lookahead": 8}})
+    given = read_options("--options", text, {"ngram": {"lookahead": 8}})
     if unknown := sorted(set(given).difference(names)):
         raise click.UsageError(f"--options names {', '.join(unknown)}; measured are {', '.join(names[1:])}.")
     for name in names[1:]:

@@ -82,7 +82,7 @@ def status(url: str, api_key: str | None, as_json: bool) -> None:
     import urllib.error
     import urllib.request
 
-    from sagellm.cli.plug_ins import show_rows
+    from sagellm.cli.tables import show_rows
 
     request = urllib.request.Request(f"{url.rstrip('/')}/pd/status")
     if api_key:

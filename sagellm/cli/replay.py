@@ -21,7 +21,7 @@ from sagellm.cli.replay_schedule import (
     schedule_options,
 )
 from sagellm.cli.replay_verify import verify_kv, verify_strategy
-from sagellm.cli.values import Finite
+from sagellm.cli.values import Finite, options_by_name
 from sagellm.core.errors import SageError
 from sagellm.replay.base import DEFAULT_BLOCK_SIZE, MAX_BLOCKS, Semantics, num_blocks, shortened
 
@@ -242,7 +242,7 @@ def _rows(trace: Any, given: dict[str, Any], told: Any) -> list[Any]:
     names = [policy_name(name.strip()) for name in given["policies"].split(",") if name.strip()]
     if not names:
         raise click.UsageError("--policy names no policy.")
-    wanted = _options_by_policy(names, given["policy_options"])
+    wanted = options_by_name("--policy-options", given["policy_options"], names, {"small_ratio": 0.2}, policy_name)
     contestants = [find_contestant(name, wanted[name], reference=given["reference"]) for name in dict.fromkeys(names)]
     optional = {
         "prefill_tokens_per_s": given["prefill"], "token_bytes": given["token_bytes"], "load_bytes_per_s": given["load_rates"],
@@ -259,25 +259,3 @@ def _rows(trace: Any, given: dict[str, Any], told: Any) -> list[Any]:
             contestant.build(given["capacities"][0])
     bound = not given["no_belady"]
     return replay_all(trace, contestants, given["capacities"], options, with_bound=bound, report=told)
-
-
-def _options_by_policy(names: list[str], text: str | None) -> dict[str, dict[str, Any]]:
-    from sagellm.replay.policies import policy_name
-
-    if text is None:
-        return {name: {} for name in names}
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise click.UsageError(f"--policy-options is not JSON: {error}.") from None
-    if not isinstance(given, dict):
-        raise click.UsageError(f"--policy-options is a {type(given).__name__}; a JSON object was expected.")
-    if given and all(isinstance(value, dict) for value in given.values()):
-        given = {policy_name(name): value for name, value in given.items()}
-        unknown = sorted(set(given) - set(names))
-        if unknown:
-            raise click.UsageError(f"--policy-options names {', '.join(unknown)}; --policy has {', '.join(names)}.")
-        return {name: given.get(name, {}) for name in names}
-    if len(set(names)) > 1:
-        raise click.UsageError('with several policies --policy-options goes by policy: {"arc": {...}}.')
-    return {name: given for name in names}

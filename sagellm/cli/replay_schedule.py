@@ -10,12 +10,13 @@ import click
 from click.core import ParameterSource
 
 from sagellm.cli.current_folder import look_in_current_folder
-from sagellm.cli.values import Finite
+from sagellm.cli.values import Finite, options_by_name
 
 __all__ = ["OWN_OPTIONS", "SHARED_OPTIONS", "VERIFY_OPTIONS", "one_strategy", "run_schedule", "schedule_options"]
 
 OWN_OPTIONS = ("strategies", "strategy_options", "ttft_slo_ms", "tpot_slo_ms", "speedup", "decisions")
 SHARED_OPTIONS = ("as_json", "skip_bad", "plot")  # with other ways of replaying
+EXAMPLE = {"ageing_s": 2.0}  # options of a strategy
 VERIFY_OPTIONS = ("strategies", "strategy_options")
 
 _OPTIONS = (
@@ -54,7 +55,7 @@ def run_schedule(log_path: Path, as_json: bool, given: dict[str, Any]) -> None:
 
     look_in_current_folder()
     names = _names(given["strategies"])
-    strategies = _options_by_name(names, given["strategy_options"])
+    strategies = options_by_name("--strategy-options", given["strategy_options"], names, EXAMPLE)
     targets = Targets(**{
         f"{what}_s": given[f"{what}_slo_ms"] / 1e3 for what in ("ttft", "tpot") if given[f"{what}_slo_ms"] is not None
     })  # fmt: skip
@@ -96,7 +97,7 @@ def one_strategy(given: dict[str, Any]) -> tuple[str | None, dict[str, Any] | No
     names = _names(given["strategies"])
     if len(names) > 1 or names == [ENGINE]:
         raise click.UsageError(f"--strategy is {', '.join(names)}; with --verify name one, which is asked again.")
-    return names[0], _options_by_name(names, given["strategy_options"])[names[0]]
+    return names[0], options_by_name("--strategy-options", given["strategy_options"], names, EXAMPLE)[names[0]]
 
 
 def _names(text: str) -> list[str]:
@@ -111,21 +112,3 @@ def _file_of(file: Path, name: str, num_names: int) -> Path:
         return file
     safe = "".join(char if char.isalnum() or char in "_-." else "-" for char in name)
     return file.with_name(f"{file.stem}-{safe}{file.suffix}")
-
-
-def _options_by_name(names: list[str], text: str | None) -> dict[str, dict[str, Any]]:
-    if text is None:
-        return {name: {} for name in names}
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise click.UsageError(f"--strategy-options is not JSON: {error}.") from None
-    if not isinstance(given, dict):
-        raise click.UsageError(f"--strategy-options is a {type(given).__name__}; a JSON object was expected.")
-    if given and all(isinstance(value, dict) for value in given.values()):
-        if unknown := sorted(set(given) - set(names)):
-            raise click.UsageError(f"--strategy-options names {', '.join(unknown)}; --strategy has {', '.join(names)}.")
-        return {name: given.get(name, {}) for name in names}
-    if len(names) > 1 and given:
-        raise click.UsageError('with several strategies --strategy-options goes by strategy: {"adaptive": {...}}.')
-    return {name: given for name in names}

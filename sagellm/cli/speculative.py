@@ -1,40 +1,21 @@
 """`sagellm speculative`: the strategies that guess tokens, what guesses cost on this machine, and which setting pays."""
 
-import inspect
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 
-from sagellm.cli.plug_ins import show_rows, summary_of
+from sagellm.cli.kinds import old_commands
+from sagellm.cli.lazy import LazyGroup
+from sagellm.cli.tables import show_rows
 from sagellm.cli.values import Finite
 from sagellm.core.config import DEVICES, DTYPES
 from sagellm.core.errors import SageError
 
-# Imported when they are called.
-MODULES = {"check": ("sagellm.cli.speculative_check", "check", "Hold a strategy against every rule of the contract.")}
 MAX_GUESSES = 64
 MAX_BATCH = 4096
-
-
-class _Group(click.Group):
-    def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), *MODULES])
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name in MODULES:
-            module, attribute, _ = MODULES[name]
-            return getattr(import_module(module), attribute)
-        return super().get_command(context, name)
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        texts = {name: command.get_short_help_str() for name, command in self.commands.items()}
-        texts.update({name: text for name, (_, _, text) in MODULES.items()})
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted(texts.items()))
 
 
 class _Counts(click.ParamType):
@@ -57,22 +38,7 @@ class _Counts(click.ParamType):
         return tuple(sorted(set(numbers)))
 
 
-@click.group(cls=_Group)
-def speculative() -> None:
-    """List the speculative strategies, check one of your own, or measure and plan what guesses cost."""
-
-
-@speculative.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def list_strategies(as_json: bool) -> None:
-    """Name every strategy that is known, its options, and what it does in a sentence."""
-    from sagellm.accel.speculative.registry import speculator_names
-
-    rows = [_describe(name) for name in speculator_names()]
-    show_rows(rows, {"strategy": "strategy", "options": "options", "what it does": "summary"}, as_json)
-
-
-@speculative.command()
+@click.command()
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="JSON file to write the table to.")
 @click.option("--model", type=click.Path(path_type=Path), help="Local Hugging Face folder. Default: the demo model.")
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
@@ -107,7 +73,7 @@ def profile(out: Path, as_json: bool, **given: Any) -> None:
     click.echo(f"wrote {out}")
 
 
-@speculative.command()
+@click.command()
 @click.argument("table", type=click.Path(path_type=Path))
 @click.option(
     "--acceptance", type=click.FloatRange(0, 1), required=True,
@@ -185,19 +151,11 @@ def _measure(given: dict[str, Any]) -> Any:
     return table
 
 
-def _describe(name: str) -> dict[str, Any]:
-    from sagellm.accel.speculative.registry import engine_method, find_speculator
-
-    if engine_method(name):
-        from sagellm.engines.lmdeploy.speculative.methods import OPTIONS
-
-        summary = "A method of LMDeploy's own engine, on a GPU: no strategy is asked."
-        return {"strategy": name, "options": dict.fromkeys(OPTIONS), "summary": summary, "class": None}
-    kind = find_speculator(name)
-    parameters = inspect.signature(kind).parameters.values()
-    return {
-        "strategy": name,
-        "options": {item.name: None if item.default is item.empty else item.default for item in parameters},
-        "summary": summary_of(kind),
-        "class": f"{kind.__module__}:{kind.__qualname__}",
-    }
+speculative = LazyGroup(
+    {
+        **old_commands("speculative"),
+        "profile": (lambda: profile, "Measure decode steps with guesses on this machine."),
+        "recommend": (lambda: recommend, "Name the lookahead of most tokens a second."),
+    },
+    name="speculative", help="List, check, measure and plan strategies that guess tokens.",
+)  # fmt: skip

@@ -13,7 +13,7 @@ __all__ = ["BACKENDS", "backend_names", "find_backend", "make_backend"]
 
 GROUP = "sagellm.comm_backends"
 OWN = (MemoryBackend, GlooBackend, NcclBackend, ShmBackend, RcclBackend, HcclBackend, CnclBackend, BkclBackend)
-BACKENDS = Registry("communication backend", CommBackendProtocol, CommError, GROUP, OWN)
+BACKENDS = Registry("communication backend", CommBackendProtocol, CommError, GROUP, OWN, num_given=1)
 backend_names = BACKENDS.names
 find_backend = BACKENDS.find
 

@@ -1,5 +1,6 @@
 """Find plug-ins, and classes of other kinds, by file, entry point or `module:Class`. An unknown name lists the known ones."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -62,7 +63,7 @@ def check_owners(plugins: Iterable[tuple[str, Plugin]]) -> None:
 
 
 def load_object(name: str, what: str, error: type[SageError]) -> object:
-    """Return what `module:Class` names. `what` is its kind, for messages. Raises `error` if there is no such module or class."""
+    """Return what `module:Class` names. `what` is its kind, for messages. Raises `error` if there is no such class."""
     module_name, _, class_name = name.partition(":")
     try:
         module = import_module(module_name)
@@ -101,13 +102,14 @@ class Registry(Generic[Kind]):
         group: entry point group in which installed packages offer more.
         own: classes of the project, each with a text `name`, in the order of lists.
         folder: package of the project whose modules define its own classes, in place of `own`. A new file there is a new name.
+        num_given: positional arguments of the constructor that the engine gives; the others are options.
         is_named: whether a class needs a text `name`.
         aliases: another name -> a name of the project's own.
     """
 
     def __init__(
         self, what: str, base: type[Kind], error: type[SageError], group: str, own: tuple[type[Kind], ...] = (), *,
-        folder: str = "", is_named: bool = True, aliases: Mapping[str, str] | None = None,
+        folder: str = "", num_given: int = 0, is_named: bool = True, aliases: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.what = what
         self.base = base
@@ -115,6 +117,7 @@ class Registry(Generic[Kind]):
         self.group = group
         self._given = own
         self._folder = folder
+        self._num_given = num_given
         self._is_named = is_named
         self._aliases = dict(aliases or {})
 
@@ -138,6 +141,27 @@ class Registry(Generic[Kind]):
         if self._is_named and not _name_of(found):
             raise self.error(f"{self.what} {name} has no name; give the class a text `name`.")
         return found
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return facts for lists: `options`, `devices` of tensors, `here` ("yes", or why not), `summary`, `class`."""
+        try:
+            kind = self.find(name)
+        except SageError as error:  # of a package that cannot be loaded
+            return {"options": {}, "devices": "", "here": str(error), "summary": "", "class": ""}
+        return self._facts(kind)
+
+    def _facts(self, kind: type[Kind]) -> dict[str, Any]:
+        parameters = list(inspect.signature(kind).parameters.values())[self._num_given :]
+        options = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+        # A file that was found in the folder says on its first line what its class is.
+        documented = inspect.getmodule(kind) if self._folder and kind.__module__.startswith(self._folder) else kind
+        return {
+            "options": {item.name: None if item.default is item.empty else item.default for item in options},
+            "devices": ", ".join(getattr(kind, "device_types", ())),
+            "here": (kind.missing() if hasattr(kind, "missing") else "") or "yes",
+            "summary": " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split()),
+            "class": f"{kind.__module__}:{kind.__qualname__}",
+        }
 
     def make(self, kind: Callable[..., Kind], name: str, /, *arguments: Any, **options: Any) -> Kind:
         """Return `kind(*arguments, **options)`. Raises `error` if it cannot be built."""

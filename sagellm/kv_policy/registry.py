@@ -25,10 +25,15 @@ class _Policies(Registry[EvictionPolicy]):
         is_own = ":" not in name and found.__module__.startswith(f"{__package__}.")
         return NATIVE.get(found.name, found) if is_own and not reference else found
 
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return facts for lists: those of the twin in plain Python, and whether there is a native one."""
+        kind = self.find(name, reference=True)
+        return {"native": self.find(name) is not kind, **self._facts(kind)}
+
 
 POLICIES = _Policies(
     "eviction policy", EvictionPolicy, PolicyError, "sagellm.kv_policies", folder=f"{__package__}.eviction",
-    aliases={"2q": "twoq"},
+    num_given=1, aliases={"2q": "twoq"},
 )  # fmt: skip
 MIGRATIONS = Registry(
     "migration policy", MigrationPolicy, PolicyError, "sagellm.migration_policies", folder=f"{__package__}.migration"

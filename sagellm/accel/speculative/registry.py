@@ -6,10 +6,14 @@ from sagellm.accel.speculative.base import SpeculativeStrategy
 from sagellm.core.errors import SpeculationError
 from sagellm.core.registry import Registry
 
-__all__ = ["ENGINE_METHODS", "SPECULATORS", "engine_method", "find_speculator", "make_speculator", "speculator_names"]
+__all__ = [
+    "ENGINE_METHODS", "ENGINE_OPTIONS", "SPECULATORS", "engine_method", "find_speculator", "make_speculator",
+    "speculator_names",
+]  # fmt: skip
 
 # LMDeploy guesses by itself with these, on a GPU: there is no class of theirs here.
 ENGINE_METHODS = ("eagle", "eagle3", "deepseek_mtp")
+ENGINE_OPTIONS = ("model", "num_speculative_tokens")
 DYNAMIC = "dynamic"
 
 
@@ -34,6 +38,14 @@ class _Speculators(Registry[SpeculativeStrategy]):
             return super().find(name)
         self.find(inner)
         return super().find(DYNAMIC)
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return facts for lists. The engine's own methods have a fixed set of options."""
+        if engine_method(name):
+            summary = "A method of LMDeploy's own engine, on a GPU: no strategy is asked."
+            return {"options": dict.fromkeys(ENGINE_OPTIONS), "devices": "cuda", "here": "on a GPU",
+                    "summary": summary, "class": None}  # fmt: skip
+        return super().describe(name)
 
 
 SPECULATORS = _Speculators(

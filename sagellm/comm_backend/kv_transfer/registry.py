@@ -16,7 +16,7 @@ __all__ = ["CHANNELS", "channel_names", "find_channel", "make_channel"]
 
 GROUP = "sagellm.kv_channels"
 OWN = (ShmChannel, TcpChannel, MooncakeChannel, NixlChannel)
-CHANNELS = Registry("KV channel", KVTransferChannel, TransferError, GROUP, OWN)
+CHANNELS = Registry("KV channel", KVTransferChannel, TransferError, GROUP, OWN, num_given=2)
 channel_names = CHANNELS.names
 find_channel = CHANNELS.find
 
