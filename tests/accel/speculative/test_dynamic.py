@@ -250,7 +250,7 @@ def test_by_name_with_options_of_both():
         ("dynamic:", {}, "names no strategy"), ("dynamic:nothing", {}, "known are: draft"),
         ("dynamic:ngram", {"strategy": "ngram"}, "name it in one place"), ("dynamic:dynamic", {}, "the strategy that guesses"),
         ("dynamic:dynamic:ngram", {}, "the strategy that guesses"), ("dynamic:ngram", {"lookahead": 0}, "from 1 to 64"),
-        ("dynamic:ngram", {"budget": 0}, "above 0 and below 1"), ("dynamic:ngram", {"options": {"max_n": 0}}, "max_n is 0"),
+        ("dynamic:ngram", {"budget": 0}, "above 0 and below 1"), ("dynamic:ngram", {"options": {"max_n": 0}}, "max_n=0"),
         ("dynamic:ngram", {"options": 3}, "by name"), ("dynamic:ngram", {"size": 3}, "cannot be built"),
         ("dynamic:ngram", {"table": "/nowhere/table"}, "profile"),
     ],

@@ -132,15 +132,15 @@ def test_another_text_of_the_same_length(name: str, reference: bool):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("ngram", {"min_n": 0}, "min_n is 0; give a whole number from 1 to 32"),
-        ("ngram", {"min_n": 3, "max_n": 2}, "max_n is 2; give a whole number from 3 to 32"),
-        ("ngram", {"max_n": "4"}, "max_n is '4'; give a whole number"),
+        ("ngram", {"min_n": 0}, "option min_n=0; give a number from 1 to 32"),
+        ("ngram", {"min_n": 3, "max_n": 2}, "option max_n=2; give a number from 3 to 32"),
+        ("ngram", {"max_n": "4"}, "option max_n='4'; give a number"),
         ("ngram", {"lookahead": 0}, "lookahead is 0; give a whole number from 1 to 64"),
-        ("suffix", {"max_depth": 1}, "max_depth is 1; give a whole number from 2 to 128"),
-        ("suffix", {"max_tokens": -1}, "max_tokens is -1; give a whole number from 0"),
-        ("suffix", {"max_tokens": True}, "max_tokens is True; give a whole number from 0"),
-        ("suffix", {"min_probability": 1.5}, "min_probability is 1.5; give a number from 0 to 1"),
-        ("suffix", {"min_probability": float("nan")}, "min_probability is nan; give a number from 0 to 1"),
+        ("suffix", {"max_depth": 1}, "option max_depth=1; give a number from 2 to 128"),
+        ("suffix", {"max_tokens": -1}, "option max_tokens=-1; give a number from 0"),
+        ("suffix", {"max_tokens": True}, "option max_tokens=True; give a number from 0"),
+        ("suffix", {"min_probability": 1.5}, "option min_probability=1.5; give a number from 0 to 1"),
+        ("suffix", {"min_probability": float("nan")}, "option min_probability=nan; give a number from 0 to 1"),
     ],
 )
 def test_bad_options_are_told(name: str, options: dict, words: str):

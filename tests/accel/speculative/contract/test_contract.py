@@ -14,7 +14,7 @@ from sagellm.accel.speculative.contract.exactness import Guesser
 from sagellm.accel.speculative.contract.fit import BROKEN_SIGMAS, deviation
 from sagellm.accel.speculative.contract.rules import ENGINE_RULES, RULES, check_engine, check_speculator
 from sagellm.accel.speculative.ngram import NgramStrategy
-from sagellm.cli.speculative_check import check
+from sagellm.cli.kinds import check
 from sagellm.engines.lmdeploy.speculative import speculator as judging
 from sagellm.engines.lmdeploy.speculative.factory import SpecAgentStrategy
 from sagellm.engines.lmdeploy.speculative.verify import accepted
@@ -334,10 +334,10 @@ def test_the_fit():
 
 
 def test_the_command():
-    done = CliRunner().invoke(check, [HERE + "Twos", "--rounds", "1", "--no-engine", "--json"])
+    done = CliRunner().invoke(check, ["speculative", HERE + "Twos", "--rounds", "1", "--no-engine", "--json"])
     document = json.loads(done.stdout)
     assert done.exit_code == 0 and document["passed"] and [rule["rule"] for rule in document["rules"]] == list(RULES)
-    done = CliRunner().invoke(check, [HERE + "TooMany", "--rounds", "1", "--json"])
+    done = CliRunner().invoke(check, ["speculative", HERE + "TooMany", "--rounds", "1", "--json"])
     failed = [rule["rule"] for rule in json.loads(done.stdout)["rules"] if not rule["passed"]]
     assert done.exit_code == 1 and failed == ["limits", "runs"], failed
-    assert CliRunner().invoke(check, ["ngram", "--options", '{"max_n": 0}']).exit_code == 2
+    assert CliRunner().invoke(check, ["speculative", "ngram", "--options", '{"max_n": 0}']).exit_code == 2

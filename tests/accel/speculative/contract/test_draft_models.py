@@ -10,7 +10,7 @@ from sagellm.accel.speculative.contract.exactness import Guesser
 from sagellm.accel.speculative.contract.rules import ENGINE_RULES, RULES, check_engine, check_speculator
 from sagellm.accel.speculative.draft_model import DraftModelStrategy
 from sagellm.accel.speculative.registry import make_speculator
-from sagellm.cli.speculative_check import check
+from sagellm.cli.kinds import check
 from sagellm.demo_model.random_model import write_random_model
 from tests.accel.speculative.contract.bad_drafts import BAD, MODEL
 from tests.accel.speculative.contract.test_contract import (
@@ -87,7 +87,8 @@ def test_a_fault_of_the_engine_shows_with_a_draft_model(trial, draft, monkeypatc
 
 def test_the_command(tmp_path):
     def run(folder, *words):
-        return CliRunner().invoke(check, ["draft", "--options", json.dumps({"model": str(folder)}), "--rounds", "1", *words])
+        options = json.dumps({"model": str(folder)})
+        return CliRunner().invoke(check, ["speculative", "draft", "--options", options, "--rounds", "1", *words])
 
     assert run("nowhere", "--no-engine").exit_code == 0
     done = run("nowhere")
