@@ -1,4 +1,4 @@
-"""`sagellm replay --schedule`: a recorded run under other strategies, on a virtual clock."""
+"""`sagellm replay --schedule`: replay a recorded run under other strategies, on a virtual clock."""
 
 import json
 from collections.abc import Callable
@@ -21,19 +21,28 @@ VERIFY_OPTIONS = ("strategies", "strategy_options")
 
 _OPTIONS = (
     click.option(
-        "--schedule", type=click.Path(path_type=Path), metavar="LOG", help="Run a recorded log under other strategies."
+        "--schedule", type=click.Path(path_type=Path), metavar="LOG",
+        help="Recorded log to replay under other scheduling strategies.",
     ),
     click.option(
         "--strategy", "strategies", default="engine", show_default=True, metavar="NAME,...",
-        help="Names, module:Class, or engine for its own choice.",
+        help="Scheduling strategies: names, module:Class, or engine for the engine's own choice.",
     ),
-    click.option("--strategy-options", metavar="JSON", help='Options, or by strategy: {"adaptive": {...}}.'),
-    click.option("--ttft-slo-ms", type=Finite(), help="First token in time, for requests that asked for nothing."),
-    click.option("--tpot-slo-ms", type=Finite(), help="Likewise each further token, on average."),
-    click.option("--speedup", type=Finite(), default=1.0, show_default=True, help="Arrivals come so many times as fast."),
+    click.option(
+        "--strategy-options", metavar="JSON",
+        help='Options of the strategy, a JSON object; or of several: {"adaptive": {...}}.',
+    ),
+    click.option("--ttft-slo-ms", type=Finite(), help="Target for the first token, in ms, of requests without one."),
+    click.option(
+        "--tpot-slo-ms", type=Finite(), help="Target for each further token on average, in ms, of requests without one."
+    ),
+    click.option(
+        "--speedup", type=Finite(), default=1.0, show_default=True,
+        help="Factor by which requests arrive faster than recorded.",
+    ),
     click.option(
         "--decisions", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-        help="Write each decision with inputs and reason; of several strategies, a file each.",
+        help="File for every decision with its inputs and reason; several strategies get a file each.",
     ),
 )  # fmt: skip
 
@@ -45,7 +54,12 @@ def schedule_options(command: Callable) -> Callable:
 
 
 def run_schedule(log_path: Path, as_json: bool, given: dict[str, Any]) -> None:
-    """Raises SageError: the log or a strategy cannot be used; UsageError: options that make no sense."""
+    """Replay the log and print the report.
+
+    Raises:
+        SageError: the log or a strategy cannot be used.
+        UsageError: invalid options.
+    """
     from sagellm.replay.report import min_width, progress_bar
     from sagellm.replay.schedule import report
     from sagellm.replay.schedule.decisions import write_decisions
@@ -87,16 +101,20 @@ def run_schedule(log_path: Path, as_json: bool, given: dict[str, Any]) -> None:
 
 
 def one_strategy(given: dict[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
-    """(name, options) of whom to ask again; None for who made the log. Raises UsageError: not one, or options of nobody."""
+    """Return (name, options) of the strategy to ask again, None for the one that made the log.
+
+    Raises:
+        UsageError: several strategies, or options without a strategy.
+    """
     if click.get_current_context().get_parameter_source("strategies") is not ParameterSource.COMMANDLINE:
         if given["strategy_options"] is not None:
-            raise click.UsageError("--strategy-options goes with --strategy; the log says what options its strategy had.")
+            raise click.UsageError("--strategy-options goes with --strategy; the log has the options of its own strategy.")
         return None, None
     from sagellm.replay.schedule.base import ENGINE
 
     names = _names(given["strategies"])
     if len(names) > 1 or names == [ENGINE]:
-        raise click.UsageError(f"--strategy is {', '.join(names)}; with --verify name one, which is asked again.")
+        raise click.UsageError(f"--strategy is {', '.join(names)}; with --verify name exactly one strategy.")
     return names[0], options_by_name("--strategy-options", given["strategy_options"], names, EXAMPLE)[names[0]]
 
 

@@ -1,4 +1,4 @@
-"""`sagellm speculative`: the strategies that guess tokens, what guesses cost on this machine, and which setting pays."""
+"""`sagellm speculative`: list and check strategies, measure what guesses cost here, and recommend a setting."""
 
 import json
 import sys
@@ -39,20 +39,37 @@ class _Counts(click.ParamType):
 
 
 @click.command()
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="JSON file to write the table to.")
-@click.option("--model", type=click.Path(path_type=Path), help="Local Hugging Face folder. Default: the demo model.")
-@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
-@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True)
-@click.option("--threads", type=click.IntRange(1), help="Of the CPU device [all cores].")
-@click.option("--lookaheads", type=_Counts(0, MAX_GUESSES), default="0,1,2,4,8", show_default=True, help="Guesses to try.")
-@click.option("--batches", type=_Counts(1, MAX_BATCH), default="1,4,16", show_default=True, help="Sequences in a step.")
-@click.option("--context", type=click.IntRange(1), default=256, show_default=True, help="Tokens of each prompt.")
-@click.option("--steps", type=click.IntRange(1), default=12, show_default=True, help="Steps of each kind, at least.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="JSON file to write the table to."
+)
+@click.option(
+    "--model", type=click.Path(path_type=Path), help="Local Hugging Face folder of the model. Default: the demo model."
+)
+@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Type of weights and KV cache."
+)
+@click.option("--threads", type=click.IntRange(1), help="Compute threads of the CPU device [all cores].")
+@click.option(
+    "--lookaheads", type=_Counts(0, MAX_GUESSES), default="0,1,2,4,8", show_default=True,
+    help="Numbers of guesses to try.",
+)
+@click.option(
+    "--batches", type=_Counts(1, MAX_BATCH), default="1,4,16", show_default=True,
+    help="Numbers of sequences in a step to try.",
+)
+@click.option(
+    "--context", type=click.IntRange(1), default=256, show_default=True, help="Length of each prompt in tokens."
+)
+@click.option(
+    "--steps", type=click.IntRange(1), default=12, show_default=True,
+    help="Least number of steps to measure for each setting.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the table as one JSON document.")
 def profile(out: Path, as_json: bool, **given: Any) -> None:
     """Measure decode steps with guesses on this machine and model, and write them as a table.
 
-    The table is for `sagellm speculative recommend`, and for --speculative dynamic:NAME with the option table.
+    `sagellm speculative recommend` reads the table, and so does --speculative dynamic:NAME by its option `table`.
     Exit code 0: written; 1: it could not be measured; 2: misuse.
     """
     try:
@@ -77,16 +94,16 @@ def profile(out: Path, as_json: bool, **given: Any) -> None:
 @click.argument("table", type=click.Path(path_type=Path))
 @click.option(
     "--acceptance", type=click.FloatRange(0, 1), required=True,
-    help="Chance that a guess is right where those before it were: accepted by drafted of place 1 in /metrics.",
+    help="Chance that a guess is right if those before it were: accepted / drafted of place 1 in /metrics.",
 )  # fmt: skip
-@click.option("--target-ms", type=Finite(), help="Mean time between two tokens of a stream that is allowed [any].")
-@click.option("--batch", type=click.IntRange(1), help="Sequences in a step [whichever is best].")
+@click.option("--target-ms", type=Finite(), help="Longest mean time between two tokens of a stream, in ms [any].")
+@click.option("--batch", type=click.IntRange(1), help="Number of sequences in a step [the best].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def recommend(table: Path, acceptance: float, target_ms: float | None, batch: int | None, as_json: bool) -> None:
     """Name the lookahead of most tokens a second, from a measured table and an acceptance rate.
 
-    Exit code 0: it keeps to the target; 1: nothing does, and the shortest latency is shown; 2: misuse, or a bad table,
-    or one of a single batch size, which says nothing of others.
+    Exit code 0: it meets the target; 1: nothing does, and the shortest latency is shown; 2: misuse, an invalid table, or a
+    table of one batch size and a --batch other than that.
     """
     from sagellm.accel.speculative.planning.recommend import recommend as best_setting
     from sagellm.accel.speculative.planning.table import read_table

@@ -145,7 +145,7 @@ MISUSE = {
     "tiers 0": ([*GENERATED, "--tiers", "gpu:0"], "at least 1 block"),
     "tiers twice": ([*GENERATED, "--tiers", "gpu:1,gpu:2"], "gpu is there twice"),
     "tiers and belady": ([*GENERATED, "--tiers", "gpu:5", "--policy", "belady"], "leave it out with --tiers"),
-    "objects that run": ([*GENERATED, "--capacity", 5, "--semantics", "object", "--running", 2], "--running goes with prefix"),
+    "objects that run": ([*GENERATED, "--capacity", 5, "--semantics", "object", "--running", 2], "--running needs prefix"),
     "rates": ([*GENERATED, "--tiers", "gpu:5", "--load-gb-per-s", "gpu:5"], "is not cpu:GB/s"),
     "capacity of many digits": ([*GENERATED, "--capacity", "9" * 5000], "from 1 to 1073741824"),
     "capacity above": ([*GENERATED, "--capacity", 2**30 + 1], "from 1 to 1073741824"),
@@ -258,7 +258,7 @@ def test_verify_takes_no_other_options(more):
 @pytest.mark.parametrize("more", [["--migration", "never"], ["--load-gb-per-s", "cpu:5"]])
 def test_options_of_tiers_go_with_tiers(more):
     done = run(*GENERATED, "--capacity", 50, *more)
-    assert done.exit_code == 2 and f"{more[0]} goes with --tiers" in done.output
+    assert done.exit_code == 2 and f"{more[0]} needs --tiers" in done.output
 
 
 def test_verify_a_log_that_is_not_there():
