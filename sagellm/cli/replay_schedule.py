@@ -114,7 +114,7 @@ def one_strategy(given: dict[str, Any]) -> tuple[str | None, dict[str, Any] | No
 
     names = _names(given["strategies"])
     if len(names) > 1 or names == [ENGINE]:
-        raise click.UsageError(f"--strategy is {', '.join(names)}; with --verify name exactly one strategy.")
+        raise click.UsageError(f"--strategy is {', '.join(names)}; with --verify name one strategy.")
     return names[0], options_by_name("--strategy-options", given["strategy_options"], names, EXAMPLE)[names[0]]
 
 
