@@ -39,20 +39,23 @@ _WALL = (
 )
 
 
+_PERCENTILE = (
+    "Only requests that were answered whole and got a token. pN is percentile N, with linear interpolation between the "
+    "two nearest values."
+)
+_COUNTERS = ", as differences of the server's counters after and before the round"
+_PREFIX = (
+    "Only the contiguous prefix counts: the match ends with the first block that is missing, whatever else of the prompt "
+    "is cached behind it."
+)
+
+
 def _latency(name: str) -> Definition:
-    text = (
-        f"{_LATENCIES[name]} Only requests that were answered whole and got a token. pN is percentile N, with linear "
-        "interpolation between the two nearest values."
-    )
-    return Definition(unit="s", better="lower", text=text)
+    return Definition(unit="s", better="lower", text=f"{_LATENCIES[name]} {_PERCENTILE}")
 
 
 def _hit_rate(counted: str, share: str, admissions: str) -> Definition:
-    text = (
-        f"{share}, as differences of the server's counters after and before the round, over {admissions}. "
-        "Only the contiguous prefix counts: the match ends with the first block that is missing, whatever else of the "
-        f"prompt is cached behind it. {counted}"
-    )
+    text = f"{share}{_COUNTERS}, over {admissions}. {_PREFIX} {counted}"
     return Definition(unit="ratio", better="higher", text=text)
 
 
@@ -199,17 +202,24 @@ def grouped(definitions: Mapping[str, Definition]) -> list[tuple[list[str], Defi
 
 
 def document() -> str:
-    """The text of `benchmarks/docs/metrics.md`."""
+    """Return the text of `benchmarks/docs/metrics.md`. What several definitions say stands once, at its top."""
     lines = [
         "# Metrics",
         "",
-        "Made from `benchmarks/metrics/definitions.py` by "
-        "`python -m benchmarks.metrics.definitions > benchmarks/docs/metrics.md`. Names such as `first_s` are arrays of "
-        "the samples file (`benchmarks/load/samples.py`); a result carries the definitions of the metrics in it.",
+        "`python -m benchmarks.metrics.definitions > benchmarks/docs/metrics.md` writes this page. Every result carries the "
+        "definitions of its metrics. Names such as `first_s` are arrays of the samples file (`benchmarks/load/samples.py`).",
+        "",
+        f"- Latencies. {_PERCENTILE}",
+        f"- Wall time. {_WALL}",
+        "- Counters of the server are taken as differences, after and before the round.",
+        f"- Hit rates. {_PREFIX}",
     ]
     for names, definition in grouped(DEFINITIONS):
         better = f"{definition.better} is better" if definition.better else "neither way is better"
-        lines += ["", f"## {', '.join(names)}", "", f"Unit: {definition.unit}; {better}.", "", definition.text]
+        text = definition.text
+        for common in (f" {_PERCENTILE}", f" {_WALL}", _COUNTERS, f" {_PREFIX}"):
+            text = text.replace(common, "")
+        lines += ["", f"## {', '.join(names)}", "", f"In {definition.unit}; {better}. {text}"]
     return "\n".join(lines) + "\n"
 
 
