@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -304,16 +305,19 @@ class LeavesRejectedKeys(SpecAgentStrategy):
         return model_inputs, extra
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(("module", "name", "fault", "rules"), [
     ("speculator", "accepted", first_unverified, {"greedy", "near_argmax", "distribution"}),
-    ("speculator", "accepted", rest_unverified, {"greedy", "near_argmax", "distribution"}),
-    ("speculator", "accepted", bonus_of_another_row, {"greedy", "near_argmax", "distribution"}),
-    ("factory", "Speculator", LenientSpeculator, {"greedy", "near_argmax", "distribution"}),
     ("factory", "SpecAgentStrategy", LeavesRejectedKeys, {"greedy"}),
-    ("factory", "Speculator", LeavesRejectedKeysOfAStep, {"greedy", "near_argmax"}),
-    ("factory", "Speculator", LosesLateTokens, {"runs"}),
     ("factory", "Speculator", TellsTooFew, {"runs"}),
-    ("speculator", "GuardedStrategy", TellsHalf, {"runs"}),
+    slow("speculator", "accepted", rest_unverified, {"greedy", "near_argmax", "distribution"}),
+    slow("speculator", "accepted", bonus_of_another_row, {"greedy", "near_argmax", "distribution"}),
+    slow("factory", "Speculator", LenientSpeculator, {"greedy", "near_argmax", "distribution"}),
+    slow("factory", "Speculator", LeavesRejectedKeysOfAStep, {"greedy", "near_argmax"}),
+    slow("factory", "Speculator", LosesLateTokens, {"runs"}),
+    slow("speculator", "GuardedStrategy", TellsHalf, {"runs"}),
 ], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
 def test_each_fault_of_an_engine_is_caught(trial, monkeypatch, module, name, fault, rules):
     monkeypatch.setattr(f"sagellm.engines.lmdeploy.speculative.{module}.{name}", fault)
