@@ -3,8 +3,8 @@
     python -m benchmarks.client_capacity [--rate 200] [--seconds 10] [--chunks 32] [--poisson] [--rounds 3]
 
 The server answers like /generate, a chunk every 10 ms. Target: at 200 requests a second the mean lateness of sends is
-under 5% of the mean gap between them. Whatever else runs on the client's core adds to its lateness, so every round is
-shown; the least disturbed one tells what the client itself can do.
+under 5% of the mean gap between them. Other work on the client's core adds to its lateness, so every round is shown.
+The least disturbed round is the client's own figure.
 """
 
 import asyncio

@@ -30,7 +30,7 @@ REFERENCE = "ttft_p50_s"
 
 
 class Noise(NamedTuple):
-    """What moves runs. Effects are on the scale of comparison: natural logarithms where `ratio` holds.
+    """Noise of runs. Effects are on the scale of comparison: natural logarithms where `ratio` holds.
 
     level: float[num_rules], of the first contestant; ratio: bool[num_rules]; shared: float[num_rounds, num_rules], by
     round; residual: float[num_runs, num_rules]; unit: what counts as a round here, a round or a launch of several.

@@ -45,8 +45,8 @@ def recorded(file: Path) -> list[tuple[float, int]]:
 
 
 class AtEviction(NamedTuple):
-    """Of sampled victims of an LRU tier: the mean predicted probability to be used again within a horizon, the share that
-    was, and how many they are."""
+    """Sampled victims of an LRU tier: the mean predicted probability of use within a horizon, the share that was used,
+    and how many victims."""
 
     predicted: float
     actual: float
@@ -56,7 +56,8 @@ class AtEviction(NamedTuple):
 def at_eviction(
     predictor: LifetimePredictor, accesses: list[tuple[float, int]], capacity: int, horizon_s: float
 ) -> AtEviction | None:
-    """Of every `SAMPLED`th victim in the second half of a trace whose horizon lies within it; None: there is none."""
+    """Sample every `SAMPLED`th victim in the second half of a trace whose horizon lies within it. Return None without a
+    victim."""
     next_s = [math.inf] * len(accesses)
     later: dict[int, float] = {}
     for place in range(len(accesses) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""What a benchmark's command prints and writes: one table, one JSON document, the same figures as CSV."""
+"""Output of a benchmark's command: a table, a JSON document, the same figures as CSV."""
 
 import contextlib
 import csv

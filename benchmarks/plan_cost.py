@@ -1,4 +1,4 @@
-"""What a plan costs beside the step that it is for: strategies in the real engine, a full batch.
+"""Cost of a plan beside its step: strategies in the real engine, a full batch.
 
     python -m benchmarks.plan_cost [--strategy fifo,hybrid] [--requests 256] [--shape small] [--out FILE]
 
@@ -45,7 +45,7 @@ def main(strategies: str, num_requests: int, new_tokens: int, shape: str, thread
         "decoding": crowd(0, num_requests, PROMPT_TOKENS, new_tokens),
         "arrivals": crowd(0, num_requests, PROMPT_TOKENS, new_tokens, num_requests // 4, LATE_S),
     }
-    # What a request takes at most, and a block to begin with.
+    # The most that a request takes, and a block to begin with.
     blocks = num_requests * ((PROMPT_TOKENS + new_tokens) // 64 + 2)
     settings = {"max_batch_size": num_requests, "kv_blocks": max(blocks, 160)}
     with tempfile.TemporaryDirectory() as scratch:
