@@ -178,9 +178,12 @@ PEERS = {"aiperf": aiperf, "guidellm": guidellm}
 @click.command()
 @click.option("--aiperf", type=click.Path(path_type=Path), help=f"The program of aiperf {VERSIONS['aiperf']}.")
 @click.option("--guidellm", type=click.Path(path_type=Path), help=f"The program of guidellm {VERSIONS['guidellm']}.")
-@click.option("--rounds", default=6, show_default=True, type=click.IntRange(min=1))
-@click.option("--requests", default=80, show_default=True, type=click.IntRange(min=4), help="Requests a round.")
-@click.option("--wait-ms", default=15.0, show_default=True, type=click.FloatRange(0, 500), help="Before each engine step.")
+@click.option("--rounds", default=6, show_default=True, type=click.IntRange(min=1), help="Rounds of each contestant.")
+@click.option("--requests", default=80, show_default=True, type=click.IntRange(min=4), help="Requests in each round.")
+@click.option(
+    "--wait-ms", default=15.0, show_default=True, type=click.FloatRange(0, 500),
+    help="Milliseconds that the server waits before each engine step.",
+)
 @with_output
 def main(aiperf: Path | None, guidellm: Path | None, rounds: int, requests: int, wait_ms: float, output: Output) -> None:
     """Measure, print, and write the result. Exit code 1 if a peer disagrees by more than 5%."""

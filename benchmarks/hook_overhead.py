@@ -31,8 +31,8 @@ CONTROL = "without the doors, again"
 
 
 @click.command()
-@click.option("--starts", default=4, show_default=True, help="Times that every contestant is started anew.")
-@click.option("--rounds", default=20, show_default=True, help="Rounds a start.")
+@click.option("--starts", default=4, show_default=True, help="Times that every contestant starts anew.")
+@click.option("--rounds", default=20, show_default=True, help="Rounds of each start.")
 @with_output
 def main(starts: int, rounds: int, output: Output) -> None:
     """Measure, print a table, and write the result."""

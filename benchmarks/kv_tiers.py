@@ -39,8 +39,8 @@ FIRST_TOKENS, TURN_TOKENS, NEW_TOKENS = 512, 128, 4
 
 
 @click.command()
-@click.option("--rounds", default=3, show_default=True, help="Sets of conversations, new ones each.")
-@click.option("--threads", default=2, show_default=True)
+@click.option("--rounds", default=3, show_default=True, help="Rounds, each with new conversations.")
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
 def main(rounds: int, threads: int, output: Output) -> None:
     """Measure, print a table, and write the result."""

@@ -82,11 +82,14 @@ def at_eviction(
 
 
 @click.command()
-@click.option("--trace", type=click.Path(path_type=Path), help="Also this one.")
-@click.option("--predictor", "names", multiple=True, help="Default: all that are known.")
-@click.option("--seed", type=click.IntRange(0), default=5, show_default=True)
+@click.option("--trace", type=click.Path(path_type=Path), help="Trace file to measure besides the generated trace.")
+@click.option("--predictor", "names", multiple=True, help="Lifetime predictor to measure; default: all.")
+@click.option("--seed", type=click.IntRange(0), default=5, show_default=True, help="Seed of the workload.")
 @click.option("--capacity", type=click.IntRange(1), default=1000, show_default=True, help="Blocks of the LRU tier.")
-@click.option("--horizon", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds after an eviction.")
+@click.option(
+    "--horizon", type=click.FloatRange(0), default=60.0, show_default=True,
+    help="Seconds after an eviction in which a use counts.",
+)
 @with_output
 def main(
     trace: Path | None, names: tuple[str, ...], seed: int, capacity: int, horizon: float, output: Output

@@ -31,11 +31,20 @@ LATE_S = 4.0  # in which the late ones come
 
 
 @click.command()
-@click.option("--strategy", "strategies", default=",".join(STRATEGIES), show_default=True, help="Names, by commas.")
-@click.option("--requests", "num_requests", type=click.IntRange(8), default=256, show_default=True)
-@click.option("--new-tokens", type=click.IntRange(8), default=48, show_default=True, help="Of each request.")
-@click.option("--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True)
-@click.option("--threads", default=2, show_default=True)
+@click.option(
+    "--strategy", "strategies", default=",".join(STRATEGIES), show_default=True,
+    help="Strategies, separated by commas.",
+)
+@click.option(
+    "--requests", "num_requests", type=click.IntRange(8), default=256, show_default=True,
+    help="Requests of the batch.",
+)
+@click.option("--new-tokens", type=click.IntRange(8), default=48, show_default=True, help="New tokens of each request.")
+@click.option(
+    "--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True,
+    help="Shape of the random model.",
+)
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
 def main(strategies: str, num_requests: int, new_tokens: int, shape: str, threads: int, output: Output) -> None:
     """Measure, print a table, and write the result."""

@@ -44,13 +44,19 @@ BURST = 48
 
 
 @click.command()
-@click.option("--scene", "scenes", default=",".join(SCENES), show_default=True, help="Names, by commas.")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True)
-@click.option("--threads", default=2, show_default=True)
-@click.option("--chats-per-s", default=CHATS_PER_S, show_default=True, help="Load of the scene mixed.")
-@click.option("--documents-per-s", default=DOCUMENTS_PER_S, show_default=True)
-@click.option("--strategy-options", default="{}", metavar="JSON", help='By strategy: {"adaptive": {...}}.')
+@click.option("--scene", "scenes", default=",".join(SCENES), show_default=True, help="Scenes, separated by commas.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds of each contestant.")
+@click.option(
+    "--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True,
+    help="Shape of the random model.",
+)
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
+@click.option("--chats-per-s", default=CHATS_PER_S, show_default=True, help="Short chats a second in the scene mixed.")
+@click.option(
+    "--documents-per-s", default=DOCUMENTS_PER_S, show_default=True,
+    help="Documents a second in the scene mixed.",
+)
+@click.option("--strategy-options", default="{}", metavar="JSON", help='Options by strategy: {"adaptive": {...}}.')
 @with_output
 def main(
     scenes: str, rounds: int, shape: str, threads: int, chats_per_s: float, documents_per_s: float, strategy_options: str,

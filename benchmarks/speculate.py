@@ -44,14 +44,14 @@ VOCABULARY = 151_936
 
 
 @click.command()
-@click.option("--model", type=click.Choice(list(WORKS)), default="demo", show_default=True)
-@click.option("--work", "works", help="Names, by commas. Default: all of the model.")
-@click.option("--batch", "batches", default="1,4,16", show_default=True)
-@click.option("--strategy", "strategies", help="Names, by commas. Default: all that the model has.")
-@click.option("--options", default="{}", metavar="JSON", help='By strategy: {"ngram": {"lookahead": 8}}.')
-@click.option("--rounds", type=click.IntRange(2), default=5, show_default=True)
-@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Of each contestant.")
-@click.option("--threads", default=2, show_default=True)
+@click.option("--model", type=click.Choice(list(WORKS)), default="demo", show_default=True, help="Model to measure on.")
+@click.option("--work", "works", help="Kinds of work, separated by commas; default: all of the model.")
+@click.option("--batch", "batches", default="1,4,16", show_default=True, help="Batch sizes, separated by commas.")
+@click.option("--strategy", "strategies", help="Strategies, separated by commas; default: all that the model supports.")
+@click.option("--options", default="{}", metavar="JSON", help='Options by strategy: {"ngram": {"lookahead": 8}}.')
+@click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Rounds of each contestant.")
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes of each contestant.")
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
 def main(
     model: str, works: str | None, batches: str, strategies: str | None, options: str, rounds: int, processes: int,

@@ -38,10 +38,16 @@ Job = tuple[list[int], Any, int | None]  # prompt, what is asked for, tokens aft
 
 
 @click.command()
-@click.option("--requests", type=click.IntRange(10), default=10_000, show_default=True, help="Of each strategy.")
-@click.option("--strategies", default=STRATEGIES, show_default=True, metavar="NAME,...")
-@click.option("--options", default="{}", metavar="JSON", help="Of strategies, by name.")
-@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--requests", type=click.IntRange(10), default=10_000, show_default=True,
+    help="Requests for each strategy.",
+)
+@click.option(
+    "--strategies", default=STRATEGIES, show_default=True, metavar="NAME,...",
+    help="Strategies, separated by commas.",
+)
+@click.option("--options", default="{}", metavar="JSON", help="Options by strategy.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the workload.")
 @with_output
 def main(requests: int, strategies: str, options: str, seed: int, output: Output) -> None:
     """Run, print, and write the result; exit code 1: something was lost or differs."""
