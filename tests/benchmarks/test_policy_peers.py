@@ -64,7 +64,7 @@ class LRU(FIFO):
         self.cache.move_to_end(key)
 
 
-LFU = ARC = Sieve = S3FIFO = FIFO
+LFU = ARC = Sieve = S3FIFO = TwoQ = GDSF = FIFO
 '''
 
 
