@@ -101,7 +101,7 @@ class MigrationResult:
 
 
 class EvictionDecision(NamedTuple):
-    """Blocks to evict, first to last. `reason` explains the whole choice. `reasons` has one text for each victim, or is empty."""
+    """Blocks to evict, first to last. `reason` explains the whole choice. `reasons` has one text a victim, or is empty."""
 
     victims: Sequence[int]
     reason: str = ""
@@ -265,7 +265,7 @@ class EngineHandle(Protocol):
 
     @property
     def num_lost_notices(self) -> int:
-        """Number of notices that were dropped, oldest first, because this plug-in was slow. 0 if the engine waits for plug-ins."""
+        """Number of notices, the oldest first, that were dropped because this plug-in was slow."""
         ...
 
     def record(self, event: str, **fields: object) -> None:
