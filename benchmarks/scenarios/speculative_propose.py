@@ -1,4 +1,4 @@
-"""What guesses cost that come from text: telling a strategy the tokens of a step, and asking it for the next guesses."""
+"""Cost of guesses from text: telling a strategy the tokens of a step, and asking it for the next guesses."""
 
 import time
 from typing import Any

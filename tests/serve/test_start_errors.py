@@ -16,8 +16,8 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.processes import free_port
 from sagellm.serve import command, server
-from tests.host import free_port
 
 HERE = "tests.serve.plugins"
 
