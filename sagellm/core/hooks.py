@@ -216,7 +216,7 @@ class CommOp:
 
 
 class EngineHandle(Protocol):
-    """What a plug-in may ask of its engine. Valid only inside a hook, on the thread that runs the hook.
+    """Requests of a plug-in to its engine. Valid only inside a hook, on the thread that runs the hook.
 
     Attributes:
         block_bytes: size of one block of one worker: keys and values of all layers.

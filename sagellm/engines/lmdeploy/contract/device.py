@@ -18,7 +18,7 @@ GROUP = "sagellm.devices"
 
 
 class Device(Protocol):
-    """What LMDeploy, as patched, asks of a device. `CpuDevice` documents every method."""
+    """Interface of a device in the patched LMDeploy. `CpuDevice` documents every method."""
 
     torch_device: str
     max_batch_size: int
