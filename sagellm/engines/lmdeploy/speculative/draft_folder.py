@@ -56,7 +56,7 @@ def check_folder(draft: Path) -> None:
 
 
 def text_config(folder: Path) -> dict[str, Any]:
-    """What its config.json says of text, `vocab_size` for one. Raises ConfigError: it cannot be read."""
+    """Return the text part of its config.json, such as `vocab_size`. Raises ConfigError: it cannot be read."""
     config = read_hf_config(folder)
     return config.get("text_config", config)
 
