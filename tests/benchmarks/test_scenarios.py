@@ -32,7 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "kv_transfer": {"mib": [], "blocks": 3},
     "pd_answers": {"requests": 6, "alone": 2},
     "pd_faults": {"requests": 20, "seconds": 20.0, "kill_every_s": 8.0, "texts": 5, "warm_up": 1},
-    "pd_interference": {"prompts": 10, "repeats": 1},
+    "pd_interference": {"prompts": 10, "prompt_tokens": 300, "repeats": 1},
     "plan_build": {"num_requests": 16, "repeats": 2},
     "prefix_index": {"num_sequences": 40, "num_lookups": 8},
     "prefix_eviction": {"num_leaves": 200},
