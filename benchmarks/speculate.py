@@ -32,8 +32,8 @@ from benchmarks.contestants import Contestant, paired_ratio, summary
 from benchmarks.output import Output, spread, table, with_output
 from benchmarks.speculation.engine import NONE, build
 from benchmarks.speculation.texts import ChainTexts, DemoTexts
-from sagellm.accel.speculative.registry import find_strategy
-from sagellm.cli.plug_ins import read_options
+from sagellm.accel.speculative.registry import find_speculator
+from sagellm.cli.values import read_options
 from sagellm.core.errors import SpeculationError
 
 STRATEGIES = ("ngram", "suffix", "dynamic:ngram", "dynamic:suffix", "draft")
@@ -92,14 +92,14 @@ def main(
 
 def _options(text: str, names: list[str]) -> dict[str, dict[str, Any]]:
     """By strategy. Raises click.UsageError: no JSON object of objects, or a name that is no strategy of this run."""
-    given = read_options(text, {"ngram": {"lookahead": 8}})
+    given = read_options("--options", text, {"ngram": {"lookahead": 8}})
     if unknown := sorted(set(given).difference(names)):
         raise click.UsageError(f"--options names {', '.join(unknown)}; measured are {', '.join(names[1:])}.")
     for name in names[1:]:
         if not isinstance(given.setdefault(name, {}), dict):
             raise click.UsageError(f"--options: {name} has {given[name]!r}; give an object of names and values.")
         try:
-            find_strategy(name)
+            find_speculator(name)
         except SpeculationError as error:
             raise click.UsageError(str(error)) from None
     return given
