@@ -1,15 +1,14 @@
-"""Places engines and workers on NUMA nodes and cores, and names the link between two places."""
+"""Places engines and workers on NUMA nodes and cores."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sagellm.comm_backend.topology.base import Link, LinkKind, NumaNode, TopologyInfo
-from sagellm.comm_backend.topology.manager import TopologyManager
-from sagellm.core.errors import CommError, ConfigError
+from sagellm.comm_backend.topology.base import TopologyInfo
+from sagellm.core.errors import ConfigError
 
-__all__ = ["Place", "available_cores", "link_of", "place_engines", "place_workers", "usable_nodes"]
+__all__ = ["Place", "available_cores", "place_engines", "place_workers", "usable_nodes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +70,6 @@ def place_engines(info: TopologyInfo, cores: Sequence[int], num: int) -> list[Pl
     for node, count in zip(nodes, counts, strict=True):
         shares += [Place(node.nodes, node.cores[a:b]) for a, b in pairwise(_bounds(len(node.cores), count))]
     return shares
-
-
-def link_of(topology: TopologyManager, first: Place, second: Place) -> LinkKind:
-    """Name what carries bytes between two places of one host: SELF on one node, else the link of the nodes."""
-    if set(first.nodes) & set(second.nodes):
-        return LinkKind.SELF
-    links: list[Link] = []
-    for a in first.nodes:
-        for b in second.nodes:
-            try:
-                links.append(topology.link(NumaNode(index=a).name, NumaNode(index=b).name))
-            except CommError:  # a node that sysfs does not describe
-                continue
-    return min(links, key=lambda link: link.latency_s).kind if links else LinkKind.NUMA
 
 
 def _bounds(size: int, num: int) -> list[int]:

@@ -99,12 +99,13 @@ def build_engine_config(
 
 
 def set_threads(config: SageConfig, device: str) -> None:
-    """Share the cores of this machine among the workers of a CPU engine; spawned processes inherit it."""
+    """Share the cores and NUMA nodes of this machine among the workers of a CPU engine; spawned processes inherit it."""
     if device != "cpu":
         return
-    from sagellm.engines.lmdeploy.cpu.runtime import usable_cores
+    from sagellm.engines.lmdeploy.cpu.runtime import usable_cores, write_worker_cores
 
     threads = config.threads or max(1, usable_cores() // config.tensor_parallel)
+    write_worker_cores(config.tensor_parallel)
     # OpenMP reads it when a process first uses it, which for spawned workers is later than now.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
