@@ -3,8 +3,8 @@
     python -m benchmarks.client_capacity [--rate 200] [--seconds 10] [--chunks 32] [--poisson] [--rounds 3]
 
 The server answers like /generate, a chunk every 10 ms. Target: at 200 requests a second the mean lateness of sends is
-under 5% of the mean gap between them. Whatever else runs on the client's core adds to its lateness, so every round is
-shown; the least disturbed one tells what the client itself can do.
+under 5% of the mean gap between them. Other work on the client's core adds to its lateness, so every round is shown.
+The least disturbed round is the client's own figure.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 
 @click.command()
 @click.option("--rate", default=200.0, show_default=True, type=POSITIVE, help="Requests a second.")
-@click.option("--seconds", default=10.0, show_default=True, type=POSITIVE)
-@click.option("--chunks", default=32, show_default=True, type=click.IntRange(min=1), help="Chunks an answer.")
+@click.option("--seconds", default=10.0, show_default=True, type=POSITIVE, help="Seconds of sending.")
+@click.option("--chunks", default=32, show_default=True, type=click.IntRange(min=1), help="Chunks of each answer.")
 @click.option("--poisson", is_flag=True, help="Random gaps between requests instead of even ones.")
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Rounds of each contestant.")
 @with_output
 def main(rate: float, seconds: float, chunks: int, poisson: bool, rounds: int, output: Output) -> None:
     """Measure, print, and write the result."""

@@ -26,9 +26,12 @@ OURS, PEER = "sagellm", "transformers"
 
 
 @click.command()
-@click.option("--model", type=click.Path(path_type=Path, exists=True), help="Hugging Face folder; default: random 0.5B.")
-@click.option("--rounds", default=5, show_default=True, help="Measured rounds of each cell, interleaved.")
-@click.option("--threads", default=2, show_default=True)
+@click.option(
+    "--model", type=click.Path(path_type=Path, exists=True),
+    help="Folder of a Hugging Face model; default: random weights of a 0.5B shape.",
+)
+@click.option("--rounds", default=5, show_default=True, help="Measured rounds of each cell.")
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
 def main(model: Path | None, rounds: int, threads: int, output: Output) -> None:
     """Measure, print a table, and write the result."""

@@ -1,12 +1,12 @@
-"""What the hooks cost: CPU time of an engine step, without the doors, with the doors, with a no-op plug-in on every hook.
+"""Cost of the hooks: CPU time of an engine step without hooks, with them, and with a no-op plug-in on every hook.
 
     python -m benchmarks.hook_overhead [--starts 4] [--rounds 20] [--out FILE]
 
-The engine without the doors is the installed one less every line that is marked for patches 0001 to 0004 (0006, the CPU
-device, stays, or nothing would run here). A round is a batch of requests on a tiny model, one thread; its figure is the
-CPU time of the whole process over the number of decode steps, so the model's own work counts as well. Two processes of the
-same code differ by a percent (memory layout, hash seeds), so all are started anew a few times, and a second engine without
-the doors runs along as the control: what it differs by is the error of the measurement.
+The engine without hooks is the installed one less every line that is marked for patches 0001 to 0004. Patch 0006, the
+CPU device, stays. A round is a batch of requests on a tiny model, one thread. Its figure is the
+CPU time of the whole process over the number of decode steps, so the model's own work counts. Two processes of the same
+code differ by a percent (memory layout, hash seeds), so all start anew a few times. A second engine without hooks runs
+along as the control; its difference is the error of the measurement.
 """
 
 import multiprocessing
@@ -31,8 +31,8 @@ CONTROL = "without the doors, again"
 
 
 @click.command()
-@click.option("--starts", default=4, show_default=True, help="Times that every contestant is started anew.")
-@click.option("--rounds", default=20, show_default=True, help="Rounds a start.")
+@click.option("--starts", default=4, show_default=True, help="Times that every contestant starts anew.")
+@click.option("--rounds", default=20, show_default=True, help="Rounds of each start.")
 @with_output
 def main(starts: int, rounds: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
@@ -75,7 +75,7 @@ def main(starts: int, rounds: int, output: Output) -> None:
 
 
 def write_bare_tree(folder: Path) -> Path:
-    """The installed LMDeploy without the doors of 0001 to 0004, as a folder for `sys.path`."""
+    """Write the installed LMDeploy without the hooks of 0001 to 0004, as a folder for `sys.path`."""
     source = Path(find_spec("lmdeploy").origin).parent
     shutil.copytree(source, folder / "lmdeploy", ignore=shutil.ignore_patterns("__pycache__", "lib"))
     markers = tuple(f"# sage:000{number}" for number in (1, 2, 3, 4))

@@ -22,10 +22,10 @@ KV_BLOCKS, BLOCK_SIZE, MOST_NEW = 30, 16, 24
 
 @click.command()
 @click.option(
-    "--policy", default="lru,s3fifo,arc,gdsf,wtinylfu,prefix_reuse", show_default=True, help="Names, by commas."
+    "--policy", default="lru,s3fifo,arc,gdsf,wtinylfu,prefix_reuse", show_default=True, help="Policies, separated by commas."
 )
-@click.option("--requests", default=500, show_default=True)
-@click.option("--host-kv-blocks", default=24, show_default=True, help="Blocks of the cpu tier; 0 for none.")
+@click.option("--requests", default=500, show_default=True, help="Requests of each run.")
+@click.option("--host-kv-blocks", default=24, show_default=True, help="Blocks of the host tier; 0 turns it off.")
 @with_output
 def main(policy: str, requests: int, host_kv_blocks: int, output: Output) -> None:
     """Run, replay, print a table, and write the result."""

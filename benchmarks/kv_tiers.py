@@ -6,11 +6,11 @@ Random weights of Qwen2.5-0.5B's shape in bfloat16 on the CPU engine. Conversati
 by the time one goes on the others have taken its blocks. Each turn repeats the conversation and adds to it. Contestants get
 the same prompts in the same order, turn by turn, and have the same pool:
 
-- *no tiers*: what was evicted is computed again;
-- *cpu tier*: it goes to memory of the host, which holds all conversations;
-- *disk tier*: the host tier holds a part of them, the rest goes to files in a fresh folder;
-- *slow disk*: the same, but the files are read and written at 4 MB/s (`SlowStore`), so that a block takes longer to load than
-  to compute. The engine is not told; its cost model has to find out.
+- *no tiers*: evicted blocks are computed again.
+- *cpu tier*: evicted blocks go to memory of the host, which holds all conversations.
+- *disk tier*: the host tier holds a part of them. The rest goes to files in a fresh folder.
+- *slow disk*: a disk tier of 4 MB/s (`SlowStore`), so that a block takes longer to load than to compute. The engine is not
+  told; its cost model has to find out.
 
 The figure is the time to the first token of every turn but a conversation's first. A slower tier that is never worse than
 computing again has a ratio to *no tiers* of at most 1.
@@ -39,8 +39,8 @@ FIRST_TOKENS, TURN_TOKENS, NEW_TOKENS = 512, 128, 4
 
 
 @click.command()
-@click.option("--rounds", default=3, show_default=True, help="Sets of conversations, new ones each.")
-@click.option("--threads", default=2, show_default=True)
+@click.option("--rounds", default=3, show_default=True, help="Rounds, each with new conversations.")
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
 def main(rounds: int, threads: int, output: Output) -> None:
     """Measure, print a table, and write the result."""

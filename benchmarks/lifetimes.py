@@ -45,8 +45,8 @@ def recorded(file: Path) -> list[tuple[float, int]]:
 
 
 class AtEviction(NamedTuple):
-    """Of sampled victims of an LRU tier: the mean predicted probability to be used again within a horizon, the share that
-    was, and how many they are."""
+    """Sampled victims of an LRU tier: the mean predicted probability of use within a horizon, the share that was used,
+    and how many victims."""
 
     predicted: float
     actual: float
@@ -56,7 +56,8 @@ class AtEviction(NamedTuple):
 def at_eviction(
     predictor: LifetimePredictor, accesses: list[tuple[float, int]], capacity: int, horizon_s: float
 ) -> AtEviction | None:
-    """Of every `SAMPLED`th victim in the second half of a trace whose horizon lies within it; None: there is none."""
+    """Sample every `SAMPLED`th victim in the second half of a trace whose horizon lies within it. Return None without a
+    victim."""
     next_s = [math.inf] * len(accesses)
     later: dict[int, float] = {}
     for place in range(len(accesses) - 1, -1, -1):
@@ -81,11 +82,14 @@ def at_eviction(
 
 
 @click.command()
-@click.option("--trace", type=click.Path(path_type=Path), help="Also this one.")
-@click.option("--predictor", "names", multiple=True, help="Default: all that are known.")
-@click.option("--seed", type=click.IntRange(0), default=5, show_default=True)
+@click.option("--trace", type=click.Path(path_type=Path), help="Trace file to measure besides the generated trace.")
+@click.option("--predictor", "names", multiple=True, help="Lifetime predictor to measure; default: all.")
+@click.option("--seed", type=click.IntRange(0), default=5, show_default=True, help="Seed of the workload.")
 @click.option("--capacity", type=click.IntRange(1), default=1000, show_default=True, help="Blocks of the LRU tier.")
-@click.option("--horizon", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds after an eviction.")
+@click.option(
+    "--horizon", type=click.FloatRange(0), default=60.0, show_default=True,
+    help="Seconds after an eviction in which a use counts.",
+)
 @with_output
 def main(
     trace: Path | None, names: tuple[str, ...], seed: int, capacity: int, horizon: float, output: Output

@@ -1,4 +1,4 @@
-"""What a benchmark's command prints and writes: one table, one JSON document, the same figures as CSV."""
+"""Output of a benchmark's command: a table, a JSON document, the same figures as CSV."""
 
 import contextlib
 import csv
@@ -57,7 +57,10 @@ class Output:
 def with_output(main: Callable[..., Any]) -> Callable[..., Any]:
     """Add --out and --json to a command, which gets them as `output`."""
 
-    @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the result as JSON, and CSV beside it.")
+    @click.option(
+        "--out", type=click.Path(path_type=Path, dir_okay=False),
+        help="Write the result as JSON to this file, with a CSV file beside it.",
+    )
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
     @functools.wraps(main)
     def command(*args: Any, out: Path | None, as_json: bool, **options: Any) -> Any:

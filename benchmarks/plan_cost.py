@@ -1,4 +1,4 @@
-"""What a plan costs beside the step that it is for: strategies in the real engine, a full batch.
+"""Cost of a plan beside its step: strategies in the real engine, a full batch.
 
     python -m benchmarks.plan_cost [--strategy fifo,hybrid] [--requests 256] [--shape small] [--out FILE]
 
@@ -31,11 +31,20 @@ LATE_S = 4.0  # in which the late ones come
 
 
 @click.command()
-@click.option("--strategy", "strategies", default=",".join(STRATEGIES), show_default=True, help="Names, by commas.")
-@click.option("--requests", "num_requests", type=click.IntRange(8), default=256, show_default=True)
-@click.option("--new-tokens", type=click.IntRange(8), default=48, show_default=True, help="Of each request.")
-@click.option("--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True)
-@click.option("--threads", default=2, show_default=True)
+@click.option(
+    "--strategy", "strategies", default=",".join(STRATEGIES), show_default=True,
+    help="Strategies, separated by commas.",
+)
+@click.option(
+    "--requests", "num_requests", type=click.IntRange(8), default=256, show_default=True,
+    help="Requests of the batch.",
+)
+@click.option("--new-tokens", type=click.IntRange(8), default=48, show_default=True, help="New tokens of each request.")
+@click.option(
+    "--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True,
+    help="Shape of the random model.",
+)
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
 def main(strategies: str, num_requests: int, new_tokens: int, shape: str, threads: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
@@ -45,7 +54,7 @@ def main(strategies: str, num_requests: int, new_tokens: int, shape: str, thread
         "decoding": crowd(0, num_requests, PROMPT_TOKENS, new_tokens),
         "arrivals": crowd(0, num_requests, PROMPT_TOKENS, new_tokens, num_requests // 4, LATE_S),
     }
-    # What a request takes at most, and a block to begin with.
+    # The most that a request takes, and a block to begin with.
     blocks = num_requests * ((PROMPT_TOKENS + new_tokens) // 64 + 2)
     settings = {"max_batch_size": num_requests, "kv_blocks": max(blocks, 160)}
     with tempfile.TemporaryDirectory() as scratch:

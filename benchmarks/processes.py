@@ -36,7 +36,7 @@ _next_port = secrets.randbelow(_NUM_PORTS)
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, a new one each time until the range is used up."""
+    """Return a free port, a new one each time until the range is used up."""
     global _next_port
     for _ in range(_NUM_PORTS):
         port = _FIRST_PORT + _NUM_PORTS * _worker + _next_port
@@ -79,11 +79,11 @@ class ServerProcess:
 
     Args:
         command: what to run.
-        port: where it will listen on the loopback.
-        folder: of its output; the temporary one by default.
+        port: its port on the loopback.
+        folder: place of its output. Default: the temporary one.
         env: variables besides those of this process.
         cwd: where it runs.
-        cores: which it may use; all by default.
+        cores: those it may use. Default: all.
 
     Attributes:
         url: of the server, without /v1.

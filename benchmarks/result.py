@@ -21,7 +21,7 @@ class Model(BaseModel):
 
 
 class Definition(Model):
-    """What a metric means. `better` tells which way a change is good; None for figures that are neither."""
+    """Meaning of a metric. `better` tells which way a change is good; None for figures that are neither."""
 
     unit: str
     better: Literal["lower", "higher"] | None

@@ -296,12 +296,18 @@ def _choose(config: Path | None, name: str | None, scenario: str | None) -> Benc
 
 
 @click.command()
-@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="A YAML file; see configs/.")
+@click.option(
+    "--config", type=click.Path(path_type=Path, dir_okay=False),
+    help="Config of the benchmark: a YAML file such as those in benchmarks/configs.",
+)
 @click.option("--preset", "name", help=f"One of {', '.join(preset_names())}.")
 @click.option("--scenario", help=f"serve, or one of {', '.join(component_names())}.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of a launch, instead of the config's.")
-@click.option("--launches", type=click.IntRange(min=1), help="Times to start the servers, instead of the config's.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="A folder of its own.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of each launch; default: the config's.")
+@click.option("--launches", type=click.IntRange(min=1), help="Times that the servers start; default: the config's.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True,
+    help="New or empty folder for the result, report, plots and samples.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def main(
     config: Path | None, name: str | None, scenario: str | None, rounds: int | None, launches: int | None, out: Path,

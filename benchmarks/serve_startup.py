@@ -17,7 +17,7 @@ from benchmarks.pd.group import single_server
 
 
 @click.command()
-@click.option("--rounds", default=5, show_default=True)
+@click.option("--rounds", default=5, show_default=True, help="Rounds of each contestant.")
 @with_output
 def main(rounds: int, output: Output) -> None:
     """Measure, print, and write the result."""

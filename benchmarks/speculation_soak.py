@@ -2,11 +2,14 @@
 
     python -m benchmarks.speculation_soak [--requests 10000] [--strategies suffix,ngram,dynamic:suffix,draft] [--out FILE]
 
-A tiny model in float32 on the CPU engine that mostly says one token after another, and otherwise what all of the text before
-decides: so many guesses from text are right, and a wrong key shows. The draft model is the target itself. A pool so small that
-requests preempt each other, prompts that share beginnings and repeat themselves, greedy and sampled, a fifth of them broken off
-by their clients. Afterwards, for each strategy: each answer that came to its end against the same engine without guesses; every
-block free or cached, and held by nobody; no text of an ended request; memory of the process.
+A tiny model in float32 on the CPU engine mostly says one token after another, and otherwise what the whole text before
+decides. So many guesses from text are right, and a wrong key shows. The draft model is the target itself. The pool is so small
+that requests preempt each other. Prompts share beginnings and repeat themselves, greedy and sampled. Clients break off a fifth
+of them. Checked for each strategy:
+
+- finished answers equal those of the same engine without guesses;
+- every block is free or cached, and held by no request;
+- no text of an ended request is left.
 """
 
 import asyncio
@@ -35,10 +38,16 @@ Job = tuple[list[int], Any, int | None]  # prompt, what is asked for, tokens aft
 
 
 @click.command()
-@click.option("--requests", type=click.IntRange(10), default=10_000, show_default=True, help="Of each strategy.")
-@click.option("--strategies", default=STRATEGIES, show_default=True, metavar="NAME,...")
-@click.option("--options", default="{}", metavar="JSON", help="Of strategies, by name.")
-@click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--requests", type=click.IntRange(10), default=10_000, show_default=True,
+    help="Requests for each strategy.",
+)
+@click.option(
+    "--strategies", default=STRATEGIES, show_default=True, metavar="NAME,...",
+    help="Strategies, separated by commas.",
+)
+@click.option("--options", default="{}", metavar="JSON", help="Options by strategy.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the workload.")
 @with_output
 def main(requests: int, strategies: str, options: str, seed: int, output: Output) -> None:
     """Run, print, and write the result; exit code 1: something was lost or differs."""
@@ -106,8 +115,8 @@ def _run(engine: Any, parts: list[list[Job]], expected: list[list[tuple[int, ...
 
 
 def _jobs(draw: random.Random, count: int) -> list[Job]:
-    """A prompt is a beginning that others share, a few tokens that stand there alone, and a piece of the beginning again: what
-    follows it there follows it in the answer, too, if nothing else comes between."""
+    """A prompt is a beginning that others share, a few tokens of its own, and a piece of the beginning again. The
+    answer goes on as the beginning did."""
     from sagellm.engines.base import SamplingParams
 
     following = successors(VOCAB_SIZE)

@@ -18,7 +18,7 @@ REGISTRIES = {
     "migration": ("sagellm.kv_policy.registry", "migration_policy_names"),
     "lifetime": ("sagellm.kv_policy.registry", "lifetime_predictor_names"),
     "strategy": ("sagellm.scheduler_ir.strategies.registry", "strategy_names"),
-    "speculative": ("sagellm.accel.speculative.registry", "strategy_names"),
+    "speculative": ("sagellm.accel.speculative.registry", "speculator_names"),
     "backend": ("sagellm.comm_backend.registry", "backend_names"),
     "channel": ("sagellm.comm_backend.kv_transfer.registry", "channel_names"),
 }

@@ -1,4 +1,4 @@
-"""What requests leave behind in the memory of engines that are killed and started again while they are looked at."""
+"""Memory that requests leave in engines which are killed and started again during the measurement."""
 
 from collections import defaultdict
 from collections.abc import Sequence

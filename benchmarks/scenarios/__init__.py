@@ -1,4 +1,4 @@
-"""What can be measured. A component scenario is one file of this folder, found by its name."""
+"""Scenarios. A component scenario is one file of this folder, found by its name."""
 
 import importlib
 import pkgutil

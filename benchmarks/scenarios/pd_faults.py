@@ -145,7 +145,7 @@ class _Drill:
         return found
 
     async def _watch(self) -> None:
-        proxy = psutil.Process(self._group.facts["proxy_pid"])
+        proxy = psutil.Process(self._group.announcement["proxy_pid"])
         while True:
             self._memory.append(proxy.memory_info().rss)
             await asyncio.sleep(1.0)

@@ -151,7 +151,7 @@ def test_the_proxy_says_what_it_lacks(tmp_path):
 def test_status_of_nobody():
     port = free_port()
     done = CliRunner().invoke(pd, ["status", "--url", f"http://127.0.0.1:{port}"])
-    assert done.exit_code == 1 and "does not answer as a proxy of ours" in done.output
+    assert done.exit_code == 1 and "does not answer as a sagellm proxy" in done.output
 
 
 def test_how_long_a_process_has_served():
