@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from sagellm.accel.speculative.registry import ENGINE_METHODS, strategy_names
+from sagellm.accel.speculative.registry import ENGINE_METHODS, speculator_names
 from sagellm.comm_backend.kv_transfer.registry import channel_names, find_channel
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, Tier
 from sagellm.engines.base import CapabilityDescriptor
@@ -103,9 +103,9 @@ def _operator_names(device: str) -> set[str]:
 
 def _speculation(device: str, missing: dict[str, str]) -> tuple[str, ...]:
     if device != "cpu":
-        return tuple(strategy_names())
+        return tuple(speculator_names())
     missing.update({f"speculation {name}": "LMDeploy's own method needs a GPU" for name in ENGINE_METHODS})
-    return tuple(name for name in strategy_names() if name not in ENGINE_METHODS)
+    return tuple(name for name in speculator_names() if name not in ENGINE_METHODS)
 
 
 def _roles(device: str, missing: dict[str, str]) -> tuple[str, ...]:
