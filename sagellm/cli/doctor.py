@@ -20,6 +20,7 @@ def examine(port: int) -> list[Finding]:
         checks.lmdeploy,
         checks.torch,
         checks.engines,
+        checks.capabilities,
         checks.collectives,
         checks.kv_channels,
         checks.processor,
