@@ -14,10 +14,11 @@ from sagellm.core.errors import PeerError, PeerTimeoutError, SageError
 from sagellm.core.tasks import within
 from sagellm.pd.base import EngineView
 from sagellm.pd.costs import OnlineCosts
-from sagellm.pd.info import EngineInfo, engine_info
-from sagellm.pd.messages import EngineFacts, Hello, Load, PrefixChange, Release, Subscribe
+from sagellm.comm_backend.group_info import EngineAddress, engine_info
+from sagellm.comm_backend.group_messages import EngineFacts, Hello, Load, PrefixChange, Release, Subscribe
 from sagellm.pd.pairs import Pairs
 from sagellm.pd.tokens import prefix_keys
+from sagellm.prefix_reuse import EventGap, PrefixChanges, PrefixMirror
 
 __all__ = ["Engine", "Group", "NotTheOne"]
 
@@ -36,10 +37,15 @@ class NotTheOne(PeerError):
 class Engine:
     """One engine that has joined, for as long as its control connection lives."""
 
-    def __init__(self, info: EngineInfo, facts: EngineFacts, connection: Any) -> None:
+    def __init__(
+        self, info: EngineAddress, facts: EngineFacts, connection: Any, on_gap: "Callable[[Engine], Any]" = lambda _: None
+    ) -> None:
+        self._on_gap = on_gap
         self.info, self.facts, self.connection = info, facts, connection
         self.url = info.engine_id
-        self.cached: set[int] = set()
+        self.mirror = PrefixMirror(facts.block_size)
+        self.num_resyncs = 0
+        self._early: list[PrefixChange] | None = []  # changes that came before the snapshot they follow
         self.load: Load | None = None
         self.sources: dict[str, str] = {}  # prefill engine -> its instance that this one is connected to
         self.refused: dict[str, str] = {}  # prefill engine -> why not
@@ -57,10 +63,33 @@ class Engine:
             self.load, self._heard = event, time.monotonic()
             costs.observe(self.url, event.costs)
         elif isinstance(event, PrefixChange):
-            if event.is_all:
-                self.cached = set()
-            self.cached.difference_update(event.removed)
-            self.cached.update(event.stored)
+            if event.is_all:  # the cache was cleared, or the engine's index keeps the lost events no longer
+                self._early = None
+            if self._early is not None:
+                self._early.append(event)
+            else:
+                self._follow(event)
+
+    def _follow(self, change: PrefixChange) -> None:
+        try:
+            self.mirror.apply(PrefixChanges(**dict(change)))
+        except EventGap as error:
+            logger.warning("engine %s: an event of its prefix cache was lost (%s)", self.url, error)
+            self.num_resyncs += 1
+            self._early = []
+            self._on_gap(self)
+
+    async def resync(self) -> None:
+        """Replace the copy of its prefix cache by a snapshot.
+
+        Raises:
+            PeerError: the engine does not answer.
+        """
+        whole = await self.connection.call(Subscribe(), CALL_S, PrefixChange)
+        early, self._early = self._early or [], None
+        for change in (whole, *early):
+            if self._early is None:
+                self._follow(change)
 
     def sent(self, number: int, num_tokens: int) -> None:
         """A prompt that it has to compute; until `computed`."""
@@ -76,12 +105,7 @@ class Engine:
         return max(said + since, sum(tokens for _, tokens in self._pending.values()))
 
     def cached_tokens(self, keys: Sequence[int]) -> int:
-        num = 0
-        for key in keys:
-            if key not in self.cached:
-                break
-            num += 1
-        return num * self.facts.block_size
+        return self.mirror.index.match_hashes(keys)
 
 
 class Group:
@@ -176,7 +200,7 @@ class Group:
             if one.facts.instance in gone or model not in (None, one.info.model):
                 continue
             cached = 0
-            if tokens is not None and one.cached:
+            if tokens is not None and len(one.mirror):
                 size = one.facts.block_size
                 if size not in keys:
                     keys[size] = prefix_keys(tokens, size)
@@ -191,7 +215,7 @@ class Group:
             load = None if one.load is None else one.load.model_dump(exclude={"costs"})
             engines.append({
                 "engine_id": one.url, "role": one.facts.role, "instance": one.facts.instance, "model": one.info.model,
-                "weights": one.facts.weights, "channel": one.facts.channel, "cached_blocks": len(one.cached), "load": load,
+                "weights": one.facts.weights, "channel": one.facts.channel, "cached_blocks": len(one.mirror), "resyncs": one.num_resyncs, "load": load,
                 "waiting_tokens": one.waiting_tokens(), "num_streams": one.num_streams,
                 "connected": sorted(self._sources(one)), "refused": dict(one.refused),
                 "costs": self.costs.report(one.url),
@@ -227,14 +251,14 @@ class Group:
             facts = await connection.call(Hello(engine_id="proxy"), CALL_S, EngineFacts)
             if (facts.engine_id, facts.role) != (url, info.role):
                 raise NotTheOne(f"{url}, {info.role}: its engine says that it is {facts.engine_id}, {facts.role}.")
-            cached = await connection.call(Subscribe(), CALL_S, PrefixChange)
+            engine = Engine(info, facts, connection, lambda one: self._spawn(self._resync(one)))
+            receive[0] = lambda event: engine.on_event(event, self.costs)
+            for event in early:
+                engine.on_event(event, self.costs)
+            await engine.resync()
         except BaseException:
             await connection.close()
             raise
-        engine = Engine(info, facts, connection)
-        receive[0] = lambda event: engine.on_event(event, self.costs)
-        for event in [cached, *early]:
-            engine.on_event(event, self.costs)
         if (before := self.engines.get(url)) is not None:
             self._forget(before, "it has come back")
         if self._instances.get(url) not in (None, facts.instance):
@@ -247,6 +271,15 @@ class Group:
         self._on_change(engine, True)
         self._note_change()
         return engine
+
+    async def _resync(self, engine: Engine) -> None:
+        while not engine.connection.is_closed:
+            try:
+                return await engine.resync()
+            except PeerTimeoutError:  # it computes a long step
+                continue
+            except PeerError:  # it has gone, and is taken for that elsewhere
+                return
 
     async def _wait_for_end(self, engine: Engine) -> None:
         await engine.connection.wait_closed()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sagellm.core.errors import SageError, TransferError
-from sagellm.pd.messages import Connect, Done, EngineFacts
+from sagellm.comm_backend.group_messages import Connect, Done, EngineFacts
 
 if TYPE_CHECKING:
     from sagellm.pd.group import Engine

@@ -6,7 +6,7 @@ import threading
 from aiohttp import web
 
 from sagellm.comm_backend.control import ControlServer
-from sagellm.pd.messages import EngineFacts, Hello, PrefixChange, Subscribe
+from sagellm.comm_backend.group_messages import EngineFacts, Hello, PrefixChange, Subscribe
 from tests.host import free_port
 
 

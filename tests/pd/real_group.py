@@ -17,7 +17,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from sagellm.comm_backend.control import connect, sign_request
-from sagellm.pd.messages import EngineFacts, Hello
+from sagellm.comm_backend.group_messages import EngineFacts, Hello
 from tests.host import command_line, free_port
 from tests.pd.harness import until
 

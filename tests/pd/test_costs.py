@@ -3,7 +3,7 @@
 import pytest
 
 from sagellm.pd.costs import OnlineCosts
-from sagellm.pd.messages import StepCost
+from sagellm.comm_backend.group_messages import StepCost
 from sagellm.scheduler_ir.pd_costs import PDCosts
 
 

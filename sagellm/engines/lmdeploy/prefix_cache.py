@@ -21,23 +21,27 @@ from sagellm.prefix_reuse import IndexedPool, PrefixReuseIndex, ReferenceIndexed
 from sagellm.prefix_reuse.base import TIERS, LockId, PrefixIndex
 
 BlockIds = NDArray[np.int64]
+EVENT_CAPACITY = 4096  # where more happen between two messages to the proxy, a snapshot is sent
 _NONE_HELD: tuple[LockId, int] = LockId(0), 0
 
 
 class PrefixCache:
     """Owned by one scheduler. `seq` is LMDeploy's `SchedulerSequence`.
 
-    `enabled` is False where LMDeploy caches no prefixes, and once the index has failed.
+    `enabled` is False where LMDeploy caches no prefixes, and once the index has failed. `has_router`: the index keeps events
+    for a proxy that routes by them.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, has_router: bool = False) -> None:
         self._allocator = scheduler.block_manager.allocator
         self._pool = self._allocator.get_phy_allocator("gpu")
         self._pool_slots = scheduler.block_manager.num_gpu_blocks
         self._has_host = scheduler.block_manager.num_cpu_blocks > 0
         self.block_size: int = scheduler.cache_config.block_size
         self.enabled: bool = scheduler.block_trie.enable
-        self.index: PrefixIndex | None = PrefixReuseIndex(block_size=self.block_size) if self.enabled else None
+        self.index: PrefixIndex | None = None
+        if self.enabled:
+            self.index = PrefixReuseIndex(block_size=self.block_size, event_capacity=EVENT_CAPACITY if has_router else 0)
         self.is_cached = np.zeros(self._allocator._log_mem.num_blocks(), bool)
         self.tick = count(1).__next__  # the next access time; LMDeploy's own clock counts whole seconds
         self._blocks: IndexedPool | ReferenceIndexedPool | None = self._tie(IndexedPool) if self.enabled else None

@@ -15,7 +15,7 @@ from sagellm.core.errors import PeerError, SageError, TransferError, TransferTim
 from sagellm.core.tasks import within
 from sagellm.engines.lmdeploy.pd.offers import digest_of
 from sagellm.engines.lmdeploy.pd.peers import Peers
-from sagellm.pd.messages import Fetch, Held, Release, Released, StepCost
+from sagellm.comm_backend.group_messages import Fetch, Held, Release, Released, StepCost
 
 __all__ = ["Arrivals"]
 

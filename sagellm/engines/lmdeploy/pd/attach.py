@@ -20,7 +20,7 @@ from sagellm.engines.lmdeploy.pd.offers import Offers
 from sagellm.engines.lmdeploy.pd.peers import Peers, refusal
 from sagellm.engines.lmdeploy.pd.watchers import Watchers
 from sagellm.engines.lmdeploy.pd.workers import open_workers
-from sagellm.pd.messages import (
+from sagellm.comm_backend.group_messages import (
     Connect,
     Done,
     EngineFacts,

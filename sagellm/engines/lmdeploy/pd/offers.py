@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from sagellm.core.errors import TransferError
-from sagellm.pd.messages import Held
+from sagellm.comm_backend.group_messages import Held
 
 __all__ = ["Offers", "digest_of"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sagellm.comm_backend.control import connect
 from sagellm.core.errors import PeerError, SageError
-from sagellm.pd.messages import EngineFacts, Hello
+from sagellm.comm_backend.group_messages import EngineFacts, Hello
 
 __all__ = ["Peers", "refusal"]
 
@@ -68,7 +68,7 @@ class Peers:
     async def _address(self, engine_id: str) -> str:
         import aiohttp
 
-        from sagellm.pd.info import engine_info
+        from sagellm.comm_backend.group_info import engine_info
 
         async with aiohttp.ClientSession() as http:
             return (await engine_info(http, engine_id, self._key, LOOK_S)).control

@@ -101,16 +101,21 @@ class Released(Model):
 
 
 class Subscribe(Model):
-    """From the proxy: tell me what is cached and how much there is to do, from now on. Reply: a `PrefixChange` with `is_all`
-    True. After that `PrefixChange` and `Load` come as events, `Load` at most every 0.1 s, where anything has changed."""
+    """From the proxy: send what is cached and how much there is to do. Reply: a snapshot, a `PrefixChange` with `is_all`.
+
+    `PrefixChange` and `Load` follow as events at most every 0.1 s while anything changes. Ask again after a lost event.
+    """
 
 
 class PrefixChange(Model):
-    """`stored`, `removed`: keys of cached blocks (64 bits, `PrefixUpdate.block_hashes`). `is_all`: that is all there is."""
+    """The fields of `sagellm.prefix_reuse.PrefixChanges`, which says what they mean."""
 
+    after: int = Field(0, ge=0)
+    sequence: int = Field(0, ge=0)
     stored: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()
     is_all: bool = False
+    num_left: int = Field(0, ge=0)
 
 
 class StepCost(Model):
