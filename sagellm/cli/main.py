@@ -12,7 +12,7 @@ COMMANDS = {
     "strategy": ("sagellm.cli.strategy", "strategy", "List the scheduling strategies, or check one."),
     "speculative": ("sagellm.cli.speculative", "speculative", "List, check and plan speculative strategies."),
     "comm": ("sagellm.cli.comm", "comm", "List the communication backends, or check one."),
-    "pd": ("sagellm.cli.pd", "pd", "Prefill and decoding on engines of their own, behind a proxy."),
+    "pd": ("sagellm.pd.command", "pd", "Prefill and decoding on engines of their own, behind a proxy."),
     "topology": ("sagellm.cli.topology", "topology", "Show how this machine's devices are connected."),
     "replay": ("sagellm.cli.replay", "replay", "Run a trace through policies, or a recorded log again."),
     "doctor": ("sagellm.cli.doctor", "doctor", "Say what this machine can run and what is missing."),

@@ -7,9 +7,9 @@ import aiohttp
 from pydantic import ValidationError
 
 from sagellm.comm_backend import control
+from sagellm.comm_backend.group_messages import Role
 from sagellm.comm_backend.kv_transfer.layout import Model
 from sagellm.core.errors import PeerError
-from sagellm.comm_backend.group_messages import Role
 
 __all__ = ["EngineAddress", "engine_info"]
 

@@ -3,28 +3,26 @@
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import aiohttp
 
 from sagellm.comm_backend import control
+from sagellm.comm_backend.group_info import engine_info
+from sagellm.comm_backend.group_messages import EngineFacts, Hello, Release
 from sagellm.core.errors import PeerError, PeerTimeoutError, SageError
 from sagellm.core.tasks import within
 from sagellm.pd.base import EngineView
 from sagellm.pd.costs import OnlineCosts
-from sagellm.comm_backend.group_info import EngineAddress, engine_info
-from sagellm.comm_backend.group_messages import EngineFacts, Hello, Load, PrefixChange, Release, Subscribe
+from sagellm.pd.engine import CALL_S, Engine
 from sagellm.pd.pairs import Pairs
 from sagellm.pd.tokens import prefix_keys
-from sagellm.prefix_reuse import EventGap, PrefixChanges, PrefixMirror
 
 __all__ = ["Engine", "Group", "NotTheOne"]
 
 logger = logging.getLogger("sagellm.pd")
 
-CALL_S = 10.0  # for a message of an engine that lives
 HEALTH_S = 1.0  # between two looks; a control connection tells of a death at once, a look of an engine that hangs
 MAX_SILENT = 10.0  # seconds without an answer of its server: then it hangs
 SILENT_S = 60.0  # the same of the engine below, which answers nothing while it computes a step
@@ -32,80 +30,6 @@ SILENT_S = 60.0  # the same of the engine below, which answers nothing while it 
 
 class NotTheOne(PeerError):
     """An engine that is not who it says it is; another one that cannot be reached may be reached later."""
-
-
-class Engine:
-    """One engine that has joined, for as long as its control connection lives."""
-
-    def __init__(
-        self, info: EngineAddress, facts: EngineFacts, connection: Any, on_gap: "Callable[[Engine], Any]" = lambda _: None
-    ) -> None:
-        self._on_gap = on_gap
-        self.info, self.facts, self.connection = info, facts, connection
-        self.url = info.engine_id
-        self.mirror = PrefixMirror(facts.block_size)
-        self.num_resyncs = 0
-        self._early: list[PrefixChange] | None = []  # changes that came before the snapshot they follow
-        self.load: Load | None = None
-        self.sources: dict[str, str] = {}  # prefill engine -> its instance that this one is connected to
-        self.refused: dict[str, str] = {}  # prefill engine -> why not
-        self._pending: dict[int, tuple[float, int]] = {}  # transfer -> when it was sent, tokens of its prompt
-        self._heard = 0.0
-        self.num_streams = 0
-        self.hangs = asyncio.Event()  # it lives and answers nothing: its requests would wait for ever
-
-    @property
-    def decodes(self) -> bool:
-        return self.facts.role != "prefill"
-
-    def on_event(self, event: Any, costs: OnlineCosts) -> None:
-        if isinstance(event, Load):
-            self.load, self._heard = event, time.monotonic()
-            costs.observe(self.url, event.costs)
-        elif isinstance(event, PrefixChange):
-            if event.is_all:  # the cache was cleared, or the engine's index keeps the lost events no longer
-                self._early = None
-            if self._early is not None:
-                self._early.append(event)
-            else:
-                self._follow(event)
-
-    def _follow(self, change: PrefixChange) -> None:
-        try:
-            self.mirror.apply(PrefixChanges(**dict(change)))
-        except EventGap as error:
-            logger.warning("engine %s: an event of its prefix cache was lost (%s)", self.url, error)
-            self.num_resyncs += 1
-            self._early = []
-            self._on_gap(self)
-
-    async def resync(self) -> None:
-        """Replace the copy of its prefix cache by a snapshot.
-
-        Raises:
-            PeerError: the engine does not answer.
-        """
-        whole = await self.connection.call(Subscribe(), CALL_S, PrefixChange)
-        early, self._early = self._early or [], None
-        for change in (whole, *early):
-            if self._early is None:
-                self._follow(change)
-
-    def sent(self, number: int, num_tokens: int) -> None:
-        """A prompt that it has to compute; until `computed`."""
-        self._pending[number] = (time.monotonic(), num_tokens)
-
-    def computed(self, number: int) -> None:
-        self._pending.pop(number, None)
-
-    def waiting_tokens(self) -> int:
-        """What it last said, and what was sent since; at least all that was sent and is not computed."""
-        said = self.load.waiting_tokens if self.load else 0
-        since = sum(tokens for at, tokens in self._pending.values() if at >= self._heard)
-        return max(said + since, sum(tokens for _, tokens in self._pending.values()))
-
-    def cached_tokens(self, keys: Sequence[int]) -> int:
-        return self.mirror.index.match_hashes(keys)
 
 
 class Group:
@@ -215,7 +139,8 @@ class Group:
             load = None if one.load is None else one.load.model_dump(exclude={"costs"})
             engines.append({
                 "engine_id": one.url, "role": one.facts.role, "instance": one.facts.instance, "model": one.info.model,
-                "weights": one.facts.weights, "channel": one.facts.channel, "cached_blocks": len(one.mirror), "resyncs": one.num_resyncs, "load": load,
+                "weights": one.facts.weights, "channel": one.facts.channel, "cached_blocks": len(one.mirror),
+                "resyncs": one.num_resyncs, "load": load,
                 "waiting_tokens": one.waiting_tokens(), "num_streams": one.num_streams,
                 "connected": sorted(self._sources(one)), "refused": dict(one.refused),
                 "costs": self.costs.report(one.url),

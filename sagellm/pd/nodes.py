@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse, Response
 
 from sagellm.comm_backend.control import check_request
 from sagellm.core.errors import PeerError, SageError
-from sagellm.pd.group import Engine, Group, NotTheOne
+from sagellm.pd.engine import Engine
+from sagellm.pd.group import Group, NotTheOne
 from sagellm.pd.relay import Relay
 from sagellm.pd.tokens import CHAT, COMPLETION
 

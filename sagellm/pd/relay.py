@@ -16,7 +16,8 @@ from sagellm.comm_backend.control import sign_request
 from sagellm.core.errors import ConfigError
 from sagellm.pd.base import RouteDecision, RouteRequest
 from sagellm.pd.bodies import BadBody, Body, error_body, read_body, relayed_headers
-from sagellm.pd.group import Engine, Group
+from sagellm.pd.engine import Engine
+from sagellm.pd.group import Group
 from sagellm.pd.proxy_metrics import ProxyMetrics, RequestLines
 from sagellm.pd.routing import Router
 from sagellm.pd.tokens import PromptTokens, guess_tokens

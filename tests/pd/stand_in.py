@@ -23,7 +23,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sagellm.comm_backend.control import ControlServer, check_request, connect, read_key, sign_request
-from sagellm.core.errors import PeerError, SageError
 from sagellm.comm_backend.group_messages import (
     Connect,
     Done,
@@ -38,6 +37,7 @@ from sagellm.comm_backend.group_messages import (
     StepCost,
     Subscribe,
 )
+from sagellm.core.errors import PeerError, SageError
 from sagellm.pd.tokens import PromptTokens, prefix_keys
 
 BLOCK = 16

@@ -14,9 +14,9 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from sagellm.cli.pd import pd
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.pd.child import Child
+from sagellm.pd.command import pd
 from sagellm.pd.cores import available_cores, split_cores
 from sagellm.pd.ports import listen
 from sagellm.pd.up import UpConfig, _Supervisor

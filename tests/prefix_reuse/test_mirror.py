@@ -5,7 +5,15 @@ import pytest
 
 from sagellm.core.errors import PrefixIndexError
 from sagellm.core.hooks import Tier
-from sagellm.prefix_reuse import EventGap, PrefixChanges, PrefixEventKind, PrefixMirror, RemovalReason, changes_of, snapshot_of
+from sagellm.prefix_reuse import (
+    EventGap,
+    PrefixChanges,
+    PrefixEventKind,
+    PrefixMirror,
+    RemovalReason,
+    changes_of,
+    snapshot_of,
+)
 from sagellm.prefix_reuse.matcher import prefix_hashes
 from tests.prefix_reuse.cases import mirrored
 

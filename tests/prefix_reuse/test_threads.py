@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sagellm.prefix_reuse import PrefixMirror, PrefixReuseIndex
-from tests.prefix_reuse.cases import mirrored, sequence, tree
+from tests.prefix_reuse.cases import mirrored, sequence
 
 NUM_READERS = 3
 BLOCK = 16

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from sagellm.comm_backend.control import connect, sign_request
-from sagellm.core.errors import PeerError
 from sagellm.comm_backend.group_messages import EngineFacts, Hello
+from sagellm.core.errors import PeerError
 from tests.serve.endings import engine_killed
 from tests.serve.harness import wait_until
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from sagellm.comm_backend.group_messages import Fetch, Held, Release, Released, StepCost
 from sagellm.comm_backend.kv_transfer.base import TransferPlan
 from sagellm.core.errors import PeerError, SageError, TransferError, TransferTimeoutError
 from sagellm.core.tasks import within
 from sagellm.engines.lmdeploy.pd.offers import digest_of
 from sagellm.engines.lmdeploy.pd.peers import Peers
-from sagellm.comm_backend.group_messages import Fetch, Held, Release, Released, StepCost
 
 __all__ = ["Arrivals"]
 

@@ -12,14 +12,6 @@ from typing import Any
 import numpy as np
 
 from sagellm.comm_backend.control import ControlConnection, ControlServer, read_key
-from sagellm.core.config import HookConfig
-from sagellm.core.errors import PeerError, SageError
-from sagellm.engines.lmdeploy.pd.arrivals import Arrivals
-from sagellm.engines.lmdeploy.pd.distserve import DistServe
-from sagellm.engines.lmdeploy.pd.offers import Offers
-from sagellm.engines.lmdeploy.pd.peers import Peers, refusal
-from sagellm.engines.lmdeploy.pd.watchers import Watchers
-from sagellm.engines.lmdeploy.pd.workers import open_workers
 from sagellm.comm_backend.group_messages import (
     Connect,
     Done,
@@ -32,6 +24,14 @@ from sagellm.comm_backend.group_messages import (
     Released,
     Subscribe,
 )
+from sagellm.core.config import HookConfig
+from sagellm.core.errors import PeerError, SageError
+from sagellm.engines.lmdeploy.pd.arrivals import Arrivals
+from sagellm.engines.lmdeploy.pd.distserve import DistServe
+from sagellm.engines.lmdeploy.pd.offers import Offers
+from sagellm.engines.lmdeploy.pd.peers import Peers, refusal
+from sagellm.engines.lmdeploy.pd.ranks import open_workers
+from sagellm.engines.lmdeploy.pd.watchers import Watchers
 
 __all__ = ["PrefillDecode"]
 

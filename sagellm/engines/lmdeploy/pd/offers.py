@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.core.errors import TransferError
 from sagellm.comm_backend.group_messages import Held
+from sagellm.core.errors import TransferError
 
 __all__ = ["Offers", "digest_of"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sagellm.comm_backend.control import connect
-from sagellm.core.errors import PeerError, SageError
 from sagellm.comm_backend.group_messages import EngineFacts, Hello
+from sagellm.core.errors import PeerError, SageError
 
 __all__ = ["Peers", "refusal"]
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from sagellm.comm_backend.control import ControlConnection, connect
 from sagellm.comm_backend.kv_transfer.base import TransferEndpoint, TransferPlan, TransferResult
+from sagellm.core.config import PDHooks
 from sagellm.core.errors import (
     EngineError,
     PeerError,
@@ -23,6 +24,7 @@ from sagellm.core.errors import (
     TransferError,
     TransferTimeoutError,
 )
+from sagellm.engines.lmdeploy.host_memory import cache_engine_of
 from sagellm.engines.lmdeploy.pd.rank_messages import (
     RankAnnouncement,
     RankCancel,
@@ -32,9 +34,9 @@ from sagellm.engines.lmdeploy.pd.rank_messages import (
     RankReply,
     RankTransfer,
 )
-from sagellm.engines.lmdeploy.pd.workers import Workers
+from sagellm.engines.lmdeploy.pd.workers import LocalWorker, Workers, options_of
 
-__all__ = ["RemoteWorkers", "ask_ranks"]
+__all__ = ["RemoteWorkers", "ask_ranks", "open_workers"]
 
 logger = logging.getLogger("sagellm")
 
@@ -240,6 +242,22 @@ class RemoteWorkers(Workers):
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def open_workers(executor: Any, pd: PDHooks, is_server: bool = False) -> Workers:
+    """The engine is built and has not begun: its workers can still be called by their executor. `is_server`: this process ends
+    when a worker does.
+
+    Raises:
+        ConfigError, TransferError: a worker has no usable key, or the channel cannot work there.
+    """
+    cache_engine = cache_engine_of(executor)
+    if cache_engine is not None:
+        return LocalWorker(cache_engine, pd.channel, options_of(pd))
+    workers = RemoteWorkers(pd.channel, *ask_ranks(executor))
+    if is_server:
+        workers.end_with(executor)
+    return workers
 
 
 async def _quietly(work: Awaitable) -> None:

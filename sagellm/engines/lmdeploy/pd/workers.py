@@ -9,11 +9,10 @@ from sagellm.comm_backend.control import read_key
 from sagellm.comm_backend.kv_transfer.base import TransferEndpoint, TransferOptions, TransferPlan, TransferResult
 from sagellm.comm_backend.kv_transfer.registry import make_channel
 from sagellm.core.config import PDHooks
-from sagellm.engines.lmdeploy.host_memory import cache_engine_of
 from sagellm.engines.lmdeploy.pd.calls import ChannelCalls
 from sagellm.engines.lmdeploy.pd.region import region_of
 
-__all__ = ["LocalWorker", "Workers", "open_workers", "options_of"]
+__all__ = ["LocalWorker", "Workers", "options_of"]
 
 
 class Workers(ABC):
@@ -124,21 +123,3 @@ class LocalWorker(Workers):
 def options_of(pd: PDHooks) -> TransferOptions:
     """Of the channel of each worker. Raises ConfigError: no usable key."""
     return TransferOptions(key=read_key(pd.key_file), host=pd.control_host, options=pd.channel_options)
-
-
-def open_workers(executor: Any, pd: PDHooks, is_server: bool = False) -> Workers:
-    """The engine is built and has not begun: its workers can still be called by their executor. `is_server`: this process ends
-    when a worker does.
-
-    Raises:
-        ConfigError, TransferError: a worker has no usable key, or the channel cannot work there.
-    """
-    cache_engine = cache_engine_of(executor)
-    if cache_engine is not None:
-        return LocalWorker(cache_engine, pd.channel, options_of(pd))
-    from sagellm.engines.lmdeploy.pd.ranks import RemoteWorkers, ask_ranks
-
-    workers = RemoteWorkers(pd.channel, *ask_ranks(executor))
-    if is_server:
-        workers.end_with(executor)
-    return workers

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.comm_backend.control import new_key
-from sagellm.core.config import PDHooks
 from sagellm.comm_backend.group_messages import Connect
+from sagellm.core.config import PDHooks
 from tests.engines.lmdeploy.guesses import answer, greedy
 from tests.pool import settle
 

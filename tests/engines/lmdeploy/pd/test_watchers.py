@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 
 from sagellm.comm_backend.control import connect
-from sagellm.core.hooks import EvictionReason
-from sagellm.pd.costs import OnlineCosts
-from sagellm.pd.group import Engine
 from sagellm.comm_backend.group_info import EngineAddress
 from sagellm.comm_backend.group_messages import EngineFacts, Hello, PrefixChange
+from sagellm.core.hooks import EvictionReason
+from sagellm.pd.costs import OnlineCosts
+from sagellm.pd.engine import Engine
 from sagellm.pd.tokens import prefix_keys
 from tests.engines.lmdeploy.pd.pair import NEW, Pair, key_file, wait_until
 from tests.reference import make_prompts
