@@ -5,7 +5,6 @@ import logging
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from fastapi import Depends, FastAPI, Request
 from lmdeploy.pytorch.disagg.config import EngineRole
@@ -38,13 +37,14 @@ class GroupNodes(lmdeploy_proxy.NodeManager):
     """
 
     def __init__(self, group: Group, config_path: Path) -> None:
-        # The group looks after its engines, within a second or two; LMDeploy's thread would do it every 90 s, for ever.
-        with mock.patch.object(lmdeploy_proxy, "heart_beat_controller", lambda _: None):
-            super().__init__(config_path=str(config_path), serving_strategy="DistServe")
+        super().__init__(config_path=str(config_path), serving_strategy="DistServe")
         self.known_urls = list(self.nodes)
         self.nodes = {}
         self._group = group
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def remove_stale_nodes_by_expiration(self) -> None:
+        """Do nothing, every 90 s on LMDeploy's thread: the group notices dead engines within seconds."""
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loop on which the group runs."""
