@@ -7,7 +7,6 @@
 Exit code 0: pass; 1: a regression; 2: misuse; 3: cannot tell.
 """
 
-import json
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from benchmarks.config import BenchmarkConfig, load_config, preset
 from benchmarks.errors import BenchmarkError
 from benchmarks.gate import DEFAULT_RULES, Judgement, judge, load_rules, markdown
 from benchmarks.gate.base import MISUSED, UNDECIDED
+from benchmarks.output import json_text, write_text
 from benchmarks.result import Result, read_result
 from sagellm.core.errors import SageError
 
@@ -32,23 +32,26 @@ class Incomplete(BenchmarkError):
 
 
 @click.command()
-@click.option("--current", type=FILE, help="Result to judge; alone, when it holds base and head.")
-@click.option("--baseline", type=FILE, help="Result to judge it against.")
+@click.option("--current", type=FILE, help="Result to judge; it may hold base and head both.")
+@click.option("--baseline", type=FILE, help="Result of the baseline.")
 @click.option(
-    "--baseline-name", "--base-name", "base_name", help="Contestant that is base; default: the only one, or base."
+    "--baseline-name", "--base-name", "base_name", help="Name of the base contestant; default: the only one, or base."
 )
 @click.option(
-    "--current-name", "--head-name", "head_name", help="Contestant that is head; default: the only one, or head."
+    "--current-name", "--head-name", "head_name", help="Name of the head contestant; default: the only one, or head."
 )
 @click.option("--ab", "base_rev", metavar="REV", help="Build and run this revision and the checkout, interleaved.")
-@click.option("--preset", "preset_name", help="Config of --ab by name; default: ci.")
-@click.option("--config", "config_file", type=FILE, help="Config of --ab from a file.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of a launch of --ab, instead of the config's.")
-@click.option("--launches", type=click.IntRange(min=1), help="Times --ab starts the servers, instead of the config's.")
-@click.option("--out", type=FILE, help="Folder for what --ab measures; default: benchmark-ab.")
+@click.option("--preset", "preset_name", help="Preset that --ab runs; default: ci.")
+@click.option("--config", "config_file", type=FILE, help="Config file that --ab runs instead of a preset.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of each launch of --ab; default: the config's.")
+@click.option(
+    "--launches", type=click.IntRange(min=1),
+    help="Times that --ab starts the servers; default: the config's.",
+)
+@click.option("--out", type=FILE, help="Folder for the result of --ab; default: benchmark-ab.")
 @click.option("--rules", "rules_file", type=FILE, help="YAML that changes thresholds or leaves metrics ungated.")
-@click.option("--markdown", "markdown_file", type=FILE, help="Write the summary there too.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the summary.")
+@click.option("--markdown", "markdown_file", type=FILE, help="Write the Markdown summary to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print the judgement as JSON.")
 def main(
     current: Path | None, baseline: Path | None, base_name: str | None, head_name: str | None, base_rev: str | None,
     preset_name: str | None, config_file: Path | None, rounds: int | None, launches: int | None, out: Path | None,
@@ -125,13 +128,11 @@ def _compare(base_rev: str, config: BenchmarkConfig, out: Path) -> Result:
 def _report(judgement: Judgement, file: Path | None, as_json: bool) -> None:
     text = markdown(judgement)
     if file is not None:
-        draft = file.with_name(file.name + ".tmp")
         try:
-            draft.write_text(text)
-            os.replace(draft, file)
+            write_text(file, text)
         except OSError as error:
             raise BenchmarkError(f"cannot write {file}: {error.strerror}") from None
-    click.echo(json.dumps(judgement.as_dict(), indent=1) if as_json else text)
+    click.echo(json_text(judgement.as_dict()) if as_json else text)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.client_capacity [--rate 200] [--seconds 10] [--chunks 32] [--poisson] [--rounds 3]
 
 The server answers like /generate, a chunk every 10 ms. Target: at 200 requests a second the mean lateness of sends is
-under 5% of the mean gap between them. Whatever else runs on the client's core adds to its lateness, so every round is
-shown; the least disturbed one tells what the client itself can do.
+under 5% of the mean gap between them. Other work on the client's core adds to its lateness, so every round is shown.
+The least disturbed round is the client's own figure.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.load.arrivals import send_times
 from benchmarks.load.plan import Plan, PlannedRequest
 from benchmarks.load.samples import Samples, read_samples
-from benchmarks.machine import describe
+from benchmarks.output import Output, table, with_output
 
 PACE_S = 0.01
 PROMPT_TOKENS = 256
@@ -37,12 +37,12 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 
 @click.command()
 @click.option("--rate", default=200.0, show_default=True, type=POSITIVE, help="Requests a second.")
-@click.option("--seconds", default=10.0, show_default=True, type=POSITIVE)
-@click.option("--chunks", default=32, show_default=True, type=click.IntRange(min=1), help="Chunks an answer.")
+@click.option("--seconds", default=10.0, show_default=True, type=POSITIVE, help="Seconds of sending.")
+@click.option("--chunks", default=32, show_default=True, type=click.IntRange(min=1), help="Chunks of each answer.")
 @click.option("--poisson", is_flag=True, help="Random gaps between requests instead of even ones.")
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1))
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(rate: float, seconds: float, chunks: int, poisson: bool, rounds: int, out: Path | None) -> None:
+@click.option("--rounds", default=3, show_default=True, type=click.IntRange(min=1), help="Rounds of each contestant.")
+@with_output
+def main(rate: float, seconds: float, chunks: int, poisson: bool, rounds: int, output: Output) -> None:
     """Measure, print, and write the result."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -53,7 +53,7 @@ def main(rate: float, seconds: float, chunks: int, poisson: bool, rounds: int, o
         PlannedRequest(scheduled_s=time_s, prompt_ids=[400] * PROMPT_TOKENS, max_tokens=chunks) for time_s in times
     ]
     arrivals = "poisson" if poisson else "even"
-    click.echo(f"{arrivals} arrivals, {rate:g} requests/s, {chunks} chunks each; target: lag < {TARGET_SHARE:.0%}")
+    output.say(f"{arrivals} arrivals, {rate:g} requests/s, {chunks} chunks each; target: lag < {TARGET_SHARE:.0%}")
     here, there = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(there, chunks, cores[0]), daemon=True)
     server.start()
@@ -65,24 +65,17 @@ def main(rate: float, seconds: float, chunks: int, poisson: bool, rounds: int, o
         server.join()
     result = {
         "arrivals": arrivals, "rate": rate, "seconds": seconds, "chunks": chunks, "rounds": figures,
-        "target_lag_share": TARGET_SHARE, "machine": describe(),
+        "target_lag_share": TARGET_SHARE,
     }  # fmt: skip
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1))
+    output.say(table(list(figures[0]), [[f"{value:.4g}" for value in each.values()] for each in figures]))
+    output.finish(result)
 
 
 def measure(plan: Plan, core: int) -> dict[str, float]:
     """One round: what the client says of its lag, the requests answered whole, and the gap between chunks it saw."""
     lag, samples = run_client(plan, core)
     gaps_s = np.diff(samples.chunk_s)[np.diff(samples.chunk_s) > 0]
-    figures = {**lag, "ok": int(samples.ok.sum()), "of": len(plan.requests), "chunk_gap_s": float(np.median(gaps_s))}
-    click.echo(
-        f"lag share {lag['lag_share']:6.2%}   mean {lag['lag_mean_s'] * 1e6:4.0f} us   "
-        f"p99 {lag['lag_p99_s'] * 1e3:5.2f} ms   client CPU {lag['cpu_share']:.0%}   "
-        f"{figures['ok']} of {figures['of']} ok   "
-        f"chunk gap {figures['chunk_gap_s'] * 1e3:.1f} ms"
-    )
-    return figures
+    return {**lag, "ok": int(samples.ok.sum()), "of": len(plan.requests), "chunk_gap_s": float(np.median(gaps_s))}
 
 
 def run_client(plan: Plan, core: int) -> tuple[dict[str, float], Samples]:

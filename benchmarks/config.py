@@ -1,4 +1,4 @@
-"""What a benchmark run is told: frozen pydantic models, read from YAML. Lengths are in tokens."""
+"""Configuration of a benchmark: frozen pydantic models, read from YAML. Lengths are in tokens."""
 
 from itertools import accumulate
 from pathlib import Path
@@ -96,7 +96,7 @@ Arrivals = Annotated[Closed | Poisson | Trace, Field(discriminator="kind")]
 
 
 class Slo(Model):
-    """What a request must keep to count as good, in seconds."""
+    """Targets that a good request meets, in seconds."""
 
     ttft_s: float = Field(gt=0)
     tpot_s: float = Field(gt=0)
@@ -125,7 +125,7 @@ class LoadClass(Model):
         return self
 
     def slo(self, otherwise: Slo) -> Slo:
-        """What its requests ask for, in seconds, and where they do not, `otherwise`."""
+        """Return the targets of its requests in seconds, `otherwise` where they have none."""
         ttft_ms, tpot_ms = self.service.ttft_slo_ms, self.service.tpot_slo_ms
         return Slo(
             ttft_s=otherwise.ttft_s if ttft_ms is None else ttft_ms / 1000,
@@ -205,8 +205,8 @@ class BenchmarkConfig(Model):
 
     `server` holds options of `sagellm.serve` (device, batch size, KV blocks, tiers, plug-ins, tensor parallelism ...).
     `sweep`: numbers of users to run the workload at, instead of the one of its closed loop.
-    `rounds` are run on the same servers, then these are started anew for as many again, `launches` times in all: where a
-    process finds its memory makes it faster or slower for as long as it lives, which no number of rounds averages out.
+    `rounds` are run on the same servers; the servers start `launches` times. Where a process finds its memory makes it
+    faster or slower as long as it lives, which no number of rounds averages out.
     `components` names component scenarios that run besides, with their options. `peak_tflops` overrides the peak that MFU
     divides by; on a CPU it is measured when absent. `client_lag_limit` bounds the client's own lateness: in an open loop its
     mean over the mean gap between sends, in a closed one over the median time to the first token. `client_cpu_limit` bounds
@@ -268,7 +268,7 @@ class BenchmarkConfig(Model):
 
 
 def read_yaml(file: Path) -> Any:
-    """What a YAML file holds. Raises BenchmarkError when it cannot be read or is no YAML."""
+    """Return the content of a YAML file. Raises BenchmarkError when it cannot be read or is no YAML."""
     try:
         return yaml.safe_load(file.read_text())
     except OSError as error:

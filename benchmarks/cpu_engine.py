@@ -7,7 +7,6 @@ First token: seconds from the call to the first new token, mean and last over th
 the last first token to the end. Floor: the time to read every weight once at this machine's measured bandwidth.
 """
 
-import json
 import random
 import tempfile
 import time
@@ -17,7 +16,8 @@ from typing import Any
 import click
 
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
-from benchmarks.machine import describe, read_bandwidth_gb_s
+from benchmarks.machine import read_bandwidth_gb_s
+from benchmarks.output import Output, spread, with_output
 
 CELLS = ((1, 64), (1, 512), (8, 64), (8, 512))
 NEW_TOKENS = 33
@@ -26,11 +26,14 @@ OURS, PEER = "sagellm", "transformers"
 
 
 @click.command()
-@click.option("--model", type=click.Path(path_type=Path, exists=True), help="Hugging Face folder; default: random 0.5B.")
-@click.option("--rounds", default=5, show_default=True, help="Measured rounds of each cell, interleaved.")
-@click.option("--threads", default=2, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(model: Path | None, rounds: int, threads: int, out: Path | None) -> None:
+@click.option(
+    "--model", type=click.Path(path_type=Path, exists=True),
+    help="Folder of a Hugging Face model; default: random weights of a 0.5B shape.",
+)
+@click.option("--rounds", default=5, show_default=True, help="Measured rounds of each cell.")
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
+@with_output
+def main(model: Path | None, rounds: int, threads: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
     with tempfile.TemporaryDirectory() as scratch:
         model = model or write_half_billion(Path(scratch))
@@ -46,10 +49,9 @@ def main(model: Path | None, rounds: int, threads: int, out: Path | None) -> Non
         weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     bandwidth = read_bandwidth_gb_s(threads)
     result["floor"] = {"bandwidth_gb_s": bandwidth, "weight_bytes": weight_bytes, "step_s": weight_bytes / bandwidth / 1e9}
-    result["machine"] = describe()
-    click.echo(table(result))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1))
+    result = output.save(result)
+    output.say(table(result))
+    output.finish(result)
 
 
 def write_half_billion(folder: Path) -> Path:
@@ -218,8 +220,7 @@ def _pair(metric: dict[str, Any], scale: float = 1.0) -> str:
 
 
 def _ratio(metric: dict[str, Any]) -> str:
-    ratio = metric["ratio"]
-    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    return spread(metric["ratio"])
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.cross_check --aiperf DIR/bin/aiperf --guidellm DIR/bin/guidellm [--rounds 6] [--out FILE]
 
 All send the same chats in a closed loop with connections kept open, to one running server without a prefix cache, in turn.
-Output lengths differ from request to request: with equal ones the users of a closed loop march in step, and whether their
-prompts meet in one prefill is then settled for a whole round by the first milliseconds.
+Output lengths differ from request to request. With equal lengths the users of a closed loop march in step, and the
+first milliseconds decide for a whole round whether their prompts meet in one prefill.
 
 The server has the first core to itself and the clients share the others: aiperf is ten processes, which would slow down the
 server that they measure. On two cores that are siblings they still do, so the server waits before each engine step. How fast
@@ -13,10 +13,10 @@ between two requests. `ratio to server` sets each client's figure against that o
 plain ratio.
 
 Definitions. TTFT: from the send (guidellm: from the first header written) to the first event with text; mean over requests.
-ITL: aiperf takes (latency - TTFT) / (tokens - 1) of each request, latency until the last event with text, and the mean over
-requests; it is set against the mean of our `tpot`. guidellm takes the same quotient of each request and weighs it with its
-gaps; it is set against the mean of our `itl`. Output tokens/s: tokens as the server counted them over first send to last text
-(aiperf, ours) or to the end of the last answer (guidellm). Nobody counts a warm-up: one goes ahead of all, unmeasured.
+ITL. Aiperf takes (latency - TTFT) / (tokens - 1) of each request, latency until the last event with text, and the mean over
+requests; it is compared with the mean of our `tpot`. Guidellm takes the same quotient of each request and weighs it
+with its gaps; it is compared with the mean of our `itl`. Output tokens/s: tokens as the server counted them over first send to
+last text (aiperf, ours) or to the end of the last answer (guidellm). A warm-up goes ahead of all clients, unmeasured.
 """
 
 import json
@@ -41,8 +41,8 @@ from benchmarks.contestants import interleave, paired_ratio, summary
 from benchmarks.errors import BenchmarkError, ServerDied
 from benchmarks.load.plan import Plan, PlannedRequest
 from benchmarks.load.samples import read_samples
-from benchmarks.machine import describe
 from benchmarks.metrics import compute
+from benchmarks.output import Output, with_output
 from benchmarks.server import Server
 from sagellm.core.config import PluginSpec, SageConfig
 from sagellm.core.hooks import Plugin, ScheduleDecision, StepView
@@ -94,12 +94,12 @@ class Client:
 
     def ask(self, tries: int) -> Figures:
         """Its figures, and `server_*`: what the server counted and measured meanwhile. A round with a loss is made again."""
-        before = compute.parse_prometheus(self.server.metrics_text())
+        before = self.server.metrics()
         try:
             figures = self.measure(self.workload, self.server.url)
         except (OSError, ValueError, LookupError) as error:
             raise BenchmarkError(f"{self.name} left no report that can be read: {error!r}") from None
-        figures |= _server_figures(before, compute.parse_prometheus(self.server.metrics_text()))
+        figures |= _server_figures(before, self.server.metrics())
         count = len(self.workload.texts)
         seen = [int(figures[key]) for key in ("requests", "server_prompt_tokens", "server_output_tokens")]
         if seen != (wanted := [count, PROMPT_TOKENS * count, sum(self.workload.lengths)]):
@@ -178,11 +178,14 @@ PEERS = {"aiperf": aiperf, "guidellm": guidellm}
 @click.command()
 @click.option("--aiperf", type=click.Path(path_type=Path), help=f"The program of aiperf {VERSIONS['aiperf']}.")
 @click.option("--guidellm", type=click.Path(path_type=Path), help=f"The program of guidellm {VERSIONS['guidellm']}.")
-@click.option("--rounds", default=6, show_default=True, type=click.IntRange(min=1))
-@click.option("--requests", default=80, show_default=True, type=click.IntRange(min=4), help="Requests a round.")
-@click.option("--wait-ms", default=15.0, show_default=True, type=click.FloatRange(0, 500), help="Before each engine step.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(aiperf: Path | None, guidellm: Path | None, rounds: int, requests: int, wait_ms: float, out: Path | None) -> None:
+@click.option("--rounds", default=6, show_default=True, type=click.IntRange(min=1), help="Rounds of each contestant.")
+@click.option("--requests", default=80, show_default=True, type=click.IntRange(min=4), help="Requests in each round.")
+@click.option(
+    "--wait-ms", default=15.0, show_default=True, type=click.FloatRange(0, 500),
+    help="Milliseconds that the server waits before each engine step.",
+)
+@with_output
+def main(aiperf: Path | None, guidellm: Path | None, rounds: int, requests: int, wait_ms: float, output: Output) -> None:
     """Measure, print, and write the result. Exit code 1 if a peer disagrees by more than 5%."""
     binaries = {name: path for name, path in {"aiperf": aiperf, "guidellm": guidellm}.items() if path is not None}
     if not binaries:
@@ -196,12 +199,11 @@ def main(aiperf: Path | None, guidellm: Path | None, rounds: int, requests: int,
     comparisons = {name: compare(name, answers[OURS], answers[name]) for name in binaries}
     result = {
         "versions": versions, "concurrency": CONCURRENCY, "requests": requests, "prompt_tokens": PROMPT_TOKENS,
-        "output_tokens": OUTPUT_TOKENS, "wait_s": wait_ms / 1e3, "tolerance": TOLERANCE, "machine": describe(),
+        "output_tokens": OUTPUT_TOKENS, "wait_s": wait_ms / 1e3, "tolerance": TOLERANCE,
         "comparisons": comparisons, "rounds": answers,
     }  # fmt: skip
-    click.echo(table(result))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1))
+    output.say(table(result))
+    output.finish(result)
     sys.exit(any(abs(row["ratio"]["median"] - 1) > TOLERANCE for rows in comparisons.values() for row in rows.values()))
 
 
@@ -279,7 +281,7 @@ def _server_figures(before: Figures, after: Figures) -> Figures:
 
 
 def _run(name: str, command: list[str]) -> str:
-    """What it printed. Raises BenchmarkError when it fails."""
+    """Return its output. Raises BenchmarkError when it fails."""
     # aiperf takes a local tokenizer for a name of the hub when told to stay offline.
     environment = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
     try:

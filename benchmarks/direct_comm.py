@@ -15,7 +15,7 @@ from torch import distributed
 
 from sagellm.core.hooks import Plugin
 
-# Of torch's ProcessGroup, whatever starts an operation and returns a handle.
+# Methods of torch's ProcessGroup that start an operation and return a handle.
 STARTS = (
     "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_into_tensor_coalesced", "alltoall",
     "alltoall_base", "barrier", "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter",

@@ -1,4 +1,4 @@
-"""What every result carries besides its figures: machine, versions, commit and patch state.
+"""Machine, versions, commit and patch state, which every result carries.
 
 `python -m benchmarks.environment` prints what is installed in this checkout, for a result of another one.
 """

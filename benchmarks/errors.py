@@ -1,4 +1,4 @@
-"""What ends a benchmark or a judgement, each with the exit code that the command line gives it."""
+"""Errors that end a benchmark or a judgement, each with its exit code."""
 
 from sagellm.core.errors import SageError
 

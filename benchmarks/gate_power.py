@@ -7,7 +7,6 @@ are drawn from those observed, all metrics of a run together, so that what moves
 variance is normal: a dozen observed effects, drawn as they are, would have no tails.
 """
 
-import json
 import math
 import sys
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.gate.base import Rule, Verdict
 from benchmarks.gate.judge import Series, judge_series, noise_check
 from benchmarks.gate.rules import DEFAULT_RULES, Rules, load_rules
+from benchmarks.output import json_text
 from benchmarks.result import Result, read_result
 
 # control: base, control and head interleaved, which --ab runs; paired: without a control; unpaired: two files.
@@ -30,7 +30,7 @@ REFERENCE = "ttft_p50_s"
 
 
 class Noise(NamedTuple):
-    """What moves runs. Effects are on the scale of comparison: natural logarithms where `ratio` holds.
+    """Noise of runs. Effects are on the scale of comparison: natural logarithms where `ratio` holds.
 
     level: float[num_rules], of the first contestant; ratio: bool[num_rules]; shared: float[num_rounds, num_rules], by
     round; residual: float[num_runs, num_rules]; unit: what counts as a round here, a round or a launch of several.
@@ -171,15 +171,33 @@ def _draw(effects: np.ndarray, shape: tuple[int, int], rng: np.random.Generator)
 
 
 @click.command()
-@click.option("--result", "file", type=click.Path(path_type=Path), required=True, help="A result of several rounds.")
-@click.option("--regression", type=click.FloatRange(min=0, min_open=True), default=0.10, show_default=True)
-@click.option("--trials", type=click.IntRange(min=1), default=1000, show_default=True)
-@click.option("--rounds", "span", default="3-15", show_default=True, help="Or launches; a number, or first-last.")
-@click.option("--design", "designs", type=click.Choice(DESIGNS), multiple=True, help="Default: all.")
+@click.option(
+    "--result", "file", type=click.Path(path_type=Path), required=True,
+    help="Benchmark result with several rounds, whose noise is used.",
+)
+@click.option(
+    "--regression", type=click.FloatRange(min=0, min_open=True), default=0.10, show_default=True,
+    help="Planted slowdown of TTFT, as a share.",
+)
+@click.option(
+    "--trials", type=click.IntRange(min=1), default=1000, show_default=True,
+    help="Simulated benchmarks of each cell.",
+)
+@click.option(
+    "--rounds", "span", default="3-15", show_default=True,
+    help="Rounds, or launches if the result has several: a number, or first-last.",
+)
+@click.option(
+    "--design", "designs", type=click.Choice(DESIGNS), multiple=True,
+    help="Design to simulate; default: all.",
+)
 @click.option("--noise", "levels", help=f"Standard deviations to scale the noise of {REFERENCE} to, comma-separated.")
-@click.option("--rules", "rules_file", type=click.Path(path_type=Path), help="As for ci_gate.py.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option(
+    "--rules", "rules_file", type=click.Path(path_type=Path),
+    help="YAML file that changes thresholds or leaves metrics ungated.",
+)
+@click.option("--seed", default=0, show_default=True, help="Seed of the workload.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def main(
     file: Path, regression: float, trials: int, span: str, designs: tuple[str, ...], levels: str | None,
     rules_file: Path | None, seed: int, as_json: bool,
@@ -203,7 +221,7 @@ def main(
             found[sd].append(rates(scaled, design, rounds, regression, trials, seed))
     if as_json:
         rows = [{"noise": sd, **each._asdict()} for sd, several in found.items() for each in several]
-        click.echo(json.dumps({"result": str(file), "regression": regression, "rates": rows}, indent=1))
+        click.echo(json_text({"result": str(file), "regression": regression, "rates": rows}), nl=False)
     else:
         click.echo("\n\n".join(_table(noise.unit, sd, several, regression) for sd, several in found.items()))
 

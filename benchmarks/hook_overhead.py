@@ -1,15 +1,14 @@
-"""What the hooks cost: CPU time of an engine step, without the doors, with the doors, with a no-op plug-in on every hook.
+"""Cost of the hooks: CPU time of an engine step without hooks, with them, and with a no-op plug-in on every hook.
 
     python -m benchmarks.hook_overhead [--starts 4] [--rounds 20] [--out FILE]
 
-The engine without the doors is the installed one less every line that is marked for patches 0001 to 0004 (0006, the CPU
-device, stays, or nothing would run here). A round is a batch of requests on a tiny model, one thread; its figure is the
-CPU time of the whole process over the number of decode steps, so the model's own work counts as well. Two processes of the
-same code differ by a percent (memory layout, hash seeds), so all are started anew a few times, and a second engine without
-the doors runs along as the control: what it differs by is the error of the measurement.
+The engine without hooks is the installed one less every line that is marked for patches 0001 to 0004. Patch 0006, the
+CPU device, stays. A round is a batch of requests on a tiny model, one thread. Its figure is the
+CPU time of the whole process over the number of decode steps, so the model's own work counts. Two processes of the same
+code differ by a percent (memory layout, hash seeds), so all start anew a few times. A second engine without hooks runs
+along as the control; its difference is the error of the measurement.
 """
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -23,7 +22,7 @@ from typing import Any
 import click
 
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
-from benchmarks.machine import describe
+from benchmarks.output import Output, spread, table, with_output
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 4, 48, 128
 BARE, DOORS, PLUGIN = "without the doors", "doors, nothing installed", "no-op plug-in on every hook"
@@ -32,10 +31,10 @@ CONTROL = "without the doors, again"
 
 
 @click.command()
-@click.option("--starts", default=4, show_default=True, help="Times that every contestant is started anew.")
-@click.option("--rounds", default=20, show_default=True, help="Rounds a start.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(starts: int, rounds: int, out: Path | None) -> None:
+@click.option("--starts", default=4, show_default=True, help="Times that every contestant starts anew.")
+@click.option("--rounds", default=20, show_default=True, help="Rounds of each start.")
+@with_output
+def main(starts: int, rounds: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
     from sagellm.core.config import HookConfig, PluginSpec
     from sagellm.demo_model.random_model import write_random_model
@@ -66,21 +65,17 @@ def main(starts: int, rounds: int, out: Path | None) -> None:
             finally:
                 for contestant in contestants:
                     contestant.close()
-    result = {"starts": starts, "rounds": rounds, "machine": describe(), "step_cpu_us": {}, "ratio": {}}
+    result = {"starts": starts, "rounds": rounds, "step_cpu_us": {}, "ratio": {}}
     for name, values in answers.items():
         result["step_cpu_us"][name] = summary(values)
         result["ratio"][name] = paired_ratio(values, answers[BARE])
-        figures, ratio = result["step_cpu_us"][name], result["ratio"][name]
-        click.echo(
-            f"{name:<30} {figures['median']:8.1f} us a step   x {ratio['median']:.4f} "
-            f"({ratio['low']:.4f} to {ratio['high']:.4f})"
-        )
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1))
+    rows = [(name, f"{result['step_cpu_us'][name]['median']:.1f}", spread(result["ratio"][name], ".4f")) for name in answers]
+    output.say(table(["contestant", "us a step", "over the bare engine"], rows))
+    output.finish(result)
 
 
 def write_bare_tree(folder: Path) -> Path:
-    """The installed LMDeploy without the doors of 0001 to 0004, as a folder for `sys.path`."""
+    """Write the installed LMDeploy without the hooks of 0001 to 0004, as a folder for `sys.path`."""
     source = Path(find_spec("lmdeploy").origin).parent
     shutil.copytree(source, folder / "lmdeploy", ignore=shutil.ignore_patterns("__pycache__", "lib"))
     markers = tuple(f"# sage:000{number}" for number in (1, 2, 3, 4))

@@ -7,7 +7,6 @@ Each engine records its events; `verify_log` feeds them to fresh books and polic
 with its reason, and every move. `hit blocks` and `disagreeing lookups` compare the engine's own prefix index with the books.
 """
 
-import json
 import random
 import tempfile
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import click
 
-from benchmarks.machine import describe
+from benchmarks.output import Output, table, with_output
 
 SYSTEMS, DOCUMENTS = (48, 48, 33), (20, 47, 16, 80, 64, 31)  # tokens
 KV_BLOCKS, BLOCK_SIZE, MOST_NEW = 30, 16, 24
@@ -23,17 +22,16 @@ KV_BLOCKS, BLOCK_SIZE, MOST_NEW = 30, 16, 24
 
 @click.command()
 @click.option(
-    "--policy", default="lru,s3fifo,arc,gdsf,wtinylfu,prefix_reuse", show_default=True, help="Names, by commas."
+    "--policy", default="lru,s3fifo,arc,gdsf,wtinylfu,prefix_reuse", show_default=True, help="Policies, separated by commas."
 )
-@click.option("--requests", default=500, show_default=True)
-@click.option("--host-kv-blocks", default=24, show_default=True, help="Blocks of the cpu tier; 0 for none.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(policy: str, requests: int, host_kv_blocks: int, out: Path | None) -> None:
+@click.option("--requests", default=500, show_default=True, help="Requests of each run.")
+@click.option("--host-kv-blocks", default=24, show_default=True, help="Blocks of the host tier; 0 turns it off.")
+@with_output
+def main(policy: str, requests: int, host_kv_blocks: int, output: Output) -> None:
     """Run, replay, print a table, and write the result."""
     from sagellm.demo_model.random_model import write_random_model
 
     rows = []
-    click.echo(f"{'policy':<14} tiers    preempted lookups  found decisions victims  differences  disagreeing lookups")
     with tempfile.TemporaryDirectory() as scratch:
         model = write_random_model(
             Path(scratch) / "tiny", architecture="llama", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -41,14 +39,9 @@ def main(policy: str, requests: int, host_kv_blocks: int, out: Path | None) -> N
         )  # fmt: skip
         for name in policy.split(","):
             for host_blocks in dict.fromkeys((0, host_kv_blocks)):
-                row = compare(name, model, Path(scratch), requests, host_blocks)
-                rows.append(row)
-                click.echo(
-                    f"{name:<14} {row['tiers']:<8} {row['preempted']:9} {row['lookups']:7} {row['blocks_found']:6} "
-                    f"{row['decisions']:9} {row['victims']:7} {row['differences']:12} {row['lookups_disagreed']:20}"
-                )
-    if out is not None:
-        out.write_text(json.dumps({"requests": requests, "rows": rows, "machine": describe()}, indent=1))
+                rows.append(compare(name, model, Path(scratch), requests, host_blocks))
+    output.say(table(list(rows[0]), [row.values() for row in rows]))
+    output.finish({"requests": requests, "rows": rows})
     if any(row["differences"] or row["lookups_disagreed"] for row in rows):
         raise SystemExit(1)
 

@@ -6,18 +6,17 @@ Random weights of Qwen2.5-0.5B's shape in bfloat16 on the CPU engine. Conversati
 by the time one goes on the others have taken its blocks. Each turn repeats the conversation and adds to it. Contestants get
 the same prompts in the same order, turn by turn, and have the same pool:
 
-- *no tiers*: what was evicted is computed again;
-- *cpu tier*: it goes to memory of the host, which holds all conversations;
-- *disk tier*: the host tier holds a part of them, the rest goes to files in a fresh folder;
-- *slow disk*: the same, but the files are read and written at 4 MB/s (`SlowStore`), so that a block takes longer to load than
-  to compute. The engine is not told; its cost model has to find out.
+- *no tiers*: evicted blocks are computed again.
+- *cpu tier*: evicted blocks go to memory of the host, which holds all conversations.
+- *disk tier*: the host tier holds a part of them. The rest goes to files in a fresh folder.
+- *slow disk*: a disk tier of 4 MB/s (`SlowStore`), so that a block takes longer to load than to compute. The engine is not
+  told; its cost model has to find out.
 
 The figure is the time to the first token of every turn but a conversation's first. A slower tier that is never worse than
 computing again has a ratio to *no tiers* of at most 1.
 """
 
 import itertools
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +27,8 @@ import numpy as np
 
 from benchmarks.contestants import Contestant, paired_ratio, summary
 from benchmarks.cpu_engine import write_half_billion
-from benchmarks.machine import describe
+from benchmarks.output import Output, spread, with_output
+from benchmarks.output import table as output_table
 
 NONE, CPU, DISK, SLOW = "no tiers", "cpu tier", "disk tier", "slow disk"
 SLOW_BYTES_PER_S = 4e6
@@ -39,10 +39,10 @@ FIRST_TOKENS, TURN_TOKENS, NEW_TOKENS = 512, 128, 4
 
 
 @click.command()
-@click.option("--rounds", default=3, show_default=True, help="Sets of conversations, new ones each.")
-@click.option("--threads", default=2, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(rounds: int, threads: int, out: Path | None) -> None:
+@click.option("--rounds", default=3, show_default=True, help="Rounds, each with new conversations.")
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
+@with_output
+def main(rounds: int, threads: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
     with tempfile.TemporaryDirectory() as scratch:
         model = write_half_billion(Path(scratch))
@@ -62,9 +62,8 @@ def main(rounds: int, threads: int, out: Path | None) -> None:
             for contestant in contestants:
                 contestant.close()
     result = report(answers)
-    click.echo(table(result))
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1))
+    output.say(table(result))
+    output.finish(result)
 
 
 def report(answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -74,7 +73,7 @@ def report(answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return {
         "conversations": CONVERSATIONS, "turns": TURNS, "kv_blocks": KV_BLOCKS, "block_size": BLOCK_SIZE,
         "host_blocks": {CPU: HOST_BLOCKS, DISK: FEW_HOST_BLOCKS, SLOW: FEW_HOST_BLOCKS},
-        "slow_bytes_per_s": SLOW_BYTES_PER_S, "machine": describe(),
+        "slow_bytes_per_s": SLOW_BYTES_PER_S,
         "first_s": {name: {"mean": float(np.mean(values)), **summary(values)} for name, values in first_s.items()},
         "times_faster": {name: paired_ratio(means[NONE], means[name]) for name in (CPU, DISK, SLOW)},
         "hit_tokens": {name: rows[-1]["hit_tokens"] for name, rows in answers.items()},
@@ -84,13 +83,12 @@ def report(answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [f"{'':<10} {'mean ms':>9} {'median':>9} {'hit':>6}  faster than without, each turn's mean"]
+    rows = []
     for name, figures in result["first_s"].items():
-        share = result["hit_tokens"][name] / result["query_tokens"][name]
-        ratio = result["times_faster"].get(name)
-        text = "" if ratio is None else f"x {ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-        lines.append(f"{name:<10} {1e3 * figures['mean']:9.0f} {1e3 * figures['median']:9.0f} {share:6.2f}  {text}")
-    return "\n".join(lines)
+        share, ratio = result["hit_tokens"][name] / result["query_tokens"][name], result["times_faster"].get(name)
+        first_ms = [f"{1e3 * figures[key]:.0f}" for key in ("mean", "median")]
+        rows.append([name, *first_ms, f"{share:.2f}", spread(ratio) if ratio else ""])
+    return output_table(["contestant", "mean ms", "median ms", "hit", "times faster, each turn's mean"], rows)
 
 
 # ---- contestants, each in its own process

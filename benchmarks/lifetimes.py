@@ -7,17 +7,17 @@ FILE is a trace as `sagellm replay` reads it. The generated trace draws blocks b
 Poisson process; so gaps of a block are exponential, with a mean of its own.
 """
 
-import json
 import math
 import sys
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 
+from benchmarks.output import Output, table, with_output
 from sagellm.core.errors import SageError
 from sagellm.kv_policy import LifetimePredictor, calibrate, lifetime_predictor_names, make_lifetime_predictor
 from sagellm.kv_policy.base import BlockKey
@@ -45,8 +45,8 @@ def recorded(file: Path) -> list[tuple[float, int]]:
 
 
 class AtEviction(NamedTuple):
-    """Of sampled victims of an LRU tier: the mean predicted probability to be used again within a horizon, the share that
-    was, and how many they are."""
+    """Sampled victims of an LRU tier: the mean predicted probability of use within a horizon, the share that was used,
+    and how many victims."""
 
     predicted: float
     actual: float
@@ -56,7 +56,8 @@ class AtEviction(NamedTuple):
 def at_eviction(
     predictor: LifetimePredictor, accesses: list[tuple[float, int]], capacity: int, horizon_s: float
 ) -> AtEviction | None:
-    """Of every `SAMPLED`th victim in the second half of a trace whose horizon lies within it; None: there is none."""
+    """Sample every `SAMPLED`th victim in the second half of a trace whose horizon lies within it. Return None without a
+    victim."""
     next_s = [math.inf] * len(accesses)
     later: dict[int, float] = {}
     for place in range(len(accesses) - 1, -1, -1):
@@ -81,14 +82,17 @@ def at_eviction(
 
 
 @click.command()
-@click.option("--trace", type=click.Path(path_type=Path), help="Also this one.")
-@click.option("--predictor", "names", multiple=True, help="Default: all that are known.")
-@click.option("--seed", type=click.IntRange(0), default=5, show_default=True)
+@click.option("--trace", type=click.Path(path_type=Path), help="Trace file to measure besides the generated trace.")
+@click.option("--predictor", "names", multiple=True, help="Lifetime predictor to measure; default: all.")
+@click.option("--seed", type=click.IntRange(0), default=5, show_default=True, help="Seed of the workload.")
 @click.option("--capacity", type=click.IntRange(1), default=1000, show_default=True, help="Blocks of the LRU tier.")
-@click.option("--horizon", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds after an eviction.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option(
+    "--horizon", type=click.FloatRange(0), default=60.0, show_default=True,
+    help="Seconds after an eviction in which a use counts.",
+)
+@with_output
 def main(
-    trace: Path | None, names: tuple[str, ...], seed: int, capacity: int, horizon: float, as_json: bool
+    trace: Path | None, names: tuple[str, ...], seed: int, capacity: int, horizon: float, output: Output
 ) -> None:  # fmt: skip
     """Print the calibration error of each predictor, the factor by which its median prediction is off, and the predicted and
     the actual share of an LRU tier's victims that are used again soon."""
@@ -105,18 +109,15 @@ def main(
                 rows.append(row | {"at_eviction": victims._asdict() if victims else None})
     except SageError as error:
         raise click.ClickException(str(error)) from None
-    if as_json:
-        click.echo(json.dumps(rows, indent=1))
-        return
-    for row in rows:
-        shares = " ".join(f"{share:.3f}" for share in row["shares"])
-        error, factor = f"{row['error']:.4f}", f"{row['median_ratio']:.2f}"
-        click.echo(f"{row['trace']:<26} {row['predictor']:<12} error {error}  factor {factor}  within: {shares}")
-        if victims := row["at_eviction"]:
-            click.echo(
-                f"{'':<26} {victims['num_victims']} victims: predicted {victims['predicted']:.3f}, "
-                f"used again {victims['actual']:.3f}"
-            )
+    heads = ("trace", "predictor", "error", "factor", "victims", "predicted", "used again")
+    output.say(table(heads, [_cells(row) for row in rows]))
+    output.finish({"rows": rows})
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    victims = row["at_eviction"]
+    found = [f"{victims['num_victims']}", f"{victims['predicted']:.3f}", f"{victims['actual']:.3f}"] if victims else ["-"] * 3
+    return [row["trace"], row["predictor"], f"{row['error']:.4f}", f"{row['median_ratio']:.2f}", *found]
 
 
 if __name__ == "__main__":

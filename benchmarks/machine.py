@@ -1,4 +1,4 @@
-"""What a result must carry: the machine, the versions, and how fast its memory is."""
+"""Machine and versions of a result, and the speed of its memory."""
 
 import os
 import platform

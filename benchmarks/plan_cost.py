@@ -1,4 +1,4 @@
-"""What a plan costs beside the step that it is for: strategies in the real engine, a full batch.
+"""Cost of a plan beside its step: strategies in the real engine, a full batch.
 
     python -m benchmarks.plan_cost [--strategy fifo,hybrid] [--requests 256] [--shape small] [--out FILE]
 
@@ -12,7 +12,6 @@ Times of the parts (`decide`, `build`, `optimize`, `lower`, and the `hook` aroun
 of its answer. The share is that of the questions in the steps' durations.
 """
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import click
 
 from benchmarks.contestants import Contestant
-from benchmarks.machine import describe
+from benchmarks.output import Output, with_output
 from benchmarks.scheduling.engine import write_shape
 from benchmarks.scheduling.plan_times import PARTS, Steps, build, figures
 from benchmarks.scheduling.workloads import Job, crowd
@@ -32,21 +31,30 @@ LATE_S = 4.0  # in which the late ones come
 
 
 @click.command()
-@click.option("--strategy", "strategies", default=",".join(STRATEGIES), show_default=True, help="Names, by commas.")
-@click.option("--requests", "num_requests", type=click.IntRange(8), default=256, show_default=True)
-@click.option("--new-tokens", type=click.IntRange(8), default=48, show_default=True, help="Of each request.")
-@click.option("--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True)
-@click.option("--threads", default=2, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(strategies: str, num_requests: int, new_tokens: int, shape: str, threads: int, out: Path | None) -> None:
+@click.option(
+    "--strategy", "strategies", default=",".join(STRATEGIES), show_default=True,
+    help="Strategies, separated by commas.",
+)
+@click.option(
+    "--requests", "num_requests", type=click.IntRange(8), default=256, show_default=True,
+    help="Requests of the batch.",
+)
+@click.option("--new-tokens", type=click.IntRange(8), default=48, show_default=True, help="New tokens of each request.")
+@click.option(
+    "--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True,
+    help="Shape of the random model.",
+)
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
+@with_output
+def main(strategies: str, num_requests: int, new_tokens: int, shape: str, threads: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
     names = read_strategies(strategies)
-    result: dict[str, Any] = {"shape": shape, "threads": threads, "requests": num_requests, "machine": describe()}
+    result: dict[str, Any] = {"shape": shape, "threads": threads, "requests": num_requests}
     jobs = {
         "decoding": crowd(0, num_requests, PROMPT_TOKENS, new_tokens),
         "arrivals": crowd(0, num_requests, PROMPT_TOKENS, new_tokens, num_requests // 4, LATE_S),
     }
-    # What a request takes at most, and a block to begin with.
+    # The most that a request takes, and a block to begin with.
     blocks = num_requests * ((PROMPT_TOKENS + new_tokens) // 64 + 2)
     settings = {"max_batch_size": num_requests, "kv_blocks": max(blocks, 160)}
     with tempfile.TemporaryDirectory() as scratch:
@@ -59,9 +67,9 @@ def main(strategies: str, num_requests: int, new_tokens: int, shape: str, thread
                 contestant.close()
             result[name] = {phase: figures(of_phase(answers[phase]["steps"], phase, num_requests)) for phase in PHASES}
             for phase in PHASES:
-                click.echo(line(name, phase, result[name][phase]))
-            if out is not None:
-                out.write_text(json.dumps(result, indent=1))
+                output.say(line(name, phase, result[name][phase]))
+            output.save(result)
+    output.finish(result)
 
 
 def read_strategies(text: str) -> list[str]:

@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks.contestants import interleave, paired_ratio, summary
 from benchmarks.machine import describe
+from benchmarks.output import progress, report
 from benchmarks.peers.process import ContestantProcess
-from benchmarks.peers.report import progress, report
 from benchmarks.policies.contestants import POLICIES
 from benchmarks.policies.report import OURS, PEER, markdown
 from benchmarks.policies.workload import Rows, sessions, zipf
@@ -37,16 +37,28 @@ GROWING = (1_000, 10_000, 100_000, 1_000_000)
 
 
 @click.command()
-@click.option("--libcachesim", help="Python with libcachesim 0.3.5.")
-@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="As sagellm replay reads it.")
-@click.option("--requests", default=2_000_000, show_default=True, help="Requests that are timed.")
-@click.option("--objects", default=100_000, show_default=True)
-@click.option("--compared", default=300_000, show_default=True, help="Requests whose hits are compared.")
-@click.option("--single", default=2_000_000, show_default=True, help="Requests one by one.")
-@click.option("--growing", default=8_000_000, show_default=True, help="Requests at growing capacities; 0: none.")
-@click.option("--rounds", type=click.IntRange(min=1), default=11, show_default=True)
-@click.option("--seed", type=click.IntRange(0), default=1, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write policy_peers.json and .md there.")
+@click.option("--libcachesim", help="Python interpreter with libcachesim 0.3.5.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path, dir_okay=False),
+    help="Trace file that sagellm replay reads; default: generated sessions.",
+)
+@click.option("--requests", default=2_000_000, show_default=True, help="Requests that are timed in one call.")
+@click.option("--objects", default=100_000, show_default=True, help="Different objects of the requests.")
+@click.option(
+    "--compared", default=300_000, show_default=True,
+    help="Requests whose hits are compared with the peer's.",
+)
+@click.option("--single", default=2_000_000, show_default=True, help="Requests that are timed one by one.")
+@click.option(
+    "--growing", default=8_000_000, show_default=True,
+    help="Requests at growing capacities; 0 skips this part.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=11, show_default=True, help="Rounds of each contestant.")
+@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="Seed of the workload.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for policy_peers.json, .csv and .md.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def main(out: Path | None, as_json: bool, **options: Any) -> None:
     """Measure, print a table, and write the result. Exit code 1: a hit differs."""

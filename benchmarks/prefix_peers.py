@@ -18,7 +18,7 @@ import click
 from benchmarks.contestants import paired_ratio, summary
 from benchmarks.errors import BenchmarkError
 from benchmarks.machine import describe
-from benchmarks.peers.report import progress, report
+from benchmarks.output import progress, report
 from benchmarks.prefix.comparison import Entrant, Plan, measure, num_requests
 from benchmarks.prefix.native import run_native
 from benchmarks.prefix.report import OURS, markdown, summarise
@@ -36,21 +36,39 @@ READ_TOKENS = (32_768, 131_072)
 
 
 @click.command()
-@click.option("--sglang", help="Python with SGLang 0.5.23.")
-@click.option("--dynamo", help="Python with ai-dynamo-runtime 1.6.1.")
-@click.option("--vllm", help="Python with vLLM 0.32.0 for processors.")
-@click.option("--lmdeploy/--no-lmdeploy", default=True, show_default=True, help="LMDeploy of this environment.")
-@click.option("--twin", is_flag=True, help="Also the plain Python twin.")
-@click.option("--native", type=click.Path(path_type=Path), help="The program that compares with memcmp.")
-@click.option("--block-size", "block_sizes", type=int, multiple=True, default=(16, 64), show_default=True)
-@click.option("--sequences", default=10_000, show_default=True, help="Sequences inserted.")
-@click.option("--more-sequences", default=100_000, show_default=True, help="For the index, and SGLang's in Rust.")
-@click.option("--lookups", default=2_000, show_default=True)
-@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Rounds a start.")
-@click.option("--starts", type=click.IntRange(min=1), default=2, show_default=True)
-@click.option("--alone/--no-alone", default=True, show_default=True, help="Other sizes, eviction, threads.")
-@click.option("--seed", default=1, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Write prefix_peers.json and .md there.")
+@click.option("--sglang", help="Python interpreter with SGLang 0.5.23.")
+@click.option("--dynamo", help="Python interpreter with ai-dynamo-runtime 1.6.1.")
+@click.option("--vllm", help="Python interpreter with the CPU build of vLLM 0.32.0.")
+@click.option(
+    "--lmdeploy/--no-lmdeploy", default=True, show_default=True,
+    help="Measure LMDeploy's trie too, in this environment.",
+)
+@click.option("--twin", is_flag=True, help="Measure the plain Python twin of the index too.")
+@click.option(
+    "--native", type=click.Path(path_type=Path),
+    help="Program that compares with memcmp, built from sagellm/csrc/bench.",
+)
+@click.option(
+    "--block-size", "block_sizes", type=int, multiple=True, default=(16, 64), show_default=True,
+    help="Tokens of a block; may be given several times.",
+)
+@click.option("--sequences", default=10_000, show_default=True, help="Sequences that are inserted.")
+@click.option("--more-sequences", default=100_000, show_default=True, help="Sequences of the second, larger size.")
+@click.option("--lookups", default=2_000, show_default=True, help="Lookups of each round.")
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Rounds of each start.")
+@click.option(
+    "--starts", type=click.IntRange(min=1), default=2, show_default=True,
+    help="Times that every contestant starts anew.",
+)
+@click.option(
+    "--alone/--no-alone", default=True, show_default=True,
+    help="Measure other sizes, eviction and threads of the index alone.",
+)
+@click.option("--seed", default=1, show_default=True, help="Seed of the workload.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for prefix_peers.json, .csv and .md.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def main(out: Path | None, as_json: bool, **options: Any) -> None:
     """Measure, print a table, and write the result."""

@@ -14,7 +14,7 @@ class Spent(NamedTuple):
 
 
 def spent(work: Callable[[], object]) -> Spent:
-    """What one call takes, the garbage collector being off.
+    """Return the time of one call with the garbage collector off.
 
     CPU time is of the whole process: a contestant that answers from a thread of its own is charged for it too.
     """

@@ -16,7 +16,7 @@ LIMIT_S = 900.0
 
 
 def run_ranks(body: Callable[..., Any], backends: tuple[str, ...], *arguments: Any, world_size: int = 2) -> list[Any]:
-    """What `body({name: backend}, *arguments)` returns on each rank; one thread of torch a rank.
+    """Return the results of `body({name: backend}, *arguments)` on each rank, with one thread of torch a rank.
 
     Raises BenchmarkError: a rank died or did not answer.
     """

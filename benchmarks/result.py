@@ -1,7 +1,8 @@
 """The one result format of all scenarios, version 1. `docs/result.schema.json` is made from these models."""
 
+import csv
+import io
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from benchmarks.errors import BenchmarkError
+from benchmarks.output import json_text, write_json
 
 SCHEMA = "sagellm-benchmark/1"
 
@@ -19,7 +21,7 @@ class Model(BaseModel):
 
 
 class Definition(Model):
-    """What a metric means. `better` tells which way a change is good; None for figures that are neither."""
+    """Meaning of a metric. `better` tells which way a change is good; None for figures that are neither."""
 
     unit: str
     better: Literal["lower", "higher"] | None
@@ -104,10 +106,18 @@ class Result(Model):
         return list(dict.fromkeys(run.scenario for run in self.runs))
 
     def write(self, file: Path) -> None:
-        """Whole or not at all."""
-        draft = file.with_name(file.name + ".tmp")
-        draft.write_text(self.model_dump_json(indent=1, by_alias=True))
-        os.replace(draft, file)
+        """Write the whole file or nothing."""
+        write_json(file, self.model_dump(mode="json", by_alias=True))
+
+    def csv_text(self) -> str:
+        """Return one line a metric of a run."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(("contestant", "scenario", "round", "launch", "seed", "status", "metric", "value"))
+        for run in self.runs:
+            own = (run.contestant, run.scenario, run.round, run.launch, run.seed, run.status)
+            writer.writerows((*own, name, value) for name, value in run.metrics.items())
+        return text.getvalue()
 
 
 def read_result(file: Path) -> Result:
@@ -134,4 +144,4 @@ def json_schema() -> dict[str, Any]:
 
 
 if __name__ == "__main__":  # python -m benchmarks.result > benchmarks/docs/result.schema.json
-    print(json.dumps(json_schema(), indent=1))
+    print(json_text(json_schema()), end="")

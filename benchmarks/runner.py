@@ -33,6 +33,7 @@ from benchmarks.metrics.classes import definitions_with
 from benchmarks.metrics.comm import operation_definitions
 from benchmarks.metrics.flops import peak_flops
 from benchmarks.metrics.guesses import place_definitions
+from benchmarks.output import write_text
 from benchmarks.report.markdown import markdown
 from benchmarks.result import Definition, Result, Run
 from benchmarks.scenarios import component, component_names
@@ -187,6 +188,7 @@ class BenchmarkRunner:
 
         (self._out / "plots").mkdir(exist_ok=True)
         plots = write_plots(result, self._out / "plots", samples_of, self._out) if result.runs else []
+        write_text(self._out / "result.csv", result.csv_text())
         (self._out / "report.md").write_text(markdown(result, [plot.relative_to(self._out) for plot in plots]))
 
 
@@ -294,12 +296,18 @@ def _choose(config: Path | None, name: str | None, scenario: str | None) -> Benc
 
 
 @click.command()
-@click.option("--config", type=click.Path(path_type=Path, dir_okay=False), help="A YAML file; see configs/.")
+@click.option(
+    "--config", type=click.Path(path_type=Path, dir_okay=False),
+    help="Config of the benchmark: a YAML file such as those in benchmarks/configs.",
+)
 @click.option("--preset", "name", help=f"One of {', '.join(preset_names())}.")
 @click.option("--scenario", help=f"serve, or one of {', '.join(component_names())}.")
-@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of a launch, instead of the config's.")
-@click.option("--launches", type=click.IntRange(min=1), help="Times to start the servers, instead of the config's.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="A folder of its own.")
+@click.option("--rounds", type=click.IntRange(min=1), help="Rounds of each launch; default: the config's.")
+@click.option("--launches", type=click.IntRange(min=1), help="Times that the servers start; default: the config's.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True,
+    help="New or empty folder for the result, report, plots and samples.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def main(
     config: Path | None, name: str | None, scenario: str | None, rounds: int | None, launches: int | None, out: Path,

@@ -5,12 +5,12 @@
 Random weights in bfloat16 on the CPU engine, greedy, no prefix caching, so that a request costs the same wherever it runs. The
 contestants of a scene take turns, round by round, each round on new requests that all of them get alike. Scenes:
 
-- *mixed*: short chats with a target for the first token, and long documents, at a load that the engine can just bear;
-- *long*: streams decode while a long prompt arrives; their inter-token latency until its first token;
-- *fair*: two tenants with requests waiting all the time, of which one sends ten times as many;
-- *burst*: requests of all lengths at once: whether `fifo`, through graph, passes and lowering, does step by step what
-  LMDeploy's own scheduler does (those that are recorded), and what that costs (the others): CPU time of the process, and what
-  the threads beside the model's take more of it. With `--threads 1`, since several compute threads spin.
+- *mixed*: short chats with a target for the first token, and long documents, at the engine's highest load.
+- *long*: streams decode while a long prompt arrives. The figure is their inter-token latency until its first token.
+- *fair*: two tenants with requests waiting all the time; one sends ten times as many.
+- *burst*: requests of all lengths at once. The recorded contestants show whether `fifo`, through graph, passes and
+  lowering, decides each step as LMDeploy's own scheduler. The others show its cost: CPU time of the process, and of the
+  threads beside the model's. With `--threads 1`, since several compute threads spin.
 """
 
 import json
@@ -24,7 +24,7 @@ import click
 import numpy as np
 
 from benchmarks.contestants import Contestant, paired_ratio, summary
-from benchmarks.machine import describe
+from benchmarks.output import Output, json_text, with_output
 from benchmarks.scheduling.engine import ENGINE, build, write_shape
 from benchmarks.scheduling.measures import figures, gaps_during, shares
 from benchmarks.scheduling.workloads import Job, burst, long_prompt, mixed, two_tenants
@@ -37,24 +37,30 @@ CONTESTANTS = {
     "fair": (ENGINE, "fair"),
     "burst": (ENGINE, "fifo", f"{ENGINE}{RECORDED}", f"fifo{RECORDED}"),
 }
-SECONDS, CHATS_PER_S, DOCUMENTS_PER_S = 40.0, 2.0, 0.8  # of the small shape on two cores: about what it can bear
+SECONDS, CHATS_PER_S, DOCUMENTS_PER_S = 40.0, 2.0, 0.8  # the highest load of the small shape on two cores
 STREAMS, STREAM_NEW, LONG_TOKENS, LONG_AT_S = 4, 160, 4096, 1.0
 LIGHT_JOBS = 60
 BURST = 48
 
 
 @click.command()
-@click.option("--scene", "scenes", default=",".join(SCENES), show_default=True, help="Names, by commas.")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True)
-@click.option("--threads", default=2, show_default=True)
-@click.option("--chats-per-s", default=CHATS_PER_S, show_default=True, help="Load of the scene mixed.")
-@click.option("--documents-per-s", default=DOCUMENTS_PER_S, show_default=True)
-@click.option("--strategy-options", default="{}", metavar="JSON", help='By strategy: {"adaptive": {...}}.')
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
+@click.option("--scene", "scenes", default=",".join(SCENES), show_default=True, help="Scenes, separated by commas.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds of each contestant.")
+@click.option(
+    "--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True,
+    help="Shape of the random model.",
+)
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
+@click.option("--chats-per-s", default=CHATS_PER_S, show_default=True, help="Short chats a second in the scene mixed.")
+@click.option(
+    "--documents-per-s", default=DOCUMENTS_PER_S, show_default=True,
+    help="Documents a second in the scene mixed.",
+)
+@click.option("--strategy-options", default="{}", metavar="JSON", help='Options by strategy: {"adaptive": {...}}.')
+@with_output
 def main(
     scenes: str, rounds: int, shape: str, threads: int, chats_per_s: float, documents_per_s: float, strategy_options: str,
-    out: Path | None,
+    output: Output,
 ) -> None:  # fmt: skip
     """Measure, print, and write the result."""
     names = scenes.split(",")
@@ -62,7 +68,7 @@ def main(
         if scene not in SCENES:
             raise click.BadParameter(f"{scene!r} is no scene; known are {', '.join(SCENES)}.")
     options = read_options(strategy_options, names)
-    result: dict[str, Any] = {"shape": shape, "threads": threads, "rounds": rounds, "machine": describe()}
+    result: dict[str, Any] = {"shape": shape, "threads": threads, "rounds": rounds}
     with tempfile.TemporaryDirectory() as scratch:
         model = write_shape(Path(scratch), shape)
         for scene in names:
@@ -80,9 +86,9 @@ def main(
                 for contestant in contestants:
                     contestant.close()
             result[scene] = REPORTS[scene](rows, settings)
-            click.echo(f"{scene}:\n{json.dumps(result[scene], indent=1)}")
-            if out is not None:
-                out.write_text(json.dumps(result, indent=1))
+            output.say(f"{scene}:\n{json_text(result[scene])}")
+            output.save(result)
+    output.finish(result)
 
 
 def read_options(text: str, scenes: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -5,13 +5,14 @@
 
 CPU engine, no prefix caching. The contestants take turns, round by round, each round on new prompts that all get alike, on the
 demo model six or more, batch after batch. Tokens a second are those of decoding: from when the last request of a batch has its
-first token. No question is asked twice. Equal engines differ by 4% from process to process, so a ratio near 1 takes several
-`--processes` of each contestant: all are asked in every round, and compared with the median of those without guesses in it.
+first token. No question is asked twice. Equal engines differ by 4% from process to process, so a ratio near 1 takes
+several `--processes` of each contestant. All are asked in every round and compared with the round's median of those
+without guesses.
 Models:
 
-- *demo*: the demo model, float32, and a draft trained on the same text: code that it knows by heart. Work *copy*: a question,
-  its answer, and the question again, where half or more of what the model says is in the prompt (of half the questions it is
-  not); *fresh*: a question that was not asked before; *random*: letters, answered at temperature 1. Answers of *copy* and
+- *demo*: the demo model, float32, and a draft trained on the same text: code that it knows by heart. Work *copy*: a
+question, its answer, and the question again; for half the questions at least half of the answer is in the prompt. Work
+*fresh*: a question that was not asked before. Work *random*: letters, answered at temperature 1. Answers of *copy* and
   *fresh* end where the model ends them;
 - *0.5B*: Qwen2.5-0.5B's shape in bfloat16 with weights that follow a text (`speculation/chain_model.py`). Work *copy*: a text
   with 8% of its tokens changed, to be said without the changes; *random*: its tokens in random order, so that n-grams are
@@ -19,7 +20,6 @@ Models:
 """
 
 import functools
-import json
 import math
 import statistics
 import tempfile
@@ -29,11 +29,11 @@ from typing import Any
 import click
 
 from benchmarks.contestants import Contestant, paired_ratio, summary
-from benchmarks.machine import describe
+from benchmarks.output import Output, spread, table, with_output
 from benchmarks.speculation.engine import NONE, build
 from benchmarks.speculation.texts import ChainTexts, DemoTexts
-from sagellm.accel.speculative.registry import find_strategy
-from sagellm.cli.plug_ins import read_options
+from sagellm.accel.speculative.registry import find_speculator
+from sagellm.cli.values import read_options
 from sagellm.core.errors import SpeculationError
 
 STRATEGIES = ("ngram", "suffix", "dynamic:ngram", "dynamic:suffix", "draft")
@@ -44,18 +44,18 @@ VOCABULARY = 151_936
 
 
 @click.command()
-@click.option("--model", type=click.Choice(list(WORKS)), default="demo", show_default=True)
-@click.option("--work", "works", help="Names, by commas. Default: all of the model.")
-@click.option("--batch", "batches", default="1,4,16", show_default=True)
-@click.option("--strategy", "strategies", help="Names, by commas. Default: all that the model has.")
-@click.option("--options", default="{}", metavar="JSON", help='By strategy: {"ngram": {"lookahead": 8}}.')
-@click.option("--rounds", type=click.IntRange(2), default=5, show_default=True)
-@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Of each contestant.")
-@click.option("--threads", default=2, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
+@click.option("--model", type=click.Choice(list(WORKS)), default="demo", show_default=True, help="Model to measure on.")
+@click.option("--work", "works", help="Kinds of work, separated by commas; default: all of the model.")
+@click.option("--batch", "batches", default="1,4,16", show_default=True, help="Batch sizes, separated by commas.")
+@click.option("--strategy", "strategies", help="Strategies, separated by commas; default: all that the model supports.")
+@click.option("--options", default="{}", metavar="JSON", help='Options by strategy: {"ngram": {"lookahead": 8}}.')
+@click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Rounds of each contestant.")
+@click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes of each contestant.")
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
+@with_output
 def main(
     model: str, works: str | None, batches: str, strategies: str | None, options: str, rounds: int, processes: int,
-    threads: int, out: Path | None,
+    threads: int, output: Output,
 ) -> None:  # fmt: skip
     """Measure, print, and write the result."""
     chosen = works.split(",") if works else list(WORKS[model])
@@ -65,7 +65,7 @@ def main(
     names = [NONE, *(strategies.split(",") if strategies else known)]
     given = _options(options, names)
     result: dict[str, Any] = {
-        "model": model, "threads": threads, "rounds": rounds, "processes": processes, "machine": describe(), "cells": [],
+        "model": model, "threads": threads, "rounds": rounds, "processes": processes, "cells": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         folder = _model(model, Path(scratch))
@@ -86,21 +86,20 @@ def main(
                     for contestant in contestants:
                         contestant.close()
                 result["cells"].append(cell)
-                _show(cell)
-    if out is not None:
-        out.write_text(json.dumps(result, indent=2) + "\n")
+                output.say(shown(cell))
+    output.finish(result)
 
 
 def _options(text: str, names: list[str]) -> dict[str, dict[str, Any]]:
     """By strategy. Raises click.UsageError: no JSON object of objects, or a name that is no strategy of this run."""
-    given = read_options(text, {"ngram": {"lookahead": 8}})
+    given = read_options("--options", text, {"ngram": {"lookahead": 8}})
     if unknown := sorted(set(given).difference(names)):
         raise click.UsageError(f"--options names {', '.join(unknown)}; measured are {', '.join(names[1:])}.")
     for name in names[1:]:
         if not isinstance(given.setdefault(name, {}), dict):
             raise click.UsageError(f"--options: {name} has {given[name]!r}; give an object of names and values.")
         try:
-            find_strategy(name)
+            find_speculator(name)
         except SpeculationError as error:
             raise click.UsageError(str(error)) from None
     return given
@@ -195,21 +194,21 @@ def _by_process(rounds: list[list[dict[str, Any]]], none: list[list[dict[str, An
     ]
 
 
-def _show(cell: dict[str, Any]) -> None:
-    speed = cell["none_tokens_per_s"]
-    spread = f"({speed['low']:.1f}-{speed['high']:.1f})"
-    click.echo(f"\n{cell['work']}, batch {cell['batch']}: none {speed['median']:.1f} tokens/s {spread}")
+def shown(cell: dict[str, Any]) -> str:
+    """Return the cell as a table."""
+    lines = [f"\n{cell['work']}, batch {cell['batch']}: none {spread(cell['none_tokens_per_s'], '.1f')} tokens/s"]
     if len(cell["none_processes"]) > 1:
         every = {NONE: cell["none_processes"]} | {name: row["processes"] for name, row in cell["strategies"].items()}
-        for name, ratios in every.items():
-            click.echo(f"{name:<16} processes {' '.join(f'{ratio:.3f}' for ratio in sorted(ratios))}")
-    click.echo(f"{'strategy':<16} times none          CPU   accepted  a step  proposing  equal")
-    for name, row in cell["strategies"].items():
-        times, cpu = row["times_none"], row["times_none_cpu"]
-        click.echo(
-            f"{name:<16} {times['median']:5.2f} ({times['low']:.2f}-{times['high']:.2f}) {cpu['median']:6.2f} "
-            f"{row['acceptance']:9.1%} {row['tokens_per_step']:7.2f} {row['propose_share']:9.1%} {row['equal']:7.1%}"
+        lines += [f"{name}, processes: {' '.join(f'{each:.3f}' for each in sorted(every[name]))}" for name in every]
+    rows = [
+        (
+            name, spread(row["times_none"]), f"{row['times_none_cpu']['median']:.2f}", f"{row['acceptance']:.1%}",
+            f"{row['tokens_per_step']:.2f}", f"{row['propose_share']:.1%}", f"{row['equal']:.1%}",
         )
+        for name, row in cell["strategies"].items()
+    ]  # fmt: skip
+    heads = ("strategy", "times none", "CPU", "accepted", "tokens a step", "proposing", "equal")
+    return "\n".join([*lines, table(heads, rows)])
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
     python -m benchmarks.speculation_soak [--requests 10000] [--strategies suffix,ngram,dynamic:suffix,draft] [--out FILE]
 
-A tiny model in float32 on the CPU engine that mostly says one token after another, and otherwise what all of the text before
-decides: so many guesses from text are right, and a wrong key shows. The draft model is the target itself. A pool so small that
-requests preempt each other, prompts that share beginnings and repeat themselves, greedy and sampled, a fifth of them broken off
-by their clients. Afterwards, for each strategy: each answer that came to its end against the same engine without guesses; every
-block free or cached, and held by nobody; no text of an ended request; memory of the process.
+A tiny model in float32 on the CPU engine mostly says one token after another, and otherwise what the whole text before
+decides. So many guesses from text are right, and a wrong key shows. The draft model is the target itself. The pool is so small
+that requests preempt each other. Prompts share beginnings and repeat themselves, greedy and sampled. Clients break off a fifth
+of them. Checked for each strategy:
+
+- finished answers equal those of the same engine without guesses;
+- every block is free or cached, and held by no request;
+- no text of an ended request is left.
 """
 
 import asyncio
@@ -20,7 +23,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.machine import describe
+from benchmarks.output import Output, json_text, with_output
 from benchmarks.speculation.chain_model import successors, write_chain_model
 
 AT_ONCE, PART = 24, 500
@@ -35,23 +38,29 @@ Job = tuple[list[int], Any, int | None]  # prompt, what is asked for, tokens aft
 
 
 @click.command()
-@click.option("--requests", type=click.IntRange(10), default=10_000, show_default=True, help="Of each strategy.")
-@click.option("--strategies", default=STRATEGIES, show_default=True, metavar="NAME,...")
-@click.option("--options", default="{}", metavar="JSON", help="Of strategies, by name.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), help="Write the result as JSON.")
-def main(requests: int, strategies: str, options: str, seed: int, out: Path | None) -> None:
+@click.option(
+    "--requests", type=click.IntRange(10), default=10_000, show_default=True,
+    help="Requests for each strategy.",
+)
+@click.option(
+    "--strategies", default=STRATEGIES, show_default=True, metavar="NAME,...",
+    help="Strategies, separated by commas.",
+)
+@click.option("--options", default="{}", metavar="JSON", help="Options by strategy.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the workload.")
+@with_output
+def main(requests: int, strategies: str, options: str, seed: int, output: Output) -> None:
     """Run, print, and write the result; exit code 1: something was lost or differs."""
     with tempfile.TemporaryDirectory() as scratch:
-        runs = soak(Path(scratch), requests, strategies.split(","), json.loads(options), seed)
-    if out is not None:
-        out.write_text(json.dumps({"requests": requests, "runs": runs, "machine": describe()}, indent=2) + "\n")
+        runs = soak(Path(scratch), requests, strategies.split(","), json.loads(options), seed, output)
+    output.finish({"requests": requests, "runs": runs})
     if any(run[name] for run in runs for name in ("differences", "active_blocks", "lost_blocks", "texts_left", "faults")):
         raise SystemExit(1)
 
 
 def soak(
-    scratch: Path, requests: int, strategies: list[str], options: dict[str, dict[str, Any]], seed: int
+    scratch: Path, requests: int, strategies: list[str], options: dict[str, dict[str, Any]], seed: int,
+    output: Output,
 ) -> list[dict[str, Any]]:
     """One result for each strategy, printed when it is there."""
     from sagellm.core.config import SageConfig
@@ -75,7 +84,7 @@ def soak(
         guessing = SageConfig(**SIZES, speculative=strategy, speculative_options=given | options.get(strategy, {}))
         with LMDeployEngine(guessing, model) as engine:
             runs.append({"strategy": strategy, **_run(engine, parts, expected)})
-        click.echo(json.dumps(runs[-1], indent=1))
+        output.say(json_text(runs[-1]))
     return runs
 
 
@@ -106,8 +115,8 @@ def _run(engine: Any, parts: list[list[Job]], expected: list[list[tuple[int, ...
 
 
 def _jobs(draw: random.Random, count: int) -> list[Job]:
-    """A prompt is a beginning that others share, a few tokens that stand there alone, and a piece of the beginning again: what
-    follows it there follows it in the answer, too, if nothing else comes between."""
+    """A prompt is a beginning that others share, a few tokens of its own, and a piece of the beginning again. The
+    answer goes on as the beginning did."""
     from sagellm.engines.base import SamplingParams
 
     following = successors(VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""What the gate judges by and what it answers: frozen values, no arithmetic beyond reading them."""
+"""Rules and answers of the gate: frozen values, no arithmetic beyond reading them."""
 
 import math
 from dataclasses import asdict, dataclass

@@ -2,7 +2,7 @@
 
 A metric regressed when its change is beyond the limit *and* identical code would not show it: one in a hundred gates of
 identical code may have any such metric (Holm over all that are gated). A pass is a statement too: the interval must exclude
-a change of `interest` limits. What is neither is "cannot tell".
+a change of `interest` limits. All other verdicts are "cannot tell".
 """
 
 from collections.abc import Iterable, Sequence
@@ -181,7 +181,7 @@ def _noisy(changes: dict[Rule, Change]) -> set[Rule]:
 
 
 def _significant(p_values: dict[Rule, float], noisy: set[Rule]) -> set[Rule]:
-    """The rules whose change identical code would not show. What does not vary cannot raise a false alarm."""
+    """The rules whose change identical code would not show. A metric without variation cannot raise a false alarm."""
     # Cost is device time at a price and MFU is its inverse: equal p values are one test and count once.
     keys = {rule: f"{p_values[rule]:.9g}" for rule in p_values if rule in noisy}
     distinct = {key: float(key) for key in keys.values()}
@@ -200,7 +200,7 @@ def _asked(rules: Rules, ran: Sequence[str]) -> Rules:
 
 
 def _missing(sides: Sides, rules: Rules) -> dict[Rule, MetricVerdict]:
-    """Verdicts on metrics that a side lacks. Raises BenchmarkError when nobody says why."""
+    """Verdicts on metrics that a side lacks. Raises BenchmarkError if no run says why."""
     verdicts: dict[Rule, MetricVerdict] = {}
     unexplained: list[str] = []
     for rule in rules:

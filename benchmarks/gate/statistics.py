@@ -30,7 +30,8 @@ class Estimate(NamedTuple):
 def blocked(table: np.ndarray, weights: Sequence[float]) -> Estimate:
     """A contrast of contestants that were interleaved round by round.
 
-    table: float[num_rounds, num_contestants]; weights: one a contestant, of sum 0. What hits a whole round cancels. The
+    table: float[num_rounds, num_contestants]; weights: one a contestant, of sum 0. An effect on a whole round cancels
+    out. The
     variance is pooled over all contestants (randomized blocks), which gives (rounds - 1) * (contestants - 1) degrees of
     freedom: with two it is the paired t test, with a control twice as many. Identical code has one variance, so the rate
     of false alarms is the nominal one whatever a slower head does to its own.

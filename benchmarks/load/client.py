@@ -3,7 +3,7 @@
     python -m benchmarks.load.client PLAN.json --out samples.npz
 
 Lines on standard output: {"done": k, "of": n} five times a second, and as the last one the lag (see `Client.lag`). They
-must be read: when nobody does any more, the run ends as if interrupted.
+must be read: when their reader has ended, the run ends as if interrupted.
 SIGINT and SIGTERM end it early with what it has. Exit code 0, whatever the server did; 2 for a plan it cannot follow.
 """
 
@@ -96,9 +96,10 @@ class Client:
     def lag(self) -> dict[str, float]:
         """How far the client itself was behind.
 
-        lag_mean_s, lag_p99_s: open loop, sent less scheduled; closed loop, how late a tick every 5 ms is served by the
-        event loop. lag_share: the mean over the mean gap between sends (taken as 1 ms when shorter), or over 5 ms.
-        cpu_share: CPU time of this process over wall time.
+        Returns:
+            lag_mean_s, lag_p99_s: open loop, sent less scheduled; closed loop, lateness of a 5 ms tick of the event loop.
+            `lag_share`: the mean over the mean gap between sends (at least 1 ms), or over 5 ms.
+            `cpu_share`: CPU time of this process over wall time.
         """
         late_s, gap_s = np.array(self._ticks_s), TICK_S
         if self._plan.concurrency is None:
@@ -173,7 +174,7 @@ class Client:
     async def _report(self, stopped: asyncio.Event) -> None:
         while _say({"done": self._done, "of": len(self._bodies)}):
             await asyncio.sleep(PROGRESS_S)
-        stopped.set()  # nobody is there any more who would read the samples
+        stopped.set()  # the reader of the samples has ended
 
     @contextlib.contextmanager
     def _ticker(self) -> Iterator[None]:
@@ -239,7 +240,7 @@ def _seconds(values: Any) -> np.ndarray:
 
 
 def _say(values: dict[str, Any]) -> bool:
-    """One JSON line on standard output; False if nobody reads it."""
+    """One JSON line on standard output; Return False if its reader has ended."""
     try:
         print(json.dumps(values), flush=True)
         return True
@@ -264,7 +265,7 @@ def main(plan: Path, out: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each request under way
     draft = out.with_name(out.name + ".tmp.npz")
     if not plan.parent.exists():
-        sys.exit(1)  # whoever asked was interrupted meanwhile, and has taken his folder along
+        sys.exit(1)  # the caller was interrupted meanwhile and has removed its folder
     try:
         client = Client(read_plan(plan))
         draft.touch()

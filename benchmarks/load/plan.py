@@ -1,4 +1,4 @@
-"""What the client process is told to send: a JSON file."""
+"""Requests that the client process sends: a JSON file."""
 
 from pathlib import Path
 from typing import Literal

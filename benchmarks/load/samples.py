@@ -1,4 +1,4 @@
-"""What one round of load looked like, request by request, in a compact file."""
+"""Samples of one round of load, request by request, in a compact file."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,12 +15,15 @@ class Samples:
         sent_s: float64 [n], when it was; NaN if it never was.
         first_s: float64 [n], arrival of the first chunk that carried a token; NaN without one.
         last_s: float64 [n], arrival of the last chunk that carried a token; NaN without one.
+
         prompt_tokens: int64 [n], as the server counted them.
         output_tokens: int64 [n], as the server counted them.
         ok: bool [n], answered whole.
+
         chunk_offsets: int64 [n + 1], rows of the two arrays below that belong to each request.
         chunk_s: float64 [m], arrival of each chunk that carried a token.
         chunk_tokens: int64 [m], tokens in it.
+
         errors: [n] str, empty for a request that is ok.
     """
 

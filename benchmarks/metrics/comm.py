@@ -60,7 +60,7 @@ def operation_metrics(operations: Mapping[str, Mapping[str, float]], step_s: flo
 
 
 def operation_definitions(names: Iterable[str]) -> dict[str, Definition]:
-    """Of those of `names` that are metrics of operations."""
+    """Return the definitions of the names that are metrics of operations."""
     definitions = {}
     for name in names:
         if name.startswith("comm.") and (kind := name.rpartition(".")[2]) in _KINDS:

@@ -90,7 +90,7 @@ def wall_s(samples: Samples) -> float:
 
 
 def output_tokens(samples: Samples) -> int:
-    """Of the requests that were answered whole."""
+    """Return the latencies of requests that were answered whole."""
     return int(samples.output_tokens[samples.ok].sum())
 
 

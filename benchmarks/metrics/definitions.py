@@ -1,4 +1,4 @@
-"""What each metric means, exactly enough to compute it again from the samples and counters.
+"""Definitions of the metrics, exact enough to compute them again from the samples and counters.
 
     python -m benchmarks.metrics.definitions > benchmarks/docs/metrics.md
 
@@ -39,20 +39,23 @@ _WALL = (
 )
 
 
+_PERCENTILE = (
+    "Only requests that were answered whole and got a token. pN is percentile N, with linear interpolation between the "
+    "two nearest values."
+)
+_COUNTERS = ", as differences of the server's counters after and before the round"
+_PREFIX = (
+    "Only the contiguous prefix counts: the match ends with the first block that is missing, whatever else of the prompt "
+    "is cached behind it."
+)
+
+
 def _latency(name: str) -> Definition:
-    text = (
-        f"{_LATENCIES[name]} Only requests that were answered whole and got a token. pN is percentile N, with linear "
-        "interpolation between the two nearest values."
-    )
-    return Definition(unit="s", better="lower", text=text)
+    return Definition(unit="s", better="lower", text=f"{_LATENCIES[name]} {_PERCENTILE}")
 
 
 def _hit_rate(counted: str, share: str, admissions: str) -> Definition:
-    text = (
-        f"{share}, as differences of the server's counters after and before the round, over {admissions}. "
-        "Only the contiguous prefix counts: the match ends with the first block that is missing, whatever else of the "
-        f"prompt is cached behind it. {counted}"
-    )
+    text = f"{share}{_COUNTERS}, over {admissions}. {_PREFIX} {counted}"
     return Definition(unit="ratio", better="higher", text=text)
 
 
@@ -88,13 +91,13 @@ DEFINITIONS: dict[str, Definition] = {
         better="higher",
         text=(
             "Model FLOPs utilisation: analytic FLOPs / (wall time x peak FLOP/s of all devices). FLOPs are those of the "
-            "tokens that had to be computed for requests answered whole: prompt tokens minus the cached ones of first "
-            "admissions, plus output tokens but the last, which is never fed back. Linear layers 2 x weights a token, "
+            "tokens that were computed for requests answered whole. These are the prompt tokens minus the cached ones of first "
+            "admissions, plus the output tokens but the last, which is never fed back. Linear layers 2 x weights a token, "
             "the output layer only for sampled tokens, attention 4 x heads x head_dim x context a token and layer, with "
             "the causal context. Cached tokens are counted by the server in total and spread over the requests in "
-            "proportion to their prompts. What is computed again after a preemption does not count. The peak is dense "
-            "(never 2:4 sparse), of the model's dtype, and named in the result; on a CPU it is the measured GEMM peak of "
-            f"the threads that all ranks use together. {_WALL}"
+            "proportion to their prompts. Computation repeated after a preemption does not count. The peak is dense "
+            "(never 2:4 sparse), of the model's dtype, and named in the result. On a CPU it is the measured GEMM peak of the "
+            f"threads of all ranks together. {_WALL}"
         ),
     ),
     "kv_hit_rate_tokens": _hit_rate(
@@ -122,9 +125,9 @@ DEFINITIONS: dict[str, Definition] = {
         unit="ratio",
         better="lower",
         text=(
-            "Exposed communication: wall-clock seconds in which a rank waited for a collective and computed nothing (sum "
-            "over the kinds of collective, largest of the ranks) / wall-clock seconds of engine steps, both as "
-            "differences of the server's counters. Communication hidden behind computation does not count. Exactly 0 "
+            "Exposed communication / wall-clock seconds of engine steps, both as differences of the server's counters. This is "
+            "the wall-clock time in which a rank waited for a collective and computed nothing: the sum over the kinds of "
+            "collective, the largest of the ranks. Communication hidden behind computation does not count. Exactly 0 "
             "with tensor parallelism 1, where there is no collective. `comm.OPERATION.KIND` say of each kind of collective "
             "its part of the share, how many there were, their latency, and algorithm and bus bandwidth."
         ),
@@ -134,8 +137,9 @@ DEFINITIONS: dict[str, Definition] = {
         better=None,
         text=(
             "Guesses of the speculative strategy that were right / guesses that the model computed, as differences of the "
-            "server's counters after and before the round. A guess counts as right with all before it of its sequence and "
-            "step alone, so a strategy that makes fewer, surer guesses has the higher rate and not always the higher speed. "
+            "server's counters after and before the round. A guess counts as right only together with all guesses before it "
+            "in its sequence and step. A strategy with fewer, surer guesses has the higher rate, but not always the higher "
+            "speed. "
             "`spec_acceptance_at.PLACE` say it of each place in a step. "
             "Absent where the server does not guess, and for LMDeploy's own methods, which count nothing here."
         ),
@@ -178,8 +182,8 @@ DEFINITIONS: dict[str, Definition] = {
         unit="bytes",
         better="lower",
         text=(
-            "Host memory of the server: the largest resident set of its process and of each process below it during the "
-            "round (the kernel's high-water marks, reset at its start), summed; a page that several share counts in each. "
+            "Host memory of the server: the sum of the largest resident sets of its process and of each process below it. "
+            "They are the kernel's high-water marks, reset at the start of the round. A shared page counts in each process. "
             "Memory of an accelerator is not in it."
         ),
     ),
@@ -199,17 +203,24 @@ def grouped(definitions: Mapping[str, Definition]) -> list[tuple[list[str], Defi
 
 
 def document() -> str:
-    """The text of `benchmarks/docs/metrics.md`."""
+    """Return the text of `benchmarks/docs/metrics.md`. Its top has the rules that several definitions share."""
     lines = [
         "# Metrics",
         "",
-        "Made from `benchmarks/metrics/definitions.py` by "
-        "`python -m benchmarks.metrics.definitions > benchmarks/docs/metrics.md`. Names such as `first_s` are arrays of "
-        "the samples file (`benchmarks/load/samples.py`); a result carries the definitions of the metrics in it.",
+        "`python -m benchmarks.metrics.definitions > benchmarks/docs/metrics.md` writes this page. Every result carries the "
+        "definitions of its metrics. Names such as `first_s` are arrays of the samples file (`benchmarks/load/samples.py`).",
+        "",
+        f"- Latencies. {_PERCENTILE}",
+        f"- Wall time. {_WALL}",
+        "- Counters of the server are taken as differences, after and before the round.",
+        f"- Hit rates. {_PREFIX}",
     ]
     for names, definition in grouped(DEFINITIONS):
         better = f"{definition.better} is better" if definition.better else "neither way is better"
-        lines += ["", f"## {', '.join(names)}", "", f"Unit: {definition.unit}; {better}.", "", definition.text]
+        text = definition.text
+        for common in (f" {_PERCENTILE}", f" {_WALL}", _COUNTERS, f" {_PREFIX}"):
+            text = text.replace(common, "")
+        lines += ["", f"## {', '.join(names)}", "", f"In {definition.unit}; {better}. {text}"]
     return "\n".join(lines) + "\n"
 
 

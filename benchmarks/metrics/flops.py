@@ -34,7 +34,7 @@ GEMM_BUDGET_S = 4.0
 
 
 class Shape(NamedTuple):
-    """What the FLOPs of a decoder depend on."""
+    """Sizes that the FLOPs of a decoder depend on."""
 
     hidden_size: int
     num_layers: int

@@ -12,7 +12,10 @@ _PLACE = re.compile(r'sagellm_speculative_place_tokens_total\{kind="(\w+)",place
 
 
 def guess_metrics(deltas: Mapping[str, float]) -> tuple[dict[str, float], dict[str, str]]:
-    """(metrics, why each of the others of `NAMES` is none). `spec_acceptance_at.K` of the places K that had a guess."""
+    """Return the metrics, and why each other one of `NAMES` is absent.
+
+    `spec_acceptance_at.K` covers the places K that had a guess.
+    """
     drafted, accepted = (deltas.get(f'{TOKENS}{{kind="{kind}"}}') for kind in ("drafted", "accepted"))
     steps, guessed = (deltas.get(f'{STEPS}{{kind="{kind}"}}') for kind in ("all", "guessed"))
     if drafted is None or accepted is None or steps is None or guessed is None:
@@ -31,7 +34,7 @@ def guess_metrics(deltas: Mapping[str, float]) -> tuple[dict[str, float], dict[s
 
 
 def place_definitions(names: Iterable[str]) -> dict[str, Definition]:
-    """Of those of `names` that are metrics of a place."""
+    """Return the definitions of the names that are metrics of a place."""
     text = (
         "As `spec_acceptance`, of the guesses at one place of a sequence and step alone, from 1 on. At place 1 it is the "
         "chance that a guess is right; further on one counts as right with all before it alone. Places at which no guess was "

@@ -1,4 +1,4 @@
-"""What requests leave behind in the memory of engines that are killed and started again while they are looked at."""
+"""Memory that requests leave in engines which are killed and started again during the measurement."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import psutil
 
-from benchmarks.pd.group import metrics_of
+from benchmarks.processes import metrics_of
 
 __all__ = ["EngineMemory", "Growth", "private_bytes"]
 

@@ -32,7 +32,7 @@ class ContestantProcess:
     ) -> None:
         self.name = name
         self._answered = answered
-        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 a pipe that nobody empties would stop a talkative peer
+        self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 a pipe that is not read would stop a talkative peer
         command = [python, "-m", worker, json.dumps(arguments)]
         try:
             self._process = subprocess.Popen(
@@ -49,7 +49,7 @@ class ContestantProcess:
         self.close()
 
     def about(self) -> dict[str, Any]:
-        """What the worker says of itself once it is up; to be called first, and once."""
+        """Return the worker's description of itself once it is up. Call it first, and once."""
         return self._answer()
 
     def ask(self, request: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ class Worker(Protocol):
     """Its public methods are the requests; each takes and returns what JSON can say."""
 
     def about(self) -> dict[str, Any]:
-        """What it says of itself once it is up."""
+        """Describe the contestant once it is up."""
         ...
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-POLICIES = ("fifo", "lru", "lfu", "arc", "sieve", "s3fifo")
+POLICIES = ("fifo", "lru", "lfu", "arc", "sieve", "s3fifo", "twoq", "gdsf")
 
 
 class Contestant(Protocol):
@@ -68,7 +68,9 @@ class LibCacheSimContestant:
         "`process_trace` of a file in its format oracleGeneral, which is mapped into memory; one by one `get` of one request "
         "whose id is set each time"
     )
-    NAMES: ClassVar = dict(fifo="FIFO", lru="LRU", lfu="LFU", arc="ARC", sieve="Sieve", s3fifo="S3FIFO")
+    NAMES: ClassVar = dict(
+        fifo="FIFO", lru="LRU", lfu="LFU", arc="ARC", sieve="Sieve", s3fifo="S3FIFO", twoq="TwoQ", gdsf="GDSF"
+    )
     LEAST_S3FIFO = 20  # its small queue has less than 2 places below, and it admits nothing or ends the process
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.peers.report import measured_on
+from benchmarks.output import measured_on
 
 OURS, PEER = "sagellm", "libCacheSim"
 

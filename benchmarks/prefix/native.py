@@ -13,7 +13,7 @@ from benchmarks.prefix.workload import DOCUMENTS_EACH, PrefixWorkload
 
 
 def run_native(program: Path, workload: PrefixWorkload, rounds: int) -> dict[str, Any]:
-    """What the program prints, its lists with one value a round. Raises BenchmarkError with its last words."""
+    """Return the program's output, lists with one value a round. Raises BenchmarkError with its last words."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "workload"
         with path.open("wb") as file:

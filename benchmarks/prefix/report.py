@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.contestants import paired_ratio, summary
-from benchmarks.peers.report import measured_on
+from benchmarks.output import measured_on
 
 OURS = "sagellm"
 FIGURES = (

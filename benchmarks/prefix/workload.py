@@ -1,14 +1,14 @@
-"""What every contestant is asked: long shared prefixes, short tails of their own. Needs NumPy alone.
+"""Lookups of all contestants: long shared prefixes, short tails of their own. Needs NumPy alone.
 
 A sequence is system prompt + document + tail. There are 64 system prompts with 8 documents each, 512 *pairs*. Lengths in
 tokens have triangular distributions (least, most likely, greatest) and are taken at evenly spaced quantiles, then shuffled,
 so that their means do not depend on the seed:
 
-| part | least | most likely | greatest | mean | how many |
-|---|---|---|---|---|---|
-| system prompt | 512 | 800 | 2,048 | 1,120 | 64 |
-| document | 480 | 480 | 5,700 | 2,220 | 512 |
-| tail | 32 | 48 | 336 | 139 | one a sequence |
+- system prompt: 512, 800, 2,048; mean 1,120; 64 of them.
+
+- document: 480, 480, 5,700; mean 2,220; 512 of them.
+
+- tail: 32, 48, 336; mean 139; one a sequence.
 
 So a sequence has 1,024 to 8,084 tokens and 3,479 in the mean, of which a lookup finds 96%: its tail is new. The pairs
 are equally frequent, in random order. Token ids are uniform below 131,072. No two system prompts, documents or tails begin
@@ -124,7 +124,8 @@ class PrefixWorkload:
         return self._tail(self.num_sequences + number, self._lookup_tail_lengths[number])
 
     def matched_tokens(self, number: int) -> int:
-        """What lookup `number` finds once everything is inserted: system prompt and document, in full blocks."""
+        """Return the tokens that lookup `number` finds once everything is inserted: system prompt and document, in full
+        blocks."""
         return int(self._shared_blocks[self.lookup_pair(number)]) * self.block_size
 
     def matched_blocks(self, number: int) -> NDArray[np.int32]:

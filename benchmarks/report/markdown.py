@@ -144,7 +144,7 @@ def _refused(result: Result) -> list[str]:
 
 
 def _client(result: Result) -> list[str]:
-    """What the load generator and the cache check reported, of every run: the middle and the largest value."""
+    """Return reports of the load client and the cache check over all runs: the middle and the largest value."""
     found: dict[tuple[str, str, str], list[float]] = {}
     for run in result.runs:
         for kind, values in (("client", run.client), ("cache", run.cache)):

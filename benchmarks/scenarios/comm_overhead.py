@@ -1,4 +1,4 @@
-"""What our `gloo` backend adds to an operation of gloo's, between two processes of one host."""
+"""Time that our `gloo` backend adds to an operation of gloo's, between two processes of one host."""
 
 import time
 from collections.abc import Callable

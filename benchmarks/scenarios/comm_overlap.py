@@ -1,4 +1,4 @@
-"""What part of collectives hides behind computation: as `OverlapWindow` predicts, and as it is."""
+"""Part of collectives that computation hides: as `OverlapWindow` predicts, and as measured."""
 
 import time
 from typing import Any

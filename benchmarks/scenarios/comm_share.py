@@ -87,7 +87,7 @@ def _measure(
 
 
 def _counters(engine: Any) -> dict[str, float]:
-    """What a scrape of `/metrics` would read."""
+    """Return the page that a scrape of `/metrics` would read."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     from benchmarks.metrics.compute import parse_prometheus

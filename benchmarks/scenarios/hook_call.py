@@ -1,4 +1,4 @@
-"""What it costs to ask a plug-in: a call that crosses to the plug-in's thread and back, and a notice that is posted."""
+"""Cost of a question to a plug-in: a call to the plug-in's thread and back, and a posted notice."""
 
 import time
 from typing import Any

@@ -105,7 +105,7 @@ def _copies(seed: int, size: int, block_bytes: int, num_blocks: int, rounds: int
     seconds: list[list[float]] = [[] for _ in contestants]
     random = np.random.default_rng(seed)
     for _ in range(2 * rounds):  # an even number, so that blocks end where they began
-        # At random: one that sleeps in between is given a core sooner afterwards, and so is whoever always comes next.
+        # In random order: a contestant that sleeps gets a core sooner afterwards, and so does the next one.
         for place in random.permutation(len(contestants)):
             seconds[place].append(_seconds(contestants[place]))
     migrator.close()

@@ -154,7 +154,8 @@ def _sizes(
 
         return call
 
-    # Who comes next writes back what the one before has left in the caches, and not all leave the same: all begin behind this.
+    # A contestant writes back the cache lines of the one before it. So all begin after this pass, which leaves the same
+    # for each.
     junk = torch.ones(2, 64 * MIB, dtype=torch.uint8)
     contestants = {"copy": copies} | {name: transfers(channel) for name, channel in channels.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}

@@ -4,8 +4,9 @@ from typing import Any
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.pd.client import Reply, ask_all
-from benchmarks.pd.group import metrics_of, pd_group, single_server
+from benchmarks.pd.group import pd_group, single_server
 from benchmarks.pd.prompts import mixed_requests
+from benchmarks.processes import metrics_of
 from benchmarks.result import Definition
 
 OPTIONS: dict[str, Any] = {"requests": 500, "places": 8, "channel": "shm", "alone": 20}

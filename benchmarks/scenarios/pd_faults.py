@@ -12,9 +12,10 @@ import psutil
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.pd.client import Reply, Request, ask, ask_all
-from benchmarks.pd.group import Group, metrics_of, pd_group, single_server
+from benchmarks.pd.group import Group, pd_group, single_server
 from benchmarks.pd.memory import EngineMemory
 from benchmarks.pd.prompts import mixed_requests
+from benchmarks.processes import metrics_of
 from benchmarks.result import Definition
 
 OPTIONS: dict[str, Any] = {
@@ -144,7 +145,7 @@ class _Drill:
         return found
 
     async def _watch(self) -> None:
-        proxy = psutil.Process(self._group.facts["proxy_pid"])
+        proxy = psutil.Process(self._group.announcement["proxy_pid"])
         while True:
             self._memory.append(proxy.memory_info().rss)
             await asyncio.sleep(1.0)

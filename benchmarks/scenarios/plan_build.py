@@ -1,4 +1,4 @@
-"""What a decision costs as a graph: building it from the queue, the passes, and lowering it to a decision again."""
+"""Cost of a decision as a graph: building it from the queue, the passes, and lowering it to a decision."""
 
 import time
 from collections.abc import Callable

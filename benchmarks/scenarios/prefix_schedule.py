@@ -1,8 +1,8 @@
 """The scheduler with the prefix index against LMDeploy's own with its trie: what a request costs, and what it finds.
 
 Both are LMDeploy's `Scheduler`, whole, and get the same requests. There is no model; a step's output is there at once.
-*Documents* are those of `benchmarks.prefix.workload`: 64 system prompts with 8 documents each, and short tails of their own.
-*Chats* begin with one of the same system prompts and go on with 160 to 480 tokens of their own.
+Documents are those of `benchmarks.prefix.workload`: 64 system prompts with 8 documents each, and short tails. Chats
+begin with one of the same system prompts and go on with 160 to 480 tokens of their own.
 """
 
 import contextlib

@@ -87,7 +87,7 @@ class ServeScenario:
     def _counters(self, subject: Subject) -> dict[str, float]:
         if self._config.sage_config(subject.contestant).tensor_parallel > 1:
             time.sleep(COMM_SETTLE_S)
-        return compute.parse_prometheus(subject.server.metrics_text())
+        return subject.server.metrics()
 
     def _check_lengths(self, subject: Subject, prompts: list[Prompt]) -> None:
         longest, context = max(len(prompt.ids) + prompt.max_tokens for prompt in prompts), subject.facts.get("context_length")
@@ -171,7 +171,7 @@ class ServeScenario:
         self, run: Run, subject: Subject, prompts: list[Prompt], samples: Samples,
         before: dict[str, float], after: dict[str, float],
     ) -> None:  # fmt: skip
-        """Void a run whose client was saturated, whose cache was not as declared, or that nobody answered."""
+        """Void a run whose client was saturated, whose cache was not as declared, or without an answer."""
         if run.status == "valid" and not samples.ok.any():
             first = next((text for text in samples.errors.tolist() if text), "no error was told")
             run.status, run.reason = "failed", f"no request was answered: {first}"
@@ -249,7 +249,7 @@ def _drive(plan: Plan, out: Path, server: Server, progress: Progress) -> dict[st
 
 
 def _stop_with(server: Server, client: subprocess.Popen) -> None:
-    """Nobody will answer any more once the server has ended."""
+    """Stop the client once the server has ended."""
     while client.poll() is None:
         if server.process.poll() is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -269,7 +269,7 @@ def _watched_hits(server: Server, file: Path, before: dict[str, float]) -> Any:
         while not last:
             last = stopped.wait(HITS_INTERVAL_S)
             try:
-                now = compute.parse_prometheus(server.metrics_text())
+                now = server.metrics()
             except ServerDied:
                 return
             counts = (_delta(before, now, "tokens", kind) for kind in ("query", "hit"))

@@ -1,4 +1,4 @@
-"""What guesses cost that come from text: telling a strategy the tokens of a step, and asking it for the next guesses."""
+"""Cost of guesses from text: telling a strategy the tokens of a step, and asking it for the next guesses."""
 
 import time
 from typing import Any
@@ -79,9 +79,9 @@ def _measure(
 ) -> tuple[float, float]:
     """(us a sequence and step, ns a token of `begin`); all sequences end with `num_tokens` tokens."""
     from sagellm.accel.speculative.base import Ask
-    from sagellm.accel.speculative.registry import make_strategy
+    from sagellm.accel.speculative.registry import make_speculator
 
-    strategy = make_strategy(name, lookahead=LOOKAHEAD, reference=reference)
+    strategy = make_speculator(name, lookahead=LOOKAHEAD, reference=reference)
     gains = rng.integers(1, 6, (num_asks, num_steps))
     texts = [_text(rng, num_tokens) for _ in range(num_asks)]
     sizes = num_tokens - gains.sum(1)

@@ -1,4 +1,4 @@
-"""What a plan costs in the engine that goes by it: seconds of each part of the `schedule` hook, beside those of the step."""
+"""Cost of a plan in the engine: seconds of each part of the `schedule` hook, beside those of the step."""
 
 import inspect
 import time
@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.scheduling import engine
 
-# Of a row, CPU seconds of the plug-in's thread; the hook is around the others. By the wall clock are `hook_wall`, `step_s`, and
+# CPU seconds of the plug-in's thread in a row; the hook includes the others. Wall-clock times are `hook_wall`, `step_s`, and
 # `question`: the hand-over to the plug-in's thread, the hook, the check of its answer.
 PARTS = ("decide", "build", "optimize", "lower", "hook")
 Steps = Sequence[dict[str, Any]]
@@ -90,7 +90,8 @@ class PlanTimes:
 
 
 def figures(steps: Steps) -> dict[str, Any]:
-    """Of these steps: median, 99th percentile and least of each time, in us, of the step in ms; shares of the step's duration.
+    """Return median, 99th percentile and least of each time of these steps, in us, of the step in ms, and shares of its
+    duration.
 
     `share` is the sum of the questions over the sum of the steps; `share_p99` the 99th percentile of single steps.
     """

@@ -1,8 +1,8 @@
-"""A model of Qwen2.5-0.5B's shape that says a text by heart, so that its answers can be copies of what stands in a prompt.
+"""A model of Qwen2.5-0.5B's shape that says a text by heart, so that its answers can be copies of parts of a prompt.
 
-Random weights say random things, which nobody can guess. Here each token has one successor: rows of the output layer are the
-embeddings of the tokens before, and the layers, of full size, add next to nothing. What a step costs is that of the shape, its
-output layer a matrix of its own.
+Random weights say random things, which no strategy can guess. Here each token has one successor: rows of the output layer
+are the embeddings of the tokens before, and the layers, of full size, add next to nothing. A step costs as much as one of
+the shape; its output layer is a matrix of its own.
 """
 
 import json

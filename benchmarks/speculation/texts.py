@@ -33,9 +33,9 @@ class ChainTexts:
     def prompts(self, work: str, num: int, seed: int) -> list[list[int]]:
         """Token ids of `num` prompts, by work:
 
-        - *copy*: a text of which a few tokens were replaced, and its beginning: the answer is the text without the changes;
-        - *random*: the tokens of the answer in random order, so that each latest token has been seen, with another one after
-          it.
+        - *copy*: a text with a few tokens replaced, and its beginning. The answer is the text without the changes.
+        - *random*: the tokens of the answer in random order, so that each latest token has been seen, with another one
+          after it.
         """
         random = np.random.default_rng([seed, num])
         prompts = []
@@ -74,7 +74,7 @@ class DemoTexts:
         self._num_asked = 0  # questions that were looked at for copies
 
     def begin(self, work: str, answer: Answer) -> None:
-        """Whoever is asked from now on remembers nothing.
+        """Contestants asked from now on remember nothing.
 
         Args:
             answer: prompts -> the model's answers, as token ids.
@@ -87,9 +87,9 @@ class DemoTexts:
     def prompts(self, work: str, num: int, seed: int) -> list[list[int]]:
         """Token ids of `num` prompts, by work:
 
-        - *copy*: a question that the model was trained on, its answer, and the question again, answered like before: of the
-          tokens of the answer `COPIED` or more stand in the prompt, in runs;
-        - *fresh*: such a question, once;
+        - *copy*: a question that the model was trained on, its answer, and the question again, answered alike. A share
+          of `COPIED` or more of the answer's tokens is in the prompt, in runs.
+        - *fresh*: such a question, once.
         - *random*: letters.
 
         Raises:
@@ -126,6 +126,6 @@ class DemoTexts:
 
 
 def _share(source: list[int], text: list[int]) -> float:
-    """Of `text`'s tokens, those in runs that stand in `source` in the same order."""
+    """Return the tokens of `text` in runs that are in `source` in the same order."""
     matches = difflib.SequenceMatcher(None, source, text, autojunk=False).get_matching_blocks()
     return sum(match.size for match in matches if match.size >= RUN) / max(1, len(text))

@@ -1,4 +1,4 @@
-"""`sagellm patches`: the patch tool under the console command, with its status as a table."""
+"""`sagellm patches`: the patch tool, with its status as a table."""
 
 import sys
 from pathlib import Path
@@ -16,22 +16,25 @@ COLOURS = {"applied": "green", "not applied": "yellow"}
 @click.command()
 @click.argument("verb", type=click.Choice(VERBS), default="status")
 @click.argument("numbers", nargs=-1, metavar="[NNNN]...")
-@click.option("--target", "targets", multiple=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
-    "--patches", "series", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another series."
+    "--target", "targets", multiple=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="LMDeploy tree to work on; may be given several times.",
+)  # fmt: skip
+@click.option(
+    "--patches", "series", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of another patch series."
 )
-@click.option("--force", is_flag=True, help="Replace marked lines that are not those of this series.")
+@click.option("--force", is_flag=True, help="Replace marked lines of another version of the series.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def patches(
     verb: str, numbers: tuple[str, ...], targets: tuple[Path, ...], series: Path | None, force: bool, as_json: bool
 ) -> None:
     """Show (default), check, apply, reverse or refresh the patch series on LMDeploy.
 
-    Without --target: the installed LMDeploy, and the submodule where it is checked out. NNNN goes with refresh alone.
-    Exit code 0: fine; 1: the answer is no; 2: misuse.
+    Default target: the installed LMDeploy, and the submodule if it is checked out. Only refresh takes patch numbers NNNN.
+    Exit code 0: applied, or done; 1: not applied, or it does not apply; 2: misuse.
     """
     if numbers and verb != "refresh":
-        raise click.UsageError(f"patch numbers go with refresh; got {' '.join(numbers)} after {verb}.")
+        raise click.UsageError(f"only refresh takes patch numbers; got {' '.join(numbers)} after {verb}.")
     if verb == "status" and not as_json:
         sys.exit(_show(targets, series))
     arguments = [] if verb == "apply" else [f"--{verb}", *numbers]

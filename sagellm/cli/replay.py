@@ -1,5 +1,4 @@
-"""`sagellm replay`: a trace through eviction policies, a recorded log through the modules that made it, or a recorded run under
-other scheduling strategies."""
+"""`sagellm replay`: replay a trace through policies, verify a recorded log, or replay a log under other strategies."""
 
 import json
 import sys
@@ -21,7 +20,7 @@ from sagellm.cli.replay_schedule import (
     schedule_options,
 )
 from sagellm.cli.replay_verify import verify_kv, verify_strategy
-from sagellm.cli.values import Finite
+from sagellm.cli.values import Finite, options_by_name
 from sagellm.core.errors import SageError
 from sagellm.replay.base import DEFAULT_BLOCK_SIZE, MAX_BLOCKS, Semantics, num_blocks, shortened
 
@@ -77,62 +76,75 @@ class _Rates(click.ParamType):
 
 @click.command()
 @click.option(
-    "--trace", "trace_name", metavar="FILE|GENERATOR", help="A trace, or one made up, such as zipf:requests=10000."
+    "--trace", "trace_name", metavar="FILE|GENERATOR", help="Trace file, or a generator such as zipf:requests=10000."
 )
 @click.option(
-    "--policy", "policies", default="lru", show_default=True, metavar="NAME,...", help="Names, or module:Class."
+    "--policy", "policies", default="lru", show_default=True, metavar="NAME,...",
+    help="Eviction policies: names, or module:Class.",
 )
-@click.option("--capacity", "capacities", type=_Numbers(), help="Blocks that there is room for; a row for each.")
+@click.option("--capacity", "capacities", type=_Numbers(), help="Capacities in blocks; the report has a row for each.")
 @click.option(
     "--semantics",
     type=click.Choice([each.value for each in Semantics]),
     default=Semantics.PREFIX.value,
     show_default=True,
+    help="Whether the cache holds prefixes of requests, or independent objects.",
 )
-@click.option("--running", type=click.IntRange(1, MAX_COUNT), default=1, show_default=True, help="Requests at a time.")
-@click.option("--outputs", is_flag=True, help="Answers take room too, while they are generated.")
 @click.option(
-    "--soon", type=click.IntRange(0, MAX_COUNT), help="A false eviction comes back within so many accesses [capacity]."
+    "--running", type=click.IntRange(1, MAX_COUNT), default=1, show_default=True,
+    help="Number of requests that run at a time.",
+)
+@click.option("--outputs", is_flag=True, help="Count blocks of answers while they are generated.")
+@click.option(
+    "--soon", type=click.IntRange(0, MAX_COUNT),
+    help="Accesses within which an evicted block that returns counts as a false eviction [capacity].",
 )
 @click.option(
     "--block-size",
     type=click.IntRange(1, MAX_COUNT),
-    help=f"Tokens of a block [of the trace, else {DEFAULT_BLOCK_SIZE}].",
+    help=f"Tokens in a block [the trace's, else {DEFAULT_BLOCK_SIZE}].",
 )
-@click.option("--tiers", metavar="gpu:N,cpu:N,nvme:N", help="Several tiers, in place of --capacity.")
-@click.option("--migration", default="always", show_default=True, help="Which blocks are worth a move between tiers.")
+@click.option("--tiers", metavar="gpu:N,cpu:N,nvme:N", help="Blocks on each of several tiers, in place of --capacity.")
+@click.option(
+    "--migration", default="always", show_default=True, help="Migration policy between tiers: a name, or module:Class."
+)
 @click.option(
     "--kv-bytes-per-token",
     "token_bytes",
     type=click.IntRange(1, MAX_COUNT),
-    help="For bytes that move [Qwen2.5-0.5B's].",
+    help="KV bytes of a token, to count moved bytes [those of Qwen2.5-0.5B].",
 )
 @click.option(
-    "--load-gb-per-s", "load_rates", type=_Rates(), help="Speed of slower tiers, for TTFT [loads take no time]."
+    "--load-gb-per-s", "load_rates", type=_Rates(),
+    help="Load speed of slower tiers, to estimate TTFT [loads take no time].",
 )
-@click.option("--prefill-tokens-per-s", "prefill", type=Finite(), help="For TTFT [10000].")
-@click.option("--policy-options", metavar="JSON", help='Options of the policy, or by policy: {"arc": {...}}.')
-@click.option("--reference", is_flag=True, help="Plain Python in place of native code.")
-@click.option("--no-belady", is_flag=True, help="No bound, and so no regret.")
-@click.option("--skip-bad", is_flag=True, help="Pass over malformed lines and count them.")
+@click.option(
+    "--prefill-tokens-per-s", "prefill", type=Finite(),
+    help="Prefill speed in tokens a second, to estimate TTFT [10000].",
+)
+@click.option(
+    "--policy-options", metavar="JSON", help='Options of the policy, a JSON object; or of several: {"arc": {...}}.'
+)
+@click.option("--reference", is_flag=True, help="Run plain Python policies in place of native ones.")
+@click.option("--no-belady", is_flag=True, help="Skip Belady's bound, and the regret that it gives.")
+@click.option("--skip-bad", is_flag=True, help="Skip malformed lines and count them.")
 @click.option(
     "--plot", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Write plots into this folder."
 )
 @click.option(
     "--verify", type=click.Path(path_type=Path), is_flag=False, flag_value=OF_SCHEDULE, metavar="[LOG]",
-    help="Check what an engine recorded instead; with --schedule LOG its strategy's decisions.",
+    help="Verify the decisions in a recorded log. With --schedule LOG: those of its strategy.",
 )
 @schedule_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def replay(trace_name: str | None, verify: Path | None, schedule: Path | None, as_json: bool, **given: Any) -> None:
-    """Run a trace through policies, check a recorded log, or run one under other scheduling strategies.
+    """Replay a trace through policies, verify a recorded log, or replay a log under other scheduling strategies.
 
-    FILE: Mooncake's JSON lines, an event log of the engine, or a CSV of lengths; plain or gzip. Generators: zipf,
-    conversation, agentic, scan, with parameters as in zipf:requests=10000,alpha=0.8,seed=1. Modules of policies
-    and strategies are looked for in the current folder too.
+    FILE is Mooncake's JSON lines, an event log of the engine, or a CSV of lengths; plain or gzip. Generators are zipf,
+    conversation, agentic and scan, with parameters as in zipf:requests=10000,alpha=0.8,seed=1. Policies and strategies
+    in the current folder are found too.
 
-    Exit code 0: done, or the log was followed in every decision; 1: the log differs; 2: misuse, or a trace or policy that
-    cannot be used.
+    Exit code 0: done, or every decision was reproduced; 1: the log differs; 2: invalid options, trace or policy.
     """
     is_checked = schedule is not None and verify == OF_SCHEDULE
     if [trace_name, None if is_checked else verify, schedule].count(None) != 2 or (verify == OF_SCHEDULE and not is_checked):
@@ -165,7 +177,7 @@ def replay(trace_name: str | None, verify: Path | None, schedule: Path | None, a
 
 
 def _refuse_others(what: str, taken: tuple[str, ...]) -> None:
-    """Raises UsageError: an option was given that has no meaning here."""
+    """Raise UsageError if an option was given that this way of replaying does not take."""
     _refuse(what, [option.name for option in click.get_current_context().command.params if option.name not in taken])
 
 
@@ -196,7 +208,7 @@ def _run(trace_name: str, as_json: bool, **given: Any) -> None:
 
     console, table = Console(), report.table(rows)
     console.print(report.caption(trace, rows), soft_wrap=True, highlight=False, markup=False)
-    console.width = max(console.width, report.min_width(table, console))  # rather broken lines than numbers cut short
+    console.width = max(console.width, report.min_width(table, console))  # a long line is better than a cut number
     console.print(table)
     for line in report.errors(rows):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
@@ -210,13 +222,13 @@ def _check_together(given: dict[str, Any]) -> None:
     is_object = given["semantics"] == Semantics.OBJECT.value
     for name, alone in (("running", 1), ("outputs", False), ("tiers", None)):
         if is_object and given[name] != alone:
-            raise click.UsageError(f"--{name} goes with prefix semantics; with objects there are no requests that run.")
+            raise click.UsageError(f"--{name} needs prefix semantics; objects have no running requests.")
     context = click.get_current_context()
     for name, option in (("migration", "--migration"), ("load_rates", "--load-gb-per-s")):
         if given["tiers"] is None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{option} goes with --tiers.")
+            raise click.UsageError(f"{option} needs --tiers.")
     if given["tiers"] is not None and given["outputs"]:
-        raise click.UsageError("--outputs goes with one tier; leave it out with --tiers.")
+        raise click.UsageError("--outputs works with one tier; leave it out with --tiers.")
 
 
 def _read(name: str, given: dict[str, Any]) -> Any:
@@ -242,7 +254,7 @@ def _rows(trace: Any, given: dict[str, Any], told: Any) -> list[Any]:
     names = [policy_name(name.strip()) for name in given["policies"].split(",") if name.strip()]
     if not names:
         raise click.UsageError("--policy names no policy.")
-    wanted = _options_by_policy(names, given["policy_options"])
+    wanted = options_by_name("--policy-options", given["policy_options"], names, {"small_ratio": 0.2}, policy_name)
     contestants = [find_contestant(name, wanted[name], reference=given["reference"]) for name in dict.fromkeys(names)]
     optional = {
         "prefill_tokens_per_s": given["prefill"], "token_bytes": given["token_bytes"], "load_bytes_per_s": given["load_rates"],
@@ -259,25 +271,3 @@ def _rows(trace: Any, given: dict[str, Any], told: Any) -> list[Any]:
             contestant.build(given["capacities"][0])
     bound = not given["no_belady"]
     return replay_all(trace, contestants, given["capacities"], options, with_bound=bound, report=told)
-
-
-def _options_by_policy(names: list[str], text: str | None) -> dict[str, dict[str, Any]]:
-    from sagellm.replay.policies import policy_name
-
-    if text is None:
-        return {name: {} for name in names}
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise click.UsageError(f"--policy-options is not JSON: {error}.") from None
-    if not isinstance(given, dict):
-        raise click.UsageError(f"--policy-options is a {type(given).__name__}; a JSON object was expected.")
-    if given and all(isinstance(value, dict) for value in given.values()):
-        given = {policy_name(name): value for name, value in given.items()}
-        unknown = sorted(set(given) - set(names))
-        if unknown:
-            raise click.UsageError(f"--policy-options names {', '.join(unknown)}; --policy has {', '.join(names)}.")
-        return {name: given.get(name, {}) for name in names}
-    if len(set(names)) > 1:
-        raise click.UsageError('with several policies --policy-options goes by policy: {"arc": {...}}.')
-    return {name: given for name in names}

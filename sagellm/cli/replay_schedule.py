@@ -1,4 +1,4 @@
-"""`sagellm replay --schedule`: a recorded run under other strategies, on a virtual clock."""
+"""`sagellm replay --schedule`: replay a recorded run under other strategies, on a virtual clock."""
 
 import json
 from collections.abc import Callable
@@ -10,29 +10,39 @@ import click
 from click.core import ParameterSource
 
 from sagellm.cli.current_folder import look_in_current_folder
-from sagellm.cli.values import Finite
+from sagellm.cli.values import Finite, options_by_name
 
 __all__ = ["OWN_OPTIONS", "SHARED_OPTIONS", "VERIFY_OPTIONS", "one_strategy", "run_schedule", "schedule_options"]
 
 OWN_OPTIONS = ("strategies", "strategy_options", "ttft_slo_ms", "tpot_slo_ms", "speedup", "decisions")
 SHARED_OPTIONS = ("as_json", "skip_bad", "plot")  # with other ways of replaying
+EXAMPLE = {"ageing_s": 2.0}  # options of a strategy
 VERIFY_OPTIONS = ("strategies", "strategy_options")
 
 _OPTIONS = (
     click.option(
-        "--schedule", type=click.Path(path_type=Path), metavar="LOG", help="Run a recorded log under other strategies."
+        "--schedule", type=click.Path(path_type=Path), metavar="LOG",
+        help="Recorded log to replay under other scheduling strategies.",
     ),
     click.option(
         "--strategy", "strategies", default="engine", show_default=True, metavar="NAME,...",
-        help="Names, module:Class, or engine for its own choice.",
+        help="Scheduling strategies: names, module:Class, or engine for the engine's own choice.",
     ),
-    click.option("--strategy-options", metavar="JSON", help='Options, or by strategy: {"adaptive": {...}}.'),
-    click.option("--ttft-slo-ms", type=Finite(), help="First token in time, for requests that asked for nothing."),
-    click.option("--tpot-slo-ms", type=Finite(), help="Likewise each further token, on average."),
-    click.option("--speedup", type=Finite(), default=1.0, show_default=True, help="Arrivals come so many times as fast."),
+    click.option(
+        "--strategy-options", metavar="JSON",
+        help='Options of the strategy, a JSON object; or of several: {"adaptive": {...}}.',
+    ),
+    click.option("--ttft-slo-ms", type=Finite(), help="Target for the first token, in ms, of requests without one."),
+    click.option(
+        "--tpot-slo-ms", type=Finite(), help="Target for each further token on average, in ms, of requests without one."
+    ),
+    click.option(
+        "--speedup", type=Finite(), default=1.0, show_default=True,
+        help="Factor by which requests arrive faster than recorded.",
+    ),
     click.option(
         "--decisions", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-        help="Write each decision with inputs and reason; of several strategies, a file each.",
+        help="File for every decision with its inputs and reason; several strategies get a file each.",
     ),
 )  # fmt: skip
 
@@ -44,7 +54,12 @@ def schedule_options(command: Callable) -> Callable:
 
 
 def run_schedule(log_path: Path, as_json: bool, given: dict[str, Any]) -> None:
-    """Raises SageError: the log or a strategy cannot be used; UsageError: options that make no sense."""
+    """Replay the log and print the report.
+
+    Raises:
+        SageError: the log or a strategy cannot be used.
+        UsageError: invalid options.
+    """
     from sagellm.replay.report import min_width, progress_bar
     from sagellm.replay.schedule import report
     from sagellm.replay.schedule.decisions import write_decisions
@@ -54,7 +69,7 @@ def run_schedule(log_path: Path, as_json: bool, given: dict[str, Any]) -> None:
 
     look_in_current_folder()
     names = _names(given["strategies"])
-    strategies = _options_by_name(names, given["strategy_options"])
+    strategies = options_by_name("--strategy-options", given["strategy_options"], names, EXAMPLE)
     targets = Targets(**{
         f"{what}_s": given[f"{what}_slo_ms"] / 1e3 for what in ("ttft", "tpot") if given[f"{what}_slo_ms"] is not None
     })  # fmt: skip
@@ -86,17 +101,21 @@ def run_schedule(log_path: Path, as_json: bool, given: dict[str, Any]) -> None:
 
 
 def one_strategy(given: dict[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
-    """(name, options) of whom to ask again; None for who made the log. Raises UsageError: not one, or options of nobody."""
+    """Return (name, options) of the strategy to ask again, None for the one that made the log.
+
+    Raises:
+        UsageError: several strategies, or options without a strategy.
+    """
     if click.get_current_context().get_parameter_source("strategies") is not ParameterSource.COMMANDLINE:
         if given["strategy_options"] is not None:
-            raise click.UsageError("--strategy-options goes with --strategy; the log says what options its strategy had.")
+            raise click.UsageError("--strategy-options goes with --strategy; the log has the options of its own strategy.")
         return None, None
     from sagellm.replay.schedule.base import ENGINE
 
     names = _names(given["strategies"])
     if len(names) > 1 or names == [ENGINE]:
-        raise click.UsageError(f"--strategy is {', '.join(names)}; with --verify name one, which is asked again.")
-    return names[0], _options_by_name(names, given["strategy_options"])[names[0]]
+        raise click.UsageError(f"--strategy is {', '.join(names)}; with --verify name one strategy.")
+    return names[0], options_by_name("--strategy-options", given["strategy_options"], names, EXAMPLE)[names[0]]
 
 
 def _names(text: str) -> list[str]:
@@ -111,21 +130,3 @@ def _file_of(file: Path, name: str, num_names: int) -> Path:
         return file
     safe = "".join(char if char.isalnum() or char in "_-." else "-" for char in name)
     return file.with_name(f"{file.stem}-{safe}{file.suffix}")
-
-
-def _options_by_name(names: list[str], text: str | None) -> dict[str, dict[str, Any]]:
-    if text is None:
-        return {name: {} for name in names}
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise click.UsageError(f"--strategy-options is not JSON: {error}.") from None
-    if not isinstance(given, dict):
-        raise click.UsageError(f"--strategy-options is a {type(given).__name__}; a JSON object was expected.")
-    if given and all(isinstance(value, dict) for value in given.values()):
-        if unknown := sorted(set(given) - set(names)):
-            raise click.UsageError(f"--strategy-options names {', '.join(unknown)}; --strategy has {', '.join(names)}.")
-        return {name: given.get(name, {}) for name in names}
-    if len(names) > 1 and given:
-        raise click.UsageError('with several strategies --strategy-options goes by strategy: {"adaptive": {...}}.')
-    return {name: given for name in names}

@@ -14,7 +14,7 @@ MAX_SHOWN = 20
 
 
 def verify_kv(log: Path, as_json: bool) -> int:
-    """The exit code. Raises SageError: the log cannot be used."""
+    """Verify evictions and lookups, and return the exit code. Raises SageError if the log cannot be used."""
     from sagellm.replay.verify import verify_log
 
     found = verify_log(log)
@@ -26,7 +26,7 @@ def verify_kv(log: Path, as_json: bool) -> int:
 
 
 def verify_strategy(log: Path, as_json: bool, strategy: str | None, options: dict[str, Any] | None) -> int:
-    """The exit code. Raises SageError: the log or the strategy cannot be used."""
+    """Verify a strategy's decisions, and return the exit code. Raises SageError if log or strategy cannot be used."""
     from sagellm.replay.schedule.verify import verify_schedule
 
     look_in_current_folder()
@@ -34,7 +34,7 @@ def verify_strategy(log: Path, as_json: bool, strategy: str | None, options: dic
     return _show(
         found, as_json,
         f"{log}: {found.num_decisions:,} decisions of {', '.join(dict.fromkeys(found.strategies))}, {found.num_left:,} left to "
-        f"the engine; {found.num_steps:,} steps and {found.num_ends:,} ends told",
+        f"the engine; {found.num_steps:,} steps and {found.num_ends:,} ends replayed",
     )  # fmt: skip
 
 

@@ -1,40 +1,21 @@
-"""`sagellm speculative`: the strategies that guess tokens, what guesses cost on this machine, and which setting pays."""
+"""`sagellm speculative`: list and check strategies, measure what guesses cost here, and recommend a setting."""
 
-import inspect
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 
-from sagellm.cli.plug_ins import show_rows, summary_of
+from sagellm.cli.kinds import old_commands
+from sagellm.cli.lazy import LazyGroup
+from sagellm.cli.tables import show_rows
 from sagellm.cli.values import Finite
 from sagellm.core.config import DEVICES, DTYPES
 from sagellm.core.errors import SageError
 
-# Imported when they are called.
-MODULES = {"check": ("sagellm.cli.speculative_check", "check", "Hold a strategy against every rule of the contract.")}
 MAX_GUESSES = 64
 MAX_BATCH = 4096
-
-
-class _Group(click.Group):
-    def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), *MODULES])
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name in MODULES:
-            module, attribute, _ = MODULES[name]
-            return getattr(import_module(module), attribute)
-        return super().get_command(context, name)
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        texts = {name: command.get_short_help_str() for name, command in self.commands.items()}
-        texts.update({name: text for name, (_, _, text) in MODULES.items()})
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted(texts.items()))
 
 
 class _Counts(click.ParamType):
@@ -57,36 +38,38 @@ class _Counts(click.ParamType):
         return tuple(sorted(set(numbers)))
 
 
-@click.group(cls=_Group)
-def speculative() -> None:
-    """List the speculative strategies, check one of your own, or measure and plan what guesses cost."""
-
-
-@speculative.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def list_strategies(as_json: bool) -> None:
-    """Name every strategy that is known, its options, and what it does in a sentence."""
-    from sagellm.accel.speculative.registry import strategy_names
-
-    rows = [_describe(name) for name in strategy_names()]
-    show_rows(rows, {"strategy": "strategy", "options": "options", "what it does": "summary"}, as_json)
-
-
-@speculative.command()
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="JSON file to write the table to.")
-@click.option("--model", type=click.Path(path_type=Path), help="Local Hugging Face folder. Default: the demo model.")
-@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True)
-@click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True)
-@click.option("--threads", type=click.IntRange(1), help="Of the CPU device [all cores].")
-@click.option("--lookaheads", type=_Counts(0, MAX_GUESSES), default="0,1,2,4,8", show_default=True, help="Guesses to try.")
-@click.option("--batches", type=_Counts(1, MAX_BATCH), default="1,4,16", show_default=True, help="Sequences in a step.")
-@click.option("--context", type=click.IntRange(1), default=256, show_default=True, help="Tokens of each prompt.")
-@click.option("--steps", type=click.IntRange(1), default=12, show_default=True, help="Steps of each kind, at least.")
+@click.command()
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="JSON file to write the table to."
+)
+@click.option(
+    "--model", type=click.Path(path_type=Path), help="Local Hugging Face folder of the model. Default: the demo model."
+)
+@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Type of weights and KV cache."
+)
+@click.option("--threads", type=click.IntRange(1), help="Compute threads of the CPU device [all cores].")
+@click.option(
+    "--lookaheads", type=_Counts(0, MAX_GUESSES), default="0,1,2,4,8", show_default=True,
+    help="Numbers of guesses to try.",
+)
+@click.option(
+    "--batches", type=_Counts(1, MAX_BATCH), default="1,4,16", show_default=True,
+    help="Numbers of sequences in a step to try.",
+)
+@click.option(
+    "--context", type=click.IntRange(1), default=256, show_default=True, help="Length of each prompt in tokens."
+)
+@click.option(
+    "--steps", type=click.IntRange(1), default=12, show_default=True,
+    help="Least number of steps to measure for each setting.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the table as one JSON document.")
 def profile(out: Path, as_json: bool, **given: Any) -> None:
     """Measure decode steps with guesses on this machine and model, and write them as a table.
 
-    The table is for `sagellm speculative recommend`, and for --speculative dynamic:NAME with the option table.
+    `sagellm speculative recommend` reads the table, and so does --speculative dynamic:NAME by its option `table`.
     Exit code 0: written; 1: it could not be measured; 2: misuse.
     """
     try:
@@ -107,20 +90,20 @@ def profile(out: Path, as_json: bool, **given: Any) -> None:
     click.echo(f"wrote {out}")
 
 
-@speculative.command()
+@click.command()
 @click.argument("table", type=click.Path(path_type=Path))
 @click.option(
     "--acceptance", type=click.FloatRange(0, 1), required=True,
-    help="Chance that a guess is right where those before it were: accepted by drafted of place 1 in /metrics.",
+    help="Chance that a guess is right if those before it were: accepted / drafted of place 1 in /metrics.",
 )  # fmt: skip
-@click.option("--target-ms", type=Finite(), help="Mean time between two tokens of a stream that is allowed [any].")
-@click.option("--batch", type=click.IntRange(1), help="Sequences in a step [whichever is best].")
+@click.option("--target-ms", type=Finite(), help="Longest mean time between two tokens of a stream, in ms [any].")
+@click.option("--batch", type=click.IntRange(1), help="Number of sequences in a step [the best].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def recommend(table: Path, acceptance: float, target_ms: float | None, batch: int | None, as_json: bool) -> None:
     """Name the lookahead of most tokens a second, from a measured table and an acceptance rate.
 
-    Exit code 0: it keeps to the target; 1: nothing does, and the shortest latency is shown; 2: misuse, or a bad table,
-    or one of a single batch size, which says nothing of others.
+    Exit code 0: it meets the target; 1: nothing does, and the shortest latency is shown; 2: misuse, an invalid table, or a
+    table of one batch size and a --batch other than that.
     """
     from sagellm.accel.speculative.planning.recommend import recommend as best_setting
     from sagellm.accel.speculative.planning.table import read_table
@@ -185,19 +168,11 @@ def _measure(given: dict[str, Any]) -> Any:
     return table
 
 
-def _describe(name: str) -> dict[str, Any]:
-    from sagellm.accel.speculative.registry import engine_method, find_strategy
-
-    if engine_method(name):
-        from sagellm.engines.lmdeploy.speculative.methods import OPTIONS
-
-        summary = "A method of LMDeploy's own engine, on a GPU: no strategy is asked."
-        return {"strategy": name, "options": dict.fromkeys(OPTIONS), "summary": summary, "class": None}
-    kind = find_strategy(name)
-    parameters = inspect.signature(kind).parameters.values()
-    return {
-        "strategy": name,
-        "options": {item.name: None if item.default is item.empty else item.default for item in parameters},
-        "summary": summary_of(kind),
-        "class": f"{kind.__module__}:{kind.__qualname__}",
-    }
+speculative = LazyGroup(
+    {
+        **old_commands("speculative"),
+        "profile": (lambda: profile, "Measure decode steps with guesses on this machine."),
+        "recommend": (lambda: recommend, "Name the lookahead of most tokens a second."),
+    },
+    name="speculative", help="List, check, measure and plan strategies that guess tokens.",
+)  # fmt: skip

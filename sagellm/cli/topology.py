@@ -56,7 +56,7 @@ def _document(manager, num_bytes: int) -> dict:
 
 
 def _show(manager, num_bytes: int) -> None:
-    from sagellm.cli.plug_ins import show_rows
+    from sagellm.cli.tables import show_rows
     from sagellm.comm_backend.topology.draw import describe, rate_text, text_tree
 
     info = manager.info

@@ -1,13 +1,16 @@
-"""Types of values on the command line that several commands take."""
+"""Values on the command line that several commands take: finite numbers, and options as JSON."""
 
+import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
 
-__all__ = ["LONGEST_LIMIT_S", "Finite"]
+__all__ = ["LONGEST_LIMIT_S", "Finite", "options_by_name", "read_options"]
 
-LONGEST_LIMIT_S = 1e9  # 30 years; the timers of a system have their bounds
+LONGEST_LIMIT_S = 1e9  # 30 years; system timers take no more
+MAX_SHOWN = 100  # characters of a value in a message
 
 
 class Finite(click.FloatRange):
@@ -21,3 +24,44 @@ class Finite(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number above 0.", param, context)
         return number
+
+
+def read_options(flag: str, text: str, example: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options in a JSON object.
+
+    Raises:
+        UsageError: not a JSON object. The message names the flag and shows the example.
+    """
+    try:
+        options = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        shown = text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+        raise click.UsageError(f"{flag} {shown!r} is not JSON ({error}); for example '{json.dumps(example)}'.") from None
+    if not isinstance(options, dict):
+        kind = type(options).__name__
+        raise click.UsageError(f"{flag} {text!r} is a JSON {kind}; give a JSON object of names and values.")
+    return options
+
+
+def options_by_name(
+    flag: str, text: str | None, names: Sequence[str], example: Mapping[str, Any], plain: Callable[[str], str] = str
+) -> dict[str, dict[str, Any]]:
+    """Return the options of each name: those in a JSON object for a single name, or in one object for each name.
+
+    Args:
+        plain: gives the usual spelling of a name.
+
+    Raises:
+        UsageError: not a JSON object, options of an unknown name, or of several names in one object.
+    """
+    if text is None:
+        return {name: {} for name in names}
+    given = read_options(flag, text, example)
+    if given and all(isinstance(value, dict) for value in given.values()):
+        given = {plain(name): value for name, value in given.items()}
+        if unknown := sorted(set(given) - set(names)):
+            raise click.UsageError(f"{flag} names {', '.join(unknown)}; chosen are {', '.join(names)}.")
+        return {name: given.get(name, {}) for name in names}
+    if len(set(names)) > 1 and given:
+        raise click.UsageError(f"{flag} with several names goes by name: {json.dumps({names[0]: dict(example)})}.")
+    return {name: given for name in names}

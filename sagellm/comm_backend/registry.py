@@ -1,4 +1,4 @@
-"""Backends by name."""
+"""Find collective backends by name."""
 
 from sagellm.comm_backend.base import CommBackendProtocol
 from sagellm.comm_backend.config import CommConfig
@@ -9,23 +9,15 @@ from sagellm.comm_backend.vendor_groups import BkclBackend, CnclBackend, HcclBac
 from sagellm.core.errors import CommError
 from sagellm.core.registry import Registry
 
-__all__ = ["backend_names", "find_backend", "make_backend"]
+__all__ = ["BACKENDS", "backend_names", "find_backend", "make_backend"]
 
 GROUP = "sagellm.comm_backends"
 OWN = (MemoryBackend, GlooBackend, NcclBackend, ShmBackend, RcclBackend, HcclBackend, CnclBackend, BkclBackend)
-_REGISTRY = Registry("communication backend", CommBackendProtocol, CommError, GROUP, OWN)
-
-
-def backend_names() -> list[str]:
-    """Those of the project, then those that installed packages offer."""
-    return _REGISTRY.names()
-
-
-def find_backend(name: str) -> type[CommBackendProtocol]:
-    """Raises CommError: unknown, cannot be loaded, or none."""
-    return _REGISTRY.find(name)
+BACKENDS = Registry("communication backend", CommBackendProtocol, CommError, GROUP, OWN, num_given=1)
+backend_names = BACKENDS.names
+find_backend = BACKENDS.find
 
 
 def make_backend(config: CommConfig) -> CommBackendProtocol:
-    """Join the group of the configuration. Raises CommError, as the backend does."""
-    return _REGISTRY.make(find_backend(config.backend), config.backend, config)
+    """Join the group of the configuration. Raises CommError if the backend is unknown or cannot join."""
+    return BACKENDS.make(find_backend(config.backend), config.backend, config)

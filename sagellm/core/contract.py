@@ -1,23 +1,27 @@
-"""What a contract suite reports, and how its scenarios are run: for any kind of class that users write."""
+"""Contract suites: rules and scenarios that hold for every class of a kind, and the runner that plays them."""
 
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-__all__ = ["Broke", "ContractReport", "Played", "RuleResult", "Scenario", "playing", "run_scenarios"]
+from sagellm.core.registry import Registry
+
+__all__ = ["Broke", "ContractReport", "Flag", "Played", "RuleResult", "Scenario", "Suite", "run_scenarios"]
 
 Report = Callable[[str, str], None]
 
 
 class Broke(Exception):
-    """What is checked raised, and it has been reported; the scenario cannot go on."""
+    """The checked object raised. The fault is reported, and the scenario ends."""
 
 
 class RuleResult(NamedTuple):
-    """One rule. `message` is empty where it is kept; `seen`: whether anything happened that could break it."""
+    """One rule. `message` is empty if it is kept. `seen`: whether anything happened that could break it."""
 
     rule: str
     says: str
@@ -30,7 +34,7 @@ class RuleResult(NamedTuple):
 
 
 class ContractReport(NamedTuple):
-    """What came out for one class. `event_us`: microseconds an event or question, for information."""
+    """Result for one class. `event_us`: microseconds for an event or question, for information."""
 
     results: tuple[RuleResult, ...]
     event_us: float
@@ -42,14 +46,14 @@ class ContractReport(NamedTuple):
 
 
 class Played(NamedTuple):
-    """How many events and questions there were, and the rules that could have been broken."""
+    """Number of events and questions, and the rules that could have been broken."""
 
     num_events: int
     seen: frozenset[str] | set[str]
 
 
 class Scenario(NamedTuple):
-    """`run` is called with what builds the class, a seed and a report; `is_random`: worth repeating with another seed."""
+    """`run` takes the builder of the class, a seed and a report. `is_random`: repeat it with other seeds."""
 
     run: Callable[[Any, int, Report], Played]
     is_random: bool = False
@@ -59,33 +63,92 @@ def _given_options(*arguments: Any, **options: Any) -> bool:
     return bool(options)
 
 
-def playing(
-    make: Callable[..., Any], may_refuse: Callable[..., bool] = _given_options
-) -> Callable[[Scenario, int, Report], Played]:
-    """How `run_scenarios` plays the scenarios of a class that `make` builds.
+class Flag(NamedTuple):
+    """An option of a suite on the command line. An integer lies from `low` to `high`; a text is one of `choices`."""
 
-    Args:
-        may_refuse: called with the arguments of `make`, says whether it may raise; by default where an option is tried. What is
-            raised elsewhere breaks the rule `builds` and ends the scenario.
+    name: str
+    default: Any
+    help: str
+    low: int | None = None
+    high: int | None = None
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The contract of one kind, for classes that are built in this process.
+
+    Attributes:
+        what: name of the kind, for messages.
+        rules: name of each rule -> what it demands.
+        scenarios: what is played, by name.
+        example: options to show in error messages.
+        trial: positional arguments for the first attempt to build one.
+        may_refuse: whether building with these arguments may raise; by default if an option is tried. Elsewhere it breaks the
+            rule `builds` and ends the scenario.
+        flags: further options of `sagellm check`, handed to `prepare`.
     """
 
-    def play(scenario: Scenario, seed: int, report: Report) -> Played:
-        def build(*arguments: Any, **options: Any) -> Any:
+    what: str
+    rules: Mapping[str, str]
+    scenarios: Mapping[str, Scenario]
+    example: Mapping[str, Any] = field(default_factory=dict)
+    trial: tuple[Any, ...] = ()
+    may_refuse: Callable[..., bool] = _given_options
+    flags: tuple[Flag, ...] = ()
+
+    def prepare(self, registry: Registry, name: str, options: dict[str, Any], **flags: Any) -> Callable[..., ContractReport]:
+        """Find the class and try its options.
+
+        Args:
+            flags: values of `flags`, which choose among classes of the registry.
+
+        Returns:
+            `check` for this class: takes `seed`, `rounds`, `progress` and `limit_s`.
+
+        Raises:
+            SageError: unknown name, or invalid options. A class of others that cannot be built without options breaks a rule.
+        """
+        kind = registry.find(name, **flags)
+        if options or kind.__module__.startswith("sagellm."):
+            registry.make(kind, name, *self.trial, **options)
+        return partial(self.check, lambda *arguments, **tried: kind(*arguments, **{**options, **tried}))
+
+    def check(
+        self, make: Callable[..., Any], *, seed: int = 0, rounds: int = 3, progress: Callable[[str], None] | None = None,
+        limit_s: float | None = None, only: Collection[str] | None = None,
+    ) -> ContractReport:  # fmt: skip
+        """Check a class against every rule. A rule that was never put to the test is not passed.
+
+        Args:
+            make: builds one, with keyword arguments if options are tried; called often.
+            seed: the first of `rounds` seeds.
+            rounds: repetitions of each random scenario.
+            progress: called with the name of each scenario before it begins.
+            limit_s: seconds for one run of a scenario, see `run_scenarios`.
+            only: names of the scenarios to play; by default all.
+        """
+
+        def play(scenario: Scenario, number: int, report: Report) -> Played:
+            def build(*arguments: Any, **tried: Any) -> Any:
+                try:
+                    return make(*arguments, **tried)
+                except (Exception, SystemExit) as error:
+                    if self.may_refuse(*arguments, **tried):
+                        raise
+                    wanted = "".join(f" for {argument}" for argument in arguments)
+                    report("builds", f"it raised {type(error).__name__}: {error}; build it{wanted}.")
+                    raise Broke from error
+
             try:
-                return make(*arguments, **options)
-            except (Exception, SystemExit) as error:
-                if may_refuse(*arguments, **options):
-                    raise
-                wanted = "".join(f" for {argument}" for argument in arguments)
-                report("builds", f"it raised {type(error).__name__}: {error}; build it{wanted}.")
-                raise Broke from error
+                return scenario.run(build, number, report)
+            except Broke:
+                return Played(0, frozenset())
 
-        try:
-            return scenario.run(build, seed, report)
-        except Broke:
-            return Played(0, frozenset())
-
-    return play
+        return run_scenarios(
+            self.rules, self.scenarios, play, seed=seed, rounds=rounds, progress=progress, limit_s=limit_s, only=only,
+            what=self.what,
+        )  # fmt: skip
 
 
 def run_scenarios(
@@ -108,11 +171,12 @@ def run_scenarios(
         rules: name -> what it says.
         play: runs one scenario with a seed; its report takes the name of a rule and what was got and what is allowed.
         progress: called with the name of each scenario before it begins.
-        limit_s: for one run of a scenario; what takes longer, in Python, is stopped and nothing else is tried. Only in a
-            process's main thread, on systems that have signals.
+        limit_s: seconds for one run of a scenario. A longer run is stopped, if it is in Python, and nothing else is tried. Only
+            in a process's main thread, on systems that have signals.
         only: names of the scenarios to play; by default all.
-        what: is checked, for messages.
-        built_rule, raise_rule: the rules that are broken where nothing can be built, and where there is no end.
+        what: name of the kind, for messages.
+        built_rule: the rule that is broken if nothing can be built.
+        raise_rule: the rule that is broken if a scenario does not end.
     """
     if only is not None:
         scenarios = {name: scenarios[name] for name in only}
@@ -143,7 +207,7 @@ def run_scenarios(
 
 
 def _reporter(rules: Mapping[str, str], messages: dict[str, str], scenario: str, seed: int) -> Report:
-    """Keeps the first message of each rule, with what shows it again."""
+    """Keep the first message of each rule, with the scenario and seed that show it again."""
 
     def report(rule: str, message: str) -> None:
         assert rule in rules, rule
@@ -153,12 +217,12 @@ def _reporter(rules: Mapping[str, str], messages: dict[str, str], scenario: str,
 
 
 class _TimedOut(BaseException):
-    """No Exception, so that neither what is checked nor a scenario takes it for one of its own."""
+    """Not an Exception, so that neither the checked object nor a scenario catches it."""
 
 
 @contextmanager
 def _limit(limit_s: float | None) -> Iterator[None]:
-    """Raises _TimedOut in what runs longer."""
+    """Raise _TimedOut in a block that runs longer."""
     if limit_s is None or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return

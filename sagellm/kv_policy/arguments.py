@@ -1,17 +1,20 @@
-"""Checks what a policy is given: its options, and keys that must or must not be on the tier."""
+"""Checks of what a policy gets: options, and keys that must or must not be on its tier."""
 
 import math
 from collections.abc import Container
 from numbers import Integral, Real
 
 from sagellm.core.errors import PolicyError
+from sagellm.core.options import option_checks
 from sagellm.kv_policy.base import BlockKey, CachedBlock
 
 __all__ = ["RANGES", "check_count", "check_number", "check_option", "require_absent", "require_new", "require_present"]
 
+check_number, check_count = option_checks("policy", PolicyError)
+
 MAX_DEPTH = 2**31 - 1
 
-# Of every option, for the policies in C++ too, which say the same in their own words.
+# Inclusive ranges of all options; the policies in C++ check them too.
 RANGES = {
     "small_ratio": (0.0, 1.0),
     "ghost_ratio": (0.0, 16.0),
@@ -25,34 +28,13 @@ RANGES = {
 }
 
 
-def check_number(policy: str, option: str, value: object, low: float, high: float = math.inf) -> float:
-    """The value as a float. Raises PolicyError: not a finite number from `low` to `high`."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, Real)
-        or not math.isfinite(value)
-        or not low <= value <= high
-    ):
-        bounds = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise PolicyError(f"policy {policy}: option {option}={value!r}; give a number {bounds}.")
-    return float(value)
-
-
-def check_count(policy: str, option: str, value: object, low: int = 0, high: float = math.inf) -> int:
-    """The value as an int. Raises PolicyError: not a whole number from `low` to `high`."""
-    number = check_number(policy, option, value, low, high)
-    if number != int(number):
-        raise PolicyError(f"policy {policy}: option {option}={value!r}; give a whole number.")
-    return int(number)
-
-
 def check_option(policy: str, option: str, value: object) -> float:
-    """The value of an option of `RANGES`. Raises PolicyError: not a number in its range."""
+    """Return the value of an option of `RANGES`. Raises PolicyError if it is not a number in its range."""
     return check_number(policy, option, value, *RANGES[option])
 
 
 def require_new(block: CachedBlock, *holders: Container[BlockKey]) -> None:
-    """Raises PolicyError: it is no block, as `CachedBlock` describes it, or one of the holders has it."""
+    """Raise PolicyError if it is not a valid `CachedBlock`, or one of the holders has it."""
     for what, key in (("key", block.key), ("parent", block.parent)):
         if not (isinstance(key, Integral) and 0 <= key < 2**64) and not (what == "parent" and key is None):
             raise PolicyError(f"{what} {key!r}; it must be a whole number from 0 to 2**64 - 1.")
@@ -67,13 +49,13 @@ def require_new(block: CachedBlock, *holders: Container[BlockKey]) -> None:
 
 
 def require_absent(key: BlockKey, *holders: Container[BlockKey]) -> None:
-    """Raises PolicyError: one of the holders has the block."""
+    """Raise PolicyError if one of the holders has the block."""
     if any(key in holder for holder in holders):
         raise PolicyError(f"block {key} is on the tier already; tell on_remove before it is inserted again.")
 
 
 def require_present(key: BlockKey, *holders: Container[BlockKey]) -> None:
-    """Raises PolicyError: no holder has the block."""
+    """Raise PolicyError if no holder has the block."""
     try:
         is_present = any(key in holder for holder in holders)
     except TypeError:  # it cannot be hashed

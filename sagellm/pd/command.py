@@ -1,7 +1,8 @@
-"""`sagellm pd`: prompts on one engine, decoding on another; a proxy, and a whole group on this host."""
+"""`sagellm pd`: prefill on one engine and decode on another; a proxy, and a whole group on this host."""
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +12,68 @@ from pydantic import ValidationError
 from sagellm.core.errors import ConfigError, SageError
 
 LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR"]
+SHARED = (
+    click.option("--api-key", multiple=True, help="API key that clients must send; may be given several times."),
+    click.option(
+        "--policy", default="pd", show_default=True,
+        help="Routing policy: pd, always-split, never-split, or module:Class.",
+    ),
+    click.option(
+        "--wait-s", type=float, default=30.0, show_default=True,
+        help="Seconds that a request waits for a decode engine.",
+    ),
+    click.option(
+        "--silent-s", type=float, default=60.0, show_default=True,
+        help="Seconds of silence after which an engine is hung.",
+    ),
+    click.option("--record", type=click.Path(path_type=Path), help="File for routing decisions, as JSON lines."),
+    click.option(
+        "--drain-timeout-s", type=float, default=10.0, show_default=True,
+        help="Seconds for running requests at shutdown.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print the readiness line as JSON."),
+)
+
+
+def _shared(level: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the options of `proxy` and `up`. `level`: the default log level."""
+    log_level = click.option(
+        "--log-level", type=click.Choice(LEVELS), default=level, show_default=True,
+        help="Least severity that is logged.",
+    )
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed((*SHARED, log_level)):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 @click.group()
 def pd() -> None:
-    """Compute prompts on some engines and decode on others."""
+    """Prefill/decode separation: start a group of engines with its proxy, or the proxy alone."""
 
 
 @pd.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on.")
-@click.option("--pd-key-file", "key_file", type=click.Path(path_type=Path), required=True, help="Secret of the group.")
+@click.option(
+    "--pd-key-file", "key_file", type=click.Path(path_type=Path), required=True,
+    help="File with the secret of the group.",
+)
 @click.option(
     "--model", type=click.Path(path_type=Path),
-    help="Folder of the tokenizer. Without it the proxy routes by load alone.",
+    help="Folder of the tokenizer. Without it requests are routed by load alone.",
 )
-@click.option("--api-key", multiple=True, help="Key that clients must send; may be given several times.")
-@click.option(
-    "--policy", default="pd", show_default=True,
-    help="Routing policy: pd, always-split, never-split, or module:Class.",
-)
-@click.option(
-    "--wait-s", type=float, default=30.0, show_default=True,
-    help="Longest wait in seconds for an engine that decodes.",
-)
-@click.option(
-    "--silent-s", type=float, default=60.0, show_default=True,
-    help="Seconds of silence after which an engine counts as hung.",
-)
-@click.option("--record", type=click.Path(path_type=Path), help="JSON-lines file for decisions and ends of requests.")
 @click.option(
     "--nodes-file", type=click.Path(path_type=Path),
-    help="File that keeps the URLs of engines for the next proxy.",
+    help="File that keeps the URLs of engines for the next start of the proxy.",
 )
 @click.option("--listen-fd", type=int, hidden=True)
-@click.option(
-    "--drain-timeout-s", type=float, default=10.0, show_default=True,
-    help="Seconds that running requests get at the end.",
-)
-@click.option("--log-level", type=click.Choice(LEVELS), default="INFO", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the readiness line as JSON.")
+@_shared("INFO")
 def proxy(as_json: bool, **flags: Any) -> None:
-    """Run the proxy alone. Engines join it; clients send requests to it.
+    """Run LMDeploy's DistServe proxy with our routing: engines join it, clients send requests to it.
 
     Exit code 0: ended by a signal; 2: it could not start.
     """
@@ -64,46 +85,22 @@ def proxy(as_json: bool, **flags: Any) -> None:
 
 
 @pd.command(context_settings={"ignore_unknown_options": False})
+@click.option("--prefill", type=click.IntRange(0, 64), default=1, show_default=True, help="Number of prefill engines.")
+@click.option("--decode", type=click.IntRange(0, 64), default=1, show_default=True, help="Number of decode engines.")
 @click.option(
-    "--prefill", type=click.IntRange(0, 64), default=1, show_default=True,
-    help="Number of engines that compute prompts.",
-)
-@click.option(
-    "--decode", type=click.IntRange(0, 64), default=1, show_default=True,
-    help="Number of engines that decode.",
-)
-@click.option(
-    "--hybrid", type=click.IntRange(0, 64), default=0, show_default=True,
-    help="Number of engines that do both.",
+    "--hybrid", type=click.IntRange(0, 64), default=0, show_default=True, help="Number of engines that do both."
 )
 @click.option("--port", type=int, default=8000, show_default=True, help="Port of the proxy.")
-@click.option("--model", type=click.Path(path_type=Path), help="Local Hugging Face folder. Default: a demo model.")
-@click.option("--api-key", multiple=True, help="Key that clients must send; may be given several times.")
 @click.option(
-    "--policy", default="pd", show_default=True,
-    help="Routing policy: pd, always-split, never-split, or module:Class.",
+    "--model", type=click.Path(path_type=Path), help="Local Hugging Face folder of the model. Default: a demo model."
 )
-@click.option(
-    "--wait-s", type=float, default=30.0, show_default=True,
-    help="Longest wait in seconds for an engine that decodes.",
-)
-@click.option(
-    "--silent-s", type=float, default=60.0, show_default=True,
-    help="Seconds of silence after which an engine counts as hung.",
-)
-@click.option("--record", type=click.Path(path_type=Path), help="JSON-lines file for the decisions of the proxy.")
-@click.option("--pin", is_flag=True, help="Pin each engine to its own share of the cores.")
-@click.option("--no-restart", is_flag=True, help="End the whole group when one process ends.")
+@click.option("--pin", is_flag=True, help="Give each engine cores of its own.")
+@click.option("--no-restart", is_flag=True, help="End the whole group if one process ends.")
 @click.option(
     "--ready-timeout-s", type=float, default=600.0, show_default=True,
-    help="Longest start of the group in seconds.",
+    help="Seconds within which every process must be ready.",
 )
-@click.option(
-    "--drain-timeout-s", type=float, default=10.0, show_default=True,
-    help="Seconds that running requests get at the end.",
-)
-@click.option("--log-level", type=click.Choice(LEVELS), default="WARNING", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the readiness line as JSON.")
+@_shared("WARNING")
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
 def up(as_json: bool, **flags: Any) -> None:
     """Start a proxy and engines on this host, and end them together. Flags after -- go to sagellm serve.
@@ -117,10 +114,13 @@ def up(as_json: bool, **flags: Any) -> None:
 
 @pd.command()
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the proxy.")
-@click.option("--api-key", help="API key of the proxy.")
-@click.option("--json", "as_json", is_flag=True, help="Print the proxy's answer.")
+@click.option("--api-key", help="API key, if the proxy needs one.")
+@click.option("--json", "as_json", is_flag=True, help="Print the proxy's answer as JSON.")
 def status(url: str, api_key: str | None, as_json: bool) -> None:
-    """Show the engines of a proxy, their connections and their load. Exit code 1: no proxy, or a refused connection."""
+    """Show the engines of a proxy, their links, and what waits.
+
+    Exit code 0: fine; 1: there is no proxy, or a pair is kept apart.
+    """
     import urllib.error
     import urllib.request
 
@@ -135,7 +135,7 @@ def status(url: str, api_key: str | None, as_json: bool) -> None:
         with urllib.request.urlopen(request, timeout=10) as answer:
             found = json.load(answer)
     except (OSError, ValueError) as error:
-        click.echo(f"error: {url} does not answer as a proxy of ours: {error}.", err=True)
+        click.echo(f"error: {url} does not answer as a sagellm proxy: {error}. Start one with sagellm pd up.", err=True)
         sys.exit(1)
     engines = found["engines"]
     if as_json:
@@ -153,7 +153,7 @@ def status(url: str, api_key: str | None, as_json: bool) -> None:
 
 
 def _checked(kind: Any, flags: dict[str, Any]) -> Any:
-    """Raises ConfigError: what is wrong, by the name of the flag."""
+    """Build a configuration. Raises ConfigError that names the invalid flag."""
     try:
         return kind(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks.direct_comm import exposed_s
 
 RANK = """
@@ -28,6 +30,7 @@ timer.close()
 """
 
 
+@pytest.mark.slow
 def test_waiting_is_timed_and_computing_is_not(tmp_path: Path):
     begin = time.monotonic_ns()
     ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), str(rank)]) for rank in range(2)]

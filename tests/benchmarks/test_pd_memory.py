@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from benchmarks.pd import memory
 from benchmarks.pd.memory import EngineMemory, Growth
+from benchmarks.processes import wait_until
 
 
 def test_growth_is_that_after_the_warm_up_of_each_process():
@@ -28,10 +28,7 @@ def test_a_process_is_looked_at_with_those_below_it(monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", below, "--port", "1"])
     try:
         server = psutil.Process(process.pid)
-        deadline = time.monotonic() + 30
-        while not server.children():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until("its child", server.children)
         pages = [{memory.ANSWERED[0]: 1.0, memory.ANSWERED[1]: 1.0}, {memory.ANSWERED[0]: 4.0}]
         monkeypatch.setattr(memory, "metrics_of", lambda url: pages.pop(0))
         engines = EngineMemory(warm_up=2)

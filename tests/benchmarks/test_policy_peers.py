@@ -14,20 +14,7 @@ from benchmarks.policies.report import markdown
 from benchmarks.policies.workload import sessions, zipf
 from benchmarks.policy_peers import main
 
-SMALL = [
-    "--requests",
-    "3000",
-    "--objects",
-    "300",
-    "--compared",
-    "1500",
-    "--single",
-    "500",
-    "--growing",
-    "2000",
-    "--rounds",
-    "2",
-]
+SMALL = "--requests 3000 --objects 300 --compared 1500 --single 500 --growing 2000 --rounds 2".split()
 STAND_IN = '''
 """Has the names of libCacheSim. All of its policies are FIFO, but LRU, which is right."""
 from collections import OrderedDict
@@ -77,7 +64,7 @@ class LRU(FIFO):
         self.cache.move_to_end(key)
 
 
-LFU = ARC = Sieve = S3FIFO = FIFO
+LFU = ARC = Sieve = S3FIFO = TwoQ = GDSF = FIFO
 '''
 
 

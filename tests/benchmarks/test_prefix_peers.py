@@ -119,24 +119,6 @@ def test_figures_have_one_value_a_round():
         assert len(own["bytes_per_token"]) == len(own["own_bytes_per_token"]) == 2
 
 
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        ("Found(found.num_tokens - 64, found.block_ids[:-1])", "tokens, "),
-        ("Found(found.num_tokens, found.block_ids[::-1])", "other blocks"),
-    ],
-)
-def test_a_contestant_with_wrong_answers_is_refused(tmp_path: Path, wrong: str, words: str):
-    entrants = [Entrant(OURS, sys.executable, OURS, 30), Entrant("other", wrong_python(tmp_path, wrong), OURS, 30)]
-    figures = measure(entrants, Plan(seed=1, block_size=64, num_lookups=16, rounds=2, starts=1))
-    assert figures["other"].keys() == {"about", "refused"}
-    assert (
-        figures["other"]["refused"].startswith("16 wrong answers: lookup 0 found ")
-        and words in figures["other"]["refused"]
-    )
-    assert figures[OURS]["refused"] == "" and len(figures[OURS]["lookup_us"]["lookup"]) == 2
-
-
 def start(contestant: str, python: str = sys.executable) -> ContestantProcess:
     return ContestantProcess("it", python, WORKER, {"contestant": contestant, **SMALL}, lambda: None)
 
@@ -168,19 +150,7 @@ def test_other_lookups_than_the_others_are_refused(tmp_path: Path):
         measure(entrants, Plan(seed=1, block_size=64, num_lookups=16, rounds=1, starts=1))
 
 
-ARGUMENTS = [
-    "--block-size",
-    "64",
-    "--sequences",
-    "30",
-    "--lookups",
-    "16",
-    "--rounds",
-    "2",
-    "--starts",
-    "1",
-    "--no-alone",
-]
+ARGUMENTS = "--block-size 64 --sequences 30 --lookups 16 --rounds 2 --starts 1 --no-alone".split()
 
 
 def test_the_command_writes_json_and_markdown(tmp_path: Path):
@@ -203,6 +173,8 @@ def test_the_command_fails_where_a_contestant_is_refused(tmp_path: Path):
     done = CliRunner().invoke(main, [*ARGUMENTS, "--no-lmdeploy", "--sglang", python])
     assert done.exit_code == 1, done.output
     assert "| SGLang tree core (Rust) | refused: 16 wrong answers: lookup 0 found 0 tokens" in done.stdout
+    (ours,) = [line for line in done.stdout.splitlines() if line.startswith(f"| {OURS} |")]
+    assert "refused" not in ours
 
 
 def test_the_command_tells_misuse(tmp_path: Path):

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from click.testing import CliRunner
 
 from benchmarks.load.samples import read_samples
 from benchmarks.metrics.definitions import DEFINITIONS
+from benchmarks.processes import wait_until
 from benchmarks.result import Result, Run, read_result
 from benchmarks.runner import main
 
@@ -95,20 +95,24 @@ class Comparison(NamedTuple):
         return read_result(self.out / "result.json")
 
 
-@pytest.fixture(scope="module")
-def comparison(config: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    """Two contestants, the second on two ranks, which have to wait for each other.
+def dies_at(number: int) -> dict[str, Any]:
+    """The engine is killed at that request. A round is three requests, the first round has one more to warm up."""
+    return {"name": "tests.benchmarks.plugins:Dies", "options": {"at": number}}
 
-    In the third round, which it begins, its engine is killed. A round is three requests, the first has one to warm up.
-    """
-    dies = {"name": "tests.benchmarks.plugins:Dies", "options": {"at": 4 + 3 + 2}}
-    late = {"name": "tests.benchmarks.plugins:Straggles", "options": {"late_s": 0.01}}
-    sides = [{"name": "one"}, {"name": "two", "server": {"tensor_parallel": 2, "plugins": [dies, late]}}]
-    out = tmp_path_factory.mktemp("comparison") / "out"
+
+def compare(sides: list[dict[str, Any]], config: Callable[..., Path], out: Path) -> Comparison:
     with family() as left_behind:
         done = CliRunner().invoke(main, ["--config", str(config(contestants=sides, rounds=4)), "--out", str(out)])
         assert isinstance(done.exception, SystemExit), done.output
         return Comparison(out, done.exit_code, done.stdout, left_behind())
+
+
+@pytest.fixture(scope="module")
+def comparison(config: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    """Two contestants, the second on two ranks, which wait for each other. It dies in the third round, which it begins."""
+    late = {"name": "tests.benchmarks.plugins:Straggles", "options": {"late_s": 0.01}}
+    sides = [{"name": "one"}, {"name": "two", "server": {"tensor_parallel": 2, "plugins": [dies_at(4 + 3 + 2), late]}}]
+    return compare(sides, config, tmp_path_factory.mktemp("comparison") / "out")
 
 
 def assert_whole(out: Path, result: Result) -> None:
@@ -132,7 +136,7 @@ def assert_whole(out: Path, result: Result) -> None:
         assert len(commit["commit"]) == 40 and commit["changed"] in (True, False)
 
 
-def test_a_server_that_dies_ends_the_benchmark(comparison: Comparison):
+def assert_died(comparison: Comparison) -> None:
     assert comparison.code == 1
     assert not comparison.left_behind
     result = comparison.result
@@ -140,12 +144,23 @@ def test_a_server_that_dies_ends_the_benchmark(comparison: Comparison):
     assert result.reason.startswith(("the server ended with code ", "no answer from "))
     assert f"**failed**: {result.reason[:20]}" in comparison.stdout
     assert comparison.stdout == (comparison.out / "report.md").read_text() + "\n"
+    assert_whole(comparison.out, result)
 
 
-def test_finished_runs_are_kept(comparison: Comparison):
-    assert_whole(comparison.out, comparison.result)
+def test_a_server_that_dies_ends_the_benchmark(config: Callable[..., Path], tmp_path: Path):
+    comparison = compare([{"name": "one", "server": {"plugins": [dies_at(4 + 2)]}}], config, tmp_path / "out")
+    assert_died(comparison)
+    assert [(run.round, run.status) for run in comparison.result.runs] == [(0, "valid")]
+    lines = (comparison.out / "result.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(comparison.result.runs[0].metrics) and lines[1].startswith("one,serve,0,0,7000,valid,")
 
 
+@pytest.mark.slow
+def test_a_contestant_that_dies_ends_the_benchmark(comparison: Comparison):
+    assert_died(comparison)
+
+
+@pytest.mark.slow
 def test_contestants_take_turns(comparison: Comparison):
     rows = [(run.contestant, run.scenario, run.round, run.status) for run in comparison.result.runs]
     assert rows == [
@@ -154,6 +169,7 @@ def test_contestants_take_turns(comparison: Comparison):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_contestants_are_asked_the_same(comparison: Comparison):
     asked = {(run.contestant, run.round): (run.seed, lengths(comparison.out, run)) for run in comparison.result.runs}
     assert [asked["one", number][0] for number in range(2)] == [7000, 7001]
@@ -165,6 +181,7 @@ def lengths(out: Path, run: Run) -> list[int]:
     return read_samples(out / run.samples).prompt_tokens.tolist()
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_each_other(comparison: Comparison):
     assert comparison.result.of("one", "serve", "comm_share") == {0: 0.0, 1: 0.0}
     shares = comparison.result.of("two", "serve", "comm_share")
@@ -172,7 +189,9 @@ def test_ranks_wait_for_each_other(comparison: Comparison):
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize(("stop", "rounds", "launches"), [(signal.SIGINT, 500, 1), (signal.SIGTERM, 1, 500)])
+@pytest.mark.parametrize(
+    ("stop", "rounds", "launches"), [(signal.SIGINT, 500, 1), pytest.param(signal.SIGTERM, 1, 500, marks=pytest.mark.slow)],
+)
 def test_a_user_who_has_seen_enough(
     stop: int, rounds: int, launches: int, config: Callable[..., Path], left_behind: Callable, tmp_path: Path
 ):
@@ -184,11 +203,12 @@ def test_a_user_who_has_seen_enough(
     with (tmp_path / "stdout").open("wb") as stdout, (tmp_path / "stderr").open("wb") as stderr:
         runner = subprocess.Popen(command, stdout=stdout, stderr=stderr, start_new_session=True)
     try:
-        end = time.monotonic() + DEADLINE_S
-        while not (out / "result.json").exists() or len(read_result(out / "result.json").runs) < enough:
+
+        def has_enough() -> bool:
             assert runner.poll() is None, (tmp_path / "stderr").read_text()
-            assert time.monotonic() < end, "too few runs"
-            time.sleep(0.05)
+            return (out / "result.json").exists() and len(read_result(out / "result.json").runs) >= enough
+
+        wait_until("enough runs", has_enough, DEADLINE_S)
         assert read_result(out / "result.json").status == "partial"
         os.kill(runner.pid, stop)
         code = runner.wait(DEADLINE_S)

@@ -32,7 +32,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "kv_transfer": {"mib": [], "blocks": 3},
     "pd_answers": {"requests": 6, "alone": 2},
     "pd_faults": {"requests": 20, "seconds": 20.0, "kill_every_s": 8.0, "texts": 5, "warm_up": 1},
-    "pd_interference": {"prompts": 4, "repeats": 1},
+    "pd_interference": {"prompts": 10, "repeats": 1},
     "plan_build": {"num_requests": 16, "repeats": 2},
     "prefix_index": {"num_sequences": 40, "num_lookups": 8},
     "prefix_eviction": {"num_leaves": 200},
@@ -67,12 +67,15 @@ def test_shipped_components():
     assert not {"base", "serve"} & set(component_names())
 
 
-# Groups of real engines: a minute and more, however few requests they get.
-WHOLE_GROUPS = ("pd_answers", "pd_faults", "pd_interference")
+# Groups of real engines, and ranks that load torch anew; `comm_overlap` shows without `-m slow` that ranks are started.
+SLOW = {
+    "pd_answers", "pd_faults", "pd_interference",
+    "comm_fusion", "comm_overhead", "comm_share", "comm_transfer", "kv_transfer",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in WHOLE_GROUPS else []) for name in component_names()]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in component_names()]
 )
 def test_contract(name: str):
     module = component(name, {})

@@ -234,8 +234,9 @@ def benchmark(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """`benchmark(seed=..., workload keys ...)`: the command line on that server, --out tmp_path/out."""
     monkeypatch.setattr("benchmarks.runner.Server", lambda config, checkout: UpAlready(subject))
 
-    def once(seed: int, **workload: Any) -> Result:
-        config = scenario_config(subject.model, {"launches": 2, "rounds": 1, "seed": seed, "peak_tflops": 1.0}, workload)
+    def once(seed: int, config: dict[str, Any] | None = None, **workload: Any) -> Result:
+        values = {"launches": 2, "rounds": 1, "seed": seed, "peak_tflops": 1.0} | (config or {})
+        config = scenario_config(subject.model, values, workload)
         file = tmp_path / "config.yaml"
         file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
         return CliRunner().invoke(main, ["--config", str(file), "--out", str(tmp_path / "out")])
@@ -255,12 +256,23 @@ def test_a_benchmark_that_is_complete(benchmark: Callable[..., Result], tmp_path
     assert done.stdout == (tmp_path / "out" / "report.md").read_text() + "\n"
 
 
-def test_a_benchmark_without_a_valid_run_is_none(benchmark: Callable[..., Result], tmp_path: Path):
-    assert benchmark(seed=3).exit_code == 0
     (tmp_path / "out").rename(tmp_path / "before")
-    assert benchmark(seed=3).exit_code == 1
+    assert benchmark(seed=2).exit_code == 1, "no run is valid: all prompts are in the server's cache"
     result = read_result(tmp_path / "out" / "result.json")
     assert (result.status, [run.status for run in result.runs]) == ("complete", ["void", "void"])
+
+
+def test_contestants_take_turns_and_are_asked_the_same(benchmark: Callable[..., Result], tmp_path: Path):
+    """The one server that both share has the prompts of the first in its cache, so the second's runs do not count."""
+    sides = {"launches": 1, "rounds": 2, "contestants": [{"name": "base"}, {"name": "head"}]}
+    lengths = {"kind": "uniform", "low": 40, "high": 90}
+    assert benchmark(seed=5, config=sides, num_requests=3, prompt_tokens=lengths).exit_code == 0
+    runs = read_result(tmp_path / "out" / "result.json").runs
+    assert [(run.contestant, run.round, run.seed, run.status) for run in runs] == [
+        ("base", 0, 5000, "valid"), ("head", 0, 5000, "void"), ("head", 1, 5001, "valid"), ("base", 1, 5001, "void"),
+    ]  # fmt: skip
+    asked = [read_samples(tmp_path / "out" / run.samples).prompt_tokens.tolist() for run in runs]
+    assert asked[0] == asked[1] != asked[2] == asked[3]
 
 
 def test_misuse_that_only_a_server_shows(benchmark: Callable[..., Result], tmp_path: Path):

@@ -131,21 +131,21 @@ MISUSE = {
     "capacity 1.5": ([*GENERATED, "--capacity", "1.5"], "'1.5' is not a number of blocks"),
     "capacity empty": ([*GENERATED, "--capacity", "5,"], "'' is not a number"),
     "semantics": ([*GENERATED, "--capacity", 5, "--semantics", "token"], "'prefix', 'object'"),
-    "policy": ([*GENERATED, "--capacity", 5, "--policy", "magic"], "unknown eviction policy 'magic'; known are: fifo, lru"),
+    "policy": ([*GENERATED, "--capacity", 5, "--policy", "magic"], "unknown eviction policy 'magic'; known are: arc, belady"),
     "no policy": ([*GENERATED, "--capacity", 5, "--policy", ","], "names no policy"),
     "no module": ([*GENERATED, "--capacity", 5, "--policy", "absent.module:Thing"], "absent"),
     "option": ([*GENERATED, "--capacity", 5, "--policy", "lru", "--policy-options", '{"speed": 3}'], "speed"),
     "options not JSON": ([*GENERATED, "--capacity", 5, "--policy-options", "{"], "is not JSON"),
-    "options a list": ([*GENERATED, "--capacity", 5, "--policy-options", "[]"], "is a list"),
-    "options of another": ([*GENERATED, "--capacity", 5, "--policy-options", '{"arc": {}}'], "names arc; --policy has lru"),
-    "options of which": ([*GENERATED, "--capacity", 5, "--policy", "lru,arc", "--policy-options", '{"a": 1}'], "by policy"),
+    "options a list": ([*GENERATED, "--capacity", 5, "--policy-options", "[]"], "is a JSON list"),
+    "options of another": ([*GENERATED, "--capacity", 5, "--policy-options", '{"arc": {}}'], "names arc; chosen are lru"),
+    "options of which": ([*GENERATED, "--capacity", 5, "--policy", "lru,arc", "--policy-options", '{"a": 1}'], "by name"),
     "missing file": (["--trace", "absent.jsonl", "--capacity", 5], "absent.jsonl: no such file"),
     "parameter": (["--trace", "zipf:speed=1", "--capacity", 5], "zipf has no parameter speed"),
     "tiers": ([*GENERATED, "--tiers", "gpu:5,nvme:5"], "give gpu, then cpu, then nvme"),
     "tiers 0": ([*GENERATED, "--tiers", "gpu:0"], "at least 1 block"),
     "tiers twice": ([*GENERATED, "--tiers", "gpu:1,gpu:2"], "gpu is there twice"),
     "tiers and belady": ([*GENERATED, "--tiers", "gpu:5", "--policy", "belady"], "leave it out with --tiers"),
-    "objects that run": ([*GENERATED, "--capacity", 5, "--semantics", "object", "--running", 2], "--running goes with prefix"),
+    "objects that run": ([*GENERATED, "--capacity", 5, "--semantics", "object", "--running", 2], "--running needs prefix"),
     "rates": ([*GENERATED, "--tiers", "gpu:5", "--load-gb-per-s", "gpu:5"], "is not cpu:GB/s"),
     "capacity of many digits": ([*GENERATED, "--capacity", "9" * 5000], "from 1 to 1073741824"),
     "capacity above": ([*GENERATED, "--capacity", 2**30 + 1], "from 1 to 1073741824"),
@@ -258,7 +258,7 @@ def test_verify_takes_no_other_options(more):
 @pytest.mark.parametrize("more", [["--migration", "never"], ["--load-gb-per-s", "cpu:5"]])
 def test_options_of_tiers_go_with_tiers(more):
     done = run(*GENERATED, "--capacity", 50, *more)
-    assert done.exit_code == 2 and f"{more[0]} goes with --tiers" in done.output
+    assert done.exit_code == 2 and f"{more[0]} needs --tiers" in done.output
 
 
 def test_verify_a_log_that_is_not_there():

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from sagellm.accel.speculative.planning.table import LatencyTable, read_table
-from sagellm.accel.speculative.registry import make_strategy, strategy_names
+from sagellm.accel.speculative.registry import make_speculator, speculator_names
 from sagellm.cli import main
 
 
@@ -23,10 +23,10 @@ def table(tmp_path):
 
 def test_list():
     rows = json.loads(run("list", "--json").output)
-    assert [row["strategy"] for row in rows] == strategy_names()
+    assert [row["strategy"] for row in rows] == speculator_names()
     (dynamic,) = [row for row in rows if row["strategy"] == "dynamic"]
     assert dynamic["options"]["strategy"] == "ngram" and dynamic["summary"].startswith("Asks another")
-    assert all(name in run("list").output for name in strategy_names())
+    assert all(name in run("list").output for name in speculator_names())
     shown = run("--help").output
     assert all(name in shown for name in ("check", "list", "profile", "recommend"))
 
@@ -42,7 +42,7 @@ def test_a_sweep_on_a_tiny_model(model_folder, tmp_path):
     found = read_table(file)
     assert (found.batches, found.lookaheads) == ((1, 3), (0, 2)) and 20 <= found.context < 60
     assert found.facts["device"] == "cpu" and found.facts["dtype"] == "float32" and found.facts["threads"] == 1
-    assert make_strategy("dynamic:ngram", table=str(file)).report()["times"]["from_table"]
+    assert make_speculator("dynamic:ngram", table=str(file)).report()["times"]["from_table"]
 
 
 def test_recommend(table):

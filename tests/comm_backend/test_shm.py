@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.processes import free_port
 from sagellm.comm_backend import CommConfig
 from sagellm.comm_backend.registry import find_backend
 from sagellm.comm_backend.shm import ShmBackend
 from sagellm.core.errors import CommError, CommTimeoutError
 from tests.comm_backend import shm_ranks as ranks
 from tests.comm_backend.shm_ranks import SMALL, run_ranks
-from tests.host import free_port
 
 
 def alone(folder: Path, **values: object) -> ShmBackend:

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.processes import free_port
 from sagellm.comm_backend import CommConfig, ReduceOp
 from sagellm.comm_backend.registry import make_backend
 from sagellm.comm_backend.torch_groups import GlooBackend, NcclBackend
 from sagellm.core.errors import CommError, CommPeerError, CommTimeoutError
-from tests.host import free_port
 
 
 def config(rank, size, rendezvous, **more):

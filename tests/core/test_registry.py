@@ -53,13 +53,13 @@ def test_by_entry_point_and_by_class(offered):
     [
         ("goood", "unknown plug-in 'goood'; known are: apple, broken, good. Or name a class as module:Class."),
         ("broken", "plug-in broken: cannot load sagellm_nowhere:Thing (No module named 'sagellm_nowhere')."),
-        ("apple", "a plug-in is a subclass of sagellm.core.hooks.Plugin"),
+        ("apple", "no plug-in; give a subclass of sagellm.core.hooks.Plugin"),
         ("sagellm_nowhere:Thing", "cannot import sagellm_nowhere"),
         (":Thing", "cannot import a module without a name"),
         (f"{HERE}:Missing", f"module {HERE} has no Missing"),
         (f"{HERE}:", f"module {HERE} has no class without a name"),
-        (f"{HERE}:NoPlugin", "a plug-in is a subclass of sagellm.core.hooks.Plugin"),
-        (f"{HERE}:INSTANCE", "a plug-in is a subclass of sagellm.core.hooks.Plugin"),
+        (f"{HERE}:NoPlugin", "no plug-in; give a subclass of sagellm.core.hooks.Plugin"),
+        (f"{HERE}:INSTANCE", "no plug-in; give a subclass of sagellm.core.hooks.Plugin"),
     ],
 )
 def test_what_cannot_be_found(offered, name, message):

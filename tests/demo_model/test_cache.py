@@ -78,6 +78,7 @@ def test_failed_build_leaves_nothing(tmp_path: Path, tiny_recipe: DemoRecipe, mo
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
+@pytest.mark.slow
 def test_killed_build_is_recovered(tmp_path: Path, tiny_recipe: DemoRecipe):
     with start_child(tmp_path, tiny_recipe) as child:
         assert child.stdout.readline() == "training\n"
@@ -89,6 +90,7 @@ def test_killed_build_is_recovered(tmp_path: Path, tiny_recipe: DemoRecipe):
     assert not any(".building-" in path.name for path in tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_two_processes_train_once(tmp_path: Path, tiny_recipe: DemoRecipe):
     with start_child(tmp_path, tiny_recipe) as first:
         assert first.stdout.readline() == "training\n"  # it holds the lock from here on

@@ -193,15 +193,16 @@ def wtinylfu_by_lists(capacity, keys):
 
 
 def gdsf_by_search(capacity, keys):
-    """All costs and sizes alike: priority is L + uses."""
+    """All costs and sizes alike: priority is L + uses. A new object's L is that of before the eviction for it."""
     held, inflation, hits = {}, 0.0, []
     for clock, key in enumerate(keys):
+        before = inflation
         hits.append(key in held)
         if not hits[-1] and len(held) == capacity:
             victim = min(held, key=lambda other: held[other][:2])
             inflation = held.pop(victim)[0]
         num_uses = held[key][2] + 1 if hits[-1] else 1
-        held[key] = (inflation + num_uses, clock, num_uses)
+        held[key] = ((inflation if hits[-1] else before) + num_uses, clock, num_uses)
     return hits
 
 

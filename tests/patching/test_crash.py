@@ -25,7 +25,14 @@ def run(lab: Lab, function: str, number: int, moment: str, *verbs: str) -> subpr
 
 
 @pytest.mark.parametrize("verb", ["apply", "reverse"])
-@pytest.mark.parametrize(("function", "moment"), [("replace", "before"), ("replace", "after"), ("fsync", "before")])
+@pytest.mark.parametrize(
+    ("function", "moment"),
+    [
+        pytest.param("replace", "before", marks=pytest.mark.slow),
+        ("replace", "after"),
+        pytest.param("fsync", "before", marks=pytest.mark.slow),
+    ],
+)
 def test_kill_at_every_step(lab: Lab, verb: str, function: str, moment: str, tmp_path: Path) -> None:
     old, new = (lab.pristine, lab.edited) if verb == "apply" else (lab.edited, lab.pristine)
     old_texts, new_texts = snapshot(old), snapshot(new)

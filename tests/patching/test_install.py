@@ -7,6 +7,7 @@ import importlib.util
 import sysconfig
 from collections.abc import Iterator
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 
@@ -33,7 +34,7 @@ HOOKS = "evict evicted released reset prefix_lookup prefix_store schedule admit 
 
 
 class Table(ctypes.Structure):
-    _fields_ = [
+    _fields_: ClassVar = [
         *HEAD,
         ("ctx", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in HOOKS),

@@ -1,28 +1,17 @@
 """A proxy and stand-in engines, each a process, for one test or more."""
 
 import json
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 
+from benchmarks.processes import ServerProcess, free_port
+from benchmarks.processes import wait_until as until
 from sagellm.comm_backend.control import new_key, sign_request
 from sagellm.pd.base import RouteDecision, RouteKind, RoutingPolicy
-from tests.host import free_port
 
 READY_S = 60.0
-
-
-def until(what, answer, deadline_s=30.0):
-    """The first true answer; a deadline that passes is a failure."""
-    end = time.monotonic() + deadline_s
-    while not (value := answer()):
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.02)
-    return value
 
 
 class Lowest(RoutingPolicy):
@@ -33,33 +22,6 @@ class Lowest(RoutingPolicy):
     def choose(self, request, engines):
         decoders = sorted(one.engine_id for one in engines if one.role != "prefill")
         return RouteDecision(RouteKind.STAY, decoders[0], None, "the first")
-
-
-class Proc:
-    def __init__(self, folder: Path, name: str, command: list[str]):
-        self.err = folder / f"{name}.err"
-        self.command = command
-        self.start()
-
-    def start(self):
-        with self.err.open("ab") as err:
-            self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=err, text=True)
-
-    def ready(self):
-        line = self.process.stdout.readline()
-        assert line, self.err.read_text()
-        return json.loads(line)
-
-    def kill(self):
-        self.process.kill()
-        self.process.wait(10)
-        self.process.stdout.close()
-
-    def end(self, code=0):
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(20) == code, self.err.read_text()
-        self.process.stdout.close()
 
 
 class TestGroup:
@@ -78,8 +40,8 @@ class TestGroup:
         command = [sys.executable, "-m", "sagellm.pd", "proxy", "--port", str(port), "--pd-key-file", str(self.key_file),
                    "--json", "--record", str(self.record), "--nodes-file", str(folder / "nodes.json"), "--log-level", "DEBUG",
                    *options]  # fmt: skip
-        self.proxy = Proc(folder, "proxy", command)
-        self.engines: dict[str, Proc] = {}
+        self.proxy = ServerProcess(command, port, folder / "proxy")
+        self.engines: dict[str, ServerProcess] = {}
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def start_engine(self, role: str, *options: str) -> str:
@@ -88,7 +50,7 @@ class TestGroup:
         command = [sys.executable, "-m", "tests.pd.stand_in", "--role", role, "--proxy-url", self.url, "--pd-key-file",
                    str(self.key_file), "--host", "127.0.0.1", "--port", str(port), "--json", "--model", str(self.model),
                    "--model-name", "m", *options]  # fmt: skip
-        self.engines[url] = Proc(self.folder, f"{role}-{port}", command)
+        self.engines[url] = ServerProcess(command, port, self.folder / f"{role}-{port}")
         return url
 
     def signed(self, method: str, path: str, body: bytes = b"", key: bytes | None = None) -> httpx.Response:
@@ -117,16 +79,10 @@ class TestGroup:
         return self.http.post("/v1/completions", json={"model": "m", "prompt": prompt, "max_tokens": 4} | fields)
 
     def metric(self, name: str, **labels: str) -> float:
-        wanted = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
-        for line in self.http.get("/metrics").text.splitlines():
-            if line.startswith(name + (f"{{{wanted}}}" if wanted else " ")):
-                return float(line.rsplit(" ", 1)[1])
-        return 0.0
+        return self.proxy.metric(name, **labels)
 
     def close(self) -> None:
         self.http.close()
         for engine in self.engines.values():
             engine.kill()
         self.proxy.end()
-
-

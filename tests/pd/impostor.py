@@ -5,9 +5,9 @@ import threading
 
 from aiohttp import web
 
+from benchmarks.processes import free_port
 from sagellm.comm_backend.control import ControlServer
 from sagellm.comm_backend.group_messages import EngineFacts, Hello, PrefixChange, Subscribe
-from tests.host import free_port
 
 
 class Impostor:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.processes import free_port
 from sagellm.comm_backend.control import new_key
-from tests.host import free_port
 from tests.pd.harness import until
 from tests.pd.real_group import LEASE_S, TIMEOUT_S, Engines
 from tests.serve.harness import ServerProcess

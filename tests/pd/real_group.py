@@ -3,22 +3,17 @@
 import asyncio
 import contextlib
 import json
-import os
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
 import httpx
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.processes import ServerProcess, command_line, free_port, metrics_of, sum_of
 from sagellm.comm_backend.control import connect, sign_request
 from sagellm.comm_backend.group_messages import EngineFacts, Hello
-from tests.host import command_line, free_port
 from tests.pd.harness import until
 
 WAIT_S = 80.0  # for an engine that is started again, on a busy machine too
@@ -44,9 +39,7 @@ class Engines:
 
     def metric(self, url: str, name: str, **labels: str) -> float:
         """Sum over the samples whose labels include these."""
-        families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30).text)
-        samples = [sample for family in families for sample in family.samples]
-        return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())
+        return sum_of(metrics_of(url), name, **labels)
 
     def arrived(self, outcome: str = "done") -> float:
         return self.metric(self.decode, "sagellm_pd_requests_total", side="arrivals", outcome=outcome)
@@ -56,7 +49,7 @@ class Engines:
 
     def is_idle(self) -> bool:
         """No engine holds a block for anybody."""
-        with contextlib.suppress(httpx.HTTPError):
+        with contextlib.suppress(OSError):
             return not any(
                 self.metric(url, "sagellm_kv_blocks", state="active") + self.metric(url, "sagellm_pd_running")
                 for url in (self.prefill, self.decode)
@@ -64,63 +57,32 @@ class Engines:
         return False
 
 
-class RealGroup(Engines):
+class RealGroup(Engines, ServerProcess):
     """One prefill and one decode engine behind their proxy. Nothing is awaited before `ready`. `flags`: of both engines."""
 
     def __init__(self, folder: Path, model: Path, *flags: str) -> None:
-        self.folder = folder
-        self.tmp = Path(tempfile.mkdtemp(prefix="pd-"))  # paths of sockets lie below it, and have to be short
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.err = folder / "up.err"
+        port = free_port()
         options = json.dumps({"folder": str(folder)})
         command = [
-            sys.executable, "-m", "sagellm.pd", "up", "--port", str(self.port), "--json", "--policy", "always-split",
+            sys.executable, "-m", "sagellm.pd", "up", "--port", str(port), "--json", "--policy", "always-split",
             "--wait-s", str(WAIT_S), "--model", str(model), "--", "--model-name", "tiny", "--device", "cpu", "--threads", "1",
             "--block-size", "16", "--kv-blocks", "320", "--max-batch-size", "8", "--no-prefix-caching",
             "--kv-channel", "tests.pd.held_channel:HeldShm", "--kv-channel-options", options,
             "--pd-timeout-s", str(TIMEOUT_S), "--pd-lease-s", str(LEASE_S), *flags,
         ]  # fmt: skip
-        with self.err.open("wb") as err:
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True,
-                env=os.environ | {"TMPDIR": str(self.tmp)},
-            )  # fmt: skip
+        ServerProcess.__init__(self, command, port, folder)
         self.http = httpx.Client(base_url=self.url, timeout=60)
-        self._family: dict[int, psutil.Process] = {}
 
     def ready(self) -> "RealGroup":
-        line = self.process.stdout.readline()
-        assert line, self.err.read_text()
-        facts = json.loads(line)
-        self.prefill, self.decode = (one["url"].removesuffix("/v1") for one in facts["engines"])
+        self.prefill, self.decode = (one["url"].removesuffix("/v1") for one in super().ready()["engines"])
         self.key = next(self.tmp.glob("sagellm-pd-*/key")).read_bytes()
         return self
 
-    def end(self) -> None:
-        """In order; nothing may be left."""
-        self.family()
-        self.process.terminate()
-        assert self.process.wait(60) == 0, self.err.read_text()
-        _, alive = psutil.wait_procs(self._family.values(), timeout=20)
-        assert not alive, f"left behind: {[command_line(one) for one in alive]}"
-
     def close(self) -> None:
-        for one in [*self.family(), self.process]:
-            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                one.kill()
-        self.process.wait(10)
-        self.process.stdout.close()
+        self.kill()
         self.http.close()
-        shutil.rmtree(self.tmp, ignore_errors=True)
 
     # ---- processes
-
-    def family(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for one in psutil.Process(self.process.pid).children(recursive=True):
-                self._family[one.pid] = one
-        return list(self._family.values())
 
     def child(self, *words: str) -> psutil.Process:
         """The process of the group whose command has these words."""

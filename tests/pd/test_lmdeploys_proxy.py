@@ -10,6 +10,8 @@ from tests.pd.harness import until
 from tests.pd.lmdeploys_proxy import ProxiedByLMDeploy
 from tests.pd.real_group import body_of, chat_of, tokens_of
 
+pytestmark = pytest.mark.slow  # three more processes, for a proxy that is not ours
+
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 
 

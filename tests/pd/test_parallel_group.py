@@ -34,7 +34,7 @@ def test_workers_that_die(tmp_path, model_folder):
                 until("the engine has ended", lambda: not engine.is_running(), 20)
             assert tokens_of(answer.result(60)) == expected
         assert group.arrived() == 1
-        assert "worker 1 has gone" in group.err.read_text()
+        assert "worker 1 has gone" in group.stderr
         until("the group is whole again", group.is_whole, 120)
         assert tokens_of(group.complete("three: " + PROMPT)) == group.expected("three: " + PROMPT)
         assert group.arrived() == 2
@@ -47,11 +47,11 @@ def test_workers_that_die(tmp_path, model_folder):
                 workers(group, "decode")[0].kill()
                 until("the engine has ended", lambda: not engine.is_running(), 20)
             assert tokens_of(answer.result(120)) == first
-        assert "worker 0 has gone" in group.err.read_text()
+        assert "worker 0 has gone" in group.stderr
         until("the group is whole again", group.is_whole, 120)
         until("both engines are idle", group.is_idle, 10)
-        seen = group.err.read_text().count("has gone")
+        seen = group.stderr.count("has gone")
         group.end()
-        assert group.err.read_text().count("has gone") == seen, "no worker is missed that ends with its engine"
+        assert group.stderr.count("has gone") == seen, "no worker is missed that ends with its engine"
     finally:
         group.close()

@@ -205,6 +205,7 @@ def test_lmdeploys_own_endpoints_answer(split):
     assert split.http.post("/distserve/connection_warmup").status_code in (404, 405)
 
 
+@pytest.mark.slow
 def test_decode_engines_that_die_are_replaced_and_streams_end_with_words(own):
     group = own("--policy", "tests.pd.harness:Lowest")
     first, second = sorted([group.start_engine("decode"), group.start_engine("decode")])  # all come to the first that lives

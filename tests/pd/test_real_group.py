@@ -120,6 +120,7 @@ def test_a_prefill_engine_that_hangs(group, prompt):
     assert found == group.expected(prompt)
 
 
+@pytest.mark.slow
 def test_a_prefill_engine_killed_before_during_and_after_its_transfers(group, prompt):
     before, during, after, late = (f"{name} {prompt}" for name in ("before", "during", "after", "late"))
     expected = {each: group.expected(each) for each in (before, during, late)}
@@ -176,6 +177,7 @@ def test_a_decode_engine_killed_mid_stream(group, prompt):
     assert stream.tokens == group.expected(prompt, len(stream.tokens))
 
 
+@pytest.mark.slow
 def test_a_proxy_that_is_killed(group, prompt):
     """Its clients lose their answers, the engines nothing; they register with the next one, which finds all that wait."""
     stream = Stream(group, prompt, 1500).begun()

@@ -2,25 +2,22 @@
 
 import asyncio
 import errno
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 
 import httpx
-import psutil
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.processes import ServerProcess, free_port
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.pd.child import Child
 from sagellm.pd.command import pd
 from sagellm.pd.cores import available_cores, split_cores
 from sagellm.pd.ports import listen
 from sagellm.pd.up import UpConfig, _Supervisor
-from tests.host import command_line, free_port
 from tests.pd.below import soon
 from tests.pd.harness import until
 from tests.pd.stand_in import tokens_of
@@ -38,39 +35,23 @@ except SageError as error:
 """
 
 
-class Up:
-    def __init__(self, folder, **fields):
-        self.port = free_port()
-        given = {"port": self.port, "drain_timeout_s": 5.0, "policy": "always-split"} | fields
+class Up(ServerProcess):
+    def __init__(self, folder, tmp_path, **fields):
+        port = free_port()
+        given = {"port": port, "drain_timeout_s": 5.0, "policy": "always-split"} | fields
         words = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        self.err = folder / "up.err"
-        with self.err.open("wb") as err:
-            command = [sys.executable, "-c", RUN.format(fields=f"model=Path({str(folder)!r}), {words}")]
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True)
-        self.family = []
-
-    def ready(self):
-        line = self.process.stdout.readline()
-        assert line, self.err.read_text()
-        self.family = psutil.Process(self.process.pid).children(recursive=True)
-        return json.loads(line)
+        super().__init__([sys.executable, "-c", RUN.format(fields=f"model=Path({str(folder)!r}), {words}")], port, tmp_path)
 
     def complete(self, prompt):
-        body = {"model": self.facts["model"], "prompt": prompt, "max_tokens": 3}
-        return httpx.post(f"http://127.0.0.1:{self.port}/v1/completions", json=body, timeout=60).json()
+        body = {"model": self.announcement["model"], "prompt": prompt, "max_tokens": 3}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).json()
 
     def end(self, number=signal.SIGTERM, code=0):
         try:
-            if number is not None:
-                self.family += psutil.Process(self.process.pid).children(recursive=True)
-                self.process.send_signal(number)
-            assert self.process.wait(40) == code, self.err.read_text()
-            _, alive = psutil.wait_procs(self.family, timeout=20)
-            assert not alive, [command_line(process) for process in alive]
+            super().end(number, code)
         finally:
-            self.process.kill()
-            self.process.stdout.close()
-        return self.err.read_text()
+            self.kill()
+        return self.stderr
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +60,9 @@ def folder(tmp_path_factory, model_folder):
     return model_folder("llama")
 
 
-def test_a_group_starts_serves_comes_back_and_ends(folder):
-    up = Up(folder, pin=len(available_cores()) > 1)
-    up.facts = facts = up.ready()
+def test_a_group_starts_serves_comes_back_and_ends(folder, tmp_path):
+    up = Up(folder, tmp_path, pin=len(available_cores()) > 1)
+    facts = up.ready()
     assert facts["ready"] and facts["url"] == f"http://127.0.0.1:{up.port}/v1"
     assert [one["name"] for one in facts["engines"]] == ["prefill0", "decode0"]
     prompt = "a prompt of some length " * 10
@@ -90,11 +71,11 @@ def test_a_group_starts_serves_comes_back_and_ends(folder):
     if len(available_cores()) > 1:
         shares = [os.sched_getaffinity(one["pid"]) for one in facts["engines"]]
         assert not shares[0] & shares[1] and shares[0] | shares[1] == set(available_cores())
-        assert "decode0: cores" in up.err.read_text()
+        assert "decode0: cores" in up.stderr
     # An engine that dies comes back under its URL, and is connected again.
     os.kill(facts["engines"][0]["pid"], signal.SIGKILL)
     until("the prefill engine is there again", lambda: up.complete(prompt)["loaded"], 40)
-    assert "prefill0 has gone: it was ended by signal 9" in up.err.read_text()
+    assert "prefill0 has gone: it was ended by signal 9" in up.stderr
     # So does the proxy, whose port stays taken meanwhile: the request waits, and nobody is refused.
     os.kill(facts["proxy_pid"], signal.SIGKILL)
     found = up.complete(prompt)
@@ -105,29 +86,29 @@ def test_a_group_starts_serves_comes_back_and_ends(folder):
     listen("127.0.0.1", up.port).close()  # the port is free
 
 
-def test_an_engine_that_cannot_start_ends_all_in_its_words(folder):
-    up = Up(folder, serve_flags=("--fail-with", "the model does not fit; give a smaller one."))
+def test_an_engine_that_cannot_start_ends_all_in_its_words(folder, tmp_path):
+    up = Up(folder, tmp_path, serve_flags=("--fail-with", "the model does not fit; give a smaller one."))
     assert "could not start: the model does not fit; give a smaller one." in up.end(None, 2)
 
 
 @pytest.mark.slow
-def test_an_engine_that_refuses_another_ends_all(folder):
-    up = Up(folder, serve_flags=("--weights", "random"))
+def test_an_engine_that_refuses_another_ends_all(folder, tmp_path):
+    up = Up(folder, tmp_path, serve_flags=("--weights", "random"))
     text = up.end(None, 2)
     assert "does not load from" in text and "has weights random-" in text
 
 
 @pytest.mark.slow
-def test_without_restarts_one_death_is_the_end_of_all(folder):
-    up = Up(folder, no_restart=True, prefill=0, hybrid=1, decode=0)
+def test_without_restarts_one_death_is_the_end_of_all(folder, tmp_path):
+    up = Up(folder, tmp_path, no_restart=True, prefill=0, hybrid=1, decode=0)
     facts = up.ready()
     os.kill(facts["engines"][0]["pid"], signal.SIGKILL)
     assert "error: hybrid0 has gone: it was ended by signal 9" in up.end(None, 1)
 
 
 @pytest.mark.slow
-def test_the_group_ends_with_a_supervisor_that_is_killed(folder):
-    up = Up(folder, prefill=0)
+def test_the_group_ends_with_a_supervisor_that_is_killed(folder, tmp_path):
+    up = Up(folder, tmp_path, prefill=0)
     up.ready()
     up.end(signal.SIGKILL, -9)
 
@@ -170,7 +151,7 @@ def test_the_proxy_says_what_it_lacks(tmp_path):
 def test_status_of_nobody():
     port = free_port()
     done = CliRunner().invoke(pd, ["status", "--url", f"http://127.0.0.1:{port}"])
-    assert done.exit_code == 1 and "does not answer as a proxy of ours" in done.output
+    assert done.exit_code == 1 and "does not answer as a sagellm proxy" in done.output
 
 
 def test_how_long_a_process_has_served():

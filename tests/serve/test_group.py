@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.processes import free_port
 from sagellm.comm_backend.control import sign_request
 from sagellm.core.config import PDConfig, PDHooks, SageConfig
 from sagellm.core.errors import ConfigError, TransferError
 from sagellm.serve import group
 from sagellm.serve.group import GroupGate, Membership, join_group
 from sagellm.serve.parameters import Refused
-from tests.host import free_port
 
 KEY = "a key of the tests"
 PROXY = "http://127.0.0.1:1"

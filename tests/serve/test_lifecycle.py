@@ -47,6 +47,7 @@ def test_a_server_with_several_workers_is_killed(launch):
     killed(launch("--tensor-parallel", 2).ready(), 4)
 
 
+@pytest.mark.slow
 def test_the_engine_process_is_killed_while_loading(launch):
     server = launch()
     engine = server.engine_process()

@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.serve.endings import terminated_while_streaming
 from tests.serve.harness import ServerProcess
 
@@ -66,6 +68,7 @@ def test_calls_faults_the_record_and_a_pool_smaller_than_the_context(launch, ref
     assert decided and {line["reason"] for line in decided if line.get("policy") == counting} == {"as it came"}
 
 
+@pytest.mark.slow
 def test_tensor_parallel_and_a_fault_in_a_worker_until_it_is_terminated(launch, reference):
     name = f"{HERE}:CommRaises"
     server = launch("--tensor-parallel", 2, "--plugin", name, "--drain-timeout-s", 0.5).ready()

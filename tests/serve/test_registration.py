@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from benchmarks.processes import free_port
 from sagellm.core.config import PDHooks
 from sagellm.serve import registration
 from sagellm.serve.group import Membership
 from sagellm.serve.registration import Registration
-from tests.host import free_port
 from tests.serve.group_proxy import GroupProxy
 
 KEY, OTHER = b"a key of the tests", b"a key of somebody else"

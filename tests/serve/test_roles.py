@@ -95,6 +95,7 @@ def test_a_decode_engine_until_its_process_is_killed(launch_role, proxy):
     assert not first.nodes, "the server has taken leave for it"
 
 
+@pytest.mark.slow
 def test_a_prefill_engine_works_for_its_proxy_alone(launch_role, proxy):
     there = proxy(KEY)
     server = launch_role("prefill", there.url).ready()
@@ -108,6 +109,7 @@ def test_a_prefill_engine_works_for_its_proxy_alone(launch_role, proxy):
     assert not there.nodes and "Traceback" not in server.stderr
 
 
+@pytest.mark.slow
 def test_a_proxy_with_another_key_ends_the_start(launch_role, proxy):
     there = proxy(b"a key of somebody else")
     server = launch_role("hybrid", there.url)

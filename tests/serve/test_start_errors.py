@@ -16,8 +16,8 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.processes import free_port
 from sagellm.serve import command, server
-from tests.host import free_port
 
 HERE = "tests.serve.plugins"
 
@@ -102,8 +102,8 @@ def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
         (["--kv-policy", "lru", "--no-prefix-caching"], ["prefix_caching is off"]),
         (["--kv-disk", "/no/such/disk"], ["/no/such/disk", "give --host-kv-blocks"]),
         (["--kv-policy-options", "{"], ["--kv-policy-options", "is not JSON"]),
-        (["--strategy", "nonsense"], ["known are: fifo", "slo_aware"]),
-        (["--speculative", "nonsense"], ["known are: ngram", "suffix"]),
+        (["--strategy", "nonsense"], ["known are: adaptive", "slo_aware"]),
+        (["--speculative", "nonsense"], ["known are: draft", "suffix"]),
         (["--speculative", "eagle3", "--device", "cpu"], ["eagle3"]),
         (
             ["--speculative", "ngram", "--speculative-options", '{"lookahead": 64}', "--kv-blocks", 16, "--decode-round", 4],

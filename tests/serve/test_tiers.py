@@ -74,6 +74,7 @@ def generate(server, first, length=50):
     return answer.json()["output_ids"]
 
 
+@pytest.mark.slow
 def test_tiers_of_a_server_that_is_started_again(launch, tmp_path):
     """More prompts than the pool holds go down to files; the next server finds them there, and a second one may not."""
     pytest.importorskip("sagellm.kv_runtime.plugin", reason="the tiers' plug-in is not built")

@@ -1,4 +1,4 @@
-"""What a contestant must be able to do; the worker does the timing."""
+"""Interface of a contestant; the worker does the timing."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ CHUNK = 250  # at most so many sequences are prepared at a time
 
 
 class Found(NamedTuple):
-    """What a lookup found. `block_ids` is None where the peer does not know them, or gives out its own."""
+    """Result of a lookup. A peer that does not know the `block_ids`, or gives out its own, has None."""
 
     num_tokens: int
     block_ids: NDArray[np.int32] | None
@@ -26,9 +26,9 @@ class Contestant(Protocol):
 
     Attributes:
         version: of the package.
-        parts: names of what `run` can do. The first is a whole lookup, from tokens to block ids (or to the peer's answer, if
-            it knows no ids); the others leave something out, for a reader who holds that it does not belong there.
-        note: what a reader of the figures should know.
+        parts: names of what `run` can do. The first is a whole lookup, from tokens to block ids (or to the peer's
+        answer, if it knows no ids). The others leave something out.
+        Note: facts that a reader of the figures should know.
     """
 
     version: str

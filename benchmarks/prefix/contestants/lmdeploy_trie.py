@@ -9,7 +9,7 @@ from benchmarks.prefix.workload import MAX_TOKENS
 
 
 class LMDeployContestant:
-    """The trie of the engine with no hook installed (`BlockTrie.sage` is None).
+    """The trie of the engine with no hook installed (`BlockTrie.sage` has no value).
 
     Sequences are the scheduler's own. `match` writes into the sequence it is given and counts references, which `reset`
     undoes. Nodes keep views of the token array of the sequence that stored them, so that array lives as long as any of them.

@@ -15,8 +15,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from sagellm.core.errors import SpeculationError
+from sagellm.core.options import option_checks
 
-__all__ = ["Ask", "ModelRunner", "SpeculativeStrategy", "StepOutcome", "TargetModel", "Verdict"]
+__all__ = [
+    "Ask", "ModelRunner", "SpeculativeStrategy", "StepOutcome", "TargetModel", "Verdict", "check_count", "check_number",
+]  # fmt: skip
+
+check_number, check_count = option_checks("speculative strategy", SpeculationError)
 
 MAX_LOOKAHEAD = 64
 MAX_QUIET = 1024  # steps

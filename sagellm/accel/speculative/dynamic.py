@@ -10,6 +10,7 @@ import numpy as np
 
 from sagellm.accel.speculative.acceptance import SUREST, Acceptance
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, TargetModel
+from sagellm.accel.speculative.registry import find_speculator, make_speculator
 from sagellm.accel.speculative.step_times import StepTimes
 from sagellm.core.errors import SpeculationError
 
@@ -286,8 +287,6 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
 
 
 def _wrapped(strategy: Any, options: dict[str, Any] | None, lookahead: int | None) -> SpeculativeStrategy:
-    from sagellm.accel.speculative.registry import find_strategy, make_strategy  # which knows this class, too
-
     if isinstance(strategy, DynamicLookaheadStrategy) or strategy in ("", "dynamic"):
         raise SpeculationError(f"dynamic of {strategy!r}: name the strategy that guesses, such as dynamic:ngram.")
     if isinstance(strategy, SpeculativeStrategy):
@@ -298,12 +297,12 @@ def _wrapped(strategy: Any, options: dict[str, Any] | None, lookahead: int | Non
         raise SpeculationError(f"strategy is {strategy!r}; give a name, module:Class, or a SpeculativeStrategy.")
     if options is not None and not isinstance(options, dict):
         raise SpeculationError(f"options is {options!r}; give the options of {strategy}, by name.")
-    if issubclass(find_strategy(strategy), DynamicLookaheadStrategy):
+    if issubclass(find_speculator(strategy), DynamicLookaheadStrategy):
         raise SpeculationError(f"dynamic of {strategy!r}: name the strategy that guesses, such as dynamic:ngram.")
     options = dict(options or {})
-    if "lookahead" in inspect.signature(find_strategy(strategy)).parameters:
+    if "lookahead" in inspect.signature(find_speculator(strategy)).parameters:
         options.setdefault("lookahead", DEFAULT_LOOKAHEAD if lookahead is None else lookahead)
-    return make_strategy(strategy, **options)
+    return make_speculator(strategy, **options)
 
 
 def _table(path: str | Path | None) -> Any:

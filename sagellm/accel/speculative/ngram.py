@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sagellm import _core
-from sagellm.accel.speculative.base import Ask, SpeculativeStrategy
-from sagellm.accel.speculative.options import whole_number
+from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, check_count
 from sagellm.accel.speculative.reference import ReferenceNgramIndex
 
 __all__ = ["NgramStrategy"]
@@ -36,8 +35,8 @@ class NgramStrategy(SpeculativeStrategy):
 
     def __init__(self, lookahead: int = 4, min_n: int = 1, max_n: int = 4, reference: bool = False) -> None:
         super().__init__(lookahead)
-        self.min_n = whole_number("min_n", min_n, 1, 32)
-        self.max_n = whole_number("max_n", max_n, self.min_n, 32)
+        self.min_n = check_count(self.name, "min_n", min_n, 1, 32)
+        self.max_n = check_count(self.name, "max_n", max_n, self.min_n, 32)
         self._make = ReferenceNgramIndex if reference else _core.NgramIndex
         self._indices: dict[int, _core.NgramIndex | ReferenceNgramIndex] = {}
 

@@ -1,76 +1,86 @@
-"""Finds speculative strategies by name: those of this package, those that installed packages offer, and `module:Class`."""
+"""Find speculative strategies by name: the files of this package, installed packages, `module:Class` and `dynamic:NAME`."""
 
 from typing import Any
 
 from sagellm.accel.speculative.base import SpeculativeStrategy
-from sagellm.accel.speculative.draft_model import DraftModelStrategy
-from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
-from sagellm.accel.speculative.ngram import NgramStrategy
-from sagellm.accel.speculative.suffix import SuffixStrategy
 from sagellm.core.errors import SpeculationError
 from sagellm.core.registry import Registry
 
-__all__ = ["ENGINE_METHODS", "engine_method", "find_strategy", "make_strategy", "strategy_names"]
+__all__ = [
+    "ENGINE_METHODS", "ENGINE_OPTIONS", "SPECULATORS", "engine_method", "find_speculator", "make_speculator",
+    "speculator_names",
+]  # fmt: skip
 
 # LMDeploy guesses by itself with these, on a GPU: there is no class of theirs here.
 ENGINE_METHODS = ("eagle", "eagle3", "deepseek_mtp")
+ENGINE_OPTIONS = ("model", "num_speculative_tokens")
+DYNAMIC = "dynamic"
 
 
-class _Strategies(Registry[SpeculativeStrategy]):
+class _Speculators(Registry[SpeculativeStrategy]):
     def names(self) -> list[str]:
+        """Return names of strategies, then of the engine's own methods."""
         return [*super().names(), *ENGINE_METHODS]
 
+    def find(self, name: str) -> type[SpeculativeStrategy]:
+        """Return the class of that name, or of `module:Class`; `DynamicLookaheadStrategy` for `dynamic:NAME`.
 
-_STRATEGIES = _Strategies(
-    "speculative strategy", SpeculativeStrategy, SpeculationError, "sagellm.speculative",
-    (NgramStrategy, SuffixStrategy, DraftModelStrategy, DynamicLookaheadStrategy),
-    promptlookup="ngram", draftmodel="draft",
+        Raises:
+            SpeculationError: unknown, cannot be loaded, not a strategy, or a method of LMDeploy's engine.
+        """
+        if engine_method(name):
+            raise SpeculationError(
+                f"{name} is a method of LMDeploy's engine, not a strategy: it cannot be wrapped or checked; start a server "
+                f"on a GPU with --speculative {engine_method(name)}."
+            )
+        inner = _inner_name(name)
+        if inner is None:
+            return super().find(name)
+        self.find(inner)
+        return super().find(DYNAMIC)
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return facts for lists. The engine's own methods have a fixed set of options."""
+        if engine_method(name):
+            summary = "A method of LMDeploy's own engine, on a GPU: no strategy is asked."
+            return {"options": dict.fromkeys(ENGINE_OPTIONS), "devices": "cuda", "here": "on a GPU",
+                    "summary": summary, "class": None}  # fmt: skip
+        return super().describe(name)
+
+
+SPECULATORS = _Speculators(
+    "speculative strategy", SpeculativeStrategy, SpeculationError, "sagellm.speculative", folder=__package__,
+    aliases={"promptlookup": "ngram", "draftmodel": "draft"},
 )  # fmt: skip
-
-
-def strategy_names() -> list[str]:
-    """Names of strategies and of the engine's own methods."""
-    return _STRATEGIES.names()
+speculator_names = SPECULATORS.names
+find_speculator = SPECULATORS.find
 
 
 def engine_method(name: str | None) -> str | None:
-    """The method of LMDeploy's own engine that `name` stands for, capitals, `-` and `_` aside; None: it is none."""
+    """Return the method of LMDeploy's own engine of that name, without regard to capitals, `-` and `_`; else None."""
     plain = (name or "").lower().replace("-", "").replace("_", "")
     return next((method for method in ENGINE_METHODS if method.replace("_", "") == plain), None)
 
 
-def find_strategy(name: str) -> type[SpeculativeStrategy]:
-    """The class of that name, or of `module:Class`; that of `dynamic:NAME` is `DynamicLookaheadStrategy`.
+def make_speculator(name: str, /, **options: Any) -> SpeculativeStrategy:
+    """Return a strategy. `dynamic:NAME` takes the options of NAME as `options`.
 
-    Raises SpeculationError: unknown, cannot be loaded, or no strategy.
+    Raises:
+        SpeculationError: the strategy cannot be found, or its options are invalid.
     """
-    if engine_method(name):
-        raise SpeculationError(
-            f"{name} is a method of LMDeploy's engine, not a strategy: it cannot be wrapped or checked; start a server on a "
-            f"GPU with --speculative {engine_method(name)}."
-        )
-    inner = _inner_name(name)
-    if inner is None:
-        return _STRATEGIES.find(name)
-    find_strategy(inner)
-    return DynamicLookaheadStrategy
-
-
-def make_strategy(name: str, /, **options: Any) -> SpeculativeStrategy:
-    """Options of NAME in `dynamic:NAME` are in `options`. Raises SpeculationError: as `find_strategy`; bad options."""
     inner = _inner_name(name)
     if inner is not None:
         if "strategy" in options:
             raise SpeculationError(f"{name} with the option strategy {options['strategy']!r}; name it in one place.")
         options["strategy"] = inner
-    return _STRATEGIES.make(find_strategy(name), name, **options)
+    return SPECULATORS.make(find_speculator(name), name, **options)
 
 
 def _inner_name(name: str) -> str | None:
-    """NAME of `dynamic:NAME`; None: it is no such name."""
+    """Return NAME of `dynamic:NAME`, None for other names."""
     first, colon, inner = name.partition(":")
-    if not colon or first.strip().lower() != DynamicLookaheadStrategy.name:
+    if not colon or first.strip().lower() != DYNAMIC:
         return None
     if not inner.strip():
-        raise SpeculationError(f"{name!r} names nobody who guesses; give dynamic:NAME, such as dynamic:ngram.")
+        raise SpeculationError(f"{name!r} names no strategy; give dynamic:NAME, such as dynamic:ngram.")
     return inner.strip()

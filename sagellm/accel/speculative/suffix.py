@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from sagellm import _core
-from sagellm.accel.speculative.base import Ask, SpeculativeStrategy
-from sagellm.accel.speculative.options import fraction, whole_number
+from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, check_count, check_number
 from sagellm.accel.speculative.reference import ReferenceSuffixHistory, ReferenceSuffixIndex
 
 __all__ = ["SuffixStrategy"]
@@ -51,9 +50,9 @@ class SuffixStrategy(SpeculativeStrategy):
         reference: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(lookahead)
-        self.max_depth = whole_number("max_depth", max_depth, 2, 128)
-        self.min_probability = fraction("min_probability", min_probability)
-        self.max_tokens = whole_number("max_tokens", max_tokens, 0, 2**28)
+        self.max_depth = check_count(self.name, "max_depth", max_depth, 2, 128)
+        self.min_probability = check_number(self.name, "min_probability", min_probability, 0, 1)
+        self.max_tokens = check_count(self.name, "max_tokens", max_tokens, 0, 2**28)
         self._make = ReferenceSuffixIndex if reference else _core.SuffixIndex
         self._history = (ReferenceSuffixHistory if reference else _core.SuffixHistory)(self.max_depth, self.max_tokens)
         self._indices: dict[int, _core.SuffixIndex | ReferenceSuffixIndex] = {}

@@ -1,4 +1,4 @@
-"""The contract of a communication backend as checks that anybody can run on theirs: `sagellm comm check module:Class`.
+"""The contract of a communication backend as checks that anybody can run on theirs: `sagellm check backend module:Class`.
 
 Every scenario is played by all ranks of a new group; a rule that is broken says what was got, what is allowed, and which
 scenario and seed show it again.
@@ -13,9 +13,10 @@ from sagellm.comm_backend.base import CommBackendProtocol
 from sagellm.comm_backend.contract import faults, scenarios
 from sagellm.comm_backend.contract.fleet import Fleet, Play, ProcessFleet, ThreadFleet
 from sagellm.comm_backend.contract.seat import Task
-from sagellm.core.contract import ContractReport, Played, Report, Scenario, run_scenarios
+from sagellm.core.contract import ContractReport, Flag, Played, Report, Scenario, Suite, run_scenarios
+from sagellm.core.registry import Registry
 
-__all__ = ["PLAYS", "RULES", "check_backend"]
+__all__ = ["PLAYS", "RULES", "SUITE", "check_backend"]
 
 RULES = {
     "builds": "joins a group, says which rank it is, and raises CommError and its kinds alone",
@@ -93,6 +94,18 @@ def check_backend(
             lambda scenario, number, report: scenario.run((kind, options or {}), number, report),
             seed=seed, rounds=rounds, progress=progress, limit_s=None, what="backend", raise_rule="ends",
         )  # fmt: skip
+
+
+class _BackendSuite(Suite):
+    def prepare(self, registry: Registry, name: str, options: dict[str, Any], **flags: Any) -> Callable[..., ContractReport]:
+        """Find the backend. Its options are tried by the ranks."""
+        return partial(check_backend, registry.find(name), world_size=flags["ranks"], options=options)
+
+
+SUITE = _BackendSuite(
+    "backend", RULES, {}, example={"ring_bytes": 1 << 20},
+    flags=(Flag("ranks", 3, "Ranks of the groups.", low=2, high=16),),
+)  # fmt: skip
 
 
 def _play(fleet: Fleet, name: str, play: Play, what: tuple, seed: int, report: Report) -> Played:

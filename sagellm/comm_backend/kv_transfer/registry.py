@@ -1,4 +1,4 @@
-"""Channels by name."""
+"""Find KV transfer channels by name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,24 +12,15 @@ from sagellm.comm_backend.kv_transfer.tcp import TcpChannel
 from sagellm.core.errors import TransferError
 from sagellm.core.registry import Registry
 
-__all__ = ["channel_names", "find_channel", "make_channel"]
+__all__ = ["CHANNELS", "channel_names", "find_channel", "make_channel"]
 
 GROUP = "sagellm.kv_channels"
 OWN = (ShmChannel, TcpChannel, MooncakeChannel, NixlChannel)
-_REGISTRY = Registry("KV channel", KVTransferChannel, TransferError, GROUP, OWN)
-
-
-def channel_names() -> list[str]:
-    """Those of the project, then those that installed packages offer."""
-    return _REGISTRY.names()
-
-
-def find_channel(name: str) -> type[KVTransferChannel]:
-    """Raises TransferError: unknown, cannot be loaded, or none."""
-    return _REGISTRY.find(name)
+CHANNELS = Registry("KV channel", KVTransferChannel, TransferError, GROUP, OWN, num_given=2)
+channel_names = CHANNELS.names
+find_channel = CHANNELS.find
 
 
 def make_channel(name: str, region: KVRegion, options: TransferOptions | Mapping[str, Any] | None = None) -> KVTransferChannel:
-    """A channel over these KV blocks. Raises TransferError, as the channel does; options that are none."""
-    kind = find_channel(name)
-    return _REGISTRY.make(kind, name, region, TransferOptions.read(options))
+    """Return a channel over these KV blocks. Raises TransferError if it is unknown, cannot start, or options are invalid."""
+    return CHANNELS.make(find_channel(name), name, region, TransferOptions.read(options))

@@ -117,11 +117,11 @@ def gpu_share(wanted: float | None, sizes: Sizes) -> float:
 
 def _draft(config: SageConfig, model: Path, dtype: str) -> DraftSizes | None:
     """Of all models that the speculative strategy loads; they compute in the dtype of the target."""
-    from sagellm.accel.speculative.registry import engine_method, make_strategy
+    from sagellm.accel.speculative.registry import engine_method, make_speculator
 
     if config.speculative is None or engine_method(config.speculative) or config.engine != "pytorch":
         return None
-    folders = make_strategy(config.speculative, **config.speculative_options).models
+    folders = make_speculator(config.speculative, **config.speculative_options).models
     if not folders:
         return None
     from sagellm.engines.lmdeploy.speculative.draft_folder import check_draft

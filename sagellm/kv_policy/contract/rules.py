@@ -1,16 +1,12 @@
-"""The contract of an eviction policy as checks that anybody can run on theirs: `sagellm policy check module:Class`.
+"""Contract of an eviction policy: `sagellm check policy module:Class`.
 
-Each rule is held against random sequences of events; a rule that is broken says what was got, what is allowed and which seed
-shows it again.
+Every rule is checked with random sequences of events. A broken rule reports what was got, what is allowed and the seed.
 """
 
-from collections.abc import Callable, Collection
-
-from sagellm.core.contract import ContractReport, RuleResult, playing, run_scenarios
-from sagellm.kv_policy.base import EvictionPolicy
+from sagellm.core.contract import ContractReport, Flag, RuleResult, Suite
 from sagellm.kv_policy.contract.scenarios import SCENARIOS
 
-__all__ = ["RULES", "ContractReport", "RuleResult", "check_policy"]
+__all__ = ["RULES", "SUITE", "ContractReport", "RuleResult", "check_policy"]
 
 RULES = {
     "builds": "has a name, can be built for 1 block and for many, and refuses room for none",
@@ -28,29 +24,8 @@ RULES = {
     "bounded": "holds no more and no more memory however many blocks have come and gone",
 }
 
-
-def check_policy(
-    make: Callable[[int], EvictionPolicy],
-    *,
-    seed: int = 0,
-    rounds: int = 3,
-    progress: Callable[[str], None] | None = None,
-    limit_s: float | None = None,
-    only: Collection[str] | None = None,
-) -> ContractReport:
-    """Hold a policy against every rule. One that was never put to the test, because the policy broke others before, is not
-    passed.
-
-    Args:
-        make: builds a policy for a capacity, with whatever options it needs; called often.
-        seed: the first of `rounds` seeds.
-        rounds: repetitions of each random scenario.
-        progress: called with the name of each scenario before it begins.
-        limit_s: for one run of a scenario; a policy that takes longer, in Python, is stopped and nothing else is tried. Only
-            in a process's main thread, on systems that have signals.
-        only: names of the scenarios to play; by default all.
-    """
-    return run_scenarios(
-        RULES, SCENARIOS, playing(make, may_refuse=lambda capacity: capacity < 1), seed=seed, rounds=rounds,
-        progress=progress, limit_s=limit_s, only=only,
-    )  # fmt: skip
+SUITE = Suite(
+    "policy", RULES, SCENARIOS, example={"small_ratio": 0.2}, trial=(16,), may_refuse=lambda capacity, **_: capacity < 1,
+    flags=(Flag("reference", False, "Check the twin in plain Python, not the native policy."),),
+)  # fmt: skip
+check_policy = SUITE.check

@@ -10,9 +10,11 @@ __all__ = ["Gdsf"]
 
 
 class Gdsf(EvictionPolicy):
-    """Priority = L + uses * cost / size, computed when a block is inserted (one use) and at each hit; the lowest goes, of equal
-    ones that computed first. L is the priority of the last victim chosen, so what is not used falls behind. Cost is `cost_s`
-    of the block, 1 where that is not known; size is `size_bytes`, at least 1. No options.
+    """Evict the block of the lowest priority L + uses * cost / size; of equal ones the one whose priority was computed first.
+
+    A priority is computed at the insertion (one use) and at each hit. L is the priority of the last victim, so that blocks
+    that are not used fall behind. A new block gets L as it was before the evictions that made room for it, as in the paper.
+    Cost is `cost_s` of the block, or 1 if unknown. Size is `size_bytes`, at least 1. There are no options.
 
     Source: Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching policy", HPL-98-69R1, 1998.
     """
@@ -23,15 +25,17 @@ class Gdsf(EvictionPolicy):
         super().__init__(capacity, **options)
         self._ranking = Ranking()  # (priority, when computed)
         self._blocks: dict[BlockKey, tuple[float, int, int]] = {}  # cost, size, uses
-        self._inflation = 0.0
+        self._inflation = self._latest = 0.0  # L of new priorities, and of the last victim
         self._num_computed = 0
 
     def on_insert(self, block: CachedBlock) -> None:
         require_new(block, self._blocks)
         self._use(block.key, block.cost_s if block.cost_s > 0 else 1.0, max(1, block.size_bytes), 1)
+        self._inflation = self._latest
 
     def on_hit(self, key: BlockKey, time_s: float = 0.0) -> None:
         require_present(key, self._blocks)
+        self._inflation = self._latest
         cost, size, num_uses = self._blocks[key]
         self._use(key, cost, size, num_uses + 1)
 
@@ -43,7 +47,7 @@ class Gdsf(EvictionPolicy):
         self._ranking.take(context, lambda key: f"priority {self._ranking[key][0]:.6g}")
         decision = context.decision()
         if decision.victims:
-            self._inflation = self._ranking[BlockKey(decision.victims[-1])][0]
+            self._latest = self._ranking[BlockKey(decision.victims[-1])][0]
         return decision
 
     def _use(self, key: BlockKey, cost: float, size: int, num_uses: int) -> None:

@@ -10,9 +10,13 @@ __all__ = ["Slru"]
 
 
 class Slru(EvictionPolicy):
-    """New blocks are on probation; a hit makes them protected. Where more are protected than `protected_ratio` (.8) of the
-    capacity, rounded down, the least recently used of those are on probation again, as its most recently used. The victim is
-    the least recently used block on probation, else of the protected ones.
+    """Put new blocks on probation and protect them after a hit; evict the least recently used block on probation.
+
+    At most `protected_ratio` (.8) of the capacity, rounded down, is protected. Beyond that the least recently used protected
+    block goes back on probation, as its most recently used. Protected blocks are evicted when nothing is on probation.
+
+    libCacheSim's SLRU has four segments. With two of the same sizes (`seg-size=1:4`) one rule differs: there a new object
+    starts in the protected segment while that has room. A model of ours with that rule gives each of its hits.
 
     Source: Karedla, Love and Wherry, "Caching strategies to improve disk system performance", Computer 1994.
     """

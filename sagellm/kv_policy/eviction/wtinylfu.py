@@ -51,12 +51,17 @@ class CountMinSketch:
 
 
 class WTinyLfu(EvictionPolicy):
-    """New blocks go to the window, an LRU list; what it has no room for goes on probation, whose blocks are protected after a
-    hit as in `Slru`. When room is wanted, the window's least recently used block stands against that of the main part (on
-    probation, else protected): the one that was used less often lately goes, the window's if as often; the window's goes on
-    probation if it stays.
+    """Admit to the main part only blocks that were used more often lately than the block they would replace.
+
+    New blocks enter the window, an LRU list. Blocks that leave it go on probation, and a hit protects them as in `Slru`.
+    When room is needed, the window's least recently used block competes with that of the main part (on probation, else
+    protected). The less used one is evicted, the window's if both are equal; otherwise the window's goes on probation.
 
     Options: `window_ratio` (.01) of the capacity, rounded down, at least one block; `protected_ratio` (.8) of the rest.
+
+    libCacheSim's W-TinyLFU differs in the hash functions and the aging of its sketch, and has an SLRU of four segments as
+    its main part. Below 100 objects its window has no room and it admits nothing. Hit rates differ by less than 0.01 from
+    100 to 5,000 objects of a Zipf 1.0 trace.
 
     Source: Einziger, Friedman and Manes, "TinyLFU", ACM ToS 2017. No doorkeeper, and the window's size is fixed.
     """

@@ -16,6 +16,7 @@ from sagellm.kv_policy.base import (
 )  # fmt: skip
 from sagellm.kv_policy.lifetime.history import HistoryLifetime
 from sagellm.kv_policy.migration.cost_model import CostBenefitModel
+from sagellm.kv_policy.registry import make_lifetime_predictor
 
 __all__ = ["CostBenefit"]
 
@@ -39,8 +40,6 @@ class CostBenefit(MigrationPolicy):
         self, model: CostBenefitModel | str | Path | None = None, lifetime: LifetimePredictor | str | None = None
     ) -> None:  # fmt: skip
         if isinstance(lifetime, str):
-            from sagellm.kv_policy.registry import make_lifetime_predictor  # which imports this module
-
             lifetime = make_lifetime_predictor(lifetime)
         if not (lifetime is None or isinstance(lifetime, LifetimePredictor)):
             raise PolicyError(f"migration policy cost: lifetime={lifetime!r}; give a lifetime predictor or its name.")

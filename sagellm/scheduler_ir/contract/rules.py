@@ -1,16 +1,13 @@
-"""The contract of a strategy as checks that anybody can run on theirs: `sagellm strategy check module:Class`.
+"""Contract of a scheduling strategy: `sagellm check strategy module:Class`.
 
-Each rule is held against requests on a virtual engine (`simulation/`) that the strategy schedules; a rule that is broken says
-what was got, what is allowed and which seed shows it again.
+Every rule is checked with requests on a virtual engine (`simulation/`) that the strategy schedules. A broken rule reports what
+was got, what is allowed and the seed.
 """
 
-from collections.abc import Callable, Collection
-
-from sagellm.core.contract import ContractReport, playing, run_scenarios
+from sagellm.core.contract import Suite
 from sagellm.scheduler_ir.contract.scenarios import SCENARIOS
-from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 
-__all__ = ["RULES", "check_strategy"]
+__all__ = ["RULES", "SUITE", "check_strategy"]
 
 RULES = {
     "builds": "has a name and can be built",
@@ -30,28 +27,5 @@ RULES = {
     "forgets": "keeps nothing of requests that ended",
 }
 
-
-def check_strategy(
-    make: Callable[..., SchedulingStrategy],
-    *,
-    seed: int = 0,
-    rounds: int = 3,
-    progress: Callable[[str], None] | None = None,
-    limit_s: float | None = None,
-    only: Collection[str] | None = None,
-) -> ContractReport:
-    """Hold a strategy against every rule. One that was never put to the test, because the strategy broke others before, is not
-    passed.
-
-    Args:
-        make: builds a strategy, with keyword arguments where options are tried; called often.
-        seed: the first of `rounds` seeds.
-        rounds: repetitions of each random scenario.
-        progress: called with the name of each scenario before it begins.
-        limit_s: for one run of a scenario, see `run_scenarios`.
-        only: names of the scenarios to play; by default all.
-    """
-    return run_scenarios(
-        RULES, SCENARIOS, playing(make), seed=seed, rounds=rounds, progress=progress, limit_s=limit_s, only=only,
-        what="strategy",
-    )  # fmt: skip
+SUITE = Suite("strategy", RULES, SCENARIOS, example={"ageing_s": 2.0})
+check_strategy = SUITE.check

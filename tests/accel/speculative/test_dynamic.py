@@ -11,7 +11,7 @@ from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome
 from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
 from sagellm.accel.speculative.ngram import NgramStrategy
 from sagellm.accel.speculative.planning.table import LatencyTable
-from sagellm.accel.speculative.registry import find_strategy, make_strategy, strategy_names
+from sagellm.accel.speculative.registry import find_speculator, make_speculator, speculator_names
 from sagellm.accel.speculative.step_times import StepTimes, _solved
 from sagellm.core.errors import SpeculationError
 from tests.accel.speculative.simulation import (
@@ -233,13 +233,13 @@ def test_times_that_are_none_change_nothing():
 
 
 def test_by_name_with_options_of_both():
-    strategy = make_strategy("dynamic:ngram", options={"max_n": 3}, lookahead=5, budget=0.02)
+    strategy = make_speculator("dynamic:ngram", options={"max_n": 3}, lookahead=5, budget=0.02)
     assert type(strategy.wrapped) is NgramStrategy and strategy.wrapped.max_n == 3 and strategy.wrapped.lookahead == 5
-    assert strategy.lookahead == 5 and strategy.budget == 0.02 and "dynamic" in strategy_names()
-    assert make_strategy("Dynamic:prompt-lookup").lookahead == 8
-    assert make_strategy("dynamic:ngram", options={"lookahead": 3}).lookahead == 3
-    assert find_strategy("dynamic:ngram") is DynamicLookaheadStrategy
-    own = make_strategy(f"dynamic:{__name__}:Guesser")
+    assert strategy.lookahead == 5 and strategy.budget == 0.02 and "dynamic" in speculator_names()
+    assert make_speculator("Dynamic:prompt-lookup").lookahead == 8
+    assert make_speculator("dynamic:ngram", options={"lookahead": 3}).lookahead == 3
+    assert find_speculator("dynamic:ngram") is DynamicLookaheadStrategy
+    own = make_speculator(f"dynamic:{__name__}:Guesser")
     assert isinstance(own.wrapped, Guesser) and own.report()["strategy"] == "guesser"
     assert DynamicLookaheadStrategy(Guesser(3)).lookahead == 3
 
@@ -247,17 +247,17 @@ def test_by_name_with_options_of_both():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("dynamic:", {}, "names nobody"), ("dynamic:nothing", {}, "known are: ngram"),
+        ("dynamic:", {}, "names no strategy"), ("dynamic:nothing", {}, "known are: draft"),
         ("dynamic:ngram", {"strategy": "ngram"}, "name it in one place"), ("dynamic:dynamic", {}, "the strategy that guesses"),
         ("dynamic:dynamic:ngram", {}, "the strategy that guesses"), ("dynamic:ngram", {"lookahead": 0}, "from 1 to 64"),
-        ("dynamic:ngram", {"budget": 0}, "above 0 and below 1"), ("dynamic:ngram", {"options": {"max_n": 0}}, "max_n is 0"),
+        ("dynamic:ngram", {"budget": 0}, "above 0 and below 1"), ("dynamic:ngram", {"options": {"max_n": 0}}, "max_n=0"),
         ("dynamic:ngram", {"options": 3}, "by name"), ("dynamic:ngram", {"size": 3}, "cannot be built"),
         ("dynamic:ngram", {"table": "/nowhere/table"}, "profile"),
     ],
 )  # fmt: skip
 def test_bad_options(name, options, message):
     with pytest.raises(SpeculationError, match=message):
-        make_strategy(name, **options)
+        make_speculator(name, **options)
 
 
 def test_a_strategy_that_is_built_takes_no_options():

@@ -10,7 +10,7 @@ from sagellm.accel.speculative.planning.probe import WARM_UP, ProbeStrategy
 from sagellm.accel.speculative.planning.profile import PROBE, machine_facts, profile
 from sagellm.accel.speculative.planning.recommend import recommend, tokens_of_step
 from sagellm.accel.speculative.planning.table import LatencyTable, read_table
-from sagellm.accel.speculative.registry import find_strategy
+from sagellm.accel.speculative.registry import find_speculator
 from sagellm.core.errors import SpeculationError
 
 TEXT = np.zeros(1, np.int64)
@@ -109,7 +109,7 @@ class MadeUpEngine:
 
 
 def test_a_sweep():
-    strategy = find_strategy(PROBE)(lookaheads=[0, 1, 4])
+    strategy = find_speculator(PROBE)(lookaheads=[0, 1, 4])
     engine = MadeUpEngine(strategy)
     table = profile(
         engine.generate, strategy.report, batches=(4, 1), lookaheads=(4, 1), vocab_size=100, steps=3, facts=machine_facts()

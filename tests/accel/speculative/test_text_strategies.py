@@ -11,7 +11,7 @@ from sagellm import accel
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy
 from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
 from sagellm.accel.speculative.ngram import NgramStrategy
-from sagellm.accel.speculative.registry import find_strategy, make_strategy, strategy_names
+from sagellm.accel.speculative.registry import find_speculator, make_speculator, speculator_names
 from sagellm.accel.speculative.suffix import SuffixStrategy
 from sagellm.cli import main
 from sagellm.core import registry as core_registry
@@ -102,15 +102,15 @@ def test_suffix_drops_the_oldest_answers(reference: bool):
 @BOTH
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
 def test_through_the_life_of_a_request(name: str, reference: bool):
-    strategy, text = make_strategy(name, reference=reference), [5, 6, 7, 8, 5, 6]
+    strategy, text = make_speculator(name, reference=reference), [5, 6, 7, 8, 5, 6]
     strategy.begin(1, np.array(text, np.int64))
     for new in ([7], [8, 9, 5], [6, 7, 8, 9], [1, 2]):
         strategy.accept(1, new)
         text = text + new
         asks = [ask(text), ask([3, 4, 3], 2, request_id=2)]
-        assert strategy.propose(asks) == [guess(make_strategy(name, reference=reference), text), [4, 3]]
+        assert strategy.propose(asks) == [guess(make_speculator(name, reference=reference), text), [4, 3]]
     strategy.begin(1, np.array(text, np.int64))  # it lost its place, and comes back
-    assert guess(strategy, text) == guess(make_strategy(name, reference=reference), text)
+    assert guess(strategy, text) == guess(make_speculator(name, reference=reference), text)
     strategy.end(1)
     strategy.end(2)
     strategy.end(3)
@@ -125,32 +125,32 @@ def test_through_the_life_of_a_request(name: str, reference: bool):
 @BOTH
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
 def test_another_text_of_the_same_length(name: str, reference: bool):
-    strategy = make_strategy(name, reference=reference)
+    strategy = make_speculator(name, reference=reference)
     assert guess(strategy, [1, 2, 3, 1, 2], 1) == [3] and guess(strategy, [5, 6, 7, 5, 6], 1) == [7]
 
 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("ngram", {"min_n": 0}, "min_n is 0; give a whole number from 1 to 32"),
-        ("ngram", {"min_n": 3, "max_n": 2}, "max_n is 2; give a whole number from 3 to 32"),
-        ("ngram", {"max_n": "4"}, "max_n is '4'; give a whole number"),
+        ("ngram", {"min_n": 0}, "option min_n=0; give a number from 1 to 32"),
+        ("ngram", {"min_n": 3, "max_n": 2}, "option max_n=2; give a number from 3 to 32"),
+        ("ngram", {"max_n": "4"}, "option max_n='4'; give a number"),
         ("ngram", {"lookahead": 0}, "lookahead is 0; give a whole number from 1 to 64"),
-        ("suffix", {"max_depth": 1}, "max_depth is 1; give a whole number from 2 to 128"),
-        ("suffix", {"max_tokens": -1}, "max_tokens is -1; give a whole number from 0"),
-        ("suffix", {"max_tokens": True}, "max_tokens is True; give a whole number from 0"),
-        ("suffix", {"min_probability": 1.5}, "min_probability is 1.5; give a number from 0 to 1"),
-        ("suffix", {"min_probability": float("nan")}, "min_probability is nan; give a number from 0 to 1"),
+        ("suffix", {"max_depth": 1}, "option max_depth=1; give a number from 2 to 128"),
+        ("suffix", {"max_tokens": -1}, "option max_tokens=-1; give a number from 0"),
+        ("suffix", {"max_tokens": True}, "option max_tokens=True; give a number from 0"),
+        ("suffix", {"min_probability": 1.5}, "option min_probability=1.5; give a number from 0 to 1"),
+        ("suffix", {"min_probability": float("nan")}, "option min_probability=nan; give a number from 0 to 1"),
     ],
 )
 def test_bad_options_are_told(name: str, options: dict, words: str):
     with pytest.raises(SpeculationError, match=words):
-        make_strategy(name, **options)
+        make_speculator(name, **options)
 
 
 def test_both_are_known_by_name_and_keep_their_options():
-    assert {"ngram", "suffix"} <= set(strategy_names())
-    ngram, suffix = make_strategy("ngram", lookahead=3, min_n=2, max_n=5), make_strategy("suffix", max_depth=9)
+    assert {"ngram", "suffix"} <= set(speculator_names())
+    ngram, suffix = make_speculator("ngram", lookahead=3, min_n=2, max_n=5), make_speculator("suffix", max_depth=9)
     assert (ngram.lookahead, ngram.min_n, ngram.max_n) == (3, 2, 5)
     assert (suffix.lookahead, suffix.max_depth, suffix.min_probability, suffix.max_tokens) == (8, 9, 0.2, 100_000)
 
@@ -174,13 +174,13 @@ def test_installed_packages_offer_strategies(monkeypatch: pytest.MonkeyPatch):
         EntryPoint("gone", f"{__name__}:Gone", "sagellm.speculative"),
     ]
     monkeypatch.setattr(core_registry, "entry_points", lambda group: [each for each in entries if each.group == group])
-    assert find_strategy("Their_Own") is Offered and find_strategy("ngram") is NgramStrategy
-    wrapped = make_strategy("dynamic:their-own", options={"max_n": 2})
+    assert find_speculator("Their_Own") is Offered and find_speculator("ngram") is NgramStrategy
+    wrapped = make_speculator("dynamic:their-own", options={"max_n": 2})
     assert isinstance(wrapped, DynamicLookaheadStrategy) and wrapped.report()["strategy"] == "offered"
-    names = strategy_names()
+    names = speculator_names()
     assert names.count("ngram") == 1 and "their-own" in names and "elsewhere" not in names
     with pytest.raises(SpeculationError, match="gone: cannot load"):
-        find_strategy("gone")
+        find_speculator("gone")
     del entries[-1]
     listed = json.loads(CliRunner().invoke(main, ["speculative", "list", "--json"]).stdout)
     assert {row["strategy"]: row["class"] for row in listed}["their-own"] == f"{__name__}:Offered"

@@ -3,7 +3,6 @@
 import gc
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from torch import distributed as dist
 
 from benchmarks.metrics.compute import parse_prometheus, series
+from benchmarks.processes import wait_until
 from sagellm.core.config import HookConfig
 from sagellm.core.hooks import Plugin
 from sagellm.core.host import PluginHost
@@ -71,19 +71,12 @@ def heard(observer):
     return plugin.heard
 
 
-def until(what: str, holds: Callable[[], bool]):
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
 def poll(work):
-    until("the end", work.is_completed)
+    wait_until("the end", work.is_completed)
 
 
 def poll_future(work):
-    until("the end", work.get_future().done)
+    wait_until("the end", work.get_future().done)
 
 
 WAYS = {
@@ -107,7 +100,7 @@ def test_every_way_to_see_the_end_ends_the_observation_once(group, observer, way
     other.join()
     del work
     gc.collect()
-    until("the plug-in hears of it", lambda: heard(observer) != [])
+    wait_until("the plug-in hears of it", lambda: heard(observer) != [])
     observer.close()
     assert heard(observer) == [("all_reduce", "all_reduce")] and tensor.tolist() == [2] * 4
     (row,) = observer.stats.report()
@@ -120,7 +113,7 @@ def test_a_handle_that_is_let_go_of_counts_without_a_time(group, observer):
     group.finish()
     del work
     gc.collect()
-    until("the plug-in hears of it", lambda: heard(observer) != [])
+    wait_until("the plug-in hears of it", lambda: heard(observer) != [])
     (row,) = observer.stats.report()
     assert (row["count"], row["bytes"], sum(row["latency_counts"])) == (1, 0, 0)
 

@@ -9,7 +9,7 @@ import pytest
 
 from sagellm.accel.speculative.base import Ask
 from sagellm.accel.speculative.draft_model import DraftModelStrategy
-from sagellm.accel.speculative.registry import find_strategy, strategy_names
+from sagellm.accel.speculative.registry import find_speculator, speculator_names
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import CapacityError, SpeculationError
 from sagellm.demo_model.random_model import write_random_model
@@ -354,8 +354,8 @@ def test_methods_of_lmdeploy_itself(monkeypatch, other):
     ):
         with pytest.raises(SpeculationError, match=message):
             check_settings_plugins(config.model_copy(update={"speculative_options": bad}))
-    assert {"draft", "eagle", "eagle3", "deepseek_mtp"} <= set(strategy_names())
+    assert {"draft", "eagle", "eagle3", "deepseek_mtp"} <= set(speculator_names())
     with pytest.raises(SpeculationError, match="eagle is a method of LMDeploy's engine, not a strategy"):
-        find_strategy("eagle")
+        find_speculator("eagle")
     with pytest.raises(SpeculationError, match="known are: .*draft.*eagle, eagle3, deepseek_mtp"):
-        find_strategy("medusa")
+        find_speculator("medusa")

@@ -91,7 +91,7 @@ def test_rounds_of_several_decode_steps(start_engine, reference, decode_round):
     assert answers(engine, CROWD) == reference(CROWD, NUM_NEW)
 
 
-@pytest.mark.parametrize("decode_round", [1, 8])
+@pytest.mark.parametrize("decode_round", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_equal_prompts_under_pressure(start_engine, reference, decode_round):
     """A request that is sent back with its blocks finds the next one published by its twin."""
     (text,) = make_prompts((130,))
@@ -108,7 +108,7 @@ def test_equal_prompts_under_pressure(start_engine, reference, decode_round):
     assert report["preempted"] + report["evicted"]["prefix"] > 0
 
 
-@pytest.mark.parametrize("decode_round", [1, 8])
+@pytest.mark.parametrize("decode_round", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_shared_prefixes_under_pressure_with_cancellations(start_engine, reference, decode_round):
     """Requests share systems and documents, the pool holds a part of them, and a third is cancelled somewhere."""
     texts = make_prompts((48, 48, 33), seed=3)

@@ -37,7 +37,10 @@ def test_output_is_exact_whatever_goes_first(start_engine, reference, policy):
     assert report["preempted"] > 0 and report["evicted"]["prefix"] > 0
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("policy", ["lru", pytest.param("s3fifo", marks=SLOW), pytest.param("arc", marks=SLOW)])
 def test_a_replay_decides_the_same(start_engine, tmp_path, policy):
     log = tmp_path / "events.jsonl"
     engine = start_engine(kv_blocks=30, record=log, kv=KVConfig(policy=policy))

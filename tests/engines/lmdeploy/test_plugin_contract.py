@@ -1,20 +1,39 @@
-"""The contract, kept by plug-ins of each kind."""
+"""The contract of plug-ins, kept by one of each kind, and broken by planted faults."""
 
-from tests.engines.plugin_contract import PluginContract
+import pytest
 
-
-class TestListener(PluginContract):
-    plugin = "tests.plugins:Listener"
-
-
-class TestOffloadInstead(PluginContract):
-    plugin = "tests.plugins:OffloadInstead"
+from sagellm.core.hooks import Plugin
+from sagellm.core.registry import PLUGINS
+from sagellm.engines.lmdeploy.contract.plugin import RULES, SUITE
 
 
-class TestOwnIndex(PluginContract):
-    plugin = "tests.plugins:OwnIndex"
+class Strange(Plugin):
+    """Overrides a hook that an engine of one rank never calls, and gives blocks that it may not give."""
+
+    def comm_begin(self, op):
+        return None
+
+    def lookup_prefix(self, query):
+        return [10**6]
 
 
-class TestBudget(PluginContract):
-    plugin = "tests.plugins:Budget"
-    options = {"prefill": 100, "decode": 3}  # noqa: RUF012 - declared as a ClassVar in the base
+class Unattached(Plugin):
+    def __init__(self, *, size):
+        self.size = size
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("Listener", {}), ("OffloadInstead", {}), ("OwnIndex", {}), ("Budget", {"prefill": 100, "decode": 3})],
+)
+def test_every_kind_keeps_to_it(name, options):
+    report = SUITE.prepare(PLUGINS, f"tests.plugins:{name}", options)()
+    assert [result for result in report.results if not result.passed] == []
+    assert [result.rule for result in report.results] == list(RULES) and report.num_events >= 0
+
+
+@pytest.mark.parametrize(("kind", "rule"), [(Strange, "stays_on"), (Unattached, "builds")])
+def test_a_fault_breaks_its_rule(kind, rule):
+    report = SUITE.prepare(PLUGINS, f"{__name__}:{kind.__name__}", {})()
+    broken = {result.rule: result.message for result in report.results if result.seen and not result.passed}
+    assert set(broken) == {rule}, broken

@@ -33,6 +33,7 @@ def test_greedy_equals_transformers(start_engine, reference, model, blocks, deco
     assert report["tokens_per_step"] > 1.2
 
 
+@pytest.mark.slow
 def test_500_prompts_are_answered_as_without(start_engine):
     """In a pool that holds half of the requests of a batch; without guesses it holds all. `suffix`, which learns from answers,
     is asked some of them twice."""

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from benchmarks.processes import command_line
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import EngineError
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
-from tests.host import command_line
 from tests.pool import settle
 
 # A worker that dies can leave its parent waiting for it.
@@ -82,6 +82,7 @@ def test_exact_output_and_every_collective_is_seen_and_measured_on_request(two_w
     assert 0 < exposed_s < report["step_s"]
 
 
+@pytest.mark.slow
 def test_plugins_that_raise_and_hang_are_switched_off_in_each_worker_and_every_instance_is_closed(
     two_workers, reference, limits, tmp_path
 ):

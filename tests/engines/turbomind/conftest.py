@@ -1,6 +1,5 @@
 """`start(*plugins, **config)`: the hooks of a process, closed after the test."""
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,10 +30,3 @@ def start() -> Iterator[Callable[..., TurboMindHooks]]:
 
 def plugin_of(hooks: TurboMindHooks, place: int = 0) -> Any:
     return hooks._host.plugins[place][1]
-
-
-def wait_for(what: str, holds: Callable[[], Any], deadline_s: float = 20.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not holds():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.005)

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from benchmarks.processes import wait_until
 from sagellm.core.errors import ConfigError, PluginError
 from sagellm.core.hooks import BlockState, CommOp, EvictionReason, Phase
 from tests.engines.turbomind import abi
-from tests.engines.turbomind.conftest import plugin_of, wait_for
+from tests.engines.turbomind.conftest import plugin_of
 from tests.engines.turbomind.played import PlayedRank, play
 
 SHARED = list(range(100, 108))  # two blocks
@@ -84,7 +85,7 @@ def test_notices(start):
     rank.collective(1, 2048, 0.5)
     rank.collective(4, 64, -1.0)
     told = plugin_of(hooks)
-    wait_for("every notice", lambda: len(told.comms) == 2 and len(told.steps) == 3 and told.by_callback)
+    wait_until("every notice", lambda: len(told.comms) == 2 and len(told.steps) == 3 and told.by_callback)
     assert [(m.request_id, m.num_tokens, m.num_matched) for m in told.matched] == [(1, 13, 0), (2, 12, 8), (3, 20, 0)]
     assert len(told.matched[1].block_ids) == 2 and told.matched[1].source == "native index"
     stored = [(u.request_id, u.first_token, u.token_ids.tolist(), len(u.block_ids)) for u in told.stored]
@@ -110,7 +111,7 @@ def test_misses_of_a_waiting_request_are_told_once(start):
     rank.request(2, A)
     rank._lookup(1, A)
     told = plugin_of(hooks)
-    wait_for("the hit", lambda: len(told.matched) >= 3)
+    wait_until("the hit", lambda: len(told.matched) >= 3)
     assert [(m.request_id, m.num_matched) for m in told.matched] == [(1, 0), (2, 0), (1, 12)]
 
 
@@ -158,7 +159,7 @@ def test_without_prefix_caching_nothing_is_told_as_evicted(start, tmp_path):
     for seq_id, prompt in enumerate((A, B, C), start=1):
         rank.request(seq_id, prompt)
     told = plugin_of(hooks)
-    wait_for("the last step", lambda: len(told.steps) == 3)
+    wait_until("the last step", lambda: len(told.steps) == 3)
     assert rank.victims and told.evicted == told.by_callback == []
     assert hooks.table.stats()["evicted_blocks"] > 0 and hooks.report()["evicted"]["prefix"] == 0
     hooks.close()

@@ -6,8 +6,9 @@ import textwrap
 
 import pytest
 
+from benchmarks.processes import wait_until
 from sagellm._core import HookTable, PluginPort
-from tests.engines.turbomind.conftest import plugin_of, wait_for
+from tests.engines.turbomind.conftest import plugin_of
 from tests.engines.turbomind.played import PlayedRank, play
 
 LIMIT_S = 0.4
@@ -35,7 +36,7 @@ def test_a_fault_costs_the_limit_once_and_no_request(start, plugin, kind):
     assert max(rank.slowest_s for rank in ranks) < LIMIT_S + SLACK_S
     assert hooks.port.stats()["asked"] == 1
     assert [fault.kind for fault in hooks._host.faults] == [kind]
-    wait_for("its questions are not asked", lambda: hooks.port.topics == ())
+    wait_until("its questions are not asked", lambda: hooks.port.topics == ())
     assert list(hooks.report()["enabled"].values()) == [False]
     assert hooks.table.stats()["divergences"] == 0
 
@@ -46,7 +47,7 @@ def test_the_limit_holds_while_nobody_can_run_python(start):
     (rank,) = play(hooks.table, PROMPTS, num_ranks=1)
     assert len(rank.num_matched) == len(PROMPTS)
     assert hooks.port.fault == ("select_victims", "overran", "no answer within 0.4 s")
-    wait_for("the plug-in is blamed", lambda: [fault.kind for fault in hooks._host.faults] == ["overran"])
+    wait_until("the plug-in is blamed", lambda: [fault.kind for fault in hooks._host.faults] == ["overran"])
     assert list(hooks.report()["enabled"].values()) == [False, False], "nobody is asked or told any more"
 
 
@@ -56,16 +57,16 @@ def test_the_others_stay_on(start):
     assert hooks.port.fault is None
     assert list(hooks.report()["enabled"].values()) == [False, True]
     listener = hooks._host.plugins[1][1]
-    wait_for("the end", lambda: len(listener.steps) == len(PROMPTS))
-    wait_for("only the listener counts", lambda: "select_victims" not in hooks.port.topics)
+    wait_until("the end", lambda: len(listener.steps) == len(PROMPTS))
+    wait_until("only the listener counts", lambda: "select_victims" not in hooks.port.topics)
 
 
 def test_notices_never_keep_the_engine(start):
     hooks = start("SlowListener", time_limit_s=LIMIT_S)
     (rank,) = play(hooks.table, PROMPTS, num_ranks=1)
     assert len(rank.num_matched) == len(PROMPTS)
-    wait_for("it is off", lambda: [fault.kind for fault in hooks._host.faults] == ["overran"])
-    wait_for("nothing is told any more", lambda: hooks.port.topics == ())
+    wait_until("it is off", lambda: [fault.kind for fault in hooks._host.faults] == ["overran"])
+    wait_until("nothing is told any more", lambda: hooks.port.topics == ())
     assert hooks.port.stats()["asked"] == 0
 
 
@@ -76,13 +77,13 @@ def test_those_who_hang_as_listeners_do_not_keep_the_one_who_decides(start):
     hooks = start("HangsAtStepEnd", "HangsThere", "Schedules", time_limit_s=LIMIT_S)
     rank = PlayedRank(hooks.table)
     rank._step_end(1)
-    wait_for("they hear of it", lambda: all(guard._works for guard in list(hooks._host.guards.values())[:2]))
+    wait_until("they hear of it", lambda: all(guard._works for guard in list(hooks._host.guards.values())[:2]))
     assert rank.schedule([SEQUENCE]) == ([5], 64)
-    wait_for("both are off", lambda: len(hooks._host.faults) == 2)
+    wait_until("both are off", lambda: len(hooks._host.faults) == 2)
     assert rank.schedule([SEQUENCE]) == ([5], 64) and hooks.port.fault is None
     assert {(fault.hook, fault.kind) for fault in hooks._host.faults} == {("on_step_end", "overran")}
     assert list(hooks.report()["enabled"].values()) == [False, False, True]
-    wait_for("nobody is told any more", lambda: hooks.port.topics == ("schedule",))
+    wait_until("nobody is told any more", lambda: hooks.port.topics == ("schedule",))
 
 
 def test_one_busy_with_what_it_was_told_leaves_the_step_to_the_engine(start):
@@ -95,7 +96,7 @@ def test_one_busy_with_what_it_was_told_leaves_the_step_to_the_engine(start):
     assert rank.schedule([SEQUENCE]) is None, "not waited for again before it has caught up"
     assert hooks.port.fault is None and hooks._host.faults == []
     plugin.faster.set()
-    wait_for("it has heard", lambda: len(plugin.heard) == 2)
+    wait_until("it has heard", lambda: len(plugin.heard) == 2)
     assert rank.schedule([SEQUENCE], step=2) == ([5], 64)
     assert plugin.heard == [1, 2, "asked"] and hooks._host.faults == []
 
@@ -103,7 +104,7 @@ def test_one_busy_with_what_it_was_told_leaves_the_step_to_the_engine(start):
 def test_a_port_that_is_off_is_not_blamed_on_one_who_kept_to_his_limit(start):
     hooks = start("Schedules", time_limit_s=LIMIT_S)
     hooks.port.fail("schedule", "overran", "no answer within 0.4 s")
-    wait_for("it is reported", lambda: hooks._host.faults)
+    wait_until("it is reported", lambda: hooks._host.faults)
     (fault,) = hooks._host.faults
     assert (fault.plugin, fault.hook, fault.kind) == ("TurboMind adapter", "schedule", "overran")
 
@@ -129,7 +130,7 @@ def test_an_adapter_that_fails_is_off_with_a_reason(start, monkeypatch):
     assert len(rank.num_matched) == len(PROMPTS) and hooks.port.stats()["asked"] == 1
     _, kind, detail = hooks.port.fault
     assert kind == "raised" and "NoneType" in detail
-    wait_for("it is reported", lambda: [fault.kind for fault in hooks._host.faults] == ["raised"])
+    wait_until("it is reported", lambda: [fault.kind for fault in hooks._host.faults] == ["raised"])
 
 
 def test_nobody_answers():

@@ -13,7 +13,7 @@ from sagellm.scheduler_ir.strategies.registry import find_strategy, make_strateg
 from sagellm.scheduler_ir.strategies.shortest import Shortest
 from sagellm.scheduler_ir.strategies.slo_aware import SloAware
 
-NAMES = "fifo priority slo_aware adaptive aegaeon hybrid shortest fair".split()
+NAMES = sorted("fifo priority slo_aware adaptive aegaeon hybrid shortest fair".split())
 
 
 class Mine(Fifo):
@@ -44,7 +44,7 @@ def test_strategies_of_others(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("lifo", "unknown strategy 'lifo'; known are: fifo, priority, .*module:Class"),
+    ("lifo", "unknown strategy 'lifo'; known are: adaptive, aegaeon, .*module:Class"),
     ("sagellm_nowhere:Thing", "cannot import sagellm_nowhere"),
     (f"{__name__}:Missing", "has no Missing"),
     (f"{__name__}:NAMES", "no strategy; give a subclass of sagellm.scheduler_ir.strategies.base.SchedulingStrategy"),

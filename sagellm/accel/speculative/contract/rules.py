@@ -1,15 +1,12 @@
-"""The contract of a strategy, and of an engine that checks its guesses, as checks that anybody can run on theirs:
-`sagellm speculative check module:Class`.
-"""
+"""Contract of a speculative strategy, and of an engine that verifies its guesses: `sagellm check speculative module:Class`."""
 
 from collections.abc import Callable, Collection
 
-from sagellm.accel.speculative.base import SpeculativeStrategy
 from sagellm.accel.speculative.contract.exactness import BF16_GAP, ENGINE_SCENARIOS, Guesser, Trial
 from sagellm.accel.speculative.contract.scenarios import SCENARIOS
-from sagellm.core.contract import ContractReport, playing, run_scenarios
+from sagellm.core.contract import ContractReport, Suite, run_scenarios
 
-__all__ = ["ENGINE_RULES", "RULES", "check_engine", "check_strategy"]
+__all__ = ["ENGINE_RULES", "RULES", "SUITE", "check_engine", "check_speculator"]
 
 RULES = {
     "builds": "has a name and can be built",
@@ -20,9 +17,9 @@ RULES = {
     "vocabulary": "guesses tokens that there are",
     "lookahead": "keeps a lookahead that makes sense",
     "quiet": "keeps a `quiet` that makes sense, and guesses the same whether it is told of quiet steps at once or late",
-    "strangers": "bears requests that were never begun, steps that it was not told of, and ends that come twice",
+    "strangers": "accepts requests that were never begun, steps that it was not told of, and ends that come twice",
     "leaves_asks": "leaves what it is asked about as it is",
-    "models": "loads the models that it names, and computes with them behind keys of the text that it was asked about",
+    "models": "loads the models that it names, and computes with them after keys of the text that it was asked about",
     "deterministic": "guesses the same after the same events",
     "forgets": "gives back what it kept of requests that ended, or bounds it",
 }
@@ -30,33 +27,12 @@ ENGINE_RULES = {
     "runs": "an engine runs with it, and finds no fault",
     "greedy": "greedy answers in float32 are those without guesses, token by token, and so are drawn ones with seeds",
     "near_argmax": f"in bfloat16 each token's logit is within {BF16_GAP} of the highest, all of the answer in one pass",
-    "distribution": "drawn tokens have the model's own distribution, where a guess stood and behind one",
+    "distribution": "drawn tokens have the model's own distribution, in the place of a guess and after one",
 }
 
 
-def check_strategy(
-    make: Callable[..., SpeculativeStrategy],
-    *,
-    seed: int = 0,
-    rounds: int = 3,
-    progress: Callable[[str], None] | None = None,
-    limit_s: float | None = None,
-    only: Collection[str] | None = None,
-) -> ContractReport:
-    """Hold a strategy against every rule that needs no engine. One that was never put to the test is not passed.
-
-    Args:
-        make: builds a strategy, with keyword arguments where options are tried; called often.
-        seed: the first of `rounds` seeds.
-        rounds: repetitions of each random scenario.
-        progress: called with the name of each scenario before it begins.
-        limit_s: for one run of a scenario, see `run_scenarios`.
-        only: names of the scenarios to play; by default all.
-    """
-    return run_scenarios(
-        RULES, SCENARIOS, playing(make), seed=seed, rounds=rounds, progress=progress, limit_s=limit_s, only=only,
-        what="strategy",
-    )  # fmt: skip
+SUITE = Suite("strategy", RULES, SCENARIOS, example={"lookahead": 4})
+check_speculator = SUITE.check
 
 
 def check_engine(

@@ -1,4 +1,4 @@
-"""The contract of a KV channel as checks that anybody can run on theirs: `sagellm comm check-channel module:Class`.
+"""The contract of a KV channel as checks that anybody can run on theirs: `sagellm check channel module:Class`.
 
 Every scenario is played in a process of its own, between it and others that own blocks; a rule that is broken says what was
 got, what is allowed, and which scenario and seed show it again.
@@ -16,9 +16,10 @@ from sagellm.comm_backend.kv_transfer.base import KVTransferChannel
 from sagellm.comm_backend.kv_transfer.contract import faults, scenarios
 from sagellm.comm_backend.kv_transfer.contract.desk import Desk, Facts, Task, run_desk
 from sagellm.comm_backend.kv_transfer.contract.owner import CONTEXT
-from sagellm.core.contract import ContractReport, Played, Report, Scenario, run_scenarios
+from sagellm.core.contract import ContractReport, Played, Report, Scenario, Suite, run_scenarios
+from sagellm.core.registry import Registry
 
-__all__ = ["PLAYS", "RULES", "check_channel"]
+__all__ = ["PLAYS", "RULES", "SUITE", "check_channel"]
 
 RULES = {
     "builds": "serves KV blocks, and says how it is reached, as JSON",
@@ -90,6 +91,15 @@ def check_channel(
         lambda scenario, number, report: scenario.run(Task(kind, options or {}, number), number, report),
         seed=seed, rounds=rounds, progress=progress, limit_s=None, what="channel", raise_rule="ends",
     )  # fmt: skip
+
+
+class _ChannelSuite(Suite):
+    def prepare(self, registry: Registry, name: str, options: dict[str, Any], **flags: Any) -> Callable[..., ContractReport]:
+        """Find the channel. Its options are tried by the processes that own the blocks."""
+        return partial(check_channel, registry.find(name), options=options)
+
+
+SUITE = _ChannelSuite("channel", RULES, {}, example={"port": 0})
 
 
 def _play(play: Callable[[Desk], None], limit_s: float, task: Task, seed: int, report: Report) -> Played:

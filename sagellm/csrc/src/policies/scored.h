@@ -44,7 +44,8 @@ class Scored : public PolicyBase<Host> {
   Ranking<Host, Key> ranking_;
 };
 
-// Cherkasova's GDSF (HP Labs, 1998): frequency times cost over size, aged by the priority of the last victim.
+// Cherkasova's GDSF (HP Labs, 1998): frequency times cost over size, aged by the priority of the last victim. A new block is
+// as old as the cache was before the evictions that made room for it.
 template <typename Host>
 class Gdsf : public Scored<Host, Rank<double, std::uint64_t, char>> {
   using Base = Scored<Host, Rank<double, std::uint64_t, char>>;
@@ -57,11 +58,15 @@ class Gdsf : public Scored<Host, Rank<double, std::uint64_t, char>> {
     Own& own = this->extra(own_, slot);
     own = Own{0.0, facts.cost_s > 0.0 ? facts.cost_s : 1.0, std::max(1.0, facts.size_bytes)};
     this->ranking_.insert(slot, {used(own), ++computed_, 0});
+    age_ = latest_;
   }
-  void hit(Slot slot) { this->ranking_.update(slot, {used(own_[slot]), ++computed_, 0}); }
+  void hit(Slot slot) {
+    age_ = latest_;
+    this->ranking_.update(slot, {used(own_[slot]), ++computed_, 0});
+  }
   Slot choose(Slot) {
     const Slot slot = this->ranking_.first();
-    if (slot != kNoSlot) age_ = this->ranking_.key(slot).first;
+    if (slot != kNoSlot) latest_ = this->ranking_.key(slot).first;
     return slot;
   }
   std::string reason(Slot slot) const { return worded("priority %.6g", this->ranking_.key(slot).first); }
@@ -76,7 +81,7 @@ class Gdsf : public Scored<Host, Rank<double, std::uint64_t, char>> {
   }
 
   std::vector<Own> own_;
-  double age_ = 0.0;
+  double age_ = 0.0, latest_ = 0.0;
   std::uint64_t computed_ = 0;
 };
 

@@ -35,9 +35,9 @@ class SpecFactory(ARStrategyFactory):
         self._spec = spec
 
     def build_model_agent_strategy(self) -> "SpecAgentStrategy":
-        from sagellm.accel.speculative.registry import make_strategy
+        from sagellm.accel.speculative.registry import make_speculator
 
-        strategy = make_strategy(self._spec.name, **self._spec.options)
+        strategy = make_speculator(self._spec.name, **self._spec.options)
         return SpecAgentStrategy(Speculator(strategy, self.model_config.vocab_size))
 
     def build_engine_strategy(self, cache_config: Any, scheduler_config: Any) -> "SpecEngineStrategy":

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.accel.speculative.base import MAX_LOOKAHEAD
-from sagellm.accel.speculative.registry import engine_method
+from sagellm.accel.speculative.registry import ENGINE_OPTIONS, engine_method
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import SpeculationError
 
-__all__ = ["OPTIONS", "check_method", "speculative_config"]
+__all__ = ["check_method", "speculative_config"]
 
-OPTIONS = ("model", "num_speculative_tokens")
 # The draft heads of DeepSeek's models are in their own weights.
 MODEL_NEEDED = {"eagle": True, "eagle3": True, "deepseek_mtp": False}
 
@@ -32,8 +31,8 @@ def check_method(config: SageConfig) -> None:
             "suffix or ngram instead."
         )
     options = config.speculative_options
-    if unknown := sorted(set(options) - set(OPTIONS)):
-        raise SpeculationError(f"speculative {method} has no option {unknown[0]}; it takes {' and '.join(OPTIONS)}.")
+    if unknown := sorted(set(options) - set(ENGINE_OPTIONS)):
+        raise SpeculationError(f"speculative {method} has no option {unknown[0]}; it takes {' and '.join(ENGINE_OPTIONS)}.")
     num = options.get("num_speculative_tokens", 1)
     if type(num) is not int or not 1 <= num <= MAX_LOOKAHEAD:
         raise SpeculationError(f"num_speculative_tokens is {num!r}; give a whole number from 1 to {MAX_LOOKAHEAD}.")

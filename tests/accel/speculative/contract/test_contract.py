@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from sagellm.accel.speculative.base import SpeculativeStrategy
 from sagellm.accel.speculative.contract.exactness import Guesser
 from sagellm.accel.speculative.contract.fit import BROKEN_SIGMAS, deviation
-from sagellm.accel.speculative.contract.rules import ENGINE_RULES, RULES, check_engine, check_strategy
+from sagellm.accel.speculative.contract.rules import ENGINE_RULES, RULES, check_engine, check_speculator
 from sagellm.accel.speculative.ngram import NgramStrategy
-from sagellm.cli.speculative_check import check
+from sagellm.cli.kinds import check
 from sagellm.engines.lmdeploy.speculative import speculator as judging
 from sagellm.engines.lmdeploy.speculative.factory import SpecAgentStrategy
 from sagellm.engines.lmdeploy.speculative.verify import accepted
@@ -160,7 +160,7 @@ def broken(report):
 
 @pytest.mark.parametrize("kind", [Twos, NgramStrategy], ids=lambda kind: kind.__name__)
 def test_good_ones(kind):
-    report = check_strategy(kind, rounds=1)
+    report = check_speculator(kind, rounds=1)
     assert report.passed and [result.rule for result in report.results] == list(RULES), report
     assert report.num_events > 200 and report.event_us > 0
 
@@ -168,7 +168,7 @@ def test_good_ones(kind):
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
 def test_each_fault_of_a_strategy_is_caught(kind):
     rule = FAULTS[kind]
-    found = broken(check_strategy(kind, rounds=1, only=(SHOWN_IN.get(rule, "strangers"),)))
+    found = broken(check_speculator(kind, rounds=1, only=(SHOWN_IN.get(rule, "strangers"),)))
     assert set(found) == {rule} and "[scenario " in found[rule]
 
 
@@ -304,16 +304,19 @@ class LeavesRejectedKeys(SpecAgentStrategy):
         return model_inputs, extra
 
 
+SLOW = pytest.mark.slow  # an engine in each; the others are one of each sort
+
+
 @pytest.mark.parametrize(("module", "name", "fault", "rules"), [
     ("speculator", "accepted", first_unverified, {"greedy", "near_argmax", "distribution"}),
-    ("speculator", "accepted", rest_unverified, {"greedy", "near_argmax", "distribution"}),
-    ("speculator", "accepted", bonus_of_another_row, {"greedy", "near_argmax", "distribution"}),
-    ("factory", "Speculator", LenientSpeculator, {"greedy", "near_argmax", "distribution"}),
+    pytest.param(*("speculator", "accepted", rest_unverified, {"greedy", "near_argmax", "distribution"}), marks=SLOW),
+    pytest.param(*("speculator", "accepted", bonus_of_another_row, {"greedy", "near_argmax", "distribution"}), marks=SLOW),
+    pytest.param(*("factory", "Speculator", LenientSpeculator, {"greedy", "near_argmax", "distribution"}), marks=SLOW),
     ("factory", "SpecAgentStrategy", LeavesRejectedKeys, {"greedy"}),
-    ("factory", "Speculator", LeavesRejectedKeysOfAStep, {"greedy", "near_argmax"}),
+    pytest.param(*("factory", "Speculator", LeavesRejectedKeysOfAStep, {"greedy", "near_argmax"}), marks=SLOW),
     ("factory", "Speculator", LosesLateTokens, {"runs"}),
-    ("factory", "Speculator", TellsTooFew, {"runs"}),
-    ("speculator", "GuardedStrategy", TellsHalf, {"runs"}),
+    pytest.param(*("factory", "Speculator", TellsTooFew, {"runs"}), marks=SLOW),
+    pytest.param(*("speculator", "GuardedStrategy", TellsHalf, {"runs"}), marks=SLOW),
 ], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
 def test_each_fault_of_an_engine_is_caught(trial, monkeypatch, module, name, fault, rules):
     monkeypatch.setattr(f"sagellm.engines.lmdeploy.speculative.{module}.{name}", fault)
@@ -333,11 +336,9 @@ def test_the_fit():
     assert deviation(draw.choice(320, 1500, p=biased / biased.sum()), wanted)[0] > BROKEN_SIGMAS
 
 
+@pytest.mark.slow
 def test_the_command():
-    done = CliRunner().invoke(check, [HERE + "Twos", "--rounds", "1", "--no-engine", "--json"])
-    document = json.loads(done.stdout)
-    assert done.exit_code == 0 and document["passed"] and [rule["rule"] for rule in document["rules"]] == list(RULES)
-    done = CliRunner().invoke(check, [HERE + "TooMany", "--rounds", "1", "--json"])
+    """A fault that shows in the strategy alone and in the engine."""
+    done = CliRunner().invoke(check, ["speculative", HERE + "TooMany", "--rounds", "1", "--json"])
     failed = [rule["rule"] for rule in json.loads(done.stdout)["rules"] if not rule["passed"]]
     assert done.exit_code == 1 and failed == ["limits", "runs"], failed
-    assert CliRunner().invoke(check, ["ngram", "--options", '{"max_n": 0}']).exit_code == 2

@@ -7,10 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from sagellm.accel.speculative.contract.exactness import Guesser
-from sagellm.accel.speculative.contract.rules import ENGINE_RULES, RULES, check_engine, check_strategy
+from sagellm.accel.speculative.contract.rules import ENGINE_RULES, RULES, check_engine, check_speculator
 from sagellm.accel.speculative.draft_model import DraftModelStrategy
-from sagellm.accel.speculative.registry import make_strategy
-from sagellm.cli.speculative_check import check
+from sagellm.accel.speculative.registry import make_speculator
+from sagellm.cli.kinds import check
 from sagellm.demo_model.random_model import write_random_model
 from tests.accel.speculative.contract.bad_drafts import BAD, MODEL
 from tests.accel.speculative.contract.test_contract import (
@@ -36,13 +36,13 @@ def draft(tmp_path_factory):
     ("dynamic:draft", {"options": {"model": MODEL}}),
 ])  # fmt: skip
 def test_good_ones(name, options):
-    report = check_strategy(lambda **tried: make_strategy(name, **{**options, **tried}), rounds=1)
+    report = check_speculator(lambda **tried: make_speculator(name, **{**options, **tried}), rounds=1)
     assert report.passed and [result.rule for result in report.results] == list(RULES), report
 
 
 @pytest.mark.parametrize("kind", BAD, ids=lambda kind: kind.__name__)
 def test_each_fault_in_the_use_of_a_model_is_caught(kind):
-    found = broken(check_strategy(kind, rounds=1, only=("crowd",)))
+    found = broken(check_speculator(kind, rounds=1, only=("crowd",)))
     assert set(found) == {"models"} and BAD[kind] in found["models"], found
 
 
@@ -87,7 +87,8 @@ def test_a_fault_of_the_engine_shows_with_a_draft_model(trial, draft, monkeypatc
 
 def test_the_command(tmp_path):
     def run(folder, *words):
-        return CliRunner().invoke(check, ["draft", "--options", json.dumps({"model": str(folder)}), "--rounds", "1", *words])
+        options = json.dumps({"model": str(folder)})
+        return CliRunner().invoke(check, ["speculative", "draft", "--options", options, "--rounds", "1", *words])
 
     assert run("nowhere", "--no-engine").exit_code == 0
     done = run("nowhere")

@@ -95,6 +95,7 @@ print((used[-1] - used[199]) / 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="a C library without mallinfo2")
 def test_steps_of_all_sizes_do_not_fill_memory():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import processes
 from sagellm.comm_backend.control import new_key
 from sagellm.comm_backend.group_messages import Connect
 from sagellm.core.config import PDHooks
@@ -97,9 +98,4 @@ async def one(engine: Any, prompt: Sequence[int], values: dict, transfer: int, p
 
 
 def wait_until(is_so: Callable[[], Any], limit_s: float = 10.0) -> None:
-    import time
-
-    end_s = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < end_s, "it has not happened"
-        time.sleep(0.002)
+    processes.wait_until("it happens", is_so, limit_s, pause_s=0.002)

@@ -83,6 +83,7 @@ def check_migration(engine):
         assert not tensor[:, [2, 3]].any()
 
 
+@pytest.mark.slow
 def test_another_key_is_refused_on_both_sides(engines):
     with pytest.raises(TransferError, match="does not have the same key"):
         engines("tcp", key=b"another key than theirs")
@@ -91,6 +92,7 @@ def test_another_key_is_refused_on_both_sides(engines):
     assert said.startswith("REFUSED") and "does not have the same key" in said
 
 
+@pytest.mark.slow
 def test_over_tcp_what_lmdeploy_asks_for_has_to_be_blocks_until_the_peer_has_gone(engines):
     engine, process = engines("tcp")
     check_migration(engine)

@@ -31,6 +31,7 @@ def test_prompts_of_two_workers(start_engine, tmp_path, reference):
     assert engines.report("prefill")["offers"] == {"offered": 6, "read": 6}
 
 
+@pytest.mark.slow
 def test_prompts_for_two_workers(start_engine, tmp_path, reference):
     folder = {"channel": TROUBLED, "channel_options": {"folder": str(tmp_path)}}
     prompts = make_prompts(LENGTHS, seed=3)

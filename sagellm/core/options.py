@@ -1,0 +1,31 @@
+"""Checks of the options of a plug-in, for every kind."""
+
+import math
+from collections.abc import Callable
+from numbers import Real
+
+from sagellm.core.errors import SageError
+
+__all__ = ["option_checks"]
+
+
+def option_checks(what: str, error: type[SageError]) -> tuple[Callable[..., float], Callable[..., int]]:
+    """Return (check_number, check_count) for one kind of plug-in.
+
+    Both take the name of the plug-in, the name of the option, the value, and its inclusive bounds `low` and `high`, by default
+    0 and infinity. They return the value as a float or as an int, and raise `error` if it is invalid.
+    """
+
+    def check_number(owner: str, option: str, value: object, low: float = 0, high: float = math.inf) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real) or not (math.isfinite(value) and low <= value <= high):
+            bounds = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise error(f"{what} {owner}: option {option}={value!r}; give a number {bounds}.")
+        return float(value)
+
+    def check_count(owner: str, option: str, value: object, low: float = 0, high: float = math.inf) -> int:
+        number = check_number(owner, option, value, low, high)
+        if number != int(number):
+            raise error(f"{what} {owner}: option {option}={value!r}; give a whole number.")
+        return int(number)
+
+    return check_number, check_count

@@ -1,0 +1,1 @@
+"""Contract suites that need a running engine."""

@@ -1,0 +1,158 @@
+"""Contract of a device of the PyTorch engine: `sagellm check device NAME`. LMDeploy finds devices by entry point alone."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from sagellm.core.contract import Broke, ContractReport, Played, Report, Scenario, Suite, run_scenarios
+from sagellm.core.errors import ConfigError, SageError
+from sagellm.core.registry import Registry, load_offered
+from sagellm.engines.lmdeploy.speculative.trial import EngineTrial
+
+__all__ = ["DEVICES", "RULES", "SUITE", "Device"]
+
+GROUP = "sagellm.devices"
+
+
+class Device(Protocol):
+    """What LMDeploy, as patched, asks of a device. `CpuDevice` documents every method."""
+
+    torch_device: str
+    max_batch_size: int
+    runtime: Any
+
+    def validate(self, config: Any) -> None: ...
+    def activate(self) -> None: ...
+    def ops_backend(self) -> type: ...
+    def dtype(self, name: str, hf_config: Any) -> str: ...
+    def window_size(self, size: int) -> int: ...
+    def memory(self) -> tuple[int, int]: ...
+    def seed(self) -> int: ...
+    def to_device(self, value: Any) -> Any: ...
+    def apply_token_bitmask(self, logits: torch.Tensor, bitmask: torch.Tensor) -> None: ...
+    async def run_step(self, step: Callable[..., Any], agent: Any, args: tuple, kwargs: dict) -> Any: ...
+    def end_steps(self, agent: Any) -> None: ...
+    def push(self, push: Callable[..., None], agent: Any, args: tuple, kwargs: dict) -> None: ...
+
+
+MEMBERS = (
+    *Device.__annotations__, *(name for name, value in vars(Device).items() if inspect.isfunction(value) and name[0] != "_"),
+)  # fmt: skip
+RULES = {
+    "builds": f"has {', '.join(MEMBERS)}",
+    "validates": "takes a plain configuration, and refuses, with ConfigError, one that it cannot honour",
+    "memory": "says how many bytes are available, and of how many",
+    "copies": "copies a tensor that the engine hands over",
+    "bitmask": "forbids the tokens of a bit mask, and no others",
+    "runs": "runs an engine whose greedy answers are those of transformers",
+}
+# In bfloat16 two likely tokens may change places; a right engine was off by 0.31 at most.
+GAPS = {"float32": 0.01, "bfloat16": 0.75}
+NUM_NEW = 12
+
+
+class _Devices(Registry[Any]):
+    """Devices by the name of their entry point. They are objects, not classes."""
+
+    def find(self, name: str, **flags: Any) -> Any:
+        """Return the device. Raises ConfigError: there is no such entry point, or it cannot be loaded."""
+        found = load_offered(name, GROUP, self.what, ConfigError)
+        if found is None:
+            known = ", ".join(self.names()) or "none installed"
+            raise ConfigError(
+                f"unknown device {name!r}; known are: {known}. Offer yours as an entry point of the group {GROUP}."
+            )
+        return found
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return facts for lists."""
+        try:
+            device = self.find(name)
+        except ConfigError as error:
+            return {"options": {}, "devices": "", "here": str(error), "summary": "", "class": ""}
+        return {**self._facts(type(device)), "options": {}, "devices": device.torch_device}
+
+
+DEVICES = _Devices("device", Device, ConfigError, GROUP)
+
+
+def parts(name: str, seed: int, report: Report) -> Played:
+    """Ask the device itself."""
+    from lmdeploy import PytorchEngineConfig
+
+    device = DEVICES.find(name)
+    if missing := [member for member in MEMBERS if not hasattr(device, member)]:
+        report("builds", f"it has no {', '.join(missing)}.")
+        raise Broke
+    plain = PytorchEngineConfig(device_type=name, num_gpu_blocks=64, max_batch_size=device.max_batch_size)
+    try:
+        device.validate(plain)
+    except ConfigError as error:
+        report("validates", f"it refused a plain configuration: {error}")
+    for field, value in (("dtype", "float1"), ("tp", 0), ("num_gpu_blocks", -1), ("block_size", 3)):
+        bad = PytorchEngineConfig(device_type=name)
+        setattr(bad, field, value)
+        try:
+            device.validate(bad)
+            report("validates", f"it took {field}={value!r}.")
+        except ConfigError:
+            pass
+        except Exception as error:
+            report("validates", f"{field}={value!r} raised {type(error).__name__}; raise ConfigError.")
+    available, total = device.memory()
+    if not 0 < available <= total:
+        report("memory", f"{available} of {total} bytes are available.")
+    values = torch.arange(8)
+    device.to_device(values).add_(1)
+    if values.tolist() != list(range(8)):
+        report("copies", "a change of what `to_device` returned changed the tensor that was handed over.")
+    for kind in (torch.float32, torch.bfloat16):
+        logits = torch.zeros((1, 40), dtype=kind, device=device.torch_device)
+        device.apply_token_bitmask(logits, torch.tensor([[5, 1]], dtype=torch.int32, device=device.torch_device))
+        if (allowed := torch.isfinite(logits[0]).nonzero().flatten().tolist()) != [0, 2, 32]:
+            report("bitmask", f"allowed were tokens 0, 2 and 32; it left {allowed} in {kind}.")
+    return Played(1, set(RULES) - {"runs"})
+
+
+def engine(name: str, seed: int, report: Report) -> Played:
+    """Run a tiny model, and score its answers with transformers."""
+    with EngineTrial(name) as trial:
+        dtype = "float32" if trial.has_float32 else "bfloat16"
+        draw = torch.Generator().manual_seed(seed)
+        texts = [torch.randint(10, 250, (size,), generator=draw).tolist() for size in (5, 40, 40, 90)]
+        try:
+            answers = trial.generate(texts, NUM_NEW, guesser=None, dtype=dtype)
+        except SageError as error:
+            report("runs", f"the engine failed: {error}")
+            raise Broke from error
+        for text, answer in zip(texts, answers, strict=True):
+            scores = torch.from_numpy(trial.logits([[*text, *answer]], dtype))[0, len(text) - 1 : -1]
+            behind = float((scores.amax(1) - scores.gather(1, torch.tensor(answer)[:, None])[:, 0]).max())
+            if len(answer) != NUM_NEW or behind > GAPS[dtype]:
+                report("runs", f"after {len(text)} tokens a token of the answer scores {behind:.3g} below the best in {dtype}.")
+    return Played(1, {"runs"})
+
+
+SCENARIOS = {"parts": Scenario(parts), "engine": Scenario(engine)}
+
+
+def _play(name: str, scenario: Scenario, seed: int, report: Report) -> Played:
+    try:
+        return scenario.run(name, seed, report)
+    except Broke:
+        return Played(1, frozenset())
+
+
+class _DeviceSuite(Suite):
+    def prepare(self, registry: Registry, name: str, options: dict[str, Any], **flags: Any) -> Callable[..., ContractReport]:
+        """Find the device."""
+        registry.find(name)
+        if options:
+            raise ConfigError(f"device {name} takes no options; got {', '.join(sorted(options))}.")
+        return partial(run_scenarios, RULES, SCENARIOS, partial(_play, name), what=self.what, raise_rule="runs")
+
+
+SUITE = _DeviceSuite("device", RULES, SCENARIOS)

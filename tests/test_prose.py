@@ -1,0 +1,105 @@
+"""Documentation keeps to plain English: no riddles, no fragments that open with a preposition, no endless sentences."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_WORDS = {"README": 32, "docstring": 36, "comment": 40, "help": 30}
+OPENERS = re.compile(r"(Of|What|Who|Whoever|Whatever|Whose|Nobody|Lost too)\b(?!.*\?$)")
+RIDDLES = re.compile(
+    r"\b(doors?|nobody|for good|is none|are none|bears?|what stands|likewise|the same of|whoever|as it were)\b", re.I
+)
+FENCE = "```"
+
+
+def sentences(text: str) -> list[str]:
+    return [part for part in re.split(r"(?<=[.!?;:])\s+(?=[A-Z`\"(])", " ".join(text.split())) if part]
+
+
+def readme_texts(file: Path) -> Iterator[str]:
+    """Paragraphs and list items; code, tables and headings are left out."""
+    lines, fenced = [], False
+    for line in file.read_text().splitlines():
+        if line.startswith(FENCE):
+            fenced = not fenced
+        skipped = fenced or line.startswith((FENCE, "|", "#", "    "))
+        lines.append("" if skipped else line)
+    for paragraph in re.split(r"\n\s*\n|\n(?=(?:[-*]|\d+\.) )", "\n".join(lines)):
+        yield from sentences(paragraph)
+
+
+def python_texts(file: Path) -> Iterator[tuple[str, str]]:
+    source = file.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
+                yield from (("docstring", sentence) for sentence in sentences(paragraph))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield "comment", token.string.lstrip("# ")
+
+
+def findings(kind: str, sentence: str) -> Iterator[str]:
+    if OPENERS.match(sentence):
+        yield f"opens with {sentence.split()[0]!r}: {sentence}"
+    if riddle := RIDDLES.search(sentence):
+        yield f"says {riddle[0]!r}: {sentence}"
+    if len(sentence.split()) > MAX_WORDS[kind]:
+        yield f"has {len(sentence.split())} words: {sentence}"
+
+
+READMES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md")),
+    *(file for folder in ("sagellm", "benchmarks", "patches") for file in sorted((ROOT / folder).rglob("*.md"))),
+]
+
+
+@pytest.mark.parametrize("file", READMES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_readmes(file: Path) -> None:
+    if file.parent.name == "results":
+        pytest.skip("written by a benchmark")
+    found = [finding for sentence in readme_texts(file) for finding in findings("README", sentence)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["sagellm", "benchmarks"])
+def test_docstrings_and_comments(folder: str) -> None:
+    found = [
+        f"{file.relative_to(ROOT)}: {finding}"
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for kind, sentence in python_texts(file)
+        for finding in findings(kind, sentence)
+    ]
+    assert not found, "\n".join(found)
+
+
+def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
+    yield name, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for sub in command.list_commands(context):
+            yield from commands(command.get_command(context, sub), f"{name} {sub}")
+
+
+def test_help_lines_stand_alone() -> None:
+    from sagellm.cli import main
+
+    found = []
+    for name, command in commands(main, "sagellm"):
+        for option in command.params:
+            text = getattr(option, "help", None)
+            if isinstance(option, click.Option) and option.opts != ["--help"]:
+                if not text:
+                    found.append(f"{name} {option.opts[0]} has no help")
+                elif re.search(r"\b(its options|the same|likewise|ditto|as above)\b", text, re.I):
+                    found.append(f"{name} {option.opts[0]} leans on another line: {text}")
+                else:
+                    found += [f"{name} {option.opts[0]} {f}" for s in sentences(text) for f in findings("help", s)]
+    assert not found, "\n".join(found)
