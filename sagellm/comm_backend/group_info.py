@@ -17,7 +17,7 @@ PATH = "/sage/pd/info"
 
 
 class EngineAddress(Model):
-    """What an engine's server answers to `GET /sage/pd/info`."""
+    """The answer of an engine's server to `GET /sage/pd/info`."""
 
     engine_id: str
     role: Role
@@ -26,7 +26,7 @@ class EngineAddress(Model):
 
 
 async def engine_info(http: Any, url: str, key: bytes, timeout_s: float) -> EngineAddress:
-    """`http`: aiohttp's session. Raises PeerError: nobody there, or no engine of this group."""
+    """`http`: aiohttp's session. Raises PeerError if no engine of this group answers."""
     try:
         headers = control.sign_request(key, "GET", PATH, b"")
         async with http.get(url + PATH, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s)) as answer:

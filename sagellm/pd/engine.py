@@ -83,7 +83,7 @@ class Engine:
         self._pending.pop(number, None)
 
     def waiting_tokens(self) -> int:
-        """What it last said, and what was sent since; at least all that was sent and is not computed."""
+        """Return its last figure plus what was sent since, and at least all that was sent and is not computed."""
         said = self.load.waiting_tokens if self.load else 0
         since = sum(tokens for at, tokens in self._pending.values() if at >= self._heard)
         return max(said + since, sum(tokens for _, tokens in self._pending.values()))

@@ -25,7 +25,7 @@ logger = logging.getLogger("sagellm.pd")
 
 HEALTH_S = 1.0  # between two looks; a control connection tells of a death at once, a look of an engine that hangs
 MAX_SILENT = 10.0  # seconds without an answer of its server: then it hangs
-SILENT_S = 60.0  # the same of the engine below, which answers nothing while it computes a step
+SILENT_S = 60.0  # limit of the engine process, which answers nothing while it computes a step
 
 
 class NotTheOne(PeerError):
@@ -103,7 +103,7 @@ class Group:
             await within(event.wait(), timeout_s)
 
     def give_up(self, first: Engine, transfer_id: int) -> None:
-        """Tell a prefill engine that nobody will fetch this transfer, or that its prompt is not coming; without waiting."""
+        """Release a transfer on its prefill engine: it will not be fetched, or its prompt is not coming. Does not wait."""
 
         async def release() -> None:
             with contextlib.suppress(SageError):  # it has gone, and its blocks with it, or their lease ends
@@ -116,7 +116,7 @@ class Group:
         return [one for one in self.engines.values() if one.decodes and model in (None, one.info.model)]
 
     def views(self, model: str | None, tokens: list[int] | None, without: Iterable[str] = ()) -> list[EngineView]:
-        """What a policy sees of the engines of a model; `without`: instances that have just failed."""
+        """Return a policy's view of the engines of a model; `without`: instances that have just failed."""
         gone = set(without)
         keys: dict[int, list[int]] = {}
         views = []

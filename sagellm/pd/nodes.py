@@ -149,12 +149,12 @@ def build_app(nodes: GroupNodes, group: Group, relay: Relay, describe: Any, api_
 
     @app.post(ADD, dependencies=protected)
     async def add(node: lmdeploy_proxy.Node) -> Any:
-        """An engine joins: LMDeploy's format, signed. What the status says is asked of the engine itself."""
+        """An engine joins: LMDeploy's format, signed. The group asks the engine itself for its status."""
         try:
             await group.join(node.url)
         except SageError as error:
             logger.warning("%s does not join: %s", node.url, error)
-            # An engine that cannot be reached now asks again; one that is refused for good ends.
+            # An engine that cannot be reached now asks again; one that is rejected ends.
             return JSONResponse({"error": str(error)}, 409 if isinstance(error, NotTheOne) else 503)
         return "Added successfully"
 

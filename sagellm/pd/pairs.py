@@ -1,4 +1,4 @@
-"""Who loads from whom: every engine that decodes is to be connected to every prefill engine."""
+"""Connections between engines: each engine that decodes to each prefill engine."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What an index has done, as numbers: for people, for JSON, for Prometheus."""
+"""Counters and rates of an index, as JSON and for Prometheus."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -126,7 +126,7 @@ class PrefixReuseMetrics(BaseModel):
         return generate_latest(registry).decode()
 
     def families(self) -> Iterator[Metric]:
-        """What `to_prometheus` writes, for a collector of several sources."""
+        """Yield the metrics that `to_prometheus` writes."""
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"sagellm_prefix_{name}", text, value=getattr(self, name))
         for name, text in RATES.items():
@@ -151,7 +151,7 @@ class PrefixReuseMetrics(BaseModel):
 
 
 class _Collector:
-    """Of one moment."""
+    """Metrics of one moment."""
 
     def __init__(self, metrics: PrefixReuseMetrics) -> None:
         self.collect = metrics.families

@@ -1,10 +1,10 @@
 """Which blocks of LMDeploy's pool hold which tokens: a prefix index, tied to LMDeploy's block allocator.
 
 Between two calls:
-- the index knows the blocks marked in `is_cached`, by LMDeploy's logical id and on the tier where their bytes lie, and
-  holds one reference on each of them in the allocator, as LMDeploy's own trie would;
-- of a sequence that holds cached blocks these are the first ones of its table, and a lock on just this path keeps them in
-  the index. So a cached block is locked if and only if the allocator counts more than one reference on it.
+- The index knows the blocks marked in `is_cached`, by LMDeploy's logical id and on the tier of their bytes. It holds one
+  reference on each in the allocator, as LMDeploy's own trie would.
+- Cached blocks of a sequence are the first ones of its table. A lock on this path keeps them in the index.
+  So a cached block is locked if and only if the allocator counts more than one reference on it.
 
 A block is published when its keys and values are computed, not when it is scheduled.
 """
@@ -104,7 +104,7 @@ class PrefixCache:
 
         Where another block of the pool holds the same prefix, the sequence takes that one and gives up its own. Where one on
         a slower tier does, the sequence's takes its place. Returns the ids of those, int64 [n], which are the caller's to
-        free; None if there are none.
+        free; None if no block is.
         """
         held = self._held.get(seq.seq_id)
         if held is None:
@@ -152,11 +152,11 @@ class PrefixCache:
         return self._allocator.get_physical_blocks(ids) < self._pool_slots
 
     def unlocked(self) -> NDArray[np.bool_]:
-        """bool [blocks]: cached, and held by nobody else."""
+        """bool [blocks]: cached, and held by no request."""
         return self.is_cached & (self._allocator._log_mem.ref_count == 1)
 
     def candidates(self) -> Candidates:
-        """Every block that nobody holds, on all tiers. O(cached blocks)."""
+        """Return every unheld block, on all tiers. O(cached blocks)."""
         rows = self.index.blocks(unlocked=True)
         on_device = rows.tiers == TIERS.index(Tier.GPU)
         arrays = (rows.kv_block_ids, rows.parent_ids, rows.last_access, rows.depth, on_device)
@@ -165,7 +165,7 @@ class PrefixCache:
         return Candidates(*arrays)
 
     def are_candidates(self, ids: BlockIds) -> NDArray[np.bool_]:
-        """bool [n]: which of these are cached and held by nobody. O(ids)."""
+        """bool [n]: which of these are cached and unheld. O(ids)."""
         inside = (ids >= 0) & (ids < len(self.is_cached))
         known = np.where(inside, ids, 0)
         return inside & self.is_cached[known] & (self._allocator.get_ref_count(known) == 1)
@@ -220,7 +220,7 @@ class PrefixCache:
             num_freed = self._blocks.leave(
                 LockId(0), ids, len(ids), self.tick(), allocator._free_count, pool._free_count
             )
-        except Exception:  # blocks that are free already, say: nothing was changed, and the allocator's own bears that
+        except Exception:  # blocks that are free already, say: nothing was changed, and the allocator's own accepts them
             type(allocator).free(allocator, ids)
             return
         allocator._free_count += num_freed

@@ -46,7 +46,7 @@ ERRORS = {"failed": TransferError, "timed_out": TransferTimeoutError, "cancelled
 
 
 def ask_ranks(executor: Any) -> tuple[list[RankAnnouncement], bytes]:
-    """What the workers say of themselves, by rank, and the key that they know. Nothing may run on them yet.
+    """Return the announcements of the workers, by rank, and their key. Nothing may run on them yet.
 
     Raises:
         TransferError: one of them has no KV channel; in its words.
@@ -74,7 +74,7 @@ def ask_ranks(executor: Any) -> tuple[list[RankAnnouncement], bytes]:
 
 
 class RemoteWorkers(Workers):
-    """Of an engine with several worker processes on this host."""
+    """The workers of an engine with several processes on this host."""
 
     def __init__(self, channel: str, said: Sequence[RankAnnouncement], key: bytes) -> None:
         self._channel, self._key = channel, key
@@ -238,7 +238,7 @@ class RemoteWorkers(Workers):
             self._on_lost()
 
     def _keep(self, work: Coroutine) -> None:
-        """A task that nobody waits for; Python would forget it."""
+        """A task without a waiter; Python would forget it."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -23,7 +23,7 @@ class Workers(ABC):
         """One for each worker, in the order of their ranks."""
 
     def token_bytes(self) -> int:
-        """Of a token's keys and values, all workers together."""
+        """Return the bytes of a token's keys and values over all workers."""
         return sum(each.layout.token_bytes() for each in self.endpoints())
 
     @abstractmethod
@@ -70,7 +70,7 @@ class Workers(ABC):
 
 
 class LocalWorker(Workers):
-    """Of an engine whose only worker lives in this process.
+    """The only worker of an engine, in this process.
 
     Raises:
         TransferError: the channel cannot work here.
@@ -104,7 +104,7 @@ class LocalWorker(Workers):
 
     def cancel(self, transfer_id: str) -> None:
         task = asyncio.get_running_loop().create_task(self._calls.cancel(transfer_id))
-        self._cancelling.add(task)  # nobody waits for it; Python would forget it
+        self._cancelling.add(task)  # Python would collect it before it ends
         task.add_done_callback(self._cancelling.discard)
 
     async def checksums(self, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -121,5 +121,5 @@ class LocalWorker(Workers):
 
 
 def options_of(pd: PDHooks) -> TransferOptions:
-    """Of the channel of each worker. Raises ConfigError: no usable key."""
+    """Return the options of each worker's channel. Raises ConfigError: no usable key."""
     return TransferOptions(key=read_key(pd.key_file), host=pd.control_host, options=pd.channel_options)
