@@ -9,6 +9,7 @@ from sagellm.comm_backend.control import connect
 from sagellm.comm_backend.group_info import EngineAddress
 from sagellm.comm_backend.group_messages import EngineFacts, Hello, PrefixChange
 from sagellm.core.hooks import EvictionReason
+from sagellm.engines.lmdeploy.pd import watchers
 from sagellm.pd.costs import OnlineCosts
 from sagellm.pd.engine import Engine
 from sagellm.pd.tokens import prefix_keys
@@ -70,7 +71,7 @@ def pair(start_engine, tmp_path):
     return Pair(start_engine, tmp_path, kv_blocks=26)
 
 
-def test_what_is_cached_and_what_steps_take(pair, tmp_path):
+def test_what_is_cached_and_what_steps_take(pair, tmp_path, monkeypatch):
     prompts = make_prompts((40, 53, 70), seed=3)
     pair.ask(prompts[:1])
     key = key_file(tmp_path).read_bytes()
@@ -110,6 +111,13 @@ def test_what_is_cached_and_what_steps_take(pair, tmp_path):
     pair.ask([seen])
     wait_until(lambda: prefill.known.num_resyncs == 1 and prefill.is_right() and decode.is_right())
     assert (prefill.cached(lost), prefill.cached(seen)) == (48, 64) and decode.known.num_resyncs == 0
+
+    # A snapshot in parts: changes that follow at once wait for all of them.
+    monkeypatch.setattr(watchers, "MAX_KEYS", 1)
+    pair.prefill._on_loop(prefill.known.resync())
+    pair.ask(make_prompts((90, 100), seed=50))
+    wait_until(lambda: prefill.is_right() and len(prefill.known.mirror) > 2)
+    assert prefill.known.num_resyncs == 1
 
     prefill.close()
     decode.close()
