@@ -1,11 +1,5 @@
-"""Where commands look for modules of the user's own."""
+"""Where commands look for modules of the user."""
 
-import sys
-from pathlib import Path
+from sagellm.core.current_folder import look_in_current_folder
 
-
-def look_in_current_folder() -> None:
-    """Make `module:Class` find modules in the current folder, as `python -m` does; an installed command does not by itself."""
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+__all__ = ["look_in_current_folder"]

@@ -1,4 +1,4 @@
-"""What a routing policy sees of engines and of a request, and what it answers."""
+"""The input and the answer of a routing policy."""
 
 import math
 from abc import ABC, abstractmethod
@@ -39,7 +39,7 @@ class EngineView:
 
     Attributes:
         engine_id: the URL of its server.
-        role: prefill, decode or hybrid. The latter two decode, and may compute prompts themselves.
+        role: prefill, decode or hybrid; the latter two decode, and may compute prompts themselves.
         cached_tokens: of this request's prompt, in its prefix cache.
         waiting_tokens: of prompts that are not computed yet.
         num_running: requests that decode.
@@ -82,8 +82,8 @@ class RouteDecision:
 class RoutingPolicy(ABC):
     """Chooses the engines of a request. It is called on the proxy's event loop: one that waits holds up all requests.
 
-    One that raises, or names engines that it was not offered, is replaced by `pd` for good, with one line in the log; the
-    request goes on.
+    One that raises, or names engines that it was not offered, is replaced by `pd`, with one line in the log; the request
+    goes on.
     """
 
     name: ClassVar[str]

@@ -9,10 +9,10 @@ __all__ = ["BadBody", "Body", "error_body", "read_body", "relayed_headers"]
 
 MAX_BODY_BYTES = 32 << 20  # as the engines' servers
 TCP = 1  # lmdeploy's MigrationProtocol.TCP
-# What the proxy adds, and signs: a client that could send it would have engines read each other's blocks.
+# The proxy adds and signs these: a client that could send them would have engines read each other's blocks.
 OURS = ("migration_request", "with_cache", "preserve_cache")
-# Of the answer's form alone, or said anew. What decides which token is drawn stays: the decoding engine may take the one that
-# the prefill engine draws (`Held.first_token`).
+# These concern the answer's form alone, or are set anew. Fields that decide which token is drawn stay: the decoding
+# engine may take the one that the prefill engine draws (`Held.first_token`).
 NOT_FOR_PREFILL = ("stream_options", "logprobs", "top_logprobs", "max_completion_tokens")
 NOT_RELAYED = {
     "host", "content-length", "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from sagellm.comm_backend.group_messages import StepCost
 from sagellm.core.errors import PlanError, PolicyError
 from sagellm.kv_policy.migration.cost_model import Link
-from sagellm.pd.messages import StepCost
 from sagellm.scheduler_ir.pd_costs import PDCosts, fit_costs, fit_link
 
 __all__ = ["OnlineCosts"]

@@ -3,19 +3,19 @@
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import aiohttp
 
 from sagellm.comm_backend import control
+from sagellm.comm_backend.group_info import engine_info
+from sagellm.comm_backend.group_messages import EngineFacts, Hello, Release
 from sagellm.core.errors import PeerError, PeerTimeoutError, SageError
 from sagellm.core.tasks import within
 from sagellm.pd.base import EngineView
 from sagellm.pd.costs import OnlineCosts
-from sagellm.pd.info import EngineInfo, engine_info
-from sagellm.pd.messages import EngineFacts, Hello, Load, PrefixChange, Release, Subscribe
+from sagellm.pd.engine import CALL_S, Engine
 from sagellm.pd.pairs import Pairs
 from sagellm.pd.tokens import prefix_keys
 
@@ -23,65 +23,13 @@ __all__ = ["Engine", "Group", "NotTheOne"]
 
 logger = logging.getLogger("sagellm.pd")
 
-CALL_S = 10.0  # for a message of an engine that lives
 HEALTH_S = 1.0  # between two looks; a control connection tells of a death at once, a look of an engine that hangs
 MAX_SILENT = 10.0  # seconds without an answer of its server: then it hangs
-SILENT_S = 60.0  # the same of the engine below, which answers nothing while it computes a step
+SILENT_S = 60.0  # limit of the engine process, which answers nothing while it computes a step
 
 
 class NotTheOne(PeerError):
     """An engine that is not who it says it is; another one that cannot be reached may be reached later."""
-
-
-class Engine:
-    """One engine that has joined, for as long as its control connection lives."""
-
-    def __init__(self, info: EngineInfo, facts: EngineFacts, connection: Any) -> None:
-        self.info, self.facts, self.connection = info, facts, connection
-        self.url = info.engine_id
-        self.cached: set[int] = set()
-        self.load: Load | None = None
-        self.sources: dict[str, str] = {}  # prefill engine -> its instance that this one is connected to
-        self.refused: dict[str, str] = {}  # prefill engine -> why not
-        self._pending: dict[int, tuple[float, int]] = {}  # transfer -> when it was sent, tokens of its prompt
-        self._heard = 0.0
-        self.num_streams = 0
-        self.hangs = asyncio.Event()  # it lives and answers nothing: its requests would wait for ever
-
-    @property
-    def decodes(self) -> bool:
-        return self.facts.role != "prefill"
-
-    def on_event(self, event: Any, costs: OnlineCosts) -> None:
-        if isinstance(event, Load):
-            self.load, self._heard = event, time.monotonic()
-            costs.observe(self.url, event.costs)
-        elif isinstance(event, PrefixChange):
-            if event.is_all:
-                self.cached = set()
-            self.cached.difference_update(event.removed)
-            self.cached.update(event.stored)
-
-    def sent(self, number: int, num_tokens: int) -> None:
-        """A prompt that it has to compute; until `computed`."""
-        self._pending[number] = (time.monotonic(), num_tokens)
-
-    def computed(self, number: int) -> None:
-        self._pending.pop(number, None)
-
-    def waiting_tokens(self) -> int:
-        """What it last said, and what was sent since; at least all that was sent and is not computed."""
-        said = self.load.waiting_tokens if self.load else 0
-        since = sum(tokens for at, tokens in self._pending.values() if at >= self._heard)
-        return max(said + since, sum(tokens for _, tokens in self._pending.values()))
-
-    def cached_tokens(self, keys: Sequence[int]) -> int:
-        num = 0
-        for key in keys:
-            if key not in self.cached:
-                break
-            num += 1
-        return num * self.facts.block_size
 
 
 class Group:
@@ -155,7 +103,7 @@ class Group:
             await within(event.wait(), timeout_s)
 
     def give_up(self, first: Engine, transfer_id: int) -> None:
-        """Tell a prefill engine that nobody will fetch this transfer, or that its prompt is not coming; without waiting."""
+        """Release a transfer on its prefill engine: it will not be fetched, or its prompt is not coming. Does not wait."""
 
         async def release() -> None:
             with contextlib.suppress(SageError):  # it has gone, and its blocks with it, or their lease ends
@@ -168,7 +116,7 @@ class Group:
         return [one for one in self.engines.values() if one.decodes and model in (None, one.info.model)]
 
     def views(self, model: str | None, tokens: list[int] | None, without: Iterable[str] = ()) -> list[EngineView]:
-        """What a policy sees of the engines of a model; `without`: instances that have just failed."""
+        """Return a policy's view of the engines of a model; `without`: instances that have just failed."""
         gone = set(without)
         keys: dict[int, list[int]] = {}
         views = []
@@ -176,7 +124,7 @@ class Group:
             if one.facts.instance in gone or model not in (None, one.info.model):
                 continue
             cached = 0
-            if tokens is not None and one.cached:
+            if tokens is not None and len(one.mirror):
                 size = one.facts.block_size
                 if size not in keys:
                     keys[size] = prefix_keys(tokens, size)
@@ -191,7 +139,8 @@ class Group:
             load = None if one.load is None else one.load.model_dump(exclude={"costs"})
             engines.append({
                 "engine_id": one.url, "role": one.facts.role, "instance": one.facts.instance, "model": one.info.model,
-                "weights": one.facts.weights, "channel": one.facts.channel, "cached_blocks": len(one.cached), "load": load,
+                "weights": one.facts.weights, "channel": one.facts.channel, "cached_blocks": len(one.mirror),
+                "resyncs": one.num_resyncs, "load": load,
                 "waiting_tokens": one.waiting_tokens(), "num_streams": one.num_streams,
                 "connected": sorted(self._sources(one)), "refused": dict(one.refused),
                 "costs": self.costs.report(one.url),
@@ -227,14 +176,14 @@ class Group:
             facts = await connection.call(Hello(engine_id="proxy"), CALL_S, EngineFacts)
             if (facts.engine_id, facts.role) != (url, info.role):
                 raise NotTheOne(f"{url}, {info.role}: its engine says that it is {facts.engine_id}, {facts.role}.")
-            cached = await connection.call(Subscribe(), CALL_S, PrefixChange)
+            engine = Engine(info, facts, connection, lambda one: self._spawn(self._resync(one)))
+            receive[0] = lambda event: engine.on_event(event, self.costs)
+            for event in early:
+                engine.on_event(event, self.costs)
+            await engine.resync()
         except BaseException:
             await connection.close()
             raise
-        engine = Engine(info, facts, connection)
-        receive[0] = lambda event: engine.on_event(event, self.costs)
-        for event in [cached, *early]:
-            engine.on_event(event, self.costs)
         if (before := self.engines.get(url)) is not None:
             self._forget(before, "it has come back")
         if self._instances.get(url) not in (None, facts.instance):
@@ -247,6 +196,15 @@ class Group:
         self._on_change(engine, True)
         self._note_change()
         return engine
+
+    async def _resync(self, engine: Engine) -> None:
+        while not engine.connection.is_closed:
+            try:
+                return await engine.resync()
+            except PeerTimeoutError:  # it computes a long step
+                continue
+            except PeerError:  # it has gone, and is taken for that elsewhere
+                return
 
     async def _wait_for_end(self, engine: Engine) -> None:
         await engine.connection.wait_closed()

@@ -5,7 +5,6 @@ import logging
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from fastapi import Depends, FastAPI, Request
 from lmdeploy.pytorch.disagg.config import EngineRole
@@ -15,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from sagellm.comm_backend.control import check_request
 from sagellm.core.errors import PeerError, SageError
-from sagellm.pd.group import Engine, Group, NotTheOne
+from sagellm.pd.engine import Engine
+from sagellm.pd.group import Group, NotTheOne
 from sagellm.pd.relay import Relay
 from sagellm.pd.tokens import CHAT, COMPLETION
 
@@ -37,13 +37,14 @@ class GroupNodes(lmdeploy_proxy.NodeManager):
     """
 
     def __init__(self, group: Group, config_path: Path) -> None:
-        # The group looks after its engines, within a second or two; LMDeploy's thread would do it every 90 s, for ever.
-        with mock.patch.object(lmdeploy_proxy, "heart_beat_controller", lambda _: None):
-            super().__init__(config_path=str(config_path), serving_strategy="DistServe")
+        super().__init__(config_path=str(config_path), serving_strategy="DistServe")
         self.known_urls = list(self.nodes)
         self.nodes = {}
         self._group = group
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def remove_stale_nodes_by_expiration(self) -> None:
+        """Do nothing, every 90 s on LMDeploy's thread: the group notices dead engines within seconds."""
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loop on which the group runs."""
@@ -148,12 +149,12 @@ def build_app(nodes: GroupNodes, group: Group, relay: Relay, describe: Any, api_
 
     @app.post(ADD, dependencies=protected)
     async def add(node: lmdeploy_proxy.Node) -> Any:
-        """An engine joins: LMDeploy's format, signed. What the status says is asked of the engine itself."""
+        """An engine joins: LMDeploy's format, signed. The group asks the engine itself for its status."""
         try:
             await group.join(node.url)
         except SageError as error:
             logger.warning("%s does not join: %s", node.url, error)
-            # An engine that cannot be reached now asks again; one that is refused for good ends.
+            # An engine that cannot be reached now asks again; one that is rejected ends.
             return JSONResponse({"error": str(error)}, 409 if isinstance(error, NotTheOne) else 503)
         return "Added successfully"
 

@@ -1,15 +1,13 @@
-"""Who loads from whom: every engine that decodes is to be connected to every prefill engine."""
+"""Connections between engines: each engine that decodes to each prefill engine."""
 
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sagellm.comm_backend.group_messages import Connect, Done, EngineFacts
 from sagellm.core.errors import SageError, TransferError
-from sagellm.pd.messages import Connect, Done, EngineFacts
-
-if TYPE_CHECKING:
-    from sagellm.pd.group import Engine
+from sagellm.pd.engine import Engine
 
 __all__ = ["Pairs"]
 
@@ -32,7 +30,7 @@ class Pairs:
     """
 
     def __init__(
-        self, engines: "dict[str, Engine]", spawn: Callable[[Any], asyncio.Task], note_change: Callable[[], None]
+        self, engines: dict[str, Engine], spawn: Callable[[Any], asyncio.Task], note_change: Callable[[], None]
     ) -> None:
         self._engines, self._spawn, self._note_change = engines, spawn, note_change
         self._tasks: dict[tuple[Engine, Engine], asyncio.Task] = {}
@@ -51,7 +49,7 @@ class Pairs:
                 else:
                     self._start(second, first)
 
-    def forget(self, engine: "Engine") -> None:
+    def forget(self, engine: Engine) -> None:
         """It has left the group."""
         for pair, task in list(self._tasks.items()):
             if engine in pair:
@@ -59,11 +57,11 @@ class Pairs:
         for one in self._engines.values():
             one.refused.pop(engine.url, None)
 
-    def _start(self, second: "Engine", first: "Engine") -> None:
+    def _start(self, second: Engine, first: Engine) -> None:
         task = self._tasks[second, first] = self._spawn(self._connect(second, first))
         task.add_done_callback(lambda _: self._tasks.pop((second, first)))
 
-    async def _connect(self, second: "Engine", first: "Engine") -> None:
+    async def _connect(self, second: Engine, first: Engine) -> None:
         backoff_s = FIRST_BACKOFF_S
         while (why := await self._refusal(second, first)) is not None:
             if second.refused.get(first.url) != why:
@@ -79,7 +77,7 @@ class Pairs:
         logger.info("%s loads from %s over %s", second.url, first.url, first.facts.channel)
         self._note_change()
 
-    async def _refusal(self, second: "Engine", first: "Engine") -> str | None:
+    async def _refusal(self, second: Engine, first: Engine) -> str | None:
         """In the words of the engine that decodes; None: it is connected."""
         try:
             await second.connection.call(Connect(engine_id=first.url, address=first.info.control), CONNECT_S, Done)

@@ -25,7 +25,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def free_ports(num: int, host: str = "127.0.0.1") -> list[int]:
-    """Distinct ports that nobody listens on now."""
+    """Return distinct ports that are free now."""
     sockets = [listen(host, 0) for _ in range(num)]  # all at once, so that none comes twice
     try:
         return [each.getsockname()[1] for each in sockets]

@@ -33,7 +33,7 @@ logger = logging.getLogger("sagellm.pd")
 
 
 class ProxyConfig(Model):
-    """Of one proxy.
+    """Settings of one proxy.
 
     Attributes:
         key_file: the secret of the group.
@@ -42,7 +42,7 @@ class ProxyConfig(Model):
         wait_s: longest that a request waits for an engine that decodes.
         silent_s: an engine that answers nothing for so long, though its server does, hangs; longer than its longest step.
         nodes_file: keeps the URLs of engines for a proxy that is started again; None: a file that goes with the process.
-        listen_fd: a socket that listens already, from whoever starts this process.
+        listen_fd: a socket that listens already, from the parent process.
     """
 
     host: str = Field("127.0.0.1", min_length=1)

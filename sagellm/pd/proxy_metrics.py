@@ -1,4 +1,4 @@
-"""What the proxy counts, for Prometheus, and what it writes down of each request."""
+"""Counters of the proxy for Prometheus, and a JSON line for each decision and each end of a request."""
 
 import json
 import logging

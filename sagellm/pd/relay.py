@@ -16,7 +16,8 @@ from sagellm.comm_backend.control import sign_request
 from sagellm.core.errors import ConfigError
 from sagellm.pd.base import RouteDecision, RouteRequest
 from sagellm.pd.bodies import BadBody, Body, error_body, read_body, relayed_headers
-from sagellm.pd.group import Engine, Group
+from sagellm.pd.engine import Engine
+from sagellm.pd.group import Group
 from sagellm.pd.proxy_metrics import ProxyMetrics, RequestLines
 from sagellm.pd.routing import Router
 from sagellm.pd.tokens import PromptTokens, guess_tokens
@@ -32,7 +33,7 @@ HANGS = "it does not answer any more"
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
-    """`wait_s`: for an engine that decodes, where there is none. `max_attempts`: a request that ends every engine it meets must
+    """`wait_s`: longest wait for an engine that decodes. `max_attempts`: a request that ends every engine it meets must
     not meet them all. `registry`: LMDeploy's node manager, told of the beginning and the end of each request, or None."""
 
     wait_s: float = 30.0
@@ -49,11 +50,11 @@ class Failed(Exception):
 
 
 class ClientLeft(Exception):
-    """What was to be sent to it cannot be."""
+    """The answer cannot be sent to the client."""
 
 
 class Relay:
-    """What all requests share."""
+    """The state that all requests share."""
 
     def __init__(
         self, group: Group, router: Router, metrics: ProxyMetrics, lines: RequestLines, tokens: PromptTokens | None,
@@ -138,7 +139,7 @@ class RelayedResponse(Response):
             await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _serve(self, body: Body, scope: dict, send: Any) -> str:
-        """What became of it, for the metrics."""
+        """Return the outcome, for the metrics."""
         relay = self._relay
         headers = relayed_headers(scope["headers"])
         tokens = await self._tokens(body)
@@ -246,7 +247,7 @@ class RelayedResponse(Response):
             if registry:
                 registry.end(second.url, begun)
             if prefill is not None:
-                prefill.cancel()  # at the end of the request at the latest nobody wants it any more
+                prefill.cancel()  # it is of no use after the request
                 await asyncio.gather(prefill, return_exceptions=True)
             if first is not None and not served:  # the decoding engine may not live to do it
                 self._relay.group.give_up(first, transfer_id)

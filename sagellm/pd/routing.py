@@ -193,7 +193,7 @@ def _cost(choice: Choice) -> float:
 
 
 def _is_in_time(choice: Choice) -> bool:
-    """A prompt that comes after the decoding engine has stopped waiting was computed for nobody, and is computed again."""
+    """Whether the prompt comes before the decoding engine stops waiting; a late one is computed again."""
     _, estimate, first, second = choice
     return first.load_s + estimate.prefill_s + estimate.transfer_s <= second.timeout_s
 

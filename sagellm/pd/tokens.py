@@ -35,7 +35,7 @@ class PromptTokens:
         self._models = {CHAT: protocol.ChatCompletionRequest, COMPLETION: protocol.CompletionRequest}
 
     async def of(self, path: str, raw: dict[str, Any], num_bytes: int) -> list[list[int]] | None:
-        """Of every prompt of a request; None where the engine will refuse the request, in words of its own."""
+        """Return the tokens of each prompt of a request; None where the engine will refuse the request, in words of its own."""
         from sagellm.serve.parameters import Refused
 
         try:
@@ -74,7 +74,7 @@ def _prompts(folder: Path) -> Any:
     from sagellm.serve.prompts import Prompts
 
     class Rendering:
-        """What `Prompts` needs of LMDeploy's `AsyncEngine`: all but an engine."""
+        """The part of LMDeploy's `AsyncEngine` that `Prompts` needs, without an engine."""
 
         _get_prompt_input = AsyncEngine._get_prompt_input
         backend = "turbomind"  # of the two, whose vocabulary `Prompts` finds without a pool to ask

@@ -17,7 +17,7 @@ from sagellm.prefix_reuse.base import (
 from sagellm.prefix_reuse.hashed import HashedPrefixIndex
 from sagellm.prefix_reuse.matcher import PrefixMatcher, Verdict
 from sagellm.prefix_reuse.metrics import PrefixReuseMetrics
-from sagellm.prefix_reuse.mirror import EventGap, PrefixMirror
+from sagellm.prefix_reuse.mirror import EventGap, PrefixChanges, PrefixMirror, changes_of, snapshot_of
 from sagellm.prefix_reuse.native import PrefixReuseIndex, prefix_hashes
 from sagellm.prefix_reuse.pool import ReferenceIndexedPool
 from sagellm.prefix_reuse.reference import ReferencePrefixIndex
@@ -29,6 +29,7 @@ __all__ = [
     "HashedPrefixIndex",
     "IndexedPool",
     "Namespace",
+    "PrefixChanges",
     "PrefixEntry",
     "PrefixEvent",
     "PrefixEventKind",
@@ -44,5 +45,7 @@ __all__ = [
     "ReferencePrefixIndex",
     "RemovalReason",
     "Verdict",
+    "changes_of",
     "prefix_hashes",
+    "snapshot_of",
 ]

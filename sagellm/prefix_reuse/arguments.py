@@ -34,7 +34,7 @@ def int32_array(values: Any, name: str) -> Int32Array:
 
 
 def integer(value: Any, name: str, low: int = 0, high: int = 2**63 - 1) -> int:
-    """An integer in a range; a bool is none."""
+    """Return an integer in a range; a bool is rejected."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -9,9 +9,9 @@ Recency. Each `insert`, `extend`, `lookup` that touches and `unlock` takes the n
 of its path with it, so no block is older than one below it. Eviction takes the block with the lowest stamp that is not
 locked; of equal stamps the deepest.
 
-Results. `PrefixEntry`, `PrefixHit` and `PrefixRemoval` are native classes, described in `_core.pyi`. An entry is a prefix that
-ends where a node of the index does; its id becomes unknown when its last block is removed, and may when it is continued or
-cut, but in one index object it never names another prefix.
+Results. `PrefixEntry`, `PrefixHit` and `PrefixRemoval` are native classes, described in `_core.pyi`. An entry is a prefix
+that ends where a node of the index does. Its id becomes unknown when its last block is removed, and may when it is
+continued or cut. In one index object it never names another prefix.
 
 Removal. A block without the one above it can never be found, so removing a block removes all below it, on any tier. A locked
 block, and so every block above it, is never removed.
@@ -58,7 +58,7 @@ class PrefixEventKind(str, Enum):
 
 
 class Namespace(NamedTuple):
-    """What must be equal for two requests to share KV. A plain string is a namespace too."""
+    """The properties that requests must have in common to share KV. A plain string is a namespace too."""
 
     adapter: str = ""
     tenant: str = ""
@@ -203,10 +203,10 @@ class PrefixIndex(Protocol):
     ) -> PrefixRemoval:
         """Forget one of: a sequence, an entry, given blocks, a namespace, everything (no argument).
 
-        A sequence whose full blocks are all cached (or an entry) goes with all that continues it; then the blocks above
-        it go that hold nothing else any more, up to the first that another sequence continues from, that a lock holds or
-        that an entry with metadata ends at. Of a sequence cached in part, the cached part goes by the same rule from its
-        last block up, and stays whole if something continues it. Given blocks go with all that is below them; ids that
+        A sequence whose full blocks are all cached (or an entry) goes with all that continues it. Then the blocks above
+        it go, up to the first that another sequence continues from, that a lock holds or that an entry with metadata
+        ends at. The cached part of a sequence goes by the same rule from its last block up,
+        and stays whole if something continues it. Given blocks go with all that is below them; ids that
         are not cached are passed over. Raises LockError, and removes nothing, if a block to be removed is locked.
         """
         ...
@@ -226,7 +226,7 @@ class PrefixIndex(Protocol):
         ...
 
     def select_lru(self, num_blocks: int, tier: Tier | str = Tier.GPU) -> Int32Array:
-        """What `evict_lru` would remove of this tier, in that order; changes nothing."""
+        """Return the blocks of this tier that `evict_lru` would remove, in that order. Changes nothing."""
         ...
 
     def move(

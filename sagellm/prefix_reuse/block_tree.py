@@ -1,4 +1,4 @@
-"""The tree of the plain twin: one node a block, nothing clever. What `ReferencePrefixIndex` does under its lock."""
+"""The tree of the plain twin: one node a block, nothing clever. The tree of `ReferencePrefixIndex`, used under its lock."""
 
 import itertools
 from collections import Counter, deque
@@ -157,8 +157,8 @@ class BlockTree:
         return end, len(added), gone
 
     def sequence(self, path: list[Block], num_blocks: int) -> list[Block]:
-        """What goes when a sequence of `num_blocks` full blocks is forgotten, of which those of `path` are cached; children
-        before parents."""
+        """Return the blocks to remove with a sequence of `num_blocks` full blocks. Those of `path` are cached. Children
+        come before parents."""
         locked, is_whole = self.lock_counts(), bool(path) and len(path) == num_blocks
         doomed = path[-1].subtree() if is_whole else []
         for block in reversed(path[:-1] if is_whole else path):

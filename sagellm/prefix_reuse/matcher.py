@@ -44,7 +44,7 @@ def extended_hash(prefix_hash: int, tokens: Sequence[int]) -> int:
 def prefix_hashes(tokens: Sequence[int] | Int32Array, block_size: int) -> NDArray[np.uint64]:
     """uint64 [full blocks of `tokens`]: the hash of the prefix up to the end of each block.
 
-    Equal in every process and on every machine. Not cryptographic: whoever may choose tokens can build collisions.
+    Equal in every process and on every machine. Not cryptographic: chosen tokens can collide.
     The plain twin of `_core.prefix_hashes`.
 
     Source: the multiply-and-fold of wyhash, https://github.com/wangyi-fudan/wyhash.
@@ -59,7 +59,7 @@ def prefix_hashes(tokens: Sequence[int] | Int32Array, block_size: int) -> NDArra
 
 
 class Verdict(str, Enum):
-    """What a comparison of a query with a cached prefix showed."""
+    """The result of comparing a query with a cached prefix."""
 
     SAME_TOKENS = "same tokens"
     SAME_HASH = "same hash"  # no tokens to compare: as sure as the hash has bits

@@ -1,4 +1,4 @@
-"""What an index has done, as numbers: for people, for JSON, for Prometheus."""
+"""Counters and rates of an index, as JSON and for Prometheus."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +24,12 @@ GAUGES = {
     "nodes": "Nodes of the tree.",
     "locks": "Locks that are held.",
     "memory_bytes": "Memory of the index itself, without the KV blocks and without kept events.",
+}
+RATES = {
+    "token_hit_rate": "Share of looked-up tokens that were cached, since the start.",
+    "lookup_hit_rate": "Share of lookups that found at least one block, since the start.",
+    "mean_matched_length": "Mean tokens of a match, over lookups that found any.",
+    "collision_rate": "Hash collisions a lookup, since the start.",
 }
 
 
@@ -99,6 +105,12 @@ class PrefixReuseMetrics(BaseModel):
         """Tokens, over the lookups that found something."""
         return _ratio(self.matched_tokens, self.hits)
 
+    @computed_field
+    @property
+    def collision_rate(self) -> float | None:
+        """Hash collisions a lookup."""
+        return _ratio(self.collisions, self.lookups)
+
     @property
     def evicted_blocks(self) -> int:
         return self.removed_blocks.get("evicted", 0)
@@ -108,15 +120,18 @@ class PrefixReuseMetrics(BaseModel):
         return self.model_dump_json()
 
     def to_prometheus(self) -> str:
-        """Text format, names `sagellm_prefix_*`. Rates are left to the one who reads the counters."""
+        """Return the Prometheus text format; names are `sagellm_prefix_*`."""
         registry = CollectorRegistry()
         registry.register(_Collector(self))
         return generate_latest(registry).decode()
 
     def families(self) -> Iterator[Metric]:
-        """What `to_prometheus` writes, for a collector of several sources."""
+        """Yield the metrics that `to_prometheus` writes."""
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"sagellm_prefix_{name}", text, value=getattr(self, name))
+        for name, text in RATES.items():
+            if (value := getattr(self, name)) is not None:
+                yield GaugeMetricFamily(f"sagellm_prefix_{name}", text, value=value)
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(f"sagellm_prefix_{name}", text, value=getattr(self, name))
         removed = CounterMetricFamily("sagellm_prefix_removed_blocks", "Blocks removed, by reason.", labels=["reason"])
@@ -136,7 +151,7 @@ class PrefixReuseMetrics(BaseModel):
 
 
 class _Collector:
-    """Of one moment."""
+    """Metrics of one moment."""
 
     def __init__(self, metrics: PrefixReuseMetrics) -> None:
         self.collect = metrics.families

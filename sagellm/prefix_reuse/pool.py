@@ -28,10 +28,10 @@ class ReferenceIndexedPool:
         free_slots: int64 [slots of the pool], a list of slots.
 
     Raises:
-        PrefixIndexError: an array that is none of these; in calls any bad argument, a block that is not in the pool, and a
-            block in the index that is not marked as cached. Nothing is changed then, but by a `publish` that meets such a
-            block in the index, and by a `drop_lru` or `leave` whose blocks are refused, which has evicted or unlocked: it is
-            the index or the pool that is wrong, and neither is to be asked any more.
+        PrefixIndexError: an invalid array; in calls any bad argument, a block that is not in the pool, and a
+            block in the index that is not marked as cached. Nothing is changed then, with two
+            exceptions: a `publish` that meets such a block in the index, and a `drop_lru` or `leave` whose blocks are
+            rejected. Then the index or the pool is wrong; use neither any more.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ReferenceIndexedPool:
         """Cache blocks `first` to `last` of a sequence, of `tokens` and of its `table`; `lock` holds those before them.
 
         Where another block of the pool holds the same prefix, the table gets that one. Returns the blocks that the table
-        gave up for such ones, and those on slower tiers whose place the table's took; None where there are none.
+        gave up for such ones, and those on slower tiers whose place the table's took; None if no block is.
         """
         table = _column(table, np.int64, "table")
         start, end = self._num_tokens(tokens, first), self._num_tokens(tokens, last)

@@ -7,10 +7,10 @@ import time
 from aiohttp import web
 
 from sagellm.comm_backend.control import ControlServer, new_key
+from sagellm.comm_backend.group_messages import Connect, Done, EngineFacts, Hello, PrefixChange, Subscribe
 from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVPart
 from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint
 from sagellm.core.errors import PeerError
-from sagellm.pd.messages import Connect, Done, EngineFacts, Hello, PrefixChange, Subscribe
 
 KEY = new_key()
 PART = KVPart(name="keys", num_heads=1, width=4, dtype="float32")

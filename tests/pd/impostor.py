@@ -7,7 +7,7 @@ from aiohttp import web
 
 from benchmarks.processes import free_port
 from sagellm.comm_backend.control import ControlServer
-from sagellm.pd.messages import EngineFacts, Hello, PrefixChange, Subscribe
+from sagellm.comm_backend.group_messages import EngineFacts, Hello, PrefixChange, Subscribe
 
 
 class Impostor:

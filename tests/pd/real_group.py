@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.processes import ServerProcess, command_line, free_port, metrics_of, sum_of
 from sagellm.comm_backend.control import connect, sign_request
-from sagellm.pd.messages import EngineFacts, Hello
+from sagellm.comm_backend.group_messages import EngineFacts, Hello
 from tests.pd.harness import until
 
 WAIT_S = 80.0  # for an engine that is started again, on a busy machine too

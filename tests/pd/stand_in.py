@@ -23,8 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from sagellm.comm_backend.control import ControlServer, check_request, connect, read_key, sign_request
-from sagellm.core.errors import PeerError, SageError
-from sagellm.pd.messages import (
+from sagellm.comm_backend.group_messages import (
     Connect,
     Done,
     EngineFacts,
@@ -38,6 +37,7 @@ from sagellm.pd.messages import (
     StepCost,
     Subscribe,
 )
+from sagellm.core.errors import PeerError, SageError
 from sagellm.pd.tokens import PromptTokens, prefix_keys
 
 BLOCK = 16
@@ -58,6 +58,7 @@ class StandIn:
         self.sources: dict[str, object] = {}
         self.listeners: list = []
         self.cached: set[int] = set()
+        self.sequence = 0
         self.seen: list[dict] = []
         self.costs: list[StepCost] = []
         self.running = 0
@@ -80,7 +81,7 @@ class StandIn:
 
     async def subscribe(self, connection, message):
         self.listeners.append(connection)
-        return PrefixChange(stored=tuple(self.cached), is_all=True)
+        return PrefixChange(after=self.sequence, sequence=self.sequence, stored=tuple(self.cached), is_all=True)
 
     async def connect(self, _, message):
         peer = await connect(message.address, self.key)
@@ -179,7 +180,8 @@ class StandIn:
             found = await self.tokens.of(path, {name: raw[name] for name in ("model", "prompt", "messages") if name in raw}, 0)
             new = set(prefix_keys(found[0], BLOCK)) - self.cached
             self.cached |= new
-            await self.tell(PrefixChange(stored=tuple(new)))
+            self.sequence += 1
+            await self.tell(PrefixChange(after=self.sequence - 1, sequence=self.sequence, stored=tuple(new)))
         costs, self.costs = tuple(self.costs[-64:]), []
         await self.tell(Load(num_running=self.running, num_waiting=0, waiting_tokens=0, free_blocks=900, costs=costs))
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from sagellm.comm_backend.group_messages import StepCost
 from sagellm.pd.costs import OnlineCosts
-from sagellm.pd.messages import StepCost
 from sagellm.scheduler_ir.pd_costs import PDCosts
 
 

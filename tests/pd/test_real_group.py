@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from sagellm.comm_backend.control import connect, new_key
+from sagellm.comm_backend.group_messages import Connect, Done, Fetch, Held
 from sagellm.comm_backend.kv_transfer.base import TransferOptions
 from sagellm.comm_backend.kv_transfer.layout import KVRegion
 from sagellm.comm_backend.kv_transfer.shared_memory import memory_of
 from sagellm.core.errors import PeerError
-from sagellm.pd.messages import Connect, Done, Fetch, Held
 from tests.pd.harness import until
 from tests.pd.held_channel import HeldShm
 from tests.pd.impostor import Impostor

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.processes import ServerProcess, free_port
-from sagellm.cli.pd import pd
 from sagellm.comm_backend.topology.placement import available_cores
 from sagellm.core.errors import EngineError
 from sagellm.pd.child import Child
+from sagellm.pd.command import pd
 from sagellm.pd.ports import listen
 from sagellm.pd.up import UpConfig, _Supervisor
 from tests.pd.below import soon

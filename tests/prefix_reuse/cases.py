@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.prefix_reuse.base import TIERS, CachedBlocks, PrefixIndex, PrefixRemoval
+from sagellm.prefix_reuse import HashedPrefixIndex
+from sagellm.prefix_reuse.base import CachedBlocks, PrefixIndex, PrefixRemoval
 
 Place = tuple[int, int]  # place of the tier in TIERS, block id
 
@@ -62,13 +63,13 @@ def check_order(removal: PrefixRemoval, before: dict[Place, tuple]) -> None:
         gone.add(place)
 
 
-def mirrored(mirror: Any) -> dict[Place, tuple]:
-    """As `tree`, of a mirror."""
-    found = {}
-    for block in mirror.blocks():
-        above = None if block.parent is None else (TIERS.index(block.parent[0]), block.parent[1])
-        found[TIERS.index(block.tier), block.kv_block_id] = (block.namespace, above, block.depth, block.token_ids)
-    return found
+def mirrored(mirror: Any, index: PrefixIndex) -> bool:
+    """Whether a mirror holds the prefixes of an index and no others."""
+    hashed, found = HashedPrefixIndex(index.block_size), set()
+    for key, ends in contents(index).items():
+        for tokens, *_ in ends:
+            found.update(hashed.hashes(tokens, key))
+    return set(mirror.index) == found and len(found) == index.num_blocks()
 
 
 def int32(values: Iterable[int]) -> np.ndarray:

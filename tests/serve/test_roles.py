@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from sagellm.comm_backend.control import connect, sign_request
+from sagellm.comm_backend.group_messages import EngineFacts, Hello
 from sagellm.core.errors import PeerError
-from sagellm.pd.messages import EngineFacts, Hello
 from tests.serve.endings import engine_killed
 from tests.serve.harness import wait_until
 

@@ -38,7 +38,7 @@ DECODE_ROUND = 16  # LMDeploy's own default
 # leave the caches and each layer's product runs slower, and the first request of a batch waits for the last.
 PREFILL_TOKENS, CPU_PREFILL_TOKENS = 4096, 512
 
-FEED = "sagellm.pd.feed:Feed"  # tells the proxy of a prefill/decode group what is cached and what steps take
+FEED = "sagellm.engines.lmdeploy.pd.feed:Feed"  # measures steps for the proxy of a prefill/decode group
 
 
 def require_patched() -> None:

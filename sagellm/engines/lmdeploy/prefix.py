@@ -34,7 +34,7 @@ class LookupCounts:
 class PrefixHooks:
     """`seq` is LMDeploy's `SchedulerSequence`.
 
-    Who listens hears of a change before anything is asked that depends on it. `_told` is what listeners and the record know
+    Listeners get a change before any question that depends on it. `_told` is what listeners and the record know
     of who holds what: so each request that they were told of lets go of exactly that, once, also where it is nothing.
     """
 
@@ -197,7 +197,7 @@ class PrefixHooks:
         self._keys.forget(seq.seq_id)
 
     def lost_cache(self) -> None:
-        """Nobody holds cached blocks any more: there is no cache."""
+        """Report the release of all blocks: the cache is off."""
         for seq_id in list(self._told):
             self._tell_released(seq_id, 0)
 

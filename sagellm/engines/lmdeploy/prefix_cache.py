@@ -1,10 +1,10 @@
 """Which blocks of LMDeploy's pool hold which tokens: a prefix index, tied to LMDeploy's block allocator.
 
 Between two calls:
-- the index knows the blocks marked in `is_cached`, by LMDeploy's logical id and on the tier where their bytes lie, and
-  holds one reference on each of them in the allocator, as LMDeploy's own trie would;
-- of a sequence that holds cached blocks these are the first ones of its table, and a lock on just this path keeps them in
-  the index. So a cached block is locked if and only if the allocator counts more than one reference on it.
+- The index knows the blocks marked in `is_cached`, by LMDeploy's logical id and on the tier of their bytes. It holds one
+  reference on each in the allocator, as LMDeploy's own trie would.
+- Cached blocks of a sequence are the first ones of its table. A lock on this path keeps them in the index.
+  So a cached block is locked if and only if the allocator counts more than one reference on it.
 
 A block is published when its keys and values are computed, not when it is scheduled.
 """
@@ -21,23 +21,27 @@ from sagellm.prefix_reuse import IndexedPool, PrefixReuseIndex, ReferenceIndexed
 from sagellm.prefix_reuse.base import TIERS, LockId, PrefixIndex
 
 BlockIds = NDArray[np.int64]
+EVENT_CAPACITY = 4096  # where more happen between two messages to the proxy, a snapshot is sent
 _NONE_HELD: tuple[LockId, int] = LockId(0), 0
 
 
 class PrefixCache:
     """Owned by one scheduler. `seq` is LMDeploy's `SchedulerSequence`.
 
-    `enabled` is False where LMDeploy caches no prefixes, and once the index has failed.
+    `enabled` is False where LMDeploy caches no prefixes, and once the index has failed. `has_router`: the index keeps events
+    for a proxy that routes by them.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, has_router: bool = False) -> None:
         self._allocator = scheduler.block_manager.allocator
         self._pool = self._allocator.get_phy_allocator("gpu")
         self._pool_slots = scheduler.block_manager.num_gpu_blocks
         self._has_host = scheduler.block_manager.num_cpu_blocks > 0
         self.block_size: int = scheduler.cache_config.block_size
         self.enabled: bool = scheduler.block_trie.enable
-        self.index: PrefixIndex | None = PrefixReuseIndex(block_size=self.block_size) if self.enabled else None
+        self.index: PrefixIndex | None = None
+        if self.enabled:
+            self.index = PrefixReuseIndex(block_size=self.block_size, event_capacity=EVENT_CAPACITY if has_router else 0)
         self.is_cached = np.zeros(self._allocator._log_mem.num_blocks(), bool)
         self.tick = count(1).__next__  # the next access time; LMDeploy's own clock counts whole seconds
         self._blocks: IndexedPool | ReferenceIndexedPool | None = self._tie(IndexedPool) if self.enabled else None
@@ -100,7 +104,7 @@ class PrefixCache:
 
         Where another block of the pool holds the same prefix, the sequence takes that one and gives up its own. Where one on
         a slower tier does, the sequence's takes its place. Returns the ids of those, int64 [n], which are the caller's to
-        free; None if there are none.
+        free; None if no block is.
         """
         held = self._held.get(seq.seq_id)
         if held is None:
@@ -148,11 +152,11 @@ class PrefixCache:
         return self._allocator.get_physical_blocks(ids) < self._pool_slots
 
     def unlocked(self) -> NDArray[np.bool_]:
-        """bool [blocks]: cached, and held by nobody else."""
+        """bool [blocks]: cached, and held by no request."""
         return self.is_cached & (self._allocator._log_mem.ref_count == 1)
 
     def candidates(self) -> Candidates:
-        """Every block that nobody holds, on all tiers. O(cached blocks)."""
+        """Return every unheld block, on all tiers. O(cached blocks)."""
         rows = self.index.blocks(unlocked=True)
         on_device = rows.tiers == TIERS.index(Tier.GPU)
         arrays = (rows.kv_block_ids, rows.parent_ids, rows.last_access, rows.depth, on_device)
@@ -161,7 +165,7 @@ class PrefixCache:
         return Candidates(*arrays)
 
     def are_candidates(self, ids: BlockIds) -> NDArray[np.bool_]:
-        """bool [n]: which of these are cached and held by nobody. O(ids)."""
+        """bool [n]: which of these are cached and unheld. O(ids)."""
         inside = (ids >= 0) & (ids < len(self.is_cached))
         known = np.where(inside, ids, 0)
         return inside & self.is_cached[known] & (self._allocator.get_ref_count(known) == 1)
@@ -216,7 +220,7 @@ class PrefixCache:
             num_freed = self._blocks.leave(
                 LockId(0), ids, len(ids), self.tick(), allocator._free_count, pool._free_count
             )
-        except Exception:  # blocks that are free already, say: nothing was changed, and the allocator's own bears that
+        except Exception:  # blocks that are free already, say: nothing was changed, and the allocator's own accepts them
             type(allocator).free(allocator, ids)
             return
         allocator._free_count += num_freed

@@ -1,7 +1,5 @@
 """64-bit names of cached blocks, for plug-ins and the record: of the prefix up to a block's end and of its namespace."""
 
-from functools import lru_cache
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -9,19 +7,13 @@ from numpy.typing import NDArray
 
 from sagellm.engines.lmdeploy.prefix_cache import namespace_of, num_shareable
 from sagellm.prefix_reuse import prefix_hashes
+from sagellm.prefix_reuse.hashed import namespace_key
 from sagellm.prefix_reuse.matcher import extended_hash
 
 Keys = NDArray[np.uint64]
 
 # One block in Python costs some 10 us; the native function starts from the first token, at some GB/s.
 MAX_ONE_BY_ONE = 4
-
-
-@lru_cache(maxsize=1024)
-def namespace_key(namespace: str) -> np.uint64:
-    """What a namespace's hashes are xored with; 0 for the empty one, whose keys are the plain `prefix_hashes`."""
-    digest = blake2b(namespace.encode(), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little") if namespace else 0)
 
 
 class PrefixKeys:

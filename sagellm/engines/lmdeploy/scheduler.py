@@ -45,7 +45,7 @@ class SchedulerHooks:
         self._config = HookConfig.model_validate_json(spec)
         self._host = PluginHost(self._config)
         self._recorder = self._host.recorder
-        self.cache = PrefixCache(scheduler)
+        self.cache = PrefixCache(scheduler, has_router=self._config.pd is not None)
         self.kv = KVManager(scheduler, self._host, self.cache, self._config.block_bytes)
         self.prefix = PrefixHooks(self._host, self.kv, self.cache)
         self.choice = StepChoice(scheduler, self._host, self.kv.num_free, self._config.hold_limit_s)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from sagellm.comm_backend.group_messages import Fetch, Held, Release, Released, StepCost
 from sagellm.comm_backend.kv_transfer.base import TransferPlan
 from sagellm.core.errors import PeerError, SageError, TransferError, TransferTimeoutError
 from sagellm.core.tasks import within
 from sagellm.engines.lmdeploy.pd.offers import digest_of
 from sagellm.engines.lmdeploy.pd.peers import Peers
-from sagellm.pd.messages import Fetch, Held, Release, Released, StepCost
 
 __all__ = ["Arrivals"]
 
@@ -34,8 +34,8 @@ class Arrivals:
 
     A request gets all keys and values but those of its last token, and joins the queue. Its first token was drawn where the
     prompt was computed, and is given out at once. Where more than the token counts (log probabilities, a grammar, a stop word)
-    the step of the prompt's last token is made here instead, and draws it as if the prompt had been computed here. Whatever
-    goes wrong on the way, the request joins the queue without keys and values, which are computed here.
+    the step of the prompt's last token is made here instead, and draws it as if the prompt had been computed here. After
+    any failure the request joins the queue without keys and values, which are computed here.
 
     Args:
         transfer: (plan) -> result, of all workers.
@@ -238,7 +238,7 @@ class Arrivals:
         self._wake()
 
     def _forget(self, peer: Any, transfer_id: int) -> None:
-        """Nobody will read it. That it is lost with the connection, or by its lease, is as good."""
+        """It is not read any more. That it is lost with the connection, or by its lease, is as good."""
 
         async def tell() -> None:
             with contextlib.suppress(PeerError, asyncio.TimeoutError, OSError):

@@ -1,4 +1,4 @@
-"""What the inserted lines in LMDeploy's engine call where it takes part in a prefill/decode group: one object an engine."""
+"""The engine's part in a prefill/decode group, called by the inserted lines in LMDeploy's engine."""
 
 import asyncio
 import contextlib
@@ -12,15 +12,7 @@ from typing import Any
 import numpy as np
 
 from sagellm.comm_backend.control import ControlConnection, ControlServer, read_key
-from sagellm.core.config import HookConfig
-from sagellm.core.errors import PeerError, SageError
-from sagellm.engines.lmdeploy.pd.arrivals import Arrivals
-from sagellm.engines.lmdeploy.pd.distserve import DistServe
-from sagellm.engines.lmdeploy.pd.offers import Offers
-from sagellm.engines.lmdeploy.pd.peers import Peers, refusal
-from sagellm.engines.lmdeploy.pd.watchers import Watchers
-from sagellm.engines.lmdeploy.pd.workers import open_workers
-from sagellm.pd.messages import (
+from sagellm.comm_backend.group_messages import (
     Connect,
     Done,
     EngineFacts,
@@ -32,6 +24,14 @@ from sagellm.pd.messages import (
     Released,
     Subscribe,
 )
+from sagellm.core.config import HookConfig
+from sagellm.core.errors import PeerError, SageError
+from sagellm.engines.lmdeploy.pd.arrivals import Arrivals
+from sagellm.engines.lmdeploy.pd.distserve import DistServe
+from sagellm.engines.lmdeploy.pd.offers import Offers
+from sagellm.engines.lmdeploy.pd.peers import Peers, refusal
+from sagellm.engines.lmdeploy.pd.ranks import open_workers
+from sagellm.engines.lmdeploy.pd.watchers import Watchers
 
 __all__ = ["PrefillDecode"]
 
@@ -107,7 +107,7 @@ class PrefillDecode(DistServe):
                     self._take(seq)
         except SageError as error:
             logger.critical("the engine ends: %s", error)
-            if self._is_server:  # whose other process asks nobody whether this loop lives; it sees the end of the process
+            if self._is_server:  # its other process does not check this loop; it sees the end of the process
                 os._exit(1)
             raise
         finally:
@@ -193,7 +193,7 @@ class PrefillDecode(DistServe):
     async def wait_for_room(self, may_run: asyncio.Event) -> bool:
         """No prompt finds room. Where blocks are kept for others, look again as soon as some come back, or somebody else may
         be the next. Nothing else changes what may run: no step is on its way, and whatever ends an offer, be it its lease,
-        wakes this. What has changed since the look before is not missed either: the event is cleared only before a look."""
+        wakes this. No change is missed: the event is cleared only before a look."""
         if not len(self.offers):
             return False
         may_run.set()

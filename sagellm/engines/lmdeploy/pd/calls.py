@@ -1,4 +1,4 @@
-"""What blocks in a KV channel, asked from an event loop."""
+"""Call the blocking methods of a KV channel from an event loop."""
 
 import asyncio
 import contextlib
@@ -33,11 +33,11 @@ class ChannelCalls:
         self._threads: set[threading.Thread] = set()
 
     async def run(self, call: Callable[..., Any], *args: Any) -> Any:
-        """A method of the channel. Who is cancelled does not wait for it. Raises as it does; TransferError: no thread."""
+        """A method of the channel. A cancelled caller does not wait for it. Raises as it does; TransferError: no thread."""
         return await self._start(call, *args)
 
     async def transfer(self, plan: TransferPlan) -> TransferResult:
-        """Who is cancelled cancels the transfer, and waits until nothing is written any more.
+        """A cancelled caller cancels the transfer and waits until nothing is written any more.
 
         Raises:
             TransferError: as `KVTransferChannel.transfer`; no thread for it.
@@ -47,7 +47,7 @@ class ChannelCalls:
             raise TransferError(f"transfer {name} is under way already; each one needs a name of its own.")
         ended = self._moving[name] = self._start(self.channel.transfer, plan)
         ended.add_done_callback(lambda _: self._moving.pop(name))
-        ended.add_done_callback(asyncio.Future.exception)  # so that asyncio misses nobody if who asked has left
+        ended.add_done_callback(asyncio.Future.exception)  # read it, or asyncio complains after the caller left
         try:
             return await asyncio.shield(ended)
         except asyncio.CancelledError:
@@ -55,7 +55,7 @@ class ChannelCalls:
             raise
 
     async def cancel(self, transfer_id: str) -> None:
-        """Of a transfer that was asked for before. Returns when it has ended; an unknown one has."""
+        """Cancel a transfer that was started before. Returns when it has ended; an unknown one has."""
         meant = self._moving.get(transfer_id)
         while meant is not None and not meant.done():  # its thread may not have come to the channel yet
             self.channel.cancel(transfer_id)
@@ -77,7 +77,7 @@ class ChannelCalls:
             found, error = None, None
             try:
                 if self._device.type == "cuda":
-                    torch.cuda.set_device(self._device)  # each thread has its own, the first GPU if nobody says so
+                    torch.cuda.set_device(self._device)  # each thread has its own, the first GPU by default
                 found = call(*args)
             except BaseException as raised:
                 error = raised
@@ -95,7 +95,7 @@ class ChannelCalls:
 
 
 def _settle(ended: asyncio.Future, found: Any, error: BaseException | None) -> None:
-    if ended.done():  # nobody waits any more
+    if ended.done():  # the caller left
         return
     if error is None:
         ended.set_result(found)

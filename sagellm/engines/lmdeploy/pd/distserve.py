@@ -14,7 +14,9 @@ logger = logging.getLogger("sagellm")
 
 
 class DistServe:
-    """What LMDeploy's engine calls on its `EngineP2PConnection`. The addresses that are passed on are those of our control
+    """The methods that LMDeploy's engine calls on its `EngineP2PConnection`.
+
+    The addresses that are passed on are those of our control
     servers; what is to be known of KV blocks is asked there."""
 
     _peers: Peers
@@ -40,7 +42,7 @@ class DistServe:
 
     def p2p_connect(self, request: Any) -> Any:
         """LMDeploy's `DistServeConnectionRequest` -> `DistServeConnectionResponse`. The engine that decodes connects, in a
-        task, since LMDeploy does not await this; the other one has nothing to do. What keeps them apart is in the log."""
+        task, since LMDeploy does not await this; the other one has nothing to do. The log has the reason."""
         from lmdeploy.pytorch.disagg.conn.protocol import DistServeConnectionResponse, DistServeConnectionStatus
 
         if self._config.role != "prefill":

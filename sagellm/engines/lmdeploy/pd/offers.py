@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from sagellm.comm_backend.group_messages import Held
 from sagellm.core.errors import TransferError
-from sagellm.pd.messages import Held
 
 __all__ = ["Offers", "digest_of"]
 
@@ -37,11 +37,11 @@ class Offer:
 class Offers:
     """A prefill engine's side. Every method runs on the engine's loop. `seq` is LMDeploy's `SchedulerSequence`.
 
-    An offer begins with the request or with the question for it, whichever comes first; it ends with `release`, with the loss
-    of who asked, or with its lease, and with it the request leaves the engine. Whoever asks after that is told so.
+    An offer begins with the request or with the question for it. It ends with `release`, with the loss of the caller, or
+    with its lease. Then the request leaves the engine. Later callers get this error.
 
     Args:
-        end_session: takes a request out of the engine, and answers whoever waits for it.
+        end_session: takes a request out of the engine, and answers its caller.
         changed: an offer has ended.
         slots: where blocks lie in the pool.
         checksums: of blocks, by rank; None: none are made.
@@ -66,7 +66,7 @@ class Offers:
     # ---- what the engine says
 
     def expect(self, seq: Any, transfer_id: int, reader_id: str) -> None:
-        """A prompt has come that is for another engine. Where nobody wants it any more it is not computed."""
+        """A prompt has come that is for another engine. A prompt without a caller is not computed."""
         if transfer_id in self._ended:
             self._end_session(seq.session_id)
             return
@@ -91,14 +91,14 @@ class Offers:
             offer.held.set_result(None)
 
     def kept(self, seq: Any) -> None:
-        """LMDeploy's server is through with a request whose blocks are kept. One that was cancelled before it was computed is
-        nobody's."""
+        """LMDeploy's server is through with a request whose blocks are kept. A prompt cancelled before it was computed has
+        no owner."""
         offer = self._of_session.get(seq.session_id)
         if offer is None or not offer.since_s:
             self._end_session(seq.session_id)
 
     def ended(self, session_id: int) -> None:
-        """The request leaves the engine, whoever wanted that."""
+        """The request leaves the engine."""
         offer = self._of_session.get(session_id)
         if offer is not None:
             self._close(offer, "the prompt was cancelled", leave=False)
@@ -143,7 +143,7 @@ class Offers:
         return was_held
 
     def lost(self, reader: Any, reader_id: str) -> None:
-        """The other engine has gone: what was for it is for nobody."""
+        """The other engine has gone: end its offers."""
         for offer in list(self._offers.values()):
             if offer.reader is reader or (offer.reader is None and reader_id and offer.reader_id == reader_id):
                 self.counts["reader_lost"] += 1
@@ -196,5 +196,5 @@ class Offers:
 
 
 def digest_of(tokens: np.ndarray) -> str:
-    """Of a prompt, int [n]: keys and values are of use to a request with the same tokens alone."""
+    """Digest of a prompt, int [n]: keys and values serve only a request with the same tokens."""
     return hashlib.blake2b(np.ascontiguousarray(tokens, np.int64).tobytes(), digest_size=16).hexdigest()

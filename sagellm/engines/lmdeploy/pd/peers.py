@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sagellm.comm_backend.control import connect
+from sagellm.comm_backend.group_messages import EngineFacts, Hello
 from sagellm.core.errors import PeerError, SageError
-from sagellm.pd.messages import EngineFacts, Hello
 
 __all__ = ["Peers", "refusal"]
 
@@ -31,7 +31,7 @@ class Peers:
     Args:
         key: of the group.
         link: connects the KV transfer channels of all workers to those of a peer; raises TransferError where they do not fit.
-        unlink: likewise.
+        unlink: disconnects them.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Peers:
         return sorted(self._peers)
 
     async def find(self, engine_id: str) -> Any:
-        """The connection to a peer. Raises PeerError, TransferError: there is none."""
+        """The connection to a peer. Raises PeerError or TransferError if the peer is unknown."""
         peer = await self._find(engine_id)
         if peer is None and engine_id in self._introduced:
             await self.connect(engine_id, await self._address(engine_id))
@@ -57,7 +57,7 @@ class Peers:
         return peer.connection
 
     def introduce(self, engine_id: str) -> None:
-        """A peer of which nobody will tell when it has come back: LMDeploy's proxy connects two engines once. `find` looks for
+        """A peer whose return is not announced: LMDeploy's proxy connects two engines once. `find` looks for
         it."""
         self._introduced.add(engine_id)
 
@@ -68,7 +68,7 @@ class Peers:
     async def _address(self, engine_id: str) -> str:
         import aiohttp
 
-        from sagellm.pd.info import engine_info
+        from sagellm.comm_backend.group_info import engine_info
 
         async with aiohttp.ClientSession() as http:
             return (await engine_info(http, engine_id, self._key, LOOK_S)).control
@@ -112,7 +112,7 @@ class Peers:
             task.cancel()
 
     def keep(self, task: asyncio.Task) -> None:
-        """A task that nobody waits for; Python would forget it."""
+        """A task without a waiter; Python would forget it."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -1,4 +1,4 @@
-"""What an engine and the worker processes below it say to each other about their KV channels."""
+"""Messages of an engine and its worker processes about their KV channels."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ __all__ = [
 
 
 class RankAnnouncement(Model):
-    """Of a worker, when it is asked for the first time, by the executor.
+    """A worker's first answer to the executor.
 
     Attributes:
         control: host:port of its control server. `endpoint`: of its KV channel.
@@ -40,7 +40,7 @@ class RankTransfer(Model):
 
 
 class RankCancel(Model):
-    """Of a transfer that was sent before. The reply comes when it has ended."""
+    """Cancel a transfer that was sent before. The reply comes when it has ended."""
 
     transfer_id: str
 

@@ -152,7 +152,7 @@ def offer_channel(cache_engine: Any, pd: PDHooks) -> None:
 
 
 def announce(cache_engine: Any, pd: PDHooks, key: bytes) -> RankAnnouncement:
-    """Whatever is wrong is told: what is raised here would end this process, and the engine's without a word."""
+    """Send every error as an answer: an exception here would end this process and the engine's without a message."""
     try:
         server = RankServer(make_channel(pd.channel, region_of(cache_engine), options_of(pd)), key)
         # When LMDeploy lets go of its memory, or else when the process ends, before Python waits for threads.

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from sagellm.comm_backend.control import ControlConnection, connect
 from sagellm.comm_backend.kv_transfer.base import TransferEndpoint, TransferPlan, TransferResult
+from sagellm.core.config import PDHooks
 from sagellm.core.errors import (
     EngineError,
     PeerError,
@@ -23,6 +24,7 @@ from sagellm.core.errors import (
     TransferError,
     TransferTimeoutError,
 )
+from sagellm.engines.lmdeploy.host_memory import cache_engine_of
 from sagellm.engines.lmdeploy.pd.rank_messages import (
     RankAnnouncement,
     RankCancel,
@@ -32,9 +34,9 @@ from sagellm.engines.lmdeploy.pd.rank_messages import (
     RankReply,
     RankTransfer,
 )
-from sagellm.engines.lmdeploy.pd.workers import Workers
+from sagellm.engines.lmdeploy.pd.workers import LocalWorker, Workers, options_of
 
-__all__ = ["RemoteWorkers", "ask_ranks"]
+__all__ = ["RemoteWorkers", "ask_ranks", "open_workers"]
 
 logger = logging.getLogger("sagellm")
 
@@ -44,7 +46,7 @@ ERRORS = {"failed": TransferError, "timed_out": TransferTimeoutError, "cancelled
 
 
 def ask_ranks(executor: Any) -> tuple[list[RankAnnouncement], bytes]:
-    """What the workers say of themselves, by rank, and the key that they know. Nothing may run on them yet.
+    """Return the announcements of the workers, by rank, and their key. Nothing may run on them yet.
 
     Raises:
         TransferError: one of them has no KV channel; in its words.
@@ -72,7 +74,7 @@ def ask_ranks(executor: Any) -> tuple[list[RankAnnouncement], bytes]:
 
 
 class RemoteWorkers(Workers):
-    """Of an engine with several worker processes on this host."""
+    """The workers of an engine with several processes on this host."""
 
     def __init__(self, channel: str, said: Sequence[RankAnnouncement], key: bytes) -> None:
         self._channel, self._key = channel, key
@@ -236,10 +238,26 @@ class RemoteWorkers(Workers):
             self._on_lost()
 
     def _keep(self, work: Coroutine) -> None:
-        """A task that nobody waits for; Python would forget it."""
+        """A task without a waiter; Python would forget it."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def open_workers(executor: Any, pd: PDHooks, is_server: bool = False) -> Workers:
+    """The engine is built and has not begun: its workers can still be called by their executor. `is_server`: this process ends
+    when a worker does.
+
+    Raises:
+        ConfigError, TransferError: a worker has no usable key, or the channel cannot work there.
+    """
+    cache_engine = cache_engine_of(executor)
+    if cache_engine is not None:
+        return LocalWorker(cache_engine, pd.channel, options_of(pd))
+    workers = RemoteWorkers(pd.channel, *ask_ranks(executor))
+    if is_server:
+        workers.end_with(executor)
+    return workers
 
 
 async def _quietly(work: Awaitable) -> None:

@@ -10,8 +10,8 @@ __all__ = ["shared_caches"]
 
 
 def shared_caches(cache_engine: Any, caches: tuple) -> tuple:
-    """The pool's tensors as the channel of this engine wants them; `caches`, as LMDeploy has allocated them and nobody has
-    touched them, where it takes any. One of several workers is from now on ready to serve them, and LMDeploy's own migration
+    """The pool's tensors as the channel of this engine wants them; `caches`, as LMDeploy has allocated them, still unused,
+    if the channel takes any. One of several workers is from now on ready to serve them, and LMDeploy's own migration
     knows the channels, which it looks for in the process that has the pool.
     """
     spec = cache_engine.cache_config.sage

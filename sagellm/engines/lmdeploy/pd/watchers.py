@@ -1,23 +1,24 @@
-"""What the proxy is told of an engine: what is cached, how much there is to do, and what steps take."""
+"""Send the proxy what an engine has cached, how much work waits, and what steps take."""
 
 import asyncio
 import contextlib
 from collections import deque
 from typing import Any
 
+from sagellm.comm_backend.group_messages import Load, PrefixChange, StepCost
+from sagellm.engines.lmdeploy.pd.feed import Feed
 from sagellm.engines.lmdeploy.pd.offers import Offers
-from sagellm.pd.feed import Feed
-from sagellm.pd.messages import Load, PrefixChange, StepCost
+from sagellm.prefix_reuse import PrefixChanges, changes_of, snapshot_of
 
 __all__ = ["Watchers"]
 
 LOAD_EVERY_S = 0.1
 MAX_COSTS = 64
-MAX_KEYS = 100_000
+MAX_KEYS = 100_000  # hashes a message
 
 
 class Watchers:
-    """Every method runs on the engine's loop. Where nobody watches it costs one branch a step."""
+    """The connections that subscribed. Every method runs on the engine's loop. Without one it costs a branch a step."""
 
     def __init__(self, scheduler: Any, offers: Offers, host: Any) -> None:
         self._scheduler, self._offers = scheduler, offers
@@ -26,15 +27,22 @@ class Watchers:
         self._costs: deque[StepCost] = deque(maxlen=MAX_COSTS)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task] = set()
+        self._sequence = 0  # last event of the prefix index that was sent
 
     def add(self, connection: Any) -> PrefixChange:
-        """From now on it is told. Returns what is cached now."""
-        first = self._feed.watch(asyncio.get_running_loop(), self._tell) if self._feed is not None else ()
-        self._connections.append(connection)
-        for begin in range(MAX_KEYS, len(first), MAX_KEYS):  # a message has its limit; the others follow the reply
-            asyncio.get_running_loop().call_soon(self._tell, PrefixChange(stored=tuple(first[begin : begin + MAX_KEYS])))
+        """Subscribe a connection, or send it a new snapshot. Returns the snapshot's first part; the others follow as events."""
+        if self._connections:
+            self._tell_changes()
+        if connection not in self._connections:
+            self._connections.append(connection)
+        cache = self._scheduler.sage.cache
+        whole = snapshot_of(cache.index) if cache.enabled else PrefixChanges(0, 0, is_all=True)
+        self._sequence = whole.sequence
+        first, *others = _parts(whole)
+        for part in others:  # before any later change, which is sent by a timer
+            asyncio.get_running_loop().call_soon(self._tell, part, [connection])
         self.changed()
-        return PrefixChange(stored=tuple(first[:MAX_KEYS]), is_all=True)
+        return first
 
     def remove(self, connection: Any) -> None:
         if connection in self._connections:
@@ -53,8 +61,17 @@ class Watchers:
         if self._timer is not None:
             self._timer.cancel()
 
+    def _tell_changes(self) -> None:
+        cache = self._scheduler.sage.cache
+        changes = changes_of(cache.index, self._sequence) if cache.enabled else PrefixChanges(0, 0, is_all=True)
+        if changes.sequence != self._sequence:
+            self._sequence = changes.sequence
+            for part in _parts(changes):
+                self._tell(part, self._connections)
+
     def _tell_load(self) -> None:
         self._timer = None
+        self._tell_changes()
         scheduler, blocks = self._scheduler, self._scheduler.sage.kv.counts()
         waiting = [*scheduler.waiting, *scheduler.waiting_migration]
         costs = [*self._costs, *(self._feed.take_costs() if self._feed is not None else ())]
@@ -65,14 +82,27 @@ class Watchers:
                 waiting_tokens=sum(seq.num_token_ids for seq in waiting),
                 free_blocks=blocks.free + blocks.cached, num_held=len(self._offers),
                 costs=tuple(costs[-MAX_COSTS:]),
-            )
+            ),
+            self._connections,
         )  # fmt: skip
 
-    def _tell(self, message: Any) -> None:
-        for connection in self._connections:
+    def _tell(self, message: Any, connections: list[Any]) -> None:
+        for connection in connections:
             task = asyncio.create_task(_quietly(connection, message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+
+def _parts(changes: PrefixChanges) -> list[PrefixChange]:
+    """Split changes into messages. Only a snapshot has more hashes than one holds."""
+    stored, found = changes.stored, []
+    for begin in range(0, max(len(stored), 1), MAX_KEYS):
+        part = stored[begin : begin + MAX_KEYS]
+        fields = changes._asdict() | {"stored": part, "num_left": len(stored) - begin - len(part)}
+        if begin:
+            fields |= {"after": changes.sequence, "removed": (), "is_all": False}
+        found.append(PrefixChange(**fields))
+    return found
 
 
 async def _quietly(connection: Any, message: Any) -> None:

@@ -9,11 +9,10 @@ from sagellm.comm_backend.control import read_key
 from sagellm.comm_backend.kv_transfer.base import TransferEndpoint, TransferOptions, TransferPlan, TransferResult
 from sagellm.comm_backend.kv_transfer.registry import make_channel
 from sagellm.core.config import PDHooks
-from sagellm.engines.lmdeploy.host_memory import cache_engine_of
 from sagellm.engines.lmdeploy.pd.calls import ChannelCalls
 from sagellm.engines.lmdeploy.pd.region import region_of
 
-__all__ = ["LocalWorker", "Workers", "open_workers", "options_of"]
+__all__ = ["LocalWorker", "Workers", "options_of"]
 
 
 class Workers(ABC):
@@ -24,7 +23,7 @@ class Workers(ABC):
         """One for each worker, in the order of their ranks."""
 
     def token_bytes(self) -> int:
-        """Of a token's keys and values, all workers together."""
+        """Return the bytes of a token's keys and values over all workers."""
         return sum(each.layout.token_bytes() for each in self.endpoints())
 
     @abstractmethod
@@ -71,7 +70,7 @@ class Workers(ABC):
 
 
 class LocalWorker(Workers):
-    """Of an engine whose only worker lives in this process.
+    """The only worker of an engine, in this process.
 
     Raises:
         TransferError: the channel cannot work here.
@@ -105,7 +104,7 @@ class LocalWorker(Workers):
 
     def cancel(self, transfer_id: str) -> None:
         task = asyncio.get_running_loop().create_task(self._calls.cancel(transfer_id))
-        self._cancelling.add(task)  # nobody waits for it; Python would forget it
+        self._cancelling.add(task)  # Python would collect it before it ends
         task.add_done_callback(self._cancelling.discard)
 
     async def checksums(self, blocks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -122,23 +121,5 @@ class LocalWorker(Workers):
 
 
 def options_of(pd: PDHooks) -> TransferOptions:
-    """Of the channel of each worker. Raises ConfigError: no usable key."""
+    """Return the options of each worker's channel. Raises ConfigError: no usable key."""
     return TransferOptions(key=read_key(pd.key_file), host=pd.control_host, options=pd.channel_options)
-
-
-def open_workers(executor: Any, pd: PDHooks, is_server: bool = False) -> Workers:
-    """The engine is built and has not begun: its workers can still be called by their executor. `is_server`: this process ends
-    when a worker does.
-
-    Raises:
-        ConfigError, TransferError: a worker has no usable key, or the channel cannot work there.
-    """
-    cache_engine = cache_engine_of(executor)
-    if cache_engine is not None:
-        return LocalWorker(cache_engine, pd.channel, options_of(pd))
-    from sagellm.engines.lmdeploy.pd.ranks import RemoteWorkers, ask_ranks
-
-    workers = RemoteWorkers(pd.channel, *ask_ranks(executor))
-    if is_server:
-        workers.end_with(executor)
-    return workers

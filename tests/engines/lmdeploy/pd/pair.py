@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks import processes
 from sagellm.comm_backend.control import new_key
+from sagellm.comm_backend.group_messages import Connect
 from sagellm.core.config import PDHooks
-from sagellm.pd.messages import Connect
 from tests.engines.lmdeploy.guesses import answer, greedy
 from tests.pool import settle
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from sagellm.comm_backend.group_messages import Release, Released
 from sagellm.core.errors import TransferError
-from sagellm.pd.messages import Release, Released
 from tests.engines.lmdeploy.guesses import tokens_of
 from tests.engines.lmdeploy.pd.pair import NEW, one, wait_until
 from tests.pool import settle

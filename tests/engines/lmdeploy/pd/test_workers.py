@@ -24,8 +24,8 @@ from sagellm.core.errors import (
     TransferTimeoutError,
 )
 from sagellm.engines.lmdeploy.pd import calls, rank_server, ranks
+from sagellm.engines.lmdeploy.pd.ranks import open_workers
 from sagellm.engines.lmdeploy.pd.region import region_of
-from sagellm.engines.lmdeploy.pd.workers import open_workers
 from tests.engines.lmdeploy.pd.caches import BLOCK_SIZE, HEAD_DIM, LAYERS, cache_engine
 from tests.engines.lmdeploy.pd.pair import hooks, key_file, wait_until
 from tests.pd.held_channel import HeldShm

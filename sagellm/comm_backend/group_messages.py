@@ -1,4 +1,4 @@
-"""What engines and the proxy of a prefill/decode group say to each other over control connections.
+"""Messages of engines and the proxy of a prefill/decode group over control connections.
 
 Every engine serves the control protocol (`comm_backend.control`) at an address of its own; the proxy and the decode engines
 call. A request has one reply. A `transfer_id` is chosen by the proxy, anew for each request, and known to both engines: the 63
@@ -22,7 +22,7 @@ Role = Literal["prefill", "decode", "hybrid"]
 
 
 class Hello(Model):
-    """Who calls: the first message of a connection. Reply: `EngineFacts` of who was called.
+    """The caller's name: the first message of a connection. Reply: `EngineFacts` of who was called.
 
     Attributes:
         engine_id: the URL of its server; of the proxy, "proxy".
@@ -67,7 +67,7 @@ class Connect(Model):
 
 class Fetch(Model):
     """To a prefill engine: tell me when the prompt of this transfer is computed. Reply: `Held`. Errors: the prompt failed, or
-    did not come within `timeout_s`. Who asks is to `Release` it in the end, also after an error."""
+    did not come within `timeout_s`. The caller sends `Release` in the end, also after an error."""
 
     transfer_id: int
     timeout_s: float = Field(gt=0, le=3600)
@@ -101,20 +101,25 @@ class Released(Model):
 
 
 class Subscribe(Model):
-    """From the proxy: tell me what is cached and how much there is to do, from now on. Reply: a `PrefixChange` with `is_all`
-    True. After that `PrefixChange` and `Load` come as events, `Load` at most every 0.1 s, where anything has changed."""
+    """From the proxy: send what is cached and how much there is to do. Reply: a snapshot, a `PrefixChange` with `is_all`.
+
+    `PrefixChange` and `Load` follow as events at most every 0.1 s while anything changes. Ask again after a lost event.
+    """
 
 
 class PrefixChange(Model):
-    """`stored`, `removed`: keys of cached blocks (64 bits, `PrefixUpdate.block_hashes`). `is_all`: that is all there is."""
+    """The fields of `sagellm.prefix_reuse.PrefixChanges`, which says what they mean."""
 
+    after: int = Field(0, ge=0)
+    sequence: int = Field(0, ge=0)
     stored: tuple[int, ...] = ()
     removed: tuple[int, ...] = ()
     is_all: bool = False
+    num_left: int = Field(0, ge=0)
 
 
 class StepCost(Model):
-    """What a step took: `num_tokens` new tokens of `num_requests`, which had `num_context` before. Of a transfer: bytes."""
+    """Cost of a step: `num_tokens` new tokens of `num_requests`, which had `num_context` before. A transfer has bytes."""
 
     kind: Literal["prefill", "decode", "transfer"]
     num_tokens: int = 0

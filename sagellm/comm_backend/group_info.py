@@ -7,17 +7,17 @@ import aiohttp
 from pydantic import ValidationError
 
 from sagellm.comm_backend import control
+from sagellm.comm_backend.group_messages import Role
 from sagellm.comm_backend.kv_transfer.layout import Model
 from sagellm.core.errors import PeerError
-from sagellm.pd.messages import Role
 
-__all__ = ["EngineInfo", "engine_info"]
+__all__ = ["EngineAddress", "engine_info"]
 
 PATH = "/sage/pd/info"
 
 
-class EngineInfo(Model):
-    """What an engine's server answers to `GET /sage/pd/info`."""
+class EngineAddress(Model):
+    """The answer of an engine's server to `GET /sage/pd/info`."""
 
     engine_id: str
     role: Role
@@ -25,15 +25,15 @@ class EngineInfo(Model):
     model: str
 
 
-async def engine_info(http: Any, url: str, key: bytes, timeout_s: float) -> EngineInfo:
-    """`http`: aiohttp's session. Raises PeerError: nobody there, or no engine of this group."""
+async def engine_info(http: Any, url: str, key: bytes, timeout_s: float) -> EngineAddress:
+    """`http`: aiohttp's session. Raises PeerError if no engine of this group answers."""
     try:
         headers = control.sign_request(key, "GET", PATH, b"")
         async with http.get(url + PATH, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s)) as answer:
             text = await answer.text()
             if answer.status != 200:
                 raise PeerError(f"{url}{PATH} answers {answer.status}: {text[:200]}")
-            return EngineInfo.model_validate_json(text)
+            return EngineAddress.model_validate_json(text)
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
         if isinstance(error, ValidationError):
             error = ValueError(error.errors()[0]["msg"])

@@ -77,7 +77,7 @@ def proxy(as_json: bool, **flags: Any) -> None:
 
     Exit code 0: ended by a signal; 2: it could not start.
     """
-    from sagellm.cli.current_folder import look_in_current_folder
+    from sagellm.core.current_folder import look_in_current_folder
     from sagellm.pd.proxy import ProxyConfig, run_proxy
 
     look_in_current_folder()
@@ -124,7 +124,9 @@ def status(url: str, api_key: str | None, as_json: bool) -> None:
     import urllib.error
     import urllib.request
 
-    from sagellm.cli.tables import show_rows
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
 
     request = urllib.request.Request(f"{url.rstrip('/')}/pd/status")
     if api_key:
@@ -139,14 +141,13 @@ def status(url: str, api_key: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
-        rows = [
-            one | {"loads from": ", ".join(one["connected"]), "kept apart": "; ".join(one["refused"].values())}
-            for one in engines
-        ]
         columns = {"engine": "engine_id", "role": "role", "model": "model", "tokens waiting": "waiting_tokens",
-                   "streams": "num_streams", "blocks cached": "cached_blocks", "loads from": "loads from",
-                   "kept apart": "kept apart"}  # fmt: skip
-        show_rows(rows, columns, False)
+                   "streams": "num_streams", "blocks cached": "cached_blocks"}  # fmt: skip
+        table = Table(*columns, "loads from", "kept apart", box=None, padding=(0, 2, 0, 0))
+        for one in engines:
+            cells = [*(one[name] for name in columns.values()), ", ".join(one["connected"]), "; ".join(one["refused"].values())]
+            table.add_row(*(escape(str(cell)) for cell in cells))
+        Console().print(table)
         click.echo(f"policy {found['policy']}, by {found['routes_by']}")
     sys.exit(1 if any(one["refused"] for one in engines) else 0)
 
