@@ -1,19 +1,21 @@
-"""The scheduling plug-ins for an engine that does not tell when a request ends, such as TurboMind."""
+"""The executor for an engine that does not tell when a request ends, such as TurboMind."""
 
 from typing import Any
 
 from sagellm.core.hooks import Plugin, RequestId, ScheduleDecision, StepView
-from sagellm.scheduler_ir.plan_runner import PlanRunner
 from sagellm.scheduler_ir.strategy_plugin import StrategyPlugin
 
-__all__ = ["PlanRunnerFromViews", "StrategyFromViews"]
+__all__ = ["StrategyFromViews"]
 
 
-class _EndsFromViews(Plugin):
-    """Who was in the last view of the whole batch and is not in this one has ended. One batch at a time: data-parallel groups
-    have views of their own, and would seem to end each other's requests."""
+class StrategyFromViews(StrategyPlugin):
+    """`StrategyPlugin` that learns from views which requests have ended.
 
-    on_request_end = Plugin.on_request_end  # not a hook of these plug-ins, or the engine would refuse them
+    A request of the last view of the whole batch that is not in this one has ended. It serves one batch at a time:
+    data-parallel groups have views of their own, and would seem to end each other's requests.
+    """
+
+    on_request_end = Plugin.on_request_end  # not a hook of this plug-in, or the engine would refuse it
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -22,14 +24,6 @@ class _EndsFromViews(Plugin):
     def schedule(self, view: StepView) -> ScheduleDecision | None:
         here = {request.request_id for request in view.requests}
         for request_id in sorted(self._last_viewed - here):
-            super().on_request_end(request_id)
+            StrategyPlugin.on_request_end(self, request_id)
         self._last_viewed = here
         return super().schedule(view)
-
-
-class StrategyFromViews(_EndsFromViews, StrategyPlugin):
-    """`StrategyPlugin` there."""
-
-
-class PlanRunnerFromViews(_EndsFromViews, PlanRunner):
-    """`PlanRunner` there."""

@@ -190,7 +190,7 @@ class PlanProgress:
         refused = dict(result.refused)
         own = set(self.plan.request_ids)
         for request, _ in result.computed:
-            if request not in own:
+            if request not in own or request not in progress:
                 continue
             if result.phase is Phase.DECODE:
                 self._decoded(request, result.step)

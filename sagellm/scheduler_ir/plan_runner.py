@@ -16,7 +16,7 @@ from sagellm.core.hooks import (
     StepView,
 )
 from sagellm.scheduler_ir.given_strategy import given_strategy
-from sagellm.scheduler_ir.plan import ExecutionPlan, PlanState, PlanStatus
+from sagellm.scheduler_ir.plan import ExecutionPlan, NodeState, PlanState, PlanStatus
 from sagellm.scheduler_ir.plan_progress import PlanProgress, Work
 from sagellm.scheduler_ir.request_progress import RequestProgress
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
@@ -136,10 +136,9 @@ class PlanRunner(Plugin):
     def on_step_end(self, result: StepResult) -> None:
         with self._lock:
             for request, num_tokens in result.computed:
-                # One of a request that has ended was on its way then; it is forgotten below.
-                new = RequestProgress(request, has_ended=request in self._ended)
-                progress = self._requests.setdefault(request, new)
-                progress.computed(result.phase, num_tokens)
+                # A request that no view has shown yet was sent before there were plans: the next view tells all of it.
+                if (progress := self._requests.get(request)) is not None:
+                    progress.computed(result.phase, num_tokens)
             for plan in list(self._active.values()):
                 plan.result(result, self._requests)
             self._retire()
@@ -175,6 +174,14 @@ class PlanRunner(Plugin):
                 "requests_given_up": self._num_given_up,
             }  # fmt: skip
             return own if self._strategy is None else {**own, "strategy": self._strategy.report()}
+
+    def running_nodes(self) -> list[list[Any]]:
+        """Return a row for each node that a step was asked for and that has no result: type, requests, start and tokens."""
+        return [
+            [run.node.node_type.value, list(run.node.requests)]
+            + ([run.node.config.get("start", 0), run.node.config["tokens"]] if "tokens" in run.node.config else [])
+            for plan in self._active.values() for run in plan.open if run.state is NodeState.RUNNING
+        ]  # fmt: skip
 
     # ---- plans
 

@@ -25,6 +25,7 @@ def test_table():
     assert "error of the prediction, engine against the log: mean TTFT" in done.output
     rows = [line.split()[0] for line in done.output.splitlines() if line.startswith(("log ", "engine ", LAST))]
     assert rows == ["log", "engine", LAST] and "requests/s" in done.output
+    assert f"decisions of {LAST}: " in done.output and "used the tokens they expected" in done.output
 
 
 def test_json_is_the_same_each_time():
@@ -35,7 +36,9 @@ def test_json_is_the_same_each_time():
     found = json.loads(done.output)
     log, engine, fifo, cuts = found["rows"]
     assert [row["strategy"] for row in found["rows"]] == ["log", "engine", FIFO, CUTS]
-    assert {**fifo, "strategy": ""} == {**engine, "strategy": ""} and cuts["steps"] > engine["steps"]
+    assert log["decisions"] == engine["decisions"] == {} and fifo["decisions"]["steps"] > 100
+    assert 0.9 < fifo["decisions"]["as_expected_share"] <= fifo["decisions"]["carried_out_share"] < 1
+    assert {**fifo, "strategy": "", "decisions": {}} == {**engine, "strategy": ""} and cuts["steps"] > engine["steps"]
     assert all(row["num_requests"] == 40 and row["goodput"] is not None for row in found["rows"])
     assert found["log"]["engine"]["num_blocks"] == 60 and found["step_times"]["decode_error"]["num_samples"] == 188
     error = found["prediction"]["errors"]["ttft_mean_s"]

@@ -1,4 +1,4 @@
-"""LMDeploy's PyTorch engine in this process, with the doors opened and plug-ins loaded."""
+"""LMDeploy's PyTorch engine in this process, with its hooks and plug-ins."""
 
 import asyncio
 import concurrent.futures
@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
@@ -25,6 +25,9 @@ from sagellm.engines.lmdeploy.layout import layout_of, weights_of
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins, speculative_spec
 from sagellm.engines.lmdeploy.sizing import Sizes, gpu_share, resolve_device, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
+
+if TYPE_CHECKING:
+    from sagellm.scheduler_ir.plan import ExecutorAPI
 
 # One decode step of a CPU takes long enough that scheduling between steps costs nothing, and a new request must not wait
 # for a whole round of steps; on a GPU LMDeploy's own value stays.
@@ -147,6 +150,20 @@ class LMDeployEngine(BaseEngine):
     def hooks(self) -> Any:
         """The scheduler's `SchedulerHooks`."""
         return self.engine.scheduler.sage
+
+    @property
+    def executor(self) -> "ExecutorAPI":
+        """Executor of this engine: takes plans from any thread, and carries out the decisions of the strategy.
+
+        Raises:
+            ConfigError: the engine has no strategy, so that LMDeploy's own scheduler decides alone.
+        """
+        from sagellm.scheduler_ir.strategy_plugin import StrategyPlugin
+
+        for _, plugin in self.hooks._host.plugins:
+            if isinstance(plugin, StrategyPlugin):
+                return plugin
+        raise ConfigError("this engine has no executor; build it with a strategy, for example strategy='fifo'.")
 
     def generate(
         self,

@@ -2,7 +2,9 @@
 arrival; lengths in tokens."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from sagellm.core.hooks import RequestId, ServiceLevel
 from sagellm.core.scheduling import NO_SERVICE
@@ -55,12 +57,19 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of all requests, measured or virtual. `requests` by arrival, `steps` in the order in which they ended."""
+    """A run of all requests, measured or virtual.
+
+    Attributes:
+        requests: by arrival.
+        steps: in the order in which they ended.
+        decisions: the report of `DecisionOutcomes`; empty for the log and for the engine's own choice.
+    """
 
     name: str
     requests: tuple[RequestTimes, ...]
     steps: tuple[StepRun, ...]
     num_preempted: int = 0
+    decisions: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,11 @@ def caption(found: Replayed) -> list[str]:
         f"step times: {_fit('prefill', found.times.prefill_error)}, {_fit('decode', found.times.decode_error)} on steps "
         "held out",
     ]
+    lines += [
+        f"decisions of {name}: {run.decisions['carried_out_share']:.1%} of {run.decisions['steps']:,} carried out, "
+        f"{run.decisions['as_expected_share']:.1%} used the tokens they expected"
+        for name, run in found.runs.items() if run.decisions
+    ]  # fmt: skip
     if found.prediction is None:
         lines.append(f"the log was made with {found.predicted_by}, which is not known here: no error of the prediction")
         return lines

@@ -50,7 +50,8 @@ class Replayed:
                 {"tenant": tenant, "priority": priority, **part.to_dict()}
                 for tenant, priority, part in groups(run, self.targets)
             ]
-            rows.append({"strategy": name, "steps": len(run.steps), **found.to_dict(), "groups": parts})
+            more = {"decisions": dict(run.decisions), "groups": parts}
+            rows.append({"strategy": name, "steps": len(run.steps), **found.to_dict(), **more})
         about = {
             "name": self.log.path, "requests": len(self.log.requests), "left_out": self.log.num_left_out,
             "skipped": self.log.num_skipped, "decided_by": self.predicted_by, "gap_s": self.log.gap_s, "engine": shape,

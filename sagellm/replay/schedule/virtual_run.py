@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 
-from sagellm.core.hooks import Phase, ScheduleDecision, StepView
+from sagellm.core.hooks import Phase, RequestId, ScheduleDecision, StepResult, StepView
 from sagellm.replay.schedule.base import ENGINE, RecordedRequest, RequestTimes, Run
 from sagellm.replay.schedule.decisions import DecisionLine
+from sagellm.scheduler_ir.outcomes import DecisionOutcomes
 from sagellm.scheduler_ir.simulation.base import EngineShape, StepCosts
 from sagellm.scheduler_ir.simulation.requests import VirtualRequest
 from sagellm.scheduler_ir.simulation.virtual_engine import VirtualEngine
@@ -14,6 +15,27 @@ from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 __all__ = ["virtual_run"]
 
 Progress = Callable[[int], None]  # how many requests have ended
+
+
+class _Watched(SchedulingStrategy):
+    """Counts what becomes of the decisions of a strategy, which it passes on unchanged."""
+
+    def __init__(self, strategy: SchedulingStrategy) -> None:
+        self._strategy = strategy
+        self.outcomes = DecisionOutcomes()
+
+    def decide(self, view: StepView) -> ScheduleDecision | None:
+        decision = self._strategy.decide(view)
+        if isinstance(decision, ScheduleDecision):  # the engine refuses anything else, by name
+            self.outcomes.expect(view, decision)
+        return decision
+
+    def on_step_end(self, result: StepResult) -> None:
+        self.outcomes.result(result)
+        self._strategy.on_step_end(result)
+
+    def on_request_end(self, request_id: RequestId) -> None:
+        self._strategy.on_request_end(request_id)
 
 
 def virtual_run(
@@ -33,8 +55,9 @@ def virtual_run(
         decisions.append(DecisionLine(ENGINE if strategy is None else name, view, decision, phase))
 
     coming = [_virtual(request, speedup) for request in requests]
+    watched = None if strategy is None else _Watched(strategy)
     engine = VirtualEngine(
-        shape, costs, coming, strategy, name=name, gap_s=gap_s, sent=None if decisions is None else keep
+        shape, costs, coming, watched, name=name, gap_s=gap_s, sent=None if decisions is None else keep
     )
     num_told = 0
     while engine.step():
@@ -42,7 +65,8 @@ def virtual_run(
             num_told = engine.num_ended
             progress(num_told)
     times = sorted(map(_times, coming), key=lambda each: (each.arrival_s, each.request_id))
-    return Run(name, tuple(times), tuple(engine.steps), engine.num_preempted)
+    decisions_made = {} if watched is None else watched.outcomes.report()
+    return Run(name, tuple(times), tuple(engine.steps), engine.num_preempted, decisions_made)
 
 
 def _virtual(recorded: RecordedRequest, speedup: float) -> VirtualRequest:

@@ -1,10 +1,12 @@
 """Strategies and plans in the real engine: the same tokens whoever schedules, nothing lost, the schedule that was asked for."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.processes import wait_until
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import ConfigError, PlanError
 from sagellm.core.hooks import Phase, ScheduleDecision
@@ -174,9 +176,8 @@ def test_a_plan_is_carried_out_node_by_node(start_engine, reference):
         prefill(1, 0, 20), decode(1, 21, "kv:1:20"), prefill(0, 0, 16, "kv:1:21"), decode(1, 22, "kv:0:16"),
         prefill(0, 16, 16, "kv:1:22"), decode(1, 23, "kv:0:32"), prefill(0, 32, 8, "kv:1:23"),
     ]  # fmt: skip
-    runner = PluginSpec(name="sagellm.scheduler_ir.plan_runner:PlanRunner", options={"wait_for_requests": True})
-    engine = start_engine(LISTENER, together(2), runner, decode_round=1, prefix_caching=False)
-    plans = plugin_of(engine, 2)
+    engine = start_engine(LISTENER, together(2), strategy="fifo", decode_round=1, prefix_caching=False)
+    plans = engine.executor
     plans.submit_plan(ExecutionPlan("by hand", IRGraph(nodes), (0, 1)))
     assert answers(engine, prompts, SHORT) == reference(prompts, 12)
     settle(engine)
@@ -200,10 +201,43 @@ def test_what_a_plan_asks_and_the_engine_cannot_do_is_said(start_engine, referen
             "request": 0, "start": 0, "tokens": 40, "src_instance": "here", "dst_instance": "there", "bytes": 1
         }),
     ]  # fmt: skip
-    runner = PluginSpec(name="sagellm.scheduler_ir.plan_runner:PlanRunner", options={"wait_for_requests": True})
-    engine = start_engine(runner, decode_round=1)
-    plans = plugin_of(engine)
+    engine = start_engine(strategy="fifo", decode_round=1)
+    plans = engine.executor
     plans.submit_plan(ExecutionPlan("p", IRGraph(nodes), (0,)))
     assert answers(engine, PROMPTS[:1], SHORT) == reference(PROMPTS[:1], 12)
     settle(engine)
     assert set(plans.status("p").refused()) == {"send"} and plans.status("p").nodes["prefill:0:0"].state.value == "done"
+
+
+def test_a_plan_from_another_thread_is_cancelled_while_the_strategy_goes_on(start_engine, reference):
+    """The plan holds request 0 until one that never comes; cancelled, it leaves the request to the strategy."""
+    engine = start_engine(together(2), strategy="shortest", decode_round=1, prefix_caching=False)
+    nodes = [prefill(0, 0, 16), prefill(9, 0, 16, "kv:0:16"), prefill(0, 16, 24, "kv:9:16")]
+    queued = engine.executor.submit_plan(ExecutionPlan("held", IRGraph(nodes), (0, 9)))
+    assert queued.state.value == "queued"
+    with pytest.raises(PlanError, match="request 0 is of plan held"):
+        engine.executor.submit_plan(ExecutionPlan("second", IRGraph(nodes[:1]), (0,)))
+    prompts = PROMPTS[:3:2]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(answers, engine, prompts, SHORT)
+        wait_until("the plan runs", lambda: engine.executor.status("held").state.value == "running")
+        assert engine.executor.cancel("held").state.value == "cancelled"
+        assert waiting.result(60) == reference(prompts, 12)
+    settle(engine)
+    states = {name: node.state.value for name, node in engine.executor.status("held").nodes.items()}
+    assert "cancelled" in states.values() and not set(states.values()) & {"waiting", "running"}
+    report = engine.hooks.report()
+    (figures,) = (values for name, values in report["plugins"].items() if "StrategyPlugin" in name)
+    assert figures["plans"] == 1 and figures["active"] == 0
+    assert 0 < figures["outcomes"]["carried_out_share"] <= 1 and figures["outcomes"]["steps"] > 0
+    assert report["faults"] == []
+    after = ExecutionPlan("after", IRGraph([prefill(2, 0, 16), prefill(2, 16, 24, "kv:2:16")]), (2,))
+    engine.executor.submit_plan(after)
+    assert answers(engine, PROMPTS[:1], SHORT) == reference(PROMPTS[:1], 12)
+    settle(engine)
+    assert engine.executor.status("after").state.value == "done" and not engine.executor.status("after").refused()
+
+
+def test_an_engine_without_a_strategy_says_how_to_get_an_executor(start_engine):
+    with pytest.raises(ConfigError, match="strategy='fifo'"):
+        _ = start_engine().executor

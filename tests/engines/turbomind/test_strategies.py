@@ -52,8 +52,7 @@ def test_a_plan_runs_there(hooks_of):
     from sagellm.scheduler_ir.nodes import IRNode, NodeType
     from sagellm.scheduler_ir.plan import ExecutionPlan
 
-    runner = "sagellm.scheduler_ir.from_views:PlanRunnerFromViews"
-    hooks = hooks_of(PluginSpec(name=runner, options={"wait_for_requests": True}))
+    hooks = hooks_of(strategy_spec("fifo"))
     runner, rank = hooks._host.plugins[0][1], PlayedRank(hooks.table)
     node = IRNode("last", NodeType.PREFILL_CHUNK, (), ("kv:23:50",), {"request": 23, "start": 0, "tokens": 50})
     runner.submit_plan(ExecutionPlan("p", IRGraph([node]), (23,)))
