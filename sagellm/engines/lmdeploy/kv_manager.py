@@ -99,7 +99,7 @@ class KVManager:
                 size_bytes=self.block_bytes,
                 ref_count=refs,
                 last_access=access,
-                tenant_id=self.tenant_of.get(block) or held.get(block, ""),
+                tenant_id=(self.tenant_of if self._cache.is_cached[block] else held).get(block, ""),
             )
             for block, refs, access, on_device in zip(
                 ids.tolist(),

@@ -97,6 +97,15 @@ def test_blocks_know_their_tenant(engine):
     generate(engine, ServiceRequest(tenant="guest"), prompt=LONG)
     path = engine.hooks.cache.path(np.array(LONG), "").tolist()
     assert {row.tenant_id for row in engine.hooks.kv.info(path)} == {"guest"}
+    at_admission(engine, lambda handle: handle.drop_blocks(range(32)))
+
+    def reserve_all(handle):
+        blocks = handle.allocate_blocks(handle.block_counts().free).block_ids
+        tenants = {row.tenant_id for row in handle.get_block_info(blocks)}
+        handle.free_blocks(blocks)
+        return tenants
+
+    assert at_admission(engine, reserve_all) == {""}, "blocks that others have now"
 
 
 def test_the_pool_is_the_backend_of_the_contract(engine):
