@@ -6,17 +6,17 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
-# Before torch is loaded, here and in every process that a test starts: barriers between threads that share a core cost
+# Set before torch is loaded, here and in every process that a test starts. Barriers between threads that share a core cost
 # more than they save, and the plug-ins of the tests must be importable there.
 os.environ["OMP_NUM_THREADS"] = "1"
-# A thread that waits at a barrier sleeps: by default it spins, which a server with a thread for each core does at length
-# when something else runs on one of them. It takes a third off the CPU time of such a server's tests.
+# A thread that waits at a barrier sleeps instead of spinning. A third of the CPU time of servers with a thread for each core
+# is saved, because other processes use those cores too.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-# Where the environment keeps compiled modules from being written, each process would compile the patched files and ours.
+# Without compiled modules on disk, each process would compile the patched files and ours.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import hypothesis
@@ -33,46 +33,39 @@ sys.dont_write_bytecode = False  # and in each run each worker would rewrite the
 SHAPE = dict(hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=128, vocab_size=320)
 WINDOW = 24
 
-# Half of a server's test is waiting, so there is one more than the cores of the smallest machine that we care for.
+# Half of a server's test is waiting, so there is one worker more than a small machine has cores.
 NUM_WORKERS = 3
-# Files, and folders of them, that take more than half a minute, the longest first: begun last, one of them would leave the
-# other workers idle.
+# Files and folders that take longest, in this order: begun last, one of them would leave the other workers idle.
 LONG = [
+    "pd/test_real_group.py",
     "serve/one_server",
     "benchmarks/test_runner.py",
-    "pd/test_real_group.py",
-    "pd/test_lmdeploys_proxy.py",
-    "engines/lmdeploy/test_exactness.py",
     "benchmarks/test_serve_scenario.py",
-    "benchmarks/test_scenarios.py",
-    "engines/lmdeploy/test_faults.py",
-    "comm_backend/kv_transfer/test_contract.py",
-    "benchmarks/test_ab.py",
-    "accel/speculative/contract/test_contract.py",
-    "comm_backend/kv_transfer/test_libraries.py",
-    "serve/test_lifecycle.py",
     "comm_backend/test_contract.py",
-    "demo_model/test_cache.py",
+    "engines/lmdeploy/test_exactness.py",
+    "engines/lmdeploy/test_faults.py",
+    "scheduler_ir/contract/test_contract.py",
+    "comm_backend/kv_transfer/test_contract.py",
+    "pd/test_lmdeploys_proxy.py",
+    "serve/test_roles.py",
     "serve/test_plugins.py",
     "engines/lmdeploy/test_tensor_parallel.py",
-    "accel/speculative/contract/test_draft_models.py",
-    "serve/test_tiers.py",
-    "serve/test_roles.py",
-    "benchmarks/test_prefix_peers.py",
+    "accel/speculative/contract/test_contract.py",
+    "pd/test_proxy.py",
 ]
 
-# Its files share a server, whose start takes ten seconds of a core: one worker has them all, one after the other.
+# Its files share a server that takes ten seconds of a core to start, so one worker runs them all.
 ONE_SERVER = "tests/serve/one_server/"
 
-# An example takes long when another worker has the core. The examples are the same in each run, so a verdict is the code's
-# alone; `--hypothesis-profile search` looks for new ones.
+# An example takes long when another worker has the core, so there is no deadline. Examples are the same in each run;
+# `--hypothesis-profile search` looks for new ones.
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("steady")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For the whole suite. Whoever names a file, a keyword or a marker is served by this process, without a start-up."""
+    """Return the number of workers for the whole suite, and 0 if a file, a keyword or a marker is named."""
     narrowed = any(config.getoption(name, None) for name in ("keyword", "lf", "stepwise", "collectonly"))
     narrowed = narrowed or config.getoption("markexpr", "") not in ("", "not slow")  # the latter is in pyproject.toml
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not narrowed
@@ -93,8 +86,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFileA
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collection loads every library. To search all that again and again for garbage, of which there is next to none, would
-    take a third of its time; and what is there at its end stays, so that later searches leave it out."""
+    """Collect without the garbage collector, which would take a third of the time: collection loads every library.
+
+    Later searches for garbage leave out all that is there at the end."""
     gc.disable()
     try:
         return (yield)
@@ -166,7 +160,7 @@ def start_engine(model_folder: Callable[[str], Path]) -> Iterator[Callable]:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """`limits(hold_limit_s=..., run_dir=...)` for what travels to the engine but is no user's setting."""
+    """`limits(hold_limit_s=..., run_dir=...)` changes settings of the engine that users cannot set."""
     import sagellm.engines.lmdeploy.engine as module
 
     original = module.hook_config

@@ -104,6 +104,23 @@ def engines() -> list[Finding]:
     return [Finding("turbomind", NOTE, f"{text}; the PyTorch engine serves", next_step)]
 
 
+def capabilities() -> list[Finding]:
+    """What the PyTorch engine can do on the device that serves by default; a patched LMDeploy is needed to tell."""
+    from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
+    from sagellm.engines.lmdeploy.sizing import resolve_device
+
+    device = resolve_device("auto")
+    found = pytorch_capabilities(device)
+    parts = {
+        "dtypes": found.dtypes, "tensor parallel": ("yes" if found.tensor_parallel else "no",),
+        "quantization": found.quantization, "KV tiers": found.kv_tiers, "speculation": found.speculation, "roles": found.roles,
+    }  # fmt: skip
+    text = "; ".join(f"{name}: {', '.join(values) or 'none'}" for name, values in parts.items())
+    lacking = "; ".join(f"{name}: {reason}" for name, reason in found.missing.items())
+    rows = [Finding(f"pytorch on {device}", OK, text)]
+    return [*rows, Finding(f"missing on {device}", NOTE, lacking)] if lacking else rows
+
+
 def collectives() -> list[Finding]:
     """The vendors' libraries of collectives. The backends of the project need none of them."""
     if importlib.util.find_spec("torch") is None:

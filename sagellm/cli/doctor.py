@@ -20,6 +20,7 @@ def examine(port: int) -> list[Finding]:
         checks.lmdeploy,
         checks.torch,
         checks.engines,
+        checks.capabilities,
         checks.collectives,
         checks.kv_channels,
         checks.processor,
@@ -39,7 +40,9 @@ def examine(port: int) -> list[Finding]:
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(1, 65535), default=SageConfig().port, show_default=True)
+@click.option(
+    "--port", type=click.IntRange(1, 65535), default=SageConfig().port, show_default=True, help="Port to look at."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def doctor(port: int, as_json: bool) -> None:
     """Say what this machine can run, and what is missing.

@@ -70,7 +70,7 @@ def pd() -> None:
     "--nodes-file", type=click.Path(path_type=Path),
     help="File that keeps the URLs of engines for the next start of the proxy.",
 )
-@click.option("--listen-fd", type=int, hidden=True)
+@click.option("--listen-fd", type=int, hidden=True, help="Listening socket that `sagellm pd up` hands over.")
 @_shared("INFO")
 def proxy(as_json: bool, **flags: Any) -> None:
     """Run LMDeploy's DistServe proxy with our routing: engines join it, clients send requests to it.

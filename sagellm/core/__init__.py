@@ -1,4 +1,4 @@
-"""What every other package stands on: the hook contract, the plug-in guard, events, configuration, errors.
+"""Foundations of every other package: the hook contract, the plug-in guard, events, configuration, errors.
 
 Nothing is imported here, so that `sagellm.core.errors` stays usable where only the standard library is installed.
 """

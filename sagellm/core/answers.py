@@ -1,4 +1,4 @@
-"""What a plug-in may answer, whatever the engine: each check turns an answer into plain values or raises `Nonsense`."""
+"""Checks of a plug-in's answers, for every engine: each turns an answer into plain values or raises `Nonsense`."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -43,7 +43,7 @@ def foreign_victims(blocks: Iterable[int]) -> Nonsense:
 
 
 def orphaned(chosen: set[int], candidates: Candidates) -> str:
-    """What is wrong with a set of victims that leaves a child of one of them behind; empty if it does not."""
+    """Return why victims may not be evicted without their children, or an empty text."""
     for block, parent in zip(candidates.block_ids.tolist(), candidates.parent_ids.tolist(), strict=True):
         if parent in chosen and block not in chosen:
             return f"victim {parent} still has the cached child {block}; choose both (see leaf_first)"

@@ -1,4 +1,4 @@
-"""Configuration: frozen pydantic models, composed once. `SageConfig` is what the server takes from file and flags."""
+"""Configuration: frozen pydantic models. `SageConfig` is what the server reads from file and flags."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +29,9 @@ class Model(BaseModel):
 
 
 class PluginSpec(Model):
-    """A plug-in by entry point name or as `module:Class`, with the keyword arguments of its constructor.
+    """A plug-in: entry point or `module:Class`, and keyword arguments of its constructor.
 
-    `required`: without it there is no start; another one that fails when it is attached is switched off.
+    `required`: if it fails to attach, the server does not start. A plug-in that is not required is switched off.
     """
 
     name: str
@@ -40,12 +40,15 @@ class PluginSpec(Model):
 
 
 class KVConfig(Model):
-    """Who picks victims on each tier, and which tiers there are beside the engine's own pool.
+    """Tiers of the KV cache besides the engine's own pool, and the policies of all tiers.
 
-    `policy`, `cpu_policy`, `disk_policy`: names of eviction policies, or `module:Class`. `disk`: the folder of the disk tier,
-    of one server at a time; `disk_gib` bounds it. `migration`: whether a block is worth a move: always, never, by measured
-    cost, or `module:Class`. `deadline_s`: what was not saved or loaded by then is given up. `quotas`: tenant -> tier ->
-    blocks (an integer) or share of the tier (below 1); "" is the tenant of requests that name none.
+    Attributes:
+        policy, cpu_policy, disk_policy: eviction policies of the pool, the host tier and the disk tier: name or `module:Class`.
+        disk: folder of the disk tier; one server at a time may use it.
+        disk_gib: size limit of the disk tier.
+        migration: migration policy: always, never, cost, or `module:Class`.
+        deadline_s: seconds after which a save or load is given up.
+        quotas: tenant -> tier -> blocks (an integer) or share of the tier (below 1). "" is the tenant of requests without one.
     """
 
     policy: str = "lru"
@@ -69,7 +72,7 @@ class KVConfig(Model):
 
 
 class SpeculativeSpec(Model):
-    """A speculative strategy: a name, `dynamic:NAME` or `module:Class`, and keyword arguments of its constructor."""
+    """A speculative strategy: name, `dynamic:NAME` or `module:Class`, and keyword arguments of its constructor."""
 
     name: str = Field(min_length=1)
     options: dict[str, Any] = Field(default_factory=dict)
@@ -78,11 +81,16 @@ class SpeculativeSpec(Model):
 class PDConfig(Model):
     """This server as an engine of a prefill/decode group.
 
-    `role`: what its proxy sends to it: prompts to compute for others, requests to answer, or both. `proxy_url`: where it
-    registers. `key_file`: holds the secret of the group. `channel`: by which KV blocks move; all engines of a group have the
-    same. `checksums`: of the blocks that are read from here. `timeout_s`: for a prompt that another engine computes, until its
-    KV blocks are here. `lease_s`: how long blocks are kept for an engine that does not fetch them. `port`: of control
-    connections, 0: any. `trust_proxy`: the proxy is LMDeploy's own, which signs nothing; on loopback alone.
+    Attributes:
+        role: what the proxy sends here: prompts to compute for others (prefill), requests to answer (decode), or both (hybrid).
+        proxy_url: URL of the proxy to register at.
+        key_file: file with the secret of the group.
+        channel: KV transfer channel; all engines of a group use the same.
+        checksums: whether blocks that are read from here carry checksums.
+        timeout_s: seconds until the KV blocks of a prompt that another engine computes must be here.
+        lease_s: seconds that blocks are kept for an engine that does not fetch them.
+        port: port of control connections; 0 is any.
+        trust_proxy: accept LMDeploy's own proxy, which signs nothing; on loopback alone.
     """
 
     role: Literal[ROLES] | None = None
@@ -124,10 +132,12 @@ class PDConfig(Model):
 
 
 class PDHooks(Model):
-    """What the engine process has to know of its prefill/decode group.
+    """Settings of a prefill/decode group for the engine process; those of `PDConfig`, and:
 
-    `engine_id`: the URL of its server. `weights`: a fingerprint of the model; engines that exchange KV blocks have the same.
-    `control_host`, `control_port`: where it serves control connections. The others as in `PDConfig`; `channel` is a name.
+    Attributes:
+        engine_id: URL of the engine's server.
+        weights: fingerprint of the model; engines that exchange KV blocks have the same.
+        control_host, control_port: address of control connections.
     """
 
     role: Literal[ROLES]
@@ -144,14 +154,15 @@ class PDHooks(Model):
 
 
 class HookConfig(Model):
-    """What travels, as JSON, into the engine process and its workers.
+    """Settings that are sent, as JSON, to the engine process and its workers.
 
-    `hold_limit_s`: a request that a plug-in holds or does not admit for longer counts as a fault of the plug-in.
-    `block_bytes`: size of one KV block of one worker, which the scheduler cannot know by itself.
-    `model` and `layout`: its name, and what the bytes of a block mean (see `EngineHandle`).
-    `comm_metrics`: measure how long collectives keep their callers waiting.
-    `run_dir`: where worker processes leave their counters for the engine process to collect.
-    `pd`: of an engine of a prefill/decode group.
+    Attributes:
+        hold_limit_s: seconds that a plug-in may hold or not admit a request; longer is a fault of the plug-in.
+        block_bytes: size of one KV block of one worker.
+        model, layout: name of the model, and the meaning of the bytes of a block (see `EngineHandle`).
+        comm_metrics: whether to measure how long callers wait for collectives.
+        run_dir: folder in which worker processes leave their counters for the engine process.
+        pd: settings of a prefill/decode group.
     """
 
     plugins: tuple[PluginSpec, ...] = ()
@@ -168,13 +179,14 @@ class HookConfig(Model):
 
 
 class SageConfig(Model):
-    """One engine and its server. `None` means: decide from the machine and the model.
+    """One engine and its server. None leaves a setting to the machine and the model. Lengths are in tokens.
 
-    `kv_blocks` and `kv_memory_share` size the engine's KV pool and exclude each other; `host_kv_blocks` is the host tier
-    that plug-ins may migrate blocks to. `strategy` names who schedules, or is `module:Class`; None leaves it to the engine.
-    `speculative` names who guesses tokens, or is `dynamic:NAME` or `module:Class`; None: nobody.
-    `pd`: of a server that is one of a prefill/decode group.
-    Lengths are in tokens.
+    Attributes:
+        kv_blocks, kv_memory_share: size of the engine's KV pool; give one of them at most.
+        host_kv_blocks: size of the host tier, to which plug-ins may migrate blocks.
+        strategy: scheduling strategy: name or `module:Class`; None leaves scheduling to the engine.
+        speculative: speculative strategy: name, `dynamic:NAME` or `module:Class`; None decodes without guesses.
+        pd: settings of a server in a prefill/decode group.
     """
 
     model: Path | None = None
@@ -226,7 +238,7 @@ class SageConfig(Model):
     @field_validator("api_key")
     @classmethod
     def _can_be_sent(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        # What a header carries without an encoding, and without the blanks around it.
+        # A header carries such text without an encoding, and loses blanks around it.
         if any(not key or not key.isascii() or not key.isprintable() or key != key.strip() for key in value):
             raise ValueError("a key is one or more ASCII characters, without blanks at its ends")
         return value
@@ -265,10 +277,10 @@ PARTS: dict[str, type[Model]] = {"kv": KVConfig, "pd": PDConfig}  # of `SageConf
 
 
 def read_config(file: Path | None, overrides: dict[str, Any]) -> SageConfig:
-    """A `SageConfig` from a YAML file and values that go before it.
+    """Return a `SageConfig` from a YAML file and `overrides`, which replace values of the file.
 
     Raises:
-        ConfigError: an unreadable file, an unknown key, or a value out of range; one line for each.
+        ConfigError: an unreadable file, an unknown key, or an invalid value; one line for each.
     """
     values = {**(of_file := _read_yaml(file)), **overrides}
     for part in PARTS:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sagellm.core.registry import Registry
 
-__all__ = ["Broke", "ContractReport", "Flag", "Played", "RuleResult", "Scenario", "Suite", "run_scenarios"]
+__all__ = ["Broke", "ContractReport", "Flag", "Played", "RuleResult", "Scenario", "Suite", "play", "run_scenarios"]
 
 Report = Callable[[str, str], None]
 
@@ -74,6 +74,14 @@ class Flag(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
+def play(subject: Any, scenario: Scenario, seed: int, report: Report) -> Played:
+    """Run a scenario on a subject. A fault that ends it is in the report already."""
+    try:
+        return scenario.run(subject, seed, report)
+    except Broke:
+        return Played(0, frozenset())
+
+
 @dataclass(frozen=True)
 class Suite:
     """The contract of one kind, for classes that are built in this process.
@@ -129,7 +137,7 @@ class Suite:
             only: names of the scenarios to play; by default all.
         """
 
-        def play(scenario: Scenario, number: int, report: Report) -> Played:
+        def play_built(scenario: Scenario, number: int, report: Report) -> Played:
             def build(*arguments: Any, **tried: Any) -> Any:
                 try:
                     return make(*arguments, **tried)
@@ -140,13 +148,10 @@ class Suite:
                     report("builds", f"it raised {type(error).__name__}: {error}; build it{wanted}.")
                     raise Broke from error
 
-            try:
-                return scenario.run(build, number, report)
-            except Broke:
-                return Played(0, frozenset())
+            return play(build, scenario, number, report)
 
         return run_scenarios(
-            self.rules, self.scenarios, play, seed=seed, rounds=rounds, progress=progress, limit_s=limit_s, only=only,
+            self.rules, self.scenarios, play_built, seed=seed, rounds=rounds, progress=progress, limit_s=limit_s, only=only,
             what=self.what,
         )  # fmt: skip
 

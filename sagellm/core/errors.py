@@ -81,7 +81,7 @@ class TransferTimeoutError(TransferError, TimeoutError):
 
 
 class TransferCancelled(TransferError):
-    """A transfer that somebody has cancelled."""
+    """A transfer that was cancelled."""
 
 
 class PeerError(SageError):

@@ -1,7 +1,7 @@
 """The event log: one JSON object a line, one line a decision, with its reason.
 
-Every line has `t_ns` (time.monotonic_ns), `n` (a counter without gaps in one process), `pid` and `event`. What else the
-lines of an engine have is in this package's README.
+Every line has `t_ns` (time.monotonic_ns), `n` (a counter without gaps in one process), `pid` and `event`. This
+package's README lists the other fields of an engine's lines.
 """
 
 import atexit
@@ -49,8 +49,8 @@ class NullRecorder:
 class EventLog:
     """Appends to a file that several processes may share.
 
-    The engine's thread only formats and appends to a list; a daemon thread writes whole lines in one call, so lines of
-    different processes do not mix, and a killed process loses at most the last fifth of a second.
+    The engine's thread only formats and appends to a list. A daemon thread writes whole lines in one call, so lines of
+    different processes do not mix. A killed process loses at most the last fifth of a second.
     """
 
     enabled = True

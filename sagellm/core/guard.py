@@ -1,4 +1,4 @@
-"""Calls into plug-ins that cannot take the engine down: bounded in time, switched off at the first fault."""
+"""Calls into plug-ins that cannot stop the engine: limited in time, and switched off at the first fault."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ Call = tuple[str, Callable[..., Any], tuple[Any, ...]]  # hook, function, argume
 
 
 class _Work:
-    """Calls handed to the plug-in's thread together, which takes them one by one. `hook` tells which one runs."""
+    """Calls that the plug-in's thread gets together and runs one by one. `hook` is the one that runs."""
 
     __slots__ = ("begin_by_s", "calls", "done", "error", "has_begun", "hook", "is_cancelled", "is_done", "is_late", "results")
 
@@ -47,7 +47,7 @@ class _Work:
         self.error: BaseException | None = None
         self.has_begun = self.is_done = False
         self.is_late = False  # a call overran, though it has returned since
-        self.is_cancelled = False  # nobody waits for it any more
+        self.is_cancelled = False  # its caller has stopped waiting
         self.done = threading.Lock()
         self.done.acquire()
 
@@ -55,11 +55,14 @@ class _Work:
 class PluginGuard:
     """Runs one plug-in's hooks on a thread of its own and waits at most `time_limit_s` for each.
 
-    A call inline could not be interrupted while it sleeps; on its own thread it can be left behind. A hand-over wakes two
-    threads, some tens of microseconds, so what the plug-in need not hear at once waits for its next call (`post`).
+    An inline call could not be interrupted; a thread can be abandoned. A hand-over wakes two threads, which takes some tens of
+    microseconds, so notices that can wait are posted and travel with the next call (`post`).
 
-    Calls may come from several threads, what is posted from one. `calls` counts, by hook, the calls that returned;
-    `num_lost` what was posted in vain because the plug-in was too slow to hear it.
+    Several threads may call; one thread posts.
+
+    Attributes:
+        calls: hook -> number of calls that returned.
+        num_lost: posted notices that were dropped because the plug-in was slow.
     """
 
     def __init__(self, name: str, time_limit_s: float, on_fault: Callable[[PluginFault], None]) -> None:
@@ -90,11 +93,11 @@ class PluginGuard:
 
     @property
     def is_calling(self) -> bool:
-        """True on the plug-in's thread while the engine waits for it: the only time it may use its engine handle."""
+        """Whether this is the plug-in's thread while the engine waits: only then may it use its engine handle."""
         return self.healthy and threading.get_ident() == self._thread.ident
 
     def post(self, hook: str, function: Callable[..., Any], *args: Any) -> None:
-        """Have `function(*args)` run before the next call, or with the next `flush` or `hand_over`; its result is dropped."""
+        """Run `function(*args)` before the next call, or with the next `flush` or `hand_over`. Its result is dropped."""
         if self.fault is None:
             if not self._posted:
                 self._posted_since_s = time.monotonic()
@@ -104,23 +107,24 @@ class PluginGuard:
             self._posted.append((hook, function, args))
 
     def flush(self, after_s: float = 0.0) -> None:
-        """Run what was posted, if the first of it has waited for `after_s`.
+        """Run all posted calls, if the first has waited for `after_s`.
 
         Raises:
-            Switched: one of the posted calls switched the plug-in off.
+            Switched: a posted call switched the plug-in off.
         """
         if self._posted and time.monotonic() - self._posted_since_s >= after_s:
             hook, function, args = self._posted.pop()
             self.call(hook, function, *args)
 
     def hand_over(self) -> float:
-        """Have what was posted run without waiting for it. While the plug-in is busy it stays posted.
+        """Start all posted calls without waiting for them. They stay posted while the plug-in is busy.
 
-        Returns in how many seconds to look again: when the present call will have overrun, or earlier where something stays
-        posted; infinity when there is nothing to wait for.
+        Returns:
+            Seconds after which to call this again: when the present call will have overrun, or earlier if calls stay posted.
+            Infinity if there is nothing to wait for.
 
         Raises:
-            Switched: the plug-in is off, or has raised or overrun since it was last looked at.
+            Switched: the plug-in is off, or a call has raised or overrun since the last look.
         """
         left_s = self._look()
         if not self._posted or self._stopped:
@@ -131,30 +135,36 @@ class PluginGuard:
         return self._time_limit_s
 
     def call(self, hook: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Result of `function(*args)`, run after what was posted.
+        """Return the result of `function(*args)`, after all posted calls.
 
         Raises:
-            Switched: the plug-in was off or stopped already, or this call or a posted one switched it off.
+            Switched: the plug-in was off or stopped, or this call or a posted one switched it off.
         """
         return self._ask(hook, [(hook, function, args)], math.inf)[0]
 
     def ask(self, hook: str, function: Callable[[Any], Any], views: Iterable[Any], until_s: float = math.inf) -> list[Any]:
-        """`function(view)` of one view after the other, after what was posted, in one hand-over: what is there by `until_s`.
+        """Return results of `function(view)` for the views, in one hand-over after all posted calls.
 
-        `views` is iterated on the plug-in's thread. Each call has the whole time limit, but once half of the time until
-        `until_s` (on the clock of `time.monotonic`) is over, no view but the first is begun. What takes longer than that is
-        given up: no fault of the plug-in's unless a single call overruns.
+        Every call has the whole time limit. After half of the time until `until_s` no view but the first is begun. At
+        `until_s` the question is given up; this is a fault of the plug-in only if a single call overruns.
+
+        Args:
+            views: iterated on the plug-in's thread.
+            until_s: on the clock of `time.monotonic`.
+
+        Returns:
+            The results that there are by `until_s`.
 
         Raises:
-            Switched: as `call`.
+            Switched: see `call`.
         """
         return self._ask(hook, ((hook, function, (view,)) for view in views), until_s)
 
     def is_behind(self) -> bool:
-        """True from when a question was given up, because of what was posted before it, until the plug-in has caught up.
+        """Return whether a question was given up before its turn, and the plug-in has not caught up since.
 
         Raises:
-            Switched: as `hand_over`.
+            Switched: see `hand_over`.
         """
         self._look()
         return self._is_behind
@@ -194,7 +204,7 @@ class PluginGuard:
             self._put(_Work(calls[0][0], calls))
 
     def _look(self) -> float:
-        """Seconds that the present call still has; infinity when there is none. Raises Switched after any fault."""
+        """Return the seconds that the present call has left, infinity if none runs. Raises Switched after a fault."""
         with self._hold:
             if self.fault is not None:
                 raise Switched
@@ -219,7 +229,7 @@ class PluginGuard:
         raise Switched
 
     def switch_off(self, hook: str, kind: str, detail: str) -> None:
-        """Record the first fault, report it once, and never call the plug-in again."""
+        """Record the first fault, log it once, and never call the plug-in again."""
         if self.fault is not None:
             return
         self.fault = PluginFault(self.name, hook, kind, detail)
@@ -231,16 +241,16 @@ class PluginGuard:
         self._on_fault(self.fault)
 
     def stop(self) -> None:
-        """End the thread; nothing is called after this."""
+        """End the thread. Nothing is called after this."""
         self._stopped = True
         self._queue.put(None)
 
     def extend(self, time_limit_s: float) -> None:
-        """From now on a call may take at least so long."""
+        """Raise the time limit of a call to at least `time_limit_s`."""
         self._time_limit_s = max(self._time_limit_s, time_limit_s)
 
     def join(self, timeout_s: float) -> None:
-        """After `stop`: wait until the thread has come to its end."""
+        """Wait, after `stop`, until the thread has ended."""
         self._thread.join(timeout_s)
 
     def _serve(self) -> None:
@@ -260,7 +270,7 @@ class PluginGuard:
             try:
                 work.results.append(self._counted(hook, function, args))
             except BaseException as error:  # a plug-in may raise anything, SystemExit too
-                # A handle is of no use once the question was given up; what follows from that is not the plug-in's fault.
+                # After a question was given up the handle does not work; an error of that is not the plug-in's fault.
                 work.error = None if work.is_cancelled else error
             end_s = time.monotonic()
             work.is_late = end_s - self._since_s > self._time_limit_s

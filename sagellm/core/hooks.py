@@ -1,12 +1,12 @@
-"""The hook contract: what an engine tells a plug-in, and what a plug-in may decide. No engine is named here.
+"""The hook contract: the notices that a plug-in gets, and the decisions that it may make. It names no engine.
 
-A plug-in is a subclass of `Plugin` that overrides the hooks it wants. Hooks whose name starts with `on_` are notices;
-the others are decisions, and a decision has one owner: two plug-ins that decide the same thing are refused at start.
-Every array given to a plug-in is read-only.
+A plug-in is a subclass of `Plugin` that overrides the hooks it wants. Hooks whose name starts with `on_` are notices. The
+others are decisions, and a decision has one owner: two plug-ins that decide the same thing are refused at start. Every array
+given to a plug-in is read-only.
 
-`on_evicted` and `on_request_end` are told at once, but for what another plug-in drops (`EngineHandle.drop_blocks`). Those and
-the other notices arrive in order with the plug-in's next call, at the
-latest with the first step that the engine chooses after `COALESCE_S`.
+`on_evicted` and `on_request_end` are called at once, except for blocks that another plug-in drops (`EngineHandle.drop_blocks`).
+Those and the other notices arrive in order with the plug-in's next call, at the latest with the first step that the engine
+chooses after `COALESCE_S`.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ BlockId = NewType("BlockId", int)
 
 
 class Tier(str, Enum):
-    """Where a block's bytes lie. `GPU` is the engine's own pool, also when that pool is the memory of a CPU device."""
+    """Where the bytes of a block are. `GPU` is the engine's own pool, also on a CPU device."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -61,7 +61,7 @@ class EvictionReason(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVBlockInfo:
-    """One block. `size_bytes` counts all layers, keys and values; `last_access` is a counter, larger is more recent."""
+    """One block. `size_bytes` counts keys and values of all layers. `last_access` is a counter: larger is more recent."""
 
     block_id: BlockId
     tier: Tier
@@ -80,7 +80,7 @@ class AllocationResult(NamedTuple):
 
 
 class BlockCounts(NamedTuple):
-    """Blocks of the engine's pool: free + cached + active == total. Host slots are counted apart."""
+    """Blocks of the engine's pool: free + cached + active == total. Host slots are counted separately."""
 
     total: int
     free: int
@@ -101,14 +101,14 @@ class MigrationPlan:
 
 @dataclass(frozen=True, slots=True)
 class MigrationResult:
-    """`moved` in the order asked; `refused` maps the others to the reason."""
+    """Outcome of a migration. `moved`: in the order of the plan. `refused`: every other block -> reason."""
 
     moved: tuple[int, ...]
     refused: dict[int, str]
 
 
 class EvictionDecision(NamedTuple):
-    """What to give up, first to last. `reason`: of the whole choice; `reasons`: one for each victim, or none at all."""
+    """Blocks to evict, first to last. `reason` explains the whole choice. `reasons` has one text a victim, or is empty."""
 
     victims: Sequence[int]
     reason: str = ""
@@ -117,7 +117,7 @@ class EvictionDecision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EvictionNotice:
-    """Told before anything else is told or asked that names the ids again."""
+    """Blocks were evicted. Called before any other notice or question names the ids again."""
 
     block_ids: tuple[int, ...]
     reason: EvictionReason
@@ -126,7 +126,7 @@ class EvictionNotice:
 
 @dataclass(frozen=True, slots=True)
 class PrefixQuery:
-    """A request is about to be looked up. `token_ids`: int64 [n], all of its tokens."""
+    """A request before its prefix lookup. `token_ids`: int64 [n], all of its tokens."""
 
     request_id: RequestId
     token_ids: np.ndarray
@@ -140,15 +140,19 @@ def _no_hashes() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the lookup found. `num_matched`: tokens; `block_ids`: the blocks that this lookup added.
+    """Result of a prefix lookup, before any other question: matched blocks may not be victims.
 
-    `block_hashes`: uint64, one for each full block of the request's tokens, of the prefix up to its end and the namespace.
-    `limit`: how many blocks could have matched. `first`: this request was not looked up before. `time_s`: when, on the clock
-    of `time.monotonic`. A request holds what it matched, and what it held before, until `on_prefix_released`.
+    A request holds its matched blocks, and those it held before, until `on_prefix_released`. Matched blocks on a slower tier
+    are then loaded, first ones first. If the pool lacks room, `on_prefix_released` says how many were kept; the others stay on
+    their tier.
 
-    Told before anything else is asked: no victim may be among what was matched. Then those blocks that lie on a slower tier
-    are brought back, the first ones first; where the pool has no room for all, `on_prefix_released` tells how many were kept.
-    The others stay on the tier where they were.
+    Attributes:
+        num_matched: tokens.
+        block_ids: blocks that this lookup added.
+        block_hashes: uint64, one for each full block of the request: hash of the prefix up to its end and the namespace.
+        limit: number of blocks that could have matched.
+        first: whether this is the first lookup of the request.
+        time_s: on the clock of `time.monotonic`.
     """
 
     request_id: RequestId
@@ -165,11 +169,16 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefixUpdate:
-    """Blocks were published. `token_ids`: int64 [len(block_ids) * block_size], from token `first_token` of the request.
+    """Blocks were stored in the prefix cache. The request holds them until `on_prefix_released`.
 
-    `block_hashes`: uint64 [len(block_ids)], `parent_hash` that of the block before the first one, as in `PrefixMatch`. A
-    block that was cached before is among them again. One that took the place of a block on a slower tier has the hash of
-    that one, which `on_evicted` has told before. The request holds them until `on_prefix_released`.
+    Blocks that were cached before are among them again. A block that replaces one on a slower tier has the same hash;
+    `on_evicted` names the replaced one first.
+
+    Attributes:
+        token_ids: int64 [len(block_ids) * block_size], from token `first_token` of the request.
+        block_hashes: uint64 [len(block_ids)], as in `PrefixMatch`.
+        parent_hash: hash of the block before the first one.
+        time_s: on the clock of `time.monotonic`.
     """
 
     request_id: RequestId
@@ -184,10 +193,11 @@ class PrefixUpdate:
 
 
 class PrefixRelease(NamedTuple):
-    """A request does not hold its cached blocks any more, but for the first `num_kept`: it has ended, lost its blocks to
-    others, or could not have all that it matched. `time_s`: when, on the clock of `time.monotonic`.
+    """A request holds only the first `num_kept` of its cached blocks now: it ended, lost blocks, or the pool lacked room.
 
-    Each request that `on_prefix_matched` or `on_prefix_stored` told of lets go of everything in the end, also of nothing."""
+    Every request that `on_prefix_matched` or `on_prefix_stored` named releases all of its blocks in the end, even if it has
+    none. `time_s`: on the clock of `time.monotonic`.
+    """
 
     request_id: RequestId
     num_kept: int
@@ -196,10 +206,11 @@ class PrefixRelease(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommOp:
-    """One collective on one rank. `num_bytes` is the size of the tensor given, not of what crosses the wire.
+    """One collective on one rank.
 
-    `duration_s`: on the device, with the wait for the slowest rank; only in `comm_end`, and None where the engine does not
-    measure it.
+    Attributes:
+        num_bytes: size of the given tensor, not of the traffic.
+        duration_s: seconds on the device, the wait for the slowest rank included; None in `comm_begin`, or if not measured.
     """
 
     name: str
@@ -212,11 +223,12 @@ class CommOp:
 
 
 class EngineHandle(Protocol):
-    """What a plug-in may ask of its engine. Valid inside a hook only, on the thread that runs the hook.
+    """Requests of a plug-in to its engine. Valid only inside a hook, on the thread that runs the hook.
 
-    `block_bytes`: of one block of one worker, all layers, keys and values. `layout` names the model with its weights, the
-    type and the order of these bytes: the bytes of a block mean the same where it is equal, and nothing elsewhere. Empty where
-    the engine does not know.
+    Attributes:
+        block_bytes: size of one block of one worker: keys and values of all layers.
+        layout: names the model with its weights, and the type and order of the bytes of a block. Blocks are interchangeable
+            only between equal layouts. Empty if the engine does not know it.
     """
 
     block_size: int
@@ -226,7 +238,7 @@ class EngineHandle(Protocol):
     def block_counts(self) -> BlockCounts: ...
 
     def get_block_info(self, block_ids: Sequence[int] | None = None) -> list[KVBlockInfo]:
-        """Information on these blocks, or on every block in use."""
+        """Return information on these blocks, or on every block in use."""
         ...
 
     def allocate_blocks(self, count: int) -> AllocationResult:
@@ -256,18 +268,24 @@ class EngineHandle(Protocol):
         ...
 
     def migrate_blocks(self, plan: MigrationPlan) -> MigrationResult:
-        """Move cached blocks; the bytes are copied before the next forward pass reads or writes them."""
+        """Move cached blocks. The bytes are copied before the next forward pass reads or writes them."""
         ...
 
     def drop_blocks(self, block_ids: Sequence[int], reasons: Sequence[str] = ()) -> tuple[int, ...]:
-        """Give up cached blocks now, in any hook; their room is free when this returns. `reasons`: one for each, or none.
+        """Evict cached blocks now, in any hook. Their room is free when this returns.
 
-        Passed over is what is not cached, what a request holds, and what a cached block of its own tier continues that is not
-        among them. What continues them on another tier goes too. Returns everything that went. The plug-in that asks is not
-        told by `on_evicted`; the others are, with their next call.
+        Blocks are skipped if they are not cached, a request holds them, or a block of the same tier that is not among them
+        continues them. Blocks of another tier that continue them are evicted too. Other plug-ins get `on_evicted` with their
+        next call; the plug-in that asks does not.
+
+        Args:
+            reasons: one for each block, or empty.
+
+        Returns:
+            Every block that was evicted.
 
         Raises:
-            PluginError: another number of reasons, or an engine that cannot do it.
+            PluginError: another number of reasons, or the engine cannot do it.
         """
         ...
 
@@ -275,20 +293,20 @@ class EngineHandle(Protocol):
 
     @property
     def is_recording(self) -> bool:
-        """Whether an event log is kept, so that lines for it are worth making."""
+        """Whether an event log is kept."""
         ...
 
     @property
     def num_lost_notices(self) -> int:
-        """Notices that this plug-in was too slow to hear; the oldest went first. 0 on an engine that waits for plug-ins."""
+        """Number of notices, the oldest first, that were dropped because this plug-in was slow."""
         ...
 
     def record(self, event: str, **fields: object) -> None:
-        """Write a line into the engine's event log; nothing where none is kept."""
+        """Write a line into the engine's event log, if it keeps one."""
         ...
 
     def request_tokens(self, request_id: RequestId) -> tuple[np.ndarray, str]:
-        """(int64 [n] tokens, namespace) of a request that the engine knows; of its tokens those that others may share.
+        """Return (int64 [n] tokens, namespace) of a request: the tokens that others may share.
 
         Raises:
             PluginError: no such request.
@@ -296,46 +314,54 @@ class EngineHandle(Protocol):
         ...
 
     def host_bytes(self, block_ids: Sequence[int]) -> list[np.ndarray]:
-        """uint8 [block_bytes] each: copies of cached blocks of the host tier, layer after layer, keys before values.
+        """Return copies of cached blocks of the host tier: uint8 [block_bytes] each, by layer, keys before values.
 
-        The blocks may move or go while the copies are in use.
+        The blocks may be moved or evicted while the copies are in use.
 
         Raises:
-            PluginError: not a cached block, not on the host tier, a copy to or from it is still on its way, or the memory
-                is not this process's own (tensor parallelism).
+            PluginError: not a cached block of the host tier, a copy from or to it is running, or another process owns the
+                memory (tensor parallelism).
         """
         ...
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """What `host_bytes` gave is not needed any more. An engine that gives copies has nothing to do."""
+        """Release what `host_bytes` returned. An engine that returns copies does nothing."""
         ...
 
     def reserve_host(self, count: int) -> tuple[list[int], list[np.ndarray]]:
-        """(ids, uint8 [block_bytes] each, to be filled by the caller) of at most `count` free blocks of the host tier.
+        """Reserve at most `count` free blocks of the host tier.
 
-        The bytes get there with `adopt_host`. Raises PluginError: there is no host tier, or as `host_bytes`.
+        Returns:
+            Ids, and a buffer of uint8 [block_bytes] for each, which the caller fills. `adopt_host` stores them.
+
+        Raises:
+            PluginError: there is no host tier, or another process owns its memory.
         """
         ...
 
     def adopt_host(self, block_ids: Sequence[int], token_ids: np.ndarray, namespace: str) -> tuple[int, ...]:
-        """Make reserved blocks, filled, the last ones of the prefix `token_ids` in the cache. Those that are cached by now,
-        or whose beginning is not, are freed. Returns the ids that were taken.
+        """Cache reserved blocks, filled by the caller, as the last blocks of the prefix `token_ids`.
+
+        Blocks that are cached by now, or whose parent is not, are freed.
+
+        Returns:
+            Ids that were cached.
 
         Raises:
-            PluginError: an id that is not reserved, or tokens of another number of blocks; nothing is changed then.
+            PluginError: an id is not reserved, or the tokens fill another number of blocks. Nothing is changed then.
         """
         ...
 
     def free_host(self, block_ids: Sequence[int]) -> None:
-        """Give reserved blocks back. Raises PluginError: one that is not reserved."""
+        """Free reserved blocks. Raises PluginError if one is not reserved."""
         ...
 
 
 class Plugin:
-    """Base of every plug-in. Override what you need; a hook that is not overridden is never called.
+    """Base class of every plug-in. A hook that is not overridden is never called.
 
-    An instance lives in the process that schedules. With tensor parallelism each worker process has an instance of its
-    own for the `comm_*` hooks, on which `attach` is not called. `options` come from the configuration.
+    An instance lives in the process that schedules. With tensor parallelism every worker process has its own instance for the
+    `comm_*` hooks, without a call of `attach`. `options` come from the configuration.
     """
 
     def __init__(self, **options: object) -> None:
@@ -343,27 +369,29 @@ class Plugin:
             raise TypeError(f"unknown options {sorted(options)}")
 
     def attach(self, engine: EngineHandle) -> None:
-        """Called once, before any other hook."""
+        """Take the engine's handle. Called once, before any other hook."""
 
     def close(self) -> None:
-        """Called once, when the engine ends, or after the plug-in was switched off; the engine handle works in the first
-        case only. It may take a few seconds, whatever the time limit of hooks is."""
+        """Release resources. Called once: when the engine ends, or after the plug-in was switched off.
+
+        The engine handle works in the first case only. The call may take a few seconds, whatever the time limit of hooks.
+        """
 
     def report(self) -> dict[str, Any]:
-        """Numbers for `/metrics`: name -> number, or -> a dict of such, nested as deep as it needs labels.
+        """Return numbers for `/metrics`: name -> number, or -> a dict of numbers, nested once for each label.
 
-        Asked for between two steps; must be quick.
+        Called between two steps; it must be quick.
         """
         return {}
 
     def select_victims(self, request: VictimRequest) -> EvictionDecision | Sequence[int]:
-        """Choose cached blocks to give up. Fewer than asked is allowed: the engine tops up, least recent first."""
+        """Choose cached blocks to evict. If they are fewer than asked for, the engine adds the least recently used."""
         raise NotImplementedError
 
     def on_evicted(self, notice: EvictionNotice) -> None: ...
 
     def lookup_prefix(self, query: PrefixQuery) -> Sequence[int] | None:
-        """Ids of cached blocks that hold the beginning of the query, from its first token; None: the engine looks."""
+        """Return ids of cached blocks that hold the beginning of the query; None leaves the lookup to the engine."""
         raise NotImplementedError
 
     def on_prefix_matched(self, match: PrefixMatch) -> None: ...
@@ -373,14 +401,14 @@ class Plugin:
     def on_prefix_released(self, release: PrefixRelease) -> None: ...
 
     def admit(self, request: RequestMetadata) -> bool:
-        """May this request join the queue now? Asked before each step until the answer is True."""
+        """Return whether the request may join the queue now. Called before each step until the answer is True."""
         raise NotImplementedError
 
     def schedule(self, view: StepView) -> ScheduleDecision | None:
         """Choose the phase of a step; order, hold, cut and bound its requests.
 
-        None leaves it to the engine, and is not asked for again until a request has come or gone, or `COALESCE_S` have
-        passed; `ScheduleDecision()` says the same for one step only.
+        None leaves steps to the engine until a request comes or ends, or `COALESCE_S` have passed. `ScheduleDecision()` leaves
+        this step alone to the engine.
         """
         raise NotImplementedError
 
@@ -389,10 +417,10 @@ class Plugin:
     def on_request_end(self, request_id: RequestId) -> None: ...
 
     def comm_begin(self, op: CommOp) -> object:
-        """Before a collective; what it returns is handed to `comm_end`."""
+        """Called before a collective. `comm_end` gets what it returns."""
 
     def comm_end(self, op: CommOp, token: object) -> None:
-        """After a collective, also one that failed: for an asynchronous one, when a wait, a poll or its future saw the end."""
+        """Called after a collective, even a failed one; an asynchronous one ends when a wait, a poll or its future sees it."""
 
 
 DECISIONS = ("select_victims", "lookup_prefix", "admit", "schedule")
@@ -403,5 +431,5 @@ COMM_HOOKS = ("comm_begin", "comm_end")
 
 
 def overrides(plugin: Plugin, hook: str) -> bool:
-    """True if the plug-in brings its own version of this hook."""
+    """Return whether the plug-in overrides this hook."""
     return getattr(type(plugin), hook) is not getattr(Plugin, hook)

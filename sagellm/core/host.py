@@ -1,4 +1,4 @@
-"""Holds the plug-ins of one process: who decides, who listens, what was counted."""
+"""The plug-ins of one process: owners of decisions, listeners, and counters."""
 
 import logging
 import math
@@ -25,11 +25,11 @@ START_REFUSED = "start-refused"  # in `run_dir`: what keeps an engine process fr
 
 
 class Nonsense(Exception):
-    """An answer that makes no sense; the message says what was got and what is allowed."""
+    """An invalid answer. The message says what was got and what is allowed."""
 
 
 class PluginHost:
-    """Calls the hooks of the configured plug-ins. `faults` lists what switched a plug-in off."""
+    """Calls the hooks of the configured plug-ins. `faults` lists the faults that switched one off."""
 
     def __init__(self, config: HookConfig) -> None:
         self.config = config
@@ -44,10 +44,10 @@ class PluginHost:
         self._listeners = {hook: self._users(hook) for hook in (*NOTICES, *COMM_HOOKS)}
 
     def attach(self, make_handle: Callable[[PluginGuard], Any]) -> None:
-        """Give every plug-in its handle; a plug-in that fails here is off from the start.
+        """Give every plug-in its handle. A plug-in that fails here is switched off.
 
         Raises:
-            PluginError: it is a required one. All are closed then, and a file in `run_dir` says why.
+            PluginError: a required plug-in fails. All are closed then, and a file in `run_dir` has the reason.
         """
         required = {spec.name for spec in self.config.plugins if spec.required}
         for name, plugin in self.plugins:
@@ -65,23 +65,27 @@ class PluginHost:
         raise PluginError(why)
 
     def refuse(self, why: str) -> None:
-        """Leave word of what keeps this engine from starting, for the server to find."""
+        """Write for the server why this engine does not start."""
         if self.config.run_dir is not None:
             with suppress(OSError):
                 (self.config.run_dir / START_REFUSED).write_text(why)
 
     def decides(self, hook: str) -> bool:
-        """True if a healthy plug-in owns this decision."""
+        """Return whether a healthy plug-in owns this decision."""
         owner = self._owner.get(hook)
         return owner is not None and self.guards[owner[0]].fault is None
 
     def decide(
         self, hook: str, view: Any, check: Callable[[Any], Any], until_s: float = math.inf
     ) -> tuple[str, Any] | None:
-        """(plug-in name, checked answer), or None: there is no owner, it was just switched off, or is busy beyond `until_s`.
+        """Ask the owner of a decision.
 
-        `check` turns the raw answer into plain values that the engine uses and raises `Nonsense`, or anything at all, when
-        it cannot. It runs on the plug-in's thread: reading an answer may run the plug-in's code.
+        Args:
+            check: turns the raw answer into plain values, and raises `Nonsense` or any other error if it is invalid. It runs on
+                the plug-in's thread, since reading an answer may run the plug-in's code.
+
+        Returns:
+            (plug-in name, checked answer). None if there is no owner, it was switched off, or it is busy beyond `until_s`.
         """
         decided = self.decide_each(hook, (view,), check, until_s)
         return (decided[0], decided[1][0]) if decided is not None and decided[1] else None
@@ -89,9 +93,12 @@ class PluginHost:
     def decide_each(
         self, hook: str, views: Iterable[Any], check: Callable[[Any], Any], until_s: float = math.inf
     ) -> tuple[str, list[Any]] | None:
-        """As `decide`, one view after the other in one hand-over: the answers to those that the plug-in came to in time.
+        """Ask the owner about several views in one hand-over; see `decide`.
 
-        `views` is iterated on the plug-in's thread, so a generator may end once enough was answered.
+        `views` is iterated on the plug-in's thread, so a generator may end after enough answers.
+
+        Returns:
+            (plug-in name, answers to the views that were reached in time), or None.
         """
         if not self.decides(hook):
             return None
@@ -107,7 +114,7 @@ class PluginHost:
                 objections.append(f"{type(error).__name__}: {error}")
 
         try:
-            # One that was too busy to come to its last question costs no further wait until it has caught up.
+            # A plug-in that has not caught up since its last question costs no further wait.
             is_behind = until_s < math.inf and self.guards[name].is_behind()
             agreed = takewhile(lambda _: not objections, views)
             answers = [] if is_behind else self.guards[name].ask(hook, ask, agreed, until_s)
@@ -119,7 +126,7 @@ class PluginHost:
         return name, answers
 
     def blame(self, hook: str, detail: str, kind: str = "nonsense") -> None:
-        """Switch off the owner of a decision whose answers, one by one sensible, together are not."""
+        """Switch off the owner of a decision whose answers are valid one by one, and invalid together."""
         name, _ = self._owner[hook]
         self.guards[name].switch_off(hook, kind, detail)
 
@@ -127,18 +134,18 @@ class PluginHost:
         return bool(self._listeners[hook])
 
     def notify(self, hook: str, notice: Any) -> None:
-        """Tell every plug-in that listens, now."""
+        """Call every listener now."""
         for name, plugin in self._listeners[hook]:
             self.call_one(name, hook, getattr(plugin, hook), notice)
 
     def post(self, hook: str, notice: Any, but: str | None = None) -> None:
-        """Tell every plug-in that listens, `but` one, each with the next call it gets or at the next `flush`."""
+        """Post to every listener except `but`; each gets it with its next call or the next `flush`."""
         for name, plugin in self._listeners[hook]:
             if name != but:
                 self.guards[name].post(hook, getattr(plugin, hook), notice)
 
     def flush(self, after_s: float = 0.0) -> None:
-        """Hand over what was posted, to each plug-in where the first of it has waited for `after_s`."""
+        """Run posted calls of each plug-in whose first one has waited for `after_s`."""
         for guard in self.guards.values():
             try:
                 guard.flush(after_s)
@@ -146,7 +153,7 @@ class PluginHost:
                 continue
 
     def hand_over(self) -> float:
-        """As `flush`, without waiting for anyone. Returns in how many seconds to come again, infinity for no need."""
+        """Start posted calls without waiting. Returns seconds after which to call this again, or infinity."""
         soonest_s = math.inf
         for guard in self.guards.values():
             try:
@@ -156,7 +163,7 @@ class PluginHost:
         return soonest_s
 
     def call_one(self, name: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Result of one plug-in's function, or None when it is off."""
+        """Return the result of one plug-in's function, or None if it is off."""
         try:
             return self.guards[name].call(hook, function, *args)
         except Switched:
@@ -166,7 +173,7 @@ class PluginHost:
         return self._listeners[hook]
 
     def plugin_reports(self) -> dict[str, dict[str, Any]]:
-        """What healthy plug-ins report of themselves, by name; asked on their own threads, within their time limit."""
+        """Return reports of healthy plug-ins by name. They run on the plug-ins' threads, within the time limit."""
         reports = {}
         for name, plugin in self.plugins:
             if overrides(plugin, "report") and not self._closed:
@@ -176,7 +183,7 @@ class PluginHost:
         return reports
 
     def report(self) -> dict[str, Any]:
-        """Counts that can be pickled or written as JSON."""
+        """Return counters that can be pickled or written as JSON."""
         return {
             "calls": [
                 [name, hook, count] for name, guard in self.guards.items() for hook, count in guard.calls.copy().items()
@@ -186,9 +193,10 @@ class PluginHost:
         }
 
     def close(self, within_s: float = math.inf) -> None:
-        """Once; later calls do nothing. A plug-in still busy with what it was told after `within_s` is left behind.
+        """Close all plug-ins once; later calls do nothing.
 
-        One that was switched off has been asked to close since; it gets a few seconds to end with that.
+        A plug-in that is still busy after `within_s` is abandoned. One that was switched off is closing already, and gets a few
+        seconds to end.
         """
         if self._closed:
             return
@@ -213,7 +221,7 @@ class PluginHost:
         self.faults.append(fault)
         last_line = fault.detail.splitlines()[-1]
         self.recorder.write("fault", plugin=fault.plugin, hook=fault.hook, kind=fault.kind, detail=last_line)
-        # What it holds, such as a folder that is locked, others may want now. Nobody waits: this may be the engine's thread.
+        # Others may want what it holds, such as a locked folder. No wait here: this may be the engine's thread.
         closer = threading.Thread(target=self._close_faulty, args=(fault.plugin,), name="sagellm-closer", daemon=True)
         self._closers[fault.plugin] = closer
         closer.start()
@@ -228,7 +236,7 @@ class PluginHost:
 
 
 def plain_numbers(report: Any, depth: int = 4) -> dict[str, Any]:
-    """The numbers of nested dictionaries, with strings for keys; what is neither is left out. Raises what reading it raises."""
+    """Return the numbers of nested dictionaries, with text keys; other values are left out. Raises what reading it raises."""
     found: dict[str, Any] = {}
     for key, value in dict(report).items():
         if isinstance(value, dict):

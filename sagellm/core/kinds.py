@@ -1,6 +1,6 @@
 """The kinds of plug-ins: one table. A new kind is one row of `KINDS`; `sagellm list` and `sagellm check` work for it then.
 
-What a row names is imported when it is asked for, so the table loads nothing and depends on no other package.
+The names in a row are imported on request, so the table loads nothing and depends on no other package.
 """
 
 from importlib import import_module
@@ -109,7 +109,7 @@ KINDS = (
 
 
 def find_kind(name: str) -> Kind:
-    """Return the kind of that name. Raises ConfigError if there is none."""
+    """Return the kind of that name. Raises ConfigError if the name is unknown."""
     for kind in KINDS:
         if kind.name == name:
             return kind

@@ -185,7 +185,7 @@ class Registry(Generic[Kind]):
                 if not (isinstance(kind, type) and issubclass(kind, self.base) and kind.__module__ == module.__name__):
                     continue
                 name = _name_of(kind)
-                # Of two classes of one name, such as a native one and its plain twin, the file of that name has the first.
+                # A native class and its plain twin share a name; the file of that name wins.
                 if name and not getattr(kind, "__abstractmethods__", ()) and (name not in found or name == entry.name):
                     found[name] = kind
         return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""Tasks of an event loop: a limit to what they wait for, and an end that leaves none behind."""
+"""Tasks of an event loop: a limit to their waits, and an end that leaves no task."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ async def within(work: Awaitable[Result], limit_s: float) -> Result:
         if future.cancel():
             await asyncio.wait({future})
             if not future.cancelled():
-                future.exception()  # else it would be told that nobody has asked for it
+                future.exception()  # else asyncio would log an exception that was never retrieved
     raise asyncio.TimeoutError
 
 
@@ -40,7 +40,7 @@ async def end_tasks(grace_s: float = 0.0) -> None:
     """End every other task of this loop: within `grace_s` seconds each may end by itself, then it is cancelled.
 
     A loop that only stops drops tasks in the middle of what they do, even such as have been cancelled a moment ago; Python
-    destroys them later, in whatever runs then. What was handed over from other threads before the call counts as well.
+    destroys them later, in whatever runs then. Work that other threads handed over before the call counts as well.
     """
     await asyncio.sleep(0)  # such a coroutine becomes a task only now
     left = asyncio.all_tasks() - {asyncio.current_task()}

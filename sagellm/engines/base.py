@@ -1,7 +1,7 @@
-"""What every engine offers, whatever runs underneath."""
+"""The interface of engines in this process, and the description of an engine."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -50,11 +50,27 @@ class KVCacheSchema:
 
 @dataclass(frozen=True, slots=True)
 class CapabilityDescriptor:
-    """What an engine can do on a device: the hooks that are open, the dtypes it computes in."""
+    """What an engine can do on this machine, found out when it is asked for.
+
+    Attributes:
+        hooks: hook points that the installed engine calls.
+        dtypes: names of the dtypes it computes in.
+        tensor_parallel: whether several workers can share a model.
+        quantization: formats of quantised weights that it can load.
+        kv_tiers: tiers that can hold KV blocks.
+        speculation: names of speculative strategies and methods.
+        roles: roles it can take in a prefill/decode group.
+        missing: feature -> the reason why it is missing.
+    """
 
     hooks: tuple[str, ...]
     dtypes: tuple[str, ...]
     tensor_parallel: bool
+    quantization: tuple[str, ...] = ()
+    kv_tiers: tuple[str, ...] = ()
+    speculation: tuple[str, ...] = ()
+    roles: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,11 @@ import aiohttp
 from pydantic import Field
 
 from sagellm.comm_backend.control import new_key, sign_request
+from sagellm.comm_backend.topology import TopologyInfo, TopologyManager
+from sagellm.comm_backend.topology.placement import Place, available_cores, place_engines, place_workers
 from sagellm.core.config import Model
-from sagellm.core.errors import ConfigError, EngineError
+from sagellm.core.errors import CommError, ConfigError, EngineError
 from sagellm.pd.child import Child
-from sagellm.pd.cores import available_cores, split_cores
 from sagellm.pd.ports import free_ports, listen
 from sagellm.serve.early import STOP_SIGNALS
 
@@ -105,8 +106,18 @@ def _check(config: UpConfig) -> None:
         if (name := word.partition("=")[0]) in OURS:
             raise ConfigError(f"{name} is set for each engine by pd up; leave it out behind --.")
     if config.pin:
-        split_cores(available_cores(), config.prefill + config.decode + config.hybrid)
+        place_engines(TopologyInfo(), available_cores(), config.prefill + config.decode + config.hybrid)
     find_policy(config.policy)
+
+
+def _places(num: int, pin: bool) -> list[Place]:
+    """Place `num` engines by the topology of this machine: on cores of their own with `pin`, else on whole NUMA nodes."""
+    cores = available_cores()
+    try:
+        info = TopologyManager().info
+    except CommError:  # no sysfs: the cores are taken for one node
+        info = TopologyInfo()
+    return place_engines(info, cores, num) if pin else place_workers(info, cores, num)
 
 
 class _Supervisor:
@@ -121,7 +132,7 @@ class _Supervisor:
         self._is_ready = False
         self._failed: BaseException | None = None
         roles = [role for role in ("prefill", "decode", "hybrid") for _ in range(getattr(config, role))]
-        shares = split_cores(available_cores(), len(roles)) if config.pin else [[] for _ in roles]
+        places = _places(len(roles), config.pin)
         keys = [word for key in config.api_key for word in ("--api-key", key)]
         proxy = [sys.executable, "-m", "sagellm.pd", "proxy", "--host", HOST, "--port", str(config.port), "--json",
                  "--listen-fd", str(listener.fileno()), "--pd-key-file", str(key_file), "--model", str(model),
@@ -133,17 +144,17 @@ class _Supervisor:
         self._proxy = Child("proxy", proxy, pass_fds=[listener.fileno()], say=self._pass_on)
         self._engines: list[Child] = []
         numbers: dict[str, int] = {}
-        for role, port, cores in zip(roles, free_ports(len(roles), HOST), shares, strict=True):
+        for role, port, place in zip(roles, free_ports(len(roles), HOST), places, strict=True):
             number = numbers[role] = numbers.get(role, -1) + 1
             flags = ["--role", role, "--proxy-url", self.url, "--pd-key-file", str(key_file), "--host", HOST, "--port",
                      str(port), "--json", "--model", str(model), *names, "--drain-timeout-s",
                      str(config.drain_timeout_s), *keys]  # fmt: skip
             if "--threads" not in config.serve_flags:  # together no more than there are cores, or all wait for each other
-                flags += ["--threads", str(len(cores) or max(1, len(available_cores()) // len(roles)))]
+                flags += ["--threads", str(max(1, len(place.cores) // places.count(place)))]
             command = [*config.engine, *flags, *config.serve_flags]
-            self._engines.append(Child(f"{role}{number}", command, cores=cores, say=self._pass_on))
-            if cores:
-                self._say(f"{role}{number}: cores {', '.join(map(str, cores))}")
+            self._engines.append(Child(f"{role}{number}", command, cores=place.cores, say=self._pass_on))
+            if len(place.cores) < len(available_cores()):
+                self._say(f"{role}{number}: {place}")
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()

@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
+from multiprocessing.managers import SyncManager
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 POLL_S = 0.5
 
@@ -30,7 +31,7 @@ class FollowingProcess(SpawnProcess):
     def run(self) -> None:
         _keep_libraries()
         follow_parent()
-        SpawnContext.Process = FollowingProcess
+        SpawnContext.Process = FollowingProcess  # of the workers that LMDeploy spawns here, on the context by name
         super().run()
 
 
@@ -59,11 +60,52 @@ def follow_parent() -> None:
     threading.Thread(target=_follow, name="sagellm-follow", daemon=True).start()
 
 
-@contextmanager
-def following() -> Iterator[None]:
-    """Within the block everything that is spawned follows this process."""
-    with mock.patch.object(SpawnContext, "Process", FollowingProcess):
-        yield
+class _Lasting:
+    """A started manager whose `with` block does not end it."""
+
+    def __init__(self, manager: SyncManager) -> None:
+        self._manager = manager
+
+    def __enter__(self) -> SyncManager:
+        return self._manager
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _FollowingContext(SpawnContext):
+    Process = FollowingProcess
+
+
+class EngineProcesses:
+    """What LMDeploy uses of `torch.multiprocessing` to start its engine process, with two differences.
+
+    Processes that it spawns follow this one. Its managers live until `end_managers`: the engine process announces itself
+    through a manager, which LMDeploy ends as soon as it has read the announcement. Once in some twenty starts the engine
+    process was then still waiting for the answer to its last call, and died of it.
+
+    Args:
+        run_dir: of the managers' sockets; a manager that is killed leaves its folder behind.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._managers: list[SyncManager] = []
+
+    def Manager(self) -> _Lasting:
+        self._managers.append(SyncManager(str(self._run_dir / f"manager{len(self._managers)}")))
+        self._managers[-1].start(follow_parent)
+        return _Lasting(self._managers[-1])
+
+    def get_context(self, method: str) -> BaseContext:
+        """Return a context whose processes follow this one; only `spawn` is known."""
+        if method != "spawn":
+            raise ValueError(f"context {method!r}; LMDeploy starts its engine with 'spawn'.")
+        return _FollowingContext()
+
+    def end_managers(self) -> None:
+        while self._managers:
+            self._managers.pop().shutdown()
 
 
 def _follow() -> None:

@@ -9,10 +9,10 @@ import secrets
 import shutil
 import socket
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
-from unittest import mock
 
 import uvicorn
 
@@ -23,12 +23,11 @@ from sagellm.engines.lmdeploy.settings_plugins import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
 from sagellm.serve.backends import Backend, backend_of
-from sagellm.serve.following import following, loading_libraries
+from sagellm.serve.following import EngineProcesses, loading_libraries
 from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
 from sagellm.serve.logprobs import chat_logprobs
 from sagellm.serve.logs import claim_stdout, quiet_disconnects
 from sagellm.serve.speculation import with_guesses
-from sagellm.serve.startup import lasting_managers
 
 if TYPE_CHECKING:
     from sagellm.serve.group import Membership
@@ -65,7 +64,9 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         engine_config = backend.engine_config(model, sizes, device, run_dir, member.hooks if member else None)
         banner = _Banner(config, name, device, sizes, as_json, claim_stdout())
         watch = EngineWatch(clean_up, run_dir)
-        return _serve(config, backend, model, name, engine_config, listener, banner, loading, watch, run_dir, member)
+        return _Launch(
+            config, backend, model, name, engine_config, listener, banner, loading, watch, run_dir, member
+        ).serve()
     finally:
         if member is not None:
             member.close()
@@ -145,99 +146,100 @@ def _model(config: SageConfig) -> tuple[Path, str]:
     return ensure_demo_model(), _name(config)
 
 
-def _serve(
-    config: SageConfig,
-    backend: Backend,
-    model: Path,
-    name: str,
-    engine_config: Any,
-    listener: socket.socket,
-    banner: "_Banner",
-    loading: Loading,
-    watch: EngineWatch,
-    run_dir: Path,
-    member: "Membership | None",
-) -> int:
-    with loading_libraries():
-        from lmdeploy.serve.openai import api_server
+@dataclass(frozen=True)
+class _Launch:
+    """One start of the server: settings, what was made ready for it, and the objects that take part until its end.
 
-    # At its end the interpreter searches every object of every library for cycles, which takes a second, for nothing.
-    atexit.register(gc.freeze)
+    Attributes:
+        engine_config: LMDeploy's configuration of the engine.
+        listener: the socket, bound and listening.
+        run_dir: a folder for sockets, removed at the end.
+        member: the server's part in a prefill/decode group, if it has one.
+    """
 
-    def run_app(app: Any, **_: Any) -> None:
-        """Takes the place of `uvicorn.run` at the end of LMDeploy's `serve`, with the application it has built."""
-        end_managers()
-        engine = api_server.VariableInterface.async_engine
-        _run_app(app, engine, backend, config, listener, banner, loading, watch, member)
+    config: SageConfig
+    backend: Backend
+    model: Path
+    name: str
+    engine_config: Any
+    listener: socket.socket
+    banner: "_Banner"
+    loading: Loading
+    watch: EngineWatch
+    run_dir: Path
+    member: "Membership | None"
 
-    quiet_disconnects()
-    # LMDeploy prints its own hint three times; the banner says it once.
-    silent = mock.patch.object(api_server, "print", lambda *_, **__: None, create=True)
-    logprobs = mock.patch.object(api_server, "_create_chat_completion_logprobs", chat_logprobs)
-    usage = mock.patch.object(api_server, "UsageInfo", with_guesses(api_server.UsageInfo))
-    try:
-        started = mock.patch.object(uvicorn, "run", run_app)
-        with started, silent, logprobs, usage, following(), lasting_managers(run_dir) as end_managers:
+    def serve(self) -> int:
+        """Start the engine and serve until the end; return the exit code."""
+        with loading_libraries():
+            from lmdeploy import sage_server
+            from lmdeploy.serve.openai import api_server, protocol
+
+        # At its end the interpreter searches every object of every library for cycles, which takes a second, for nothing.
+        atexit.register(gc.freeze)
+        quiet_disconnects()
+        processes = EngineProcesses(self.run_dir)
+
+        def run_app(app: Any) -> None:
+            processes.end_managers()
+            self._run_app(app, api_server.VariableInterface.async_engine)
+
+        sage_server.parts.update(
+            run=run_app, processes=processes, usage=with_guesses(protocol.UsageInfo), chat_logprobs=chat_logprobs
+        )
+        try:
             api_server.serve(
-                str(model),
-                model_name=name,
-                backend=backend.name,
-                backend_config=engine_config,
-                speculative_config=speculative_config(config),
-                log_level=config.log_level,
-                api_keys=list(config.api_key) or None,
+                str(self.model),
+                model_name=self.name,
+                backend=self.backend.name,
+                backend_config=self.engine_config,
+                speculative_config=speculative_config(self.config),
+                log_level=self.config.log_level,
+                api_keys=list(self.config.api_key) or None,
             )
-    finally:
-        watch.stop()
-        end_children()
-        watch.finish()
-    return 1 if watch.engine_died else 0
+        finally:
+            sage_server.parts.clear()
+            processes.end_managers()
+            self.watch.stop()
+            end_children()
+            self.watch.finish()
+        return 1 if self.watch.engine_died else 0
 
+    def _run_app(self, app: Any, engine: Any) -> None:
+        """Run LMDeploy's application, in place of `uvicorn.run` at the end of LMDeploy's `serve`."""
+        self._extend(app, engine)
+        self.loading.done()
+        log_level = "info" if self.config.log_level in ("DEBUG", "INFO") else "warning"
+        # uvicorn's annotation says int; it hands the value to asyncio, which takes fractions.
+        settings = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=self.config.drain_timeout_s)
+        server = _Server(settings, self.banner, self.watch)
+        if self.member is not None:
+            from sagellm.serve.registration import Registration
 
-def _run_app(
-    app: Any,
-    engine: Any,
-    backend: Backend,
-    config: SageConfig,
-    listener: socket.socket,
-    banner: "_Banner",
-    loading: Loading,
-    watch: EngineWatch,
-    member: "Membership | None",
-) -> None:
-    _extend(app, engine, backend, watch, member)
-    loading.done()
-    log_level = "info" if config.log_level in ("DEBUG", "INFO") else "warning"
-    # uvicorn's annotation says int; it hands the value to asyncio, which takes fractions.
-    settings = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=config.drain_timeout_s)
-    server = _Server(settings, banner, watch)
-    if member is not None:
-        from sagellm.serve.registration import Registration
+            server.registration = Registration(self.member, next(iter(self.config.api_key), ""), server.leave)
+        server.run(sockets=[self.listener])
+        self.watch.stop()
+        if self.watch.engine_died:
+            self.backend.abandon(engine)
+        engine.close()
+        if server.registration is not None and server.registration.refusal:
+            raise PeerError(server.registration.refusal)
 
-        server.registration = Registration(member, next(iter(config.api_key), ""), server.leave)
-    server.run(sockets=[listener])
-    watch.stop()
-    if watch.engine_died:
-        backend.abandon(engine)
-    engine.close()
-    if server.registration is not None and server.registration.refusal:
-        raise PeerError(server.registration.refusal)
+    def _extend(self, app: Any, engine: Any) -> None:
+        """Add our checks in front of LMDeploy's handlers, our generation after them, and our numbers to its metrics."""
+        from lmdeploy.serve.openai.api_server import VariableInterface
+        from starlette.middleware import Middleware
 
+        from sagellm.serve.generation import Generation
+        from sagellm.serve.token_texts import by_token
+        from sagellm.serve.validation import RequestValidation
 
-def _extend(app: Any, engine: Any, backend: Backend, watch: EngineWatch, member: "Membership | None") -> None:
-    """Our checks in front of LMDeploy's handlers, our generation behind them, our numbers among its metrics."""
-    from lmdeploy.serve.openai.api_server import VariableInterface
-    from starlette.middleware import Middleware
-
-    from sagellm.serve.generation import Generation
-    from sagellm.serve.token_texts import by_token
-    from sagellm.serve.validation import RequestValidation
-
-    # Innermost, so that a refusal passes through the layer that lets browsers read it.
-    app.user_middleware.append(Middleware(RequestValidation, engine=engine, interface=VariableInterface, member=member))
-    engine.tokenizer.detokenize_incrementally = by_token(engine.tokenizer.detokenize_incrementally)
-    engine.generate = Generation(engine, watch.report_dead_loop)
-    backend.extend(engine)
+        # Innermost, so that a refusal passes through the layer that lets browsers read it.
+        middleware = Middleware(RequestValidation, engine=engine, interface=VariableInterface, member=self.member)
+        app.user_middleware.append(middleware)
+        engine.tokenizer.detokenize_incrementally = by_token(engine.tokenizer.detokenize_incrementally)
+        engine.generate = Generation(engine, self.watch.report_dead_loop)
+        self.backend.extend(engine)
 
 
 class _Server(uvicorn.Server):

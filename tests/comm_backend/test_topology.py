@@ -12,7 +12,8 @@ from sagellm.comm_backend.topology import LinkKind, TopologyInfo, TopologyManage
 from sagellm.comm_backend.topology.base import NumaNode, PciDevice
 from sagellm.comm_backend.topology.draw import text_tree
 from sagellm.comm_backend.topology.links import pci_path
-from sagellm.core.errors import CommError
+from sagellm.comm_backend.topology.placement import place_engines, place_workers
+from sagellm.core.errors import CommError, ConfigError
 from tests.comm_backend.sysfs_tree import Tree, nvml, two_sockets
 
 GPUS = ["0000:19:00.0", "0000:1d:00.0", "0000:21:00.0", "0000:81:00.0"]
@@ -300,3 +301,25 @@ def test_the_command_says_no_and_why(tmp_path):
         assert done.exit_code == 1 and "error: cannot" in done.output, arguments
     assert "not that of this machine" in json.loads(run("--sysfs", tmp_path, "--measure", "--json").output)["error"]
     assert run("--num-bytes", -1).exit_code == 2
+
+
+def cores_of(places):
+    return [(place.nodes, list(place.cores)) for place in places]
+
+
+def test_engines_get_cores_of_their_own_on_one_node_each():
+    one, two = TopologyInfo(), TopologyInfo(numa_nodes=(NumaNode(index=0, cpus=(0, 1, 2)), NumaNode(index=2, cpus=(3, 4, 5))))
+    assert cores_of(place_engines(one, range(5), 2)) == [((0,), [0, 1, 2]), ((0,), [3, 4])]
+    assert cores_of(place_engines(one, [3, 7], 2)) == [((0,), [3]), ((0,), [7])]
+    assert cores_of(place_engines(two, range(6), 2)) == [((0,), [0, 1, 2]), ((2,), [3, 4, 5])]
+    assert cores_of(place_engines(two, range(1, 6), 3)) == [((0,), [1, 2]), ((2,), [3, 4]), ((2,), [5])]
+    assert cores_of(place_engines(two, range(6), 1)) == [((0, 2), [0, 1, 2, 3, 4, 5])]
+    with pytest.raises(ConfigError, match="3 engines for 2 cores"):
+        place_engines(one, [0, 1], 3)
+
+
+def test_workers_get_whole_nodes_and_neighbours_share(machine):
+    sockets = [sorted({*range(16), *range(32, 48)}), sorted({*range(16, 32), *range(48, 64)})]
+    assert cores_of(place_workers(machine.info, range(64), 2)) == [((0,), sockets[0]), ((1,), sockets[1])]
+    assert [place.nodes for place in place_workers(machine.info, range(64), 4)] == [(0,), (0,), (1,), (1,)]
+    assert cores_of(place_workers(machine.info, [0, 1], 2)) == [((0,), [0, 1])] * 2

@@ -1,16 +1,19 @@
 """Plug-ins by name: what cannot be found or built says what there is."""
 
 import re
+import subprocess
 import sys
+from abc import ABC, abstractmethod
 from importlib.metadata import EntryPoint
 
 import pytest
 
+import sagellm
 from sagellm.core import registry
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import PluginError, SageError
 from sagellm.core.hooks import Plugin
-from sagellm.core.registry import find_plugin, known_plugins, load_plugin
+from sagellm.core.registry import Registry, find_plugin, known_plugins, load_plugin
 
 
 class Good(Plugin):
@@ -25,6 +28,11 @@ class Unbuildable(Plugin):
 
 class NoPlugin:
     pass
+
+
+class Shape(ABC):
+    @abstractmethod
+    def area(self): ...
 
 
 INSTANCE = Good()
@@ -87,3 +95,32 @@ def test_a_module_that_fails_while_it_is_imported(tmp_path, monkeypatch, text):
 def test_what_cannot_be_built(name, options):
     with pytest.raises(PluginError, match=re.escape(f"{HERE}:{name} cannot be built with options {options}")):
         load_plugin(PluginSpec(name=f"{HERE}:{name}", options=options))
+
+
+def test_a_file_in_the_folder_is_a_name(tmp_path, monkeypatch):
+    """A new class is one file. The file of a name wins over another file with a class of that name."""
+    folder = tmp_path / "sagellm_shapes"
+    folder.mkdir()
+    base = "from tests.core.test_registry import Shape\n"
+    (folder / "__init__.py").write_text("")
+    (folder / "a_native.py").write_text(base + "class Fast(Shape):\n    name = 'square'\n    def area(self): ...\n")
+    (folder / "square.py").write_text(base + "class Square(Shape):\n    name = 'square'\n    def area(self): ...\n")
+    (folder / "half_open.py").write_text(base + "class HalfOpen(Shape):\n    name = 'half'\n")  # abstract
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    shapes = Registry("shape", Shape, PluginError, "sagellm.shapes", folder="sagellm_shapes", aliases={"box": "square"})
+    assert shapes.names() == ["square"] and shapes.find("Box").__name__ == "Square"
+    (folder / "circle.py").write_text(base + "class Circle(Shape):\n    name = 'circle'\n    def area(self): ...\n")
+    again = Registry("shape", Shape, PluginError, "sagellm.shapes", folder="sagellm_shapes")
+    assert again.names() == ["circle", "square"]
+    with pytest.raises(PluginError, match="unknown shape 'x'; known are: circle, square"):
+        again.find("x")
+    with pytest.raises(PluginError, match="is abstract; define area"):
+        again.find("sagellm_shapes.half_open:HalfOpen")
+
+
+def test_the_package_root_imports_on_use():
+    code = "import sys, sagellm; print('numpy' in sys.modules, sagellm.SageConfig().block_size, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "64", "False"], done.stderr
+    assert all(getattr(sagellm, name) for name in sagellm.__all__)

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 from benchmarks.processes import ServerProcess, free_port
 from sagellm.cli.pd import pd
-from sagellm.core.errors import ConfigError, EngineError
+from sagellm.comm_backend.topology.placement import available_cores
+from sagellm.core.errors import EngineError
 from sagellm.pd.child import Child
-from sagellm.pd.cores import available_cores, split_cores
 from sagellm.pd.ports import listen
 from sagellm.pd.up import UpConfig, _Supervisor
 from tests.pd.below import soon
@@ -236,10 +236,3 @@ def test_lines_longer_than_any_buffer_stop_nobody(stream):
 
     asyncio.run(play())
     assert "[one] behind it" in said and said[-1] == "[one] " + "y" * (1 << 18)
-
-
-def test_cores_are_split_as_evenly_as_can_be():
-    assert split_cores(range(5), 2) == [[0, 1, 2], [3, 4]]
-    assert split_cores([3, 7], 2) == [[3], [7]]
-    with pytest.raises(ConfigError, match="3 engines for 2 cores"):
-        split_cores([0, 1], 3)

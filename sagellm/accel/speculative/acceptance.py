@@ -36,8 +36,8 @@ class _Record:
 
 
 class Acceptance:
-    """The chance of each place, given that all guesses before it were right. A place that nobody has come to is like the one
-    before it; a request of which nothing is known is like all others.
+    """The chance of each place, given that all guesses before it were right. A place without data is like the one
+    before it. A request without data is like all others.
 
     Args:
         lookahead: places.
@@ -67,7 +67,7 @@ class Acceptance:
             record.right = FORGET_REQUEST * record.right + (place < num_accepted)
 
     def by_place(self) -> list[float]:
-        """Of all requests; as many as places."""
+        """Return the chances of all requests, one for each place."""
         found = []
         chance, weight = PRIOR, PRIOR_WEIGHT
         for judged, right in zip(self._judged, self._right, strict=True):
@@ -77,7 +77,7 @@ class Acceptance:
         return found
 
     def scales(self, request_ids: Sequence[int], step: int) -> list[float]:
-        """What to multiply the chances of all with, for each request; what comes out counts up to `SUREST`."""
+        """Return for each request the factor of the common chances; a product counts up to `SUREST`."""
         mean = (sum(self._right) + PRIOR_WEIGHT * PRIOR) / (sum(self._judged) + PRIOR_WEIGHT)
         found = []
         for request in request_ids:

@@ -1,10 +1,11 @@
-"""The contract of a speculative strategy: it guesses what comes next, the model checks all guesses in one forward pass, and
-what is kept is what the model would have said anyway. A bad guess costs time, never a token.
+"""The contract of a speculative strategy. It guesses the next tokens, and the model verifies all guesses in one forward pass.
 
-In every decode step the engine asks `propose` for each sequence that may be guessed at, computes the guesses together with the
-sequence's last token, and keeps those that agree with the tokens that the model's own sampling gives at their places. So output
-is that of decoding without guesses, also at temperatures above 0: a guess x that is certain of itself is kept with probability
-p(x), and otherwise replaced by a token drawn from p without x (Leviathan et al., 2023; Chen et al., 2023).
+A wrong guess costs time, and never changes the answer.
+
+In every decode step the engine asks `propose` for each sequence, and computes the guesses together with the sequence's last
+token. It keeps the guesses that agree with the tokens of the model's own sampling. So the output is that of decoding without
+guesses, also at temperatures above 0: a guess x is kept with probability p(x), and otherwise replaced by a token drawn from p
+without x (Leviathan et al., 2023; Chen et al., 2023).
 """
 
 from abc import ABC, abstractmethod
@@ -28,12 +29,12 @@ MAX_QUIET = 1024  # steps
 
 
 class Ask(NamedTuple):
-    """A sequence that is about to decode.
+    """A sequence before its decode step.
 
     Attributes:
-        request_id: whose it is, as in `begin`.
+        request_id: request, as in `begin`.
         tokens: int64 [n], prompt and answer so far; read-only, and of this call alone.
-        limit: at most so many guesses, 1 or more.
+        limit: largest number of guesses, 1 or more.
         blocks: int64 [m], the KV blocks of the target model that hold it and the guesses, in order: token t is in block
             `blocks[t // block_size]`. A draft model keeps its own keys and values in blocks of the same numbers.
     """
@@ -45,9 +46,9 @@ class Ask(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of one sequence's guesses: the first `num_accepted` of `num_drafted` were right, and gave it a token each
-    that the step would not have given without them. What ends an answer is the model's own token, also where it was guessed:
-    nothing was saved by that."""
+    """Outcome of one sequence's guesses: the first `num_accepted` of `num_drafted` were right, and each saved a token.
+
+    A guess of the token that ends the answer does not count, since it saves no step."""
 
     request_id: int
     num_drafted: int
@@ -55,7 +56,7 @@ class Verdict(NamedTuple):
 
 
 class StepOutcome(NamedTuple):
-    """A decode step is done.
+    """Outcome of a decode step.
 
     Attributes:
         verdicts: of every sequence in it, also those without guesses. Each got `num_accepted + 1` tokens.
@@ -73,7 +74,7 @@ class StepOutcome(NamedTuple):
 
 
 class ModelRunner(Protocol):
-    """A second model on the engine's device, with keys and values of its own in blocks numbered as the target's.
+    """A second model on the engine's device. Its keys and values are in blocks numbered as the target's.
 
     `vocab_size`: it takes tokens below that, which may be more or less than the target's; it answers tokens that both have.
     """
@@ -91,7 +92,7 @@ class ModelRunner(Protocol):
             blocks: as `Ask.blocks`.
 
         Returns:
-            int64 [sequences]: the likeliest token behind each.
+            int64 [sequences]: the likeliest next token of each.
         """
         ...
 
@@ -103,7 +104,7 @@ class ModelRunner(Protocol):
 
 
 class TargetModel(Protocol):
-    """The model that is to be spared work, and the device that it is on."""
+    """The target model and its device."""
 
     vocab_size: int
     block_size: int
@@ -122,17 +123,16 @@ class SpeculativeStrategy(ABC):
     again, and the request goes on without guesses.
 
     Attributes:
-        joins: whether `accept` may come late, before the next `propose`, with what several steps gave the request.
-        quiet: so many steps from now on it need not be told of when they are done, 0 to 1024. They are told of late: at the
-            latest when the last of them is done, and before anything else is said of any request; first `accept` of each
-            request, with what all of them gave it, then `step_done` of each step, in order. Until then nobody looks at
-            `lookahead` or `quiet` again, which is looked at behind `step_done`. It holds where `joins` is true and
-            `lookahead` is 0, and spares most of what a step without guesses costs beside the engine.
-        models: folders that `bind` loads beside the target; they are checked and counted before anything is loaded. Whoever
-            wraps another strategy gives on the other's.
+        joins: whether one `accept`, before the next `propose`, may bring the tokens of several steps.
+        quiet: number of next steps, 0 to 1024, that the engine may report late. Valid if `joins` is true and `lookahead` is 0.
+            The engine reports them when the last one is done, or before any other call about a request: first `accept` of each
+            request, with the tokens of all these steps, then `step_done` of each step, in order. `lookahead` and `quiet` are
+            read again after `step_done`. This saves most of the cost of a step without guesses.
+        models: folders that `bind` loads beside the target. They are checked and counted before anything is loaded. A
+            strategy that wraps another one returns the other's.
 
     Args:
-        lookahead: at most so many guesses for a sequence and step, 1 to 64.
+        lookahead: largest number of guesses for a sequence and step, 1 to 64.
 
     Raises:
         SpeculationError: a lookahead out of range.
@@ -152,24 +152,23 @@ class SpeculativeStrategy(ABC):
 
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
-        """For each of `asks`, in order, up to `limit` guesses of what follows `tokens`; empty where there is no idea."""
+        """Return for each of `asks`, in order, up to `limit` guesses of the tokens that follow; empty for none."""
 
     def bind(self, target: TargetModel) -> None:  # noqa: B027, those that keep no accounts need not
-        """The engine is built. Raises SpeculationError: the strategy cannot work with this model."""
+        """Take the target model of the engine. Raises SpeculationError if the strategy cannot work with it."""
 
     def begin(self, request_id: int, tokens: np.ndarray) -> None:  # noqa: B027
-        """A request comes, or comes back after it lost its place: int64 [n], all of its tokens so far; read-only."""
+        """Begin a request, or resume one that was preempted. `tokens`: int64 [n], all so far; read-only."""
 
     def accept(self, request_id: int, tokens: Sequence[int]) -> None:  # noqa: B027
-        """A step gave the request these tokens: the guesses that were right, and one of the model's own; where it `joins`,
-        several steps may have given them."""
+        """Take the tokens of a step: the right guesses, and one of the model's own. If it `joins`, those of several steps."""
 
     def end(self, request_id: int) -> None:  # noqa: B027
-        """The request has ended. Comes late at times, and also for requests that were never begun."""
+        """End a request. May come late, and for requests that were never begun."""
 
     def step_done(self, outcome: StepOutcome) -> None:  # noqa: B027
-        """A decode step has ended; after `accept` of its requests. `quiet` says when it may come late."""
+        """Take the outcome of a decode step, after `accept` of its requests. May come late, see `quiet`."""
 
     def report(self) -> dict[str, Any]:
-        """Numbers to show: plain data."""
+        """Return numbers to show, as plain data."""
         return {}

@@ -1,7 +1,7 @@
 """Guesses of a second, much smaller model, which runs beside the target and keeps keys and values of its own.
 
 Before a decode step it first computes what it has not seen of each text, then guesses token by token, all texts together.
-What it has computed of its own guesses stays right as far as these were accepted.
+Keys and values of its own guesses stay valid as far as the guesses were accepted.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ __all__ = ["DraftModelStrategy"]
 
 
 class _Known:
-    """What the draft model has computed of a text.
+    """State of a text in the draft model.
 
     Attributes:
         size: tokens of the text at the last proposal.
         valid: so many of them have keys and values.
-        guesses: computed behind them, all but the last.
+        guesses: computed after them, all but the last.
         blocks: that hold it all, in order.
     """
 
@@ -48,16 +48,16 @@ class _Known:
 class DraftModelStrategy(SpeculativeStrategy):
     """Asks a second model on the target's device, in the target's dtype, for its likeliest token, again and again.
 
-    A step costs as many passes of that model as the longest list of guesses has tokens, all sequences together. It holds keys
-    and values of its own, a block for each of the target's; those that the target brings back from the host tier, and those of
-    prefixes that it found in its cache, are computed anew.
+    A step costs as many passes of that model as the longest list of guesses has tokens, all sequences together. It
+    holds keys and values of its own, a block for each of the target's. It computes blocks again that the target loads
+    from the host tier or finds in its prefix cache.
 
     Args:
-        model: folder of a model with the tokenizer of the target; there is none by default.
-        lookahead: at most so many guesses for a sequence and step, 1 to 64.
-        min_probability: a guess that the draft model holds for less likely is not made, nor what would follow it.
-        step_tokens: at most so many tokens of texts that it has not seen yet are computed before a step of the target; such a
-            text gets no guesses until all of it is.
+        model: folder of a model with the tokenizer of the target; required.
+        lookahead: largest number of guesses for a sequence and step, 1 to 64.
+        min_probability: guesses end at a token that is less likely for the draft model.
+        step_tokens: largest number of unread tokens to compute before a step of the target. A text gets no guesses until it is
+            read to its end.
 
     Raises:
         SpeculationError: options out of range.
@@ -104,7 +104,7 @@ class DraftModelStrategy(SpeculativeStrategy):
         places = self._catch_up(asks, known)
         num = 1
         while places:
-            # The token that a text has got last is not computed yet: it stands behind `size` and the guesses before it.
+            # The token that a text has got last is not computed yet: it comes after `size` and the guesses before it.
             places = [place for place in places if known[place].guesses and asks[place].limit > num]
             if places:
                 self._guess(

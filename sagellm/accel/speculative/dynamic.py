@@ -33,13 +33,13 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
     Losses are paid from a purse: `budget` of all time flows in, and what steps with guesses win or lose against plain steps.
     When it is empty, or nothing is expected to pay, the strategy is silent for a pause, then tries a guess or two on few
     sequences; pauses double as long as those fail. So work that cannot be guessed loses `budget` of its throughput and not
-    more, beside the purse's first content of less than a step. While it is silent `lookahead` is 0, and nobody is asked.
+    more, beside the purse's first content of less than a step. While it is silent `lookahead` is 0, and no strategy is asked.
 
     Deterministic: equal outcomes, equal guesses. In a pause it is `quiet`, unless the strategy wants each token at once.
 
     Args:
         strategy: whose guesses they are: an instance, or a name with its `options`.
-        lookahead: at most so many guesses; by default those of the strategy, or 8 where it is given by name.
+        lookahead: largest number of guesses; by default that of the strategy, or 8 if it is given by name.
         table: JSON of `sagellm speculative profile`: step times to start from, in place of measuring them first.
         budget: share of time that may be lost to attempts.
 
@@ -181,8 +181,8 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         return counts
 
     def _best(self, asks: Sequence[Ask], num_sequences: int, plain_s: float) -> list[int]:
-        """The most expected tokens a second. The next guess goes to whoever gains most by it, so the best choice of each total
-        is a start of one order, and one curve over totals is searched."""
+        """The most expected tokens a second. The next guess goes to the sequence that gains most by it, so the best
+        choice of each total is a start of one order, and one curve over totals is searched."""
         limits = [min(ask.limit, self.most) for ask in asks]
         most = min(sum(limits), self._boldest(num_sequences, plain_s))
         filled = min(1.0, max(self.acceptance.filled, 0.02))
@@ -228,7 +228,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
                 heappop(heap)
 
     def _boldest(self, num_sequences: int, plain_s: float) -> int:
-        """The most guesses of a step: twice what has been seen, and where nothing has, what the purse can bear."""
+        """The most guesses of a step: twice what has been seen, and where nothing has, what the purse can pay."""
         seen = self.times.largest(num_sequences)
         if seen:
             return 2 * seen
@@ -262,20 +262,20 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         self._purse += self.budget * outcome.step_s
         extra = outcome.num_rows - num_sequences
         if extra > 0:
-            # What held up this step would have held up another.
+            # A delay of this step would have delayed a plain one too.
             won_s = plain_s * (1 + num_right / num_sequences)
             usual_s = self.times.usual(num_sequences, extra)
-            # Of a size that is new nobody can say; it is known from now on, so its loss counts little.
+            # The usual time of a new size is unknown until now, so its loss counts little.
             most_s = won_s + plain_s / 2 if usual_s is None else HELD_UP * usual_s
             self._purse += won_s - min(outcome.step_s, most_s)
-        if mode != "silent":  # then nobody was asked, and what is left of the time is the engine's
+        if mode != "silent":  # in silence no strategy was asked, and the rest of the time is the engine's
             self._purse -= max(0.0, outcome.propose_s)
         self._purse = min(max(self._purse, -plain_s), PURSE_MOST * plain_s)
 
     def _probed(self, num_right: int, plain_s: float, num_drafted: int) -> None:
         if num_right:
-            return  # looks promising: again at once, if the purse can bear it
-        # Where a probe costs next to nothing there is no need to wait long for the next one.
+            return  # looks promising: again at once, if the purse can pay it
+        # After a cheap probe the next one may come soon.
         cost_s = self.times.plain(self._num_sequences, num_drafted) - plain_s + self._ask_s
         longest = min(LONGEST_PAUSE, max(8 * FIRST_PAUSE, cost_s / (PROBE_SHARE * plain_s)))
         self._be_silent()

@@ -20,7 +20,7 @@ class NgramStrategy(SpeculativeStrategy):
     bytes a token of a running request; none of ended ones.
 
     Args:
-        lookahead: as of `SpeculativeStrategy`.
+        lookahead: see `SpeculativeStrategy`.
         min_n, max_n: 1 <= min_n <= max_n <= 32.
         reference: the plain Python twin in place of the native index.
 

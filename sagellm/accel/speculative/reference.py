@@ -80,7 +80,7 @@ class _Suffixes:
     def guess(
         self, pattern: list[int], max_depth: int, is_growing: bool, limit: int, min_probability: float
     ) -> tuple[float, list[int]]:
-        """What most often follows, and how many guesses are expected to be right."""
+        """Return the most frequent continuation, and how many of its guesses are expected to be right."""
         starts, matched = self.beginning_with(pattern), len(pattern)
         guesses: list[int] = []
         probability, score, virtual = 1.0, 0.0, self.text.copy()

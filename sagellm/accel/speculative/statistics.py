@@ -45,7 +45,7 @@ class Statistics:
     def add(self, outcome: StepOutcome) -> None:
         self.add_plain(len(outcome.verdicts), outcome.step_s, outcome.propose_s)
         if outcome.num_rows == len(outcome.verdicts):
-            return  # nobody guessed
+            return  # no guesses
         for _, num_drafted, num_accepted in outcome.verdicts:
             self.num_guessed += num_drafted > 0
             if num_drafted > len(self.drafted_at):
@@ -58,7 +58,7 @@ class Statistics:
                 self.accepted_at[place] += 1
 
     def add_plain(self, num_sequences: int, step_s: float, propose_s: float = 0.0) -> None:
-        """A step in which nobody guessed."""
+        """A step without guesses."""
         self.num_steps += 1
         self.num_sequences += num_sequences
         self.propose_s += propose_s

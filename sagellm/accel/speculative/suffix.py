@@ -15,24 +15,24 @@ __all__ = ["SuffixStrategy"]
 class SuffixStrategy(SpeculativeStrategy):
     """Two suffix trees with counts: of the request's prompt and answer, and of the answers of requests that have ended.
 
-    For each number m of last tokens that occur in a tree, it goes on with the token that followed most often, of equals the
-    one that did so last, and so forth. The k-th guess is right, with all before it, with an estimated probability of
-    m / (m + k) times the share that each token had among what followed: a long match is trusted further than a short one.
-    Guesses end where the estimate falls under `min_probability`. Of all m and both trees the guesses with the highest sum of
-    estimates are taken, which is how many of them are expected to be right; of equals, those of the longer match, and of the
-    request itself. So the number of guesses adapts, up to the limit.
+    For each number m of last tokens that occur in a tree, it goes on with the token that followed most often; ties go to the
+    latest. The first k guesses are all right with an estimated probability of m / (m + k) times the share of each token among
+    its alternatives, so a long match is trusted further than a short one. Guesses end where the estimate falls below
+    `min_probability`. The strategy takes the guesses with the highest sum of estimates over all m and both trees: the expected
+    number of right guesses. Ties go to the longer match, then to the request itself. So the number of guesses adapts.
 
-    A suffix of a running request is counted from when it differs from all before it, or has `max_depth` tokens. Behind the
-    longest strings of the request's own tree the newest place is read on, and behind the end of its text the guesses.
+    A suffix of a running request is counted from when it differs from all before it, or has `max_depth` tokens. After
+    the longest strings of the request's own tree the newest place is read on; after the end of its text, the guesses.
 
-    Memory: 50 to 180 bytes a token of a running request and 70 to 130 of the history, as measured on texts from two tokens to
-    30,000; under 200 always, as a token adds at most two nodes of 40 bytes. The history holds `max_tokens` tokens at most.
+    Memory, measured on texts of 2 to 30,000 tokens: 50 to 180 bytes a token of a running request, 70 to 130 of the history.
+    It stays under 200, since a token adds at most two nodes of 40 bytes. The history holds `max_tokens` tokens at most.
 
     Args:
-        lookahead: as of `SpeculativeStrategy`.
+        lookahead: see `SpeculativeStrategy`.
         max_depth: tokens of match and guesses that a tree knows, 2 to 128.
         min_probability: 0 to 1.
-        max_tokens: of the answers that are remembered, the oldest dropped first; 0 to 2**28. Of a longer one its end is kept.
+        max_tokens: size of the history of answers, 0 to 2**28. The oldest are dropped first; the end of a longer
+        answer is kept.
         reference: the plain Python twins in place of the native trees.
 
     Raises:

@@ -137,7 +137,7 @@ def _play(fleet: Fleet, name: str, play: Play, what: tuple, seed: int, report: R
 
 
 def _compare(values: list[dict[str, Any]], report: Report) -> None:
-    """What only all ranks together show."""
+    """Check rules that only all ranks together show."""
     bits = [each["same_bits"] for each in values if "same_bits" in each]
     for number, results in enumerate(zip(*bits, strict=False)):
         if len(set(results)) > 1:

@@ -1,4 +1,4 @@
-"""Message types by the name that they have on the wire. What is not registered is never built from received bytes."""
+"""Message types by the name that they have on the wire. A type that is not registered is never built from received bytes."""
 
 from pydantic import BaseModel
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
-from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES
 from sagellm.core.registry import find_plugin
 from sagellm.core.service import NOTHING_ASKED
 from sagellm.core.tasks import end_tasks
 from sagellm.demo_model.cache import default_cache_dir
-from sagellm.engines.base import BaseEngine, CapabilityDescriptor, EngineInfo, Generation, SamplingParams
+from sagellm.engines.base import BaseEngine, EngineInfo, Generation, SamplingParams
 from sagellm.engines.lmdeploy import patch_state
+from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
 from sagellm.engines.lmdeploy.kv_tiers import check_sizes
 from sagellm.engines.lmdeploy.layout import layout_of, weights_of
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins, speculative_spec
@@ -102,12 +102,13 @@ def build_engine_config(
 
 
 def set_threads(config: SageConfig, device: str) -> None:
-    """Share the cores of this machine among the workers of a CPU engine; spawned processes inherit it."""
+    """Share the cores and NUMA nodes of this machine among the workers of a CPU engine; spawned processes inherit it."""
     if device != "cpu":
         return
-    from sagellm.engines.lmdeploy.cpu.runtime import usable_cores
+    from sagellm.engines.lmdeploy.cpu.runtime import usable_cores, write_worker_cores
 
     threads = config.threads or max(1, usable_cores() // config.tensor_parallel)
+    write_worker_cores(config.tensor_parallel)
     # OpenMP reads it when a process first uses it, which for spawned workers is later than now.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
@@ -291,7 +292,6 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 def _engine_info(device: str, sizes: Sizes, engine: Any) -> EngineInfo:
     import lmdeploy
 
-    dtypes = ("float32", "bfloat16") if device == "cpu" else ("float16", "bfloat16")
-    capabilities = CapabilityDescriptor((*DECISIONS, *NOTICES, *COMM_HOOKS), dtypes, tensor_parallel=True)
+    capabilities = pytorch_capabilities(device)
     blocks = engine.cache_config.num_gpu_blocks
     return EngineInfo("lmdeploy.pytorch", lmdeploy.__version__, device, sizes.schema, blocks, capabilities)

@@ -1,6 +1,5 @@
 """From a `SageConfig` and a model folder to sizes: dtype, context, batch, KV blocks. Refuses what cannot fit."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,14 @@ from typing import Any
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.engines.base import KVCacheSchema
+from sagellm.engines.lmdeploy.model_folder import text_config
+from sagellm.engines.lmdeploy.speculative.draft_folder import check_draft
 
 # On a CPU the pool comes out of the memory that everything else lives in, so the default takes a modest part of it.
 DEFAULT_CPU_SHARE = 0.25
 DEFAULT_CPU_BATCH = 32
 DEFAULT_CPU_CONTEXT = 32768
 MIN_BLOCKS = 16  # LMDeploy refuses fewer
-
-
 DEFAULT_GPU_SHARE = 0.8  # LMDeploy's own, of what its weights leave
 
 
@@ -41,23 +40,6 @@ class Sizes:
     draft: DraftSizes | None = None
 
 
-def read_hf_config(model: Path) -> dict[str, Any]:
-    """`config.json` of a Hugging Face folder.
-
-    Raises:
-        ConfigError: no such folder, or not one of a model.
-    """
-    file = model / "config.json"
-    if not model.is_dir():
-        raise ConfigError(f"{model} is not a folder; --model takes a local Hugging Face model folder.")
-    try:
-        return json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{model} has no config.json; --model takes a local Hugging Face model folder.") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
-
-
 def resolve_device(device: str) -> str:
     """'auto' is cuda where torch sees a GPU, else cpu.
 
@@ -80,8 +62,7 @@ def size_engine(config: SageConfig, model: Path, device: str) -> Sizes:
         CapacityError: with the numbers, when the pool and the models exceed the memory there is.
         SpeculationError: a draft model that cannot guess for this one.
     """
-    hf = read_hf_config(model)
-    text = hf.get("text_config", hf)
+    text = text_config(model)
     dtype = _dtype(config.dtype, text, device)
     schema = _schema(text, dtype, config)
     longest = int(text.get("max_position_embeddings", DEFAULT_CPU_CONTEXT))
@@ -124,14 +105,11 @@ def _draft(config: SageConfig, model: Path, dtype: str) -> DraftSizes | None:
     folders = make_speculator(config.speculative, **config.speculative_options).models
     if not folders:
         return None
-    from sagellm.engines.lmdeploy.speculative.draft_folder import check_draft
-
     weights = block = 0
     for folder in folders:
         check_draft(folder, model)
-        hf = read_hf_config(folder)
         weights += _weight_bytes(folder, dtype)
-        block += _schema(hf.get("text_config", hf), dtype, config).block_bytes
+        block += _schema(text_config(folder), dtype, config).block_bytes
     return DraftSizes(weights, block)
 
 
@@ -179,11 +157,13 @@ def _check_heads(heads: int, kv_heads: int, num_workers: int) -> None:
 
 
 def _fit(config: SageConfig, model: Path, sizes: Sizes) -> Sizes:
+    from sagellm.engines.lmdeploy.cpu import operators
     from sagellm.engines.lmdeploy.cpu.runtime import memory_bytes
 
     available, total = memory_bytes()
     weights = _weight_bytes(model, sizes.schema.dtype) + (sizes.draft.weight_bytes if sizes.draft else 0)
-    room = available - weights
+    extra = operators.extra_bytes(text_config(model), sizes.schema.dtype, sizes.context_length)
+    room = available - weights - extra
     # With tensor parallelism each of the workers on this machine holds its part of every block.
     host_block = sizes.schema.block_bytes * config.tensor_parallel
     block = host_block + (sizes.draft.block_bytes if sizes.draft else 0)
@@ -200,7 +180,7 @@ def _fit(config: SageConfig, model: Path, sizes: Sizes) -> Sizes:
     if need > room:
         raise CapacityError(
             f"{blocks} KV blocks and {sizes.num_host_blocks} host blocks of {_mib(block)} need {_mib(need)}, the weights "
-            f"{_mib(weights)}; of {_mib(total)} there are {_mib(available)} free. "
+            f"{_mib(weights)}, the operators {_mib(extra)}; of {_mib(total)} there are {_mib(available)} free. "
             f"Ask for at most {max(0, room // block)} blocks in all, or a shorter --context-length."
         )
     return replace(sizes, num_blocks=blocks)

@@ -7,8 +7,8 @@ import pytest
 
 from sagellm.core.errors import SpeculationError
 from sagellm.engines.base import SamplingParams
-from sagellm.engines.lmdeploy.cpu.attention import CpuAttentionMetadata
 from sagellm.engines.lmdeploy.cpu.device import CpuDevice
+from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionMetadata
 from tests.engines.lmdeploy.guesses import CROWD, KNOWING, NEW, ask, counts, tell, tokens_of
 from tests.reference import make_prompts
 

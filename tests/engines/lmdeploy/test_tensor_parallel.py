@@ -1,6 +1,7 @@
 """Two workers over gloo: exact output, collectives seen on both ranks, faults there, and no process left behind."""
 
 import json
+import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,8 +9,10 @@ import psutil
 import pytest
 
 from benchmarks.processes import command_line
+from sagellm.comm_backend.topology import TopologyManager
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import EngineError
+from tests.comm_backend.sysfs_tree import Tree
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.pool import settle
 
@@ -114,3 +117,21 @@ def test_one_rank_has_no_observer(start_engine, limits, tmp_path):
     engine = start_engine(PluginSpec(name="tests.plugins:CommLog", options={"folder": str(tmp_path)}))
     engine.generate(CROWD[:1])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two NUMA nodes need two cores")
+def test_each_worker_keeps_to_its_numa_node(two_workers, reference, monkeypatch, tmp_path):
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    before = os.sched_getaffinity(0)
+    tree = Tree(tmp_path / "sys")
+    tree.node(0, str(first), "10 20")
+    tree.node(1, str(second), "20 10")
+    monkeypatch.setattr("sagellm.engines.lmdeploy.cpu.runtime.TopologyManager", lambda: TopologyManager(tree.root))
+    monkeypatch.setattr("sagellm.engines.lmdeploy.cpu.runtime.available_cores", lambda: [first, second])
+    known = children()
+    engine = two_workers(kv_blocks=30)
+    workers = [psutil.Process(pid) for pid in sorted(children() - known)]
+    bound = [process.cpu_affinity() for process in workers if len(process.cpu_affinity()) == 1]
+    assert sorted(bound) == [[first], [second]]
+    assert os.sched_getaffinity(0) == before
+    assert answers(engine, CROWD) == reference(CROWD, 40)

@@ -1,1 +1,1 @@
-"""What every speculative strategy must keep, and what an engine must keep that checks guesses: checks for anyone's own."""
+"""Contract of speculative strategies, and of an engine that verifies their guesses."""

@@ -42,8 +42,8 @@ class PartlyRightStrategy(SpeculativeStrategy):
 
 
 class PausingStrategy(PartlyRightStrategy):
-    """Guesses for a few steps and is quiet for a few. It raises if a text that it is asked about is none that it knows, or not
-    what it was told of, or if it is not told of each step in time."""
+    """Guesses for a few steps and is quiet for a few. It raises if it is asked about an unknown or
+    different text, or if a step is reported late."""
 
     name = "pausing"
     joins = True

@@ -44,10 +44,9 @@ def check_engine(
     limit_s: float | None = None,
     only: Collection[str] | None = None,
 ) -> ContractReport:
-    """Hold an engine with a strategy against every rule: the engine's checking is tried with guessers of the check's own, too.
+    """Check an engine that runs a strategy. The suite's own guessers test how the engine verifies guesses.
 
-    What fails without guesses is no verdict on them: it is raised. Where the engine has no float32, only the rules of bfloat16
-    are in the report.
+    An engine without float32 is checked against the rules of bfloat16 alone.
 
     Args:
         guesser: the strategy by name, its options, and the models that it loads.

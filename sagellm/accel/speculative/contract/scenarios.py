@@ -241,7 +241,7 @@ def strangers(make: Make, seed: int, report: Report) -> Played:
 
 
 def churn(make: Make, seed: int, report: Report) -> Played:
-    """What stays of requests that ended. The first phase fills what a strategy keeps on purpose."""
+    """Measure what stays of requests that ended. The first phase fills what a strategy keeps on purpose."""
     play = Play(make, seed, report)
 
     def phase(first: int) -> None:

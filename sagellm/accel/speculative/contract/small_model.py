@@ -17,7 +17,7 @@ POWERS = np.cumprod(np.full(NUM_BLOCKS * BLOCK_SIZE, 0x9E3779B97F4A7C15, np.uint
 
 
 class SmallTarget:
-    """A model that nobody has. `loaded`: folders of the models beside it. `is_used`: whether one of them computed anything.
+    """A model for checks. `loaded`: folders of the models beside it. `is_used`: whether one of them computed anything.
 
     Args:
         report: called with what is wrong in the use of a model.

@@ -1,4 +1,4 @@
-"""Guesses nobody believes in, of a length that is set: what a step costs does not depend on their being right."""
+"""Arbitrary guesses of a given length: the cost of a step does not depend on whether they are right."""
 
 from collections.abc import Sequence
 from statistics import median

@@ -35,7 +35,7 @@ def profile(
         batches: sequences in a step. `lookaheads`: guesses of each; 0 is always measured, too.
         steps: of each kind that are to count, at least.
         context: tokens of each prompt.
-        progress: told what is measured next.
+        progress: called with a text on what is measured next.
 
     Raises:
         SpeculationError: the engine did not make such steps: no room for so many sequences, or for their guesses.

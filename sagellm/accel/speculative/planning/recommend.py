@@ -9,7 +9,7 @@ __all__ = ["Setting", "recommend", "tokens_of_step"]
 
 
 class Setting(NamedTuple):
-    """What to expect of a lookahead.
+    """Expected result of a lookahead.
 
     Attributes:
         batch, lookahead: sequences in a step, and guesses of each; 0: no speculation.

@@ -23,7 +23,7 @@ class LatencyTable(NamedTuple):
         batches: sequences in a step, ascending.
         lookaheads: guesses of each of them, ascending.
         seconds: by batch, by lookahead: the median step.
-        num_samples: likewise, the steps behind each median.
+        num_samples: by batch, by lookahead: the number of steps of each median.
         context: tokens before each sequence's guesses, in the mean.
         facts: machine, versions, model, dtype, threads, commit.
     """
@@ -89,7 +89,7 @@ def read_table(path: Path) -> LatencyTable:
 
 
 def _wrong(found: dict[str, Any]) -> str:
-    """What is wrong with it, in words; empty: nothing."""
+    """Return what is wrong with it, in words, or an empty text."""
     for name, least in (("batches", 1), ("lookaheads", 0)):
         axis = found.get(name)
         if not _is_list_of(axis, int) or not axis or axis[0] < least or axis != sorted(set(axis)):

@@ -1,7 +1,7 @@
 """The contract of a KV channel as checks that anybody can run on theirs: `sagellm check channel module:Class`.
 
-Every scenario is played in a process of its own, between it and others that own blocks; a rule that is broken says what was
-got, what is allowed, and which scenario and seed show it again.
+Every scenario runs in a process of its own, with others that own blocks. A broken rule reports what was got, what is allowed,
+the scenario and the seed.
 """
 
 import pickle

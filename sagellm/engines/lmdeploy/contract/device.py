@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from sagellm.core.contract import Broke, ContractReport, Played, Report, Scenario, Suite, run_scenarios
+from sagellm.core.contract import Broke, ContractReport, Played, Report, Scenario, Suite, play, run_scenarios
 from sagellm.core.errors import ConfigError, SageError
 from sagellm.core.registry import Registry, load_offered
 from sagellm.engines.lmdeploy.speculative.trial import EngineTrial
@@ -18,7 +18,7 @@ GROUP = "sagellm.devices"
 
 
 class Device(Protocol):
-    """What LMDeploy, as patched, asks of a device. `CpuDevice` documents every method."""
+    """Interface of a device in the patched LMDeploy. `CpuDevice` documents every method."""
 
     torch_device: str
     max_batch_size: int
@@ -139,20 +139,13 @@ def engine(name: str, seed: int, report: Report) -> Played:
 SCENARIOS = {"parts": Scenario(parts), "engine": Scenario(engine)}
 
 
-def _play(name: str, scenario: Scenario, seed: int, report: Report) -> Played:
-    try:
-        return scenario.run(name, seed, report)
-    except Broke:
-        return Played(1, frozenset())
-
-
 class _DeviceSuite(Suite):
     def prepare(self, registry: Registry, name: str, options: dict[str, Any], **flags: Any) -> Callable[..., ContractReport]:
         """Find the device."""
         registry.find(name)
         if options:
             raise ConfigError(f"device {name} takes no options; got {', '.join(sorted(options))}.")
-        return partial(run_scenarios, RULES, SCENARIOS, partial(_play, name), what=self.what, raise_rule="runs")
+        return partial(run_scenarios, RULES, SCENARIOS, partial(play, name), what=self.what, raise_rule="runs")
 
 
 SUITE = _DeviceSuite("device", RULES, SCENARIOS)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.config import PluginSpec, SageConfig
-from sagellm.core.contract import Broke, ContractReport, Played, Report, Scenario, Suite, run_scenarios
+from sagellm.core.contract import Broke, ContractReport, Played, Report, Scenario, Suite, play, run_scenarios
 from sagellm.core.errors import SageError
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, overrides
 from sagellm.core.registry import Registry, load_plugin
@@ -141,13 +141,6 @@ def together(lab: _Lab, seed: int, report: Report) -> Played:
 SCENARIOS = {"pressure": Scenario(pressure), "together": Scenario(together)}
 
 
-def _play(lab: _Lab, scenario: Scenario, seed: int, report: Report) -> Played:
-    try:
-        return scenario.run(lab, seed, report)
-    except Broke:
-        return Played(1, frozenset())
-
-
 class _PluginSuite(Suite):
     def prepare(self, registry: Registry, name: str, options: dict[str, Any], **flags: Any) -> Callable[..., ContractReport]:
         """Find the class; it is built by the engines."""
@@ -158,7 +151,7 @@ class _PluginSuite(Suite):
         with tempfile.TemporaryDirectory(prefix="sagellm-check-") as folder:
             lab = _Lab(Path(folder), spec)
             return run_scenarios(
-                RULES, SCENARIOS, partial(_play, lab), seed=seed, rounds=rounds, progress=progress, limit_s=limit_s,
+                RULES, SCENARIOS, partial(play, lab), seed=seed, rounds=rounds, progress=progress, limit_s=limit_s,
                 what=self.what, raise_rule="stays_on",
             )  # fmt: skip
 

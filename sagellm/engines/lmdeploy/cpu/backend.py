@@ -5,22 +5,9 @@ from typing import Any
 from lmdeploy.pytorch.backends.base import OpType
 from lmdeploy.pytorch.backends.default import DefaultOpsBackend
 
-from sagellm.engines.lmdeploy.cpu.activation import CpuSiluAndMulBuilder
-from sagellm.engines.lmdeploy.cpu.attention import CpuAttentionBuilder, CpuAttentionMetadata
-from sagellm.engines.lmdeploy.cpu.linear import CpuLinearBuilder
-from sagellm.engines.lmdeploy.cpu.norm import CpuRMSNormBuilder
-from sagellm.engines.lmdeploy.cpu.rotary import CpuApplyRotaryEmbBuilder, CpuRotaryEmbeddingBuilder
-from sagellm.engines.lmdeploy.cpu.sampling import CpuMultinomialSamplingBuilder
-
-_BUILDERS = {
-    OpType.PagedAttention: CpuAttentionBuilder,
-    OpType.Linear: CpuLinearBuilder,
-    OpType.RMSNorm: CpuRMSNormBuilder,
-    OpType.SiluAndMul: CpuSiluAndMulBuilder,
-    OpType.ApplyRotaryEmb: CpuApplyRotaryEmbBuilder,
-    OpType.RotaryEmbedding: CpuRotaryEmbeddingBuilder,
-    OpType.MultinomialSampling: CpuMultinomialSamplingBuilder,
-}
+from sagellm.engines.lmdeploy.cpu.graph import EagerRunner
+from sagellm.engines.lmdeploy.cpu.operators import builders
+from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionMetadata
 
 
 class CpuOpsBackend(DefaultOpsBackend):
@@ -32,7 +19,7 @@ class CpuOpsBackend(DefaultOpsBackend):
 
     @classmethod
     def get_layer_impl_builder(cls, layer_type: OpType) -> Any:
-        builder = _BUILDERS.get(layer_type)
+        builder = builders().get(layer_type.name)
         return builder if builder is not None else super().get_layer_impl_builder(layer_type)
 
     @staticmethod
@@ -57,6 +44,4 @@ class CpuOpsBackend(DefaultOpsBackend):
 
     @staticmethod
     def build_graph_runner(model, model_config, cache_config, backend_config, device):
-        from sagellm.engines.lmdeploy.cpu.graph import EagerRunner
-
         return EagerRunner(model, model_config, cache_config, backend_config, device)

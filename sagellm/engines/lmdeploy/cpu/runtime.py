@@ -1,12 +1,19 @@
 """The part of `torch.cuda` that the engine's host code calls, for a device whose work is done when a call returns."""
 
 import ctypes
+import json
 import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from sagellm.comm_backend.topology import TopologyManager
+from sagellm.comm_backend.topology.placement import available_cores, place_workers, usable_nodes
+from sagellm.core.errors import CommError
+
+WORKER_CORES = "SAGELLM_WORKER_CORES"  # environment: JSON, a list of cores for each rank
 
 
 class Stream:
@@ -77,7 +84,9 @@ class CpuRuntime:
         return 0
 
     def set_device(self, device: object) -> None:
-        pass
+        """Keep a worker process on the NUMA node that its engine chose; LMDeploy calls this before it loads the model."""
+        if isinstance(device, int) and (cores := read_worker_cores(device)):
+            os.sched_setaffinity(0, cores)
 
     def is_available(self) -> bool:
         return True
@@ -113,6 +122,30 @@ def _read_int(path: Path) -> int | None:
 def usable_cores() -> int:
     """Cores this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def write_worker_cores(num_workers: int) -> None:
+    """Choose the cores of each tensor-parallel worker, whole NUMA nodes, and leave them to processes spawned from now on.
+
+    A process takes its memory from the node that it runs on, so the part of the weights and of the KV cache that a worker
+    reads is local to it.
+    """
+    os.environ.pop(WORKER_CORES, None)
+    if num_workers < 2:
+        return
+    try:
+        info = TopologyManager().info
+    except CommError:  # no sysfs: nothing is known of nodes
+        return
+    cores = available_cores()
+    if len(usable_nodes(info, cores)) > 1:
+        os.environ[WORKER_CORES] = json.dumps([place.cores for place in place_workers(info, cores, num_workers)])
+
+
+def read_worker_cores(rank: int) -> list[int]:
+    """Return the cores of worker `rank`; empty if workers are not bound."""
+    every = json.loads(os.environ.get(WORKER_CORES, "[]"))
+    return every[rank] if rank < len(every) else []
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8

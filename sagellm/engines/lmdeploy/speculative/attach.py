@@ -57,7 +57,7 @@ class Speculation:
         self._reserve.give_back(running)
 
     def told(self, result: StepResult, running: list[Any]) -> StepResult:
-        """What a decode step really gave: several tokens to some."""
+        """Return the step's result with the tokens that each sequence really got."""
         computed = tuple([(seq.session_id, seq.sage_step[1]) for seq in running])
         num_tokens = sum([tokens for _, tokens in computed])
         num_context = sum([seq.num_history_ids for seq in running]) - num_tokens

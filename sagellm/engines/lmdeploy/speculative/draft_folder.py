@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.errors import SpeculationError
-from sagellm.engines.lmdeploy.sizing import read_hf_config
+from sagellm.engines.lmdeploy.model_folder import text_config
 
-__all__ = ["check_draft", "check_folder", "text_config"]
+__all__ = ["check_draft", "check_folder"]
 
 logger = logging.getLogger("sagellm")
 
@@ -53,12 +53,6 @@ def check_folder(draft: Path) -> None:
         raise SpeculationError(
             f"the draft model {draft} has no weights (*.safetensors or pytorch_model*.bin); give a folder that has them."
         )
-
-
-def text_config(folder: Path) -> dict[str, Any]:
-    """What its config.json says of text, `vocab_size` for one. Raises ConfigError: it cannot be read."""
-    config = read_hf_config(folder)
-    return config.get("text_config", config)
 
 
 def _difference(draft: Path, target: Path) -> str | None:

@@ -1,5 +1,5 @@
-"""A draft model on the device of the engine's own: LMDeploy's model, its runner, and keys and values in blocks of the same
-numbers as the target's, of which nobody but the target's allocator knows who holds them."""
+"""A draft model on the device of the engine's own: LMDeploy's model, its runner, and keys and values in blocks of the
+target's numbers; the target's allocator owns them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -88,7 +88,7 @@ class DraftRunner:
         return self._model.get_logits(hidden[None])[0, :, : self._num_guessable]
 
     def _refuse(self, what: str, least: int, most: int, bound: int) -> None:
-        """What is out of range would be written to memory of others, on a device that does not look."""
+        """A number out of range would write to other memory on a device that does not check."""
         if least < 0 or most >= bound:
             raise SpeculationError(f"{what} {least if least < 0 else most} for the draft model; there are 0 to {bound - 1}.")
 

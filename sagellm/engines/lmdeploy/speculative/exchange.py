@@ -1,4 +1,4 @@
-"""What travels between the engine and its model agent with each step, beside LMDeploy's own inputs and outputs."""
+"""Data of a step that the engine and its model agent exchange beside LMDeploy's own inputs and outputs."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,8 +14,7 @@ class News(NamedTuple):
     """A sequence that the agent does not know, or knows otherwise.
 
     Attributes:
-        known: all its tokens, int64 [n]; None where the step computes a part of its prompt alone, so that what is sampled
-            means nothing.
+        known: all its tokens, int64 [n]; None if the step computes only a part of its prompt, so that its sample is void.
         left: tokens that it may still get.
         floor: tokens after which a word may end the answer, which LMDeploy works out once a round; 0 where it may now.
         may_guess: whether guesses can be checked for it; `extra_inputs_of` says which cannot.
@@ -35,7 +34,7 @@ class SpecExtraInputs:
         num_blocks: KV blocks that each holds.
         block_size: tokens of a block.
         news: by place in the step; of the others the agent knows all but their blocks.
-        is_counted: somebody wants something of each row of the step, which LMDeploy counts by sequence.
+        is_counted: a request wants data of each row of the step, which LMDeploy counts by sequence.
     """
 
     __slots__ = ("block_size", "is_counted", "news", "num_blocks", "request_ids")
@@ -61,8 +60,8 @@ class SpecExtraOutputs(ARExtraOutputs):
 def extra_inputs_of(seqs: list[Any]) -> SpecExtraInputs:
     """For these sequences, which are about to be sent.
 
-    Left without guesses: requests whose answers follow a grammar or a processor of their own, since these look at one token
-    after the other; and all in a step of which somebody wants the scores or experts of every token.
+    Two sorts of requests get no guesses: those with a grammar or a processor of their own, which look at one token after the
+    other, and all in a step that returns scores or experts of every token.
     """
     made = SpecExtraInputs(seqs[0].block_size)
     for number, seq in enumerate(seqs):

@@ -116,12 +116,12 @@ class SpecSequenceStrategy(ARSequenceStrategy):
             for seq in running:
                 seq.sage_step = 0, 1
         for seq, has_run in zip(running, is_run, strict=True):
-            # Of one that does not run any more the agent has its tokens of this step too, which are nobody's.
+            # The agent also has tokens of a sequence that stopped running; they are dropped.
             seq.sage_known = seq.num_valid_ids if has_run else -1
 
 
 def _append(running: list[Any], is_run: list[bool], outputs: Any) -> None:
-    """What a decode step gave. LMDeploy's own way believes that all tokens but the last were there before."""
+    """Tokens of a decode step. LMDeploy's own way believes that all tokens but the last were there before."""
     stopped, stop_pos, table = outputs.stopped.tolist(), outputs.stop_pos.tolist(), outputs.next_token_ids.numpy()
     metas = outputs.model_metas or [None] * len(running)
     drafted = outputs.extra_outputs.num_drafted

@@ -1,4 +1,4 @@
-"""A strategy that somebody else wrote, as the engine may call it: nothing that it does or answers can stop the engine."""
+"""A foreign strategy behind a guard: nothing that it does or answers can stop the engine."""
 
 import json
 import logging
@@ -47,7 +47,7 @@ class GuardedStrategy:
             raise SpeculationError(f"strategy {self.name} cannot work with this model: {_text_of(error)}") from error
 
     def tell(self, method: str, *arguments: Any) -> str:
-        """What it did wrong when it was told; empty if nothing."""
+        """Return what it did wrong in this call, or an empty text."""
         try:
             getattr(self.strategy, method)(*arguments)
         except RAISED as error:
@@ -65,7 +65,7 @@ class GuardedStrategy:
         return faults
 
     def propose(self, asks: Sequence[Ask]) -> list[tuple[list[int], str]]:
-        """For each ask its guesses, and what is wrong with them; then there are none."""
+        """Return for each ask its guesses, and what is wrong with them. Wrong ones are left out."""
         answers, why = self._propose(asks)
         if not why:
             return [self._checked(ask, answer) for ask, answer in zip(asks, answers, strict=True)]

@@ -20,8 +20,9 @@ def check_lookahead(lookahead: int, num_loops: int, num_blocks: int, block_size:
 
 
 class Reserve:
-    """Guesses get the rest of the last block, free blocks, and blocks of prefixes that nobody uses, which are evicted as they
-    are for tokens; no request loses its blocks for them. Where that is too little for all, guesses are shorter. While the step
+    """Guesses get the rest of the last block, free blocks, and unused blocks of cached prefixes, which are evicted as
+    for tokens.
+    No request loses its blocks to them. Where that is too little for all, guesses are shorter. While the step
     runs these blocks are missing: a prompt that is chosen then may evict prefixes that it would have left otherwise.
 
     Args:

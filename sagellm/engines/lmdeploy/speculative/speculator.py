@@ -28,8 +28,8 @@ class _Late(NamedTuple):
 
 
 class Speculator:
-    """Every method but `lookahead` and `report` runs on the thread of the agent's steps. What a step without guesses takes here
-    is lost to all whom a silent strategy serves: while it is quiet a step is noted, and nothing is done for each sequence.
+    """Every method but `lookahead` and `report` runs on the thread of the agent's steps. A step without guesses must
+    cost little here: while the strategy is quiet, a step is noted, and nothing is done by sequence.
 
     `is_verifying`: the step that runs now has guesses in it. `lookahead`: as many guesses there may be, now. `prompt_tokens`:
     None where a decode step of the device takes several tokens of a sequence, of each another number. Elsewhere a step with
@@ -74,7 +74,7 @@ class Speculator:
 
         Args:
             num_later: further decode steps of this round, for each of which a sequence needs room for a token.
-            return_logits: somebody wants the scores of the step, which are counted by sequence.
+            return_logits: a request wants scores of the step, which are counted by sequence.
             ended: requests that have ended since the last step; a new one may have the name of one of them.
         """
         self.is_verifying, self._is_decoding, self._num_later = False, inputs.is_decoding, num_later
@@ -136,7 +136,7 @@ class Speculator:
         """Guesses by request."""
         extra, asks = self._extra, []
         if self._tables is None:
-            self._tables = tables.cpu().numpy().astype(np.int64)  # a copy: the engine's own is nobody's to write in
+            self._tables = tables.cpu().numpy().astype(np.int64)  # a copy: the engine owns its table
             self._tables.flags.writeable = False
         for (request, text), held, table in zip(self._batch, extra.num_blocks, self._tables, strict=True):
             if text.may_guess:
@@ -172,8 +172,12 @@ class Speculator:
     async def sample(
         self, sampler: Any, logits: torch.Tensor, sampling_inputs: Any, inputs: Any
     ) -> tuple[torch.Tensor, Any]:
-        """What LMDeploy's sampling would answer, int64 [sequences] and log probabilities; of a step with guesses int64
-        [sequences, longest], -1 where a sequence has got fewer, and log probabilities of each token that is no -1.
+        """Sample a step as LMDeploy does.
+
+        Returns:
+            Without guesses int64 [sequences] and log probabilities. With guesses int64 [sequences, longest], padded
+            with -1, and log probabilities of each token that is not -1.
+        
 
         Args:
             sampler: LMDeploy's own; `(logits, sampling_inputs, inputs)` -> (token of each row, log probabilities).
@@ -223,7 +227,7 @@ class Speculator:
             if text.may_guess:  # of others nothing is told
                 told.append((request, tokens))
             if stops is not None and tokens[-1] in stops[place]:
-                text.left = 0  # it has ended: what further steps of the round say of it is nobody's
+                text.left = 0  # it has ended: its tokens in further steps of the round are dropped
         for request, why in self._guarded.accept(told):
             self._blame(request, why)
 
@@ -302,7 +306,7 @@ class Speculator:
             self._guarded.count(why, request)
 
     def report(self) -> dict[str, Any]:
-        """What is the strategy's `own` may be that of a moment before it became quiet: this is another thread than its own."""
+        """The strategy's `own` part may date from before it became quiet, since this is another thread."""
         return self.statistics.report() | self._guarded.report()
 
 

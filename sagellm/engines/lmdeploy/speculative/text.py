@@ -23,7 +23,7 @@ class Text:
     def __init__(self, tokens: np.ndarray, left: int = 0, floor: int = FAR) -> None:
         self._buffer = np.empty(len(tokens) + 256, np.int64)
         self._buffer[: len(tokens)] = tokens
-        self._late: list[int] = []  # of its latest tokens those that nobody has looked at
+        self._late: list[int] = []  # its latest tokens that were not read yet
         self.size = len(tokens)
         self.may_guess = self.is_blamed = False
         self.left, self.floor = left, floor
@@ -38,7 +38,7 @@ class Text:
         return view
 
     def append(self, tokens: tuple[int, ...]) -> None:
-        """In every step, also where nobody asks for guesses: a list takes them in a tenth of an array's time."""
+        """Called in every step: a list appends in a tenth of an array's time."""
         count = len(tokens)
         self._late += tokens
         self.size += count

@@ -12,7 +12,8 @@ from sagellm.accel.speculative.contract.exactness import Guesser
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import SpeculationError
 from sagellm.engines.base import SamplingParams
-from sagellm.engines.lmdeploy.speculative.draft_folder import check_folder, text_config
+from sagellm.engines.lmdeploy.model_folder import text_config
+from sagellm.engines.lmdeploy.speculative.draft_folder import check_folder
 
 __all__ = ["EngineTrial"]
 

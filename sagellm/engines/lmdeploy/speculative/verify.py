@@ -90,8 +90,8 @@ def _texts(all_ids: torch.Tensor, rows: torch.Tensor, drafts: Sequence[Sequence[
 def with_tails(texts: torch.Tensor, tails: Sequence[Sequence[int]]) -> torch.Tensor:
     """Texts of one length, int64 [rows, n], each with further tokens: [rows, n + longest].
 
-    One that gets fewer repeats its first token before it, where LMDeploy pads too: a penalty counts it once, and whoever looks
-    at the end of a text finds it there.
+    One that gets fewer repeats its first token before it, where LMDeploy pads too: a penalty counts it once, and the
+    end of the text has it.
     """
     longest = max(map(len, tails))
     made = texts.new_empty(len(tails), texts.shape[1] + longest)

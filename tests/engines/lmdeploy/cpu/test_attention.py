@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.core.errors import EngineError
-from sagellm.engines.lmdeploy.cpu.attention import (
+from sagellm.engines.lmdeploy.cpu.operators.attention import (
     CpuAttentionBuilder,
     CpuAttentionImpl,
     CpuAttentionMetadata,

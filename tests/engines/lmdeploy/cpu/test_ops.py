@@ -1,21 +1,30 @@
 """The other operators against their plain formulas."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from lmdeploy.pytorch.backends.base import OpType
 from lmdeploy.pytorch.backends.default.rotary_embedding import DefaultRotaryEmbeddingBuilder
 from lmdeploy.pytorch.backends.rotary_embedding import Llama3Parameters, RopeType, YarnParameters
 
-from sagellm.engines.lmdeploy.cpu.activation import CpuSiluAndMulImpl
-from sagellm.engines.lmdeploy.cpu.linear import SMALL, CpuLinearImpl, GatedLinear, can_pack, pack
-from sagellm.engines.lmdeploy.cpu.norm import CpuRMSNormImpl
-from sagellm.engines.lmdeploy.cpu.rotary import (
+from sagellm.core.errors import ConfigError
+from sagellm.engines.lmdeploy.cpu import operators
+from sagellm.engines.lmdeploy.cpu.backend import CpuOpsBackend
+from sagellm.engines.lmdeploy.cpu.graph import EagerRunner
+from sagellm.engines.lmdeploy.cpu.operators.activation import CpuSiluAndMulImpl
+from sagellm.engines.lmdeploy.cpu.operators.linear import SMALL, CpuLinearImpl, GatedLinear, can_pack, pack
+from sagellm.engines.lmdeploy.cpu.operators.norm import CpuRMSNormImpl
+from sagellm.engines.lmdeploy.cpu.operators.rotary import (
     CpuApplyRotaryEmbImpl,
     CpuRotaryEmbeddingBuilder,
     TabledRotaryEmbedding,
     _joined,
 )
-from sagellm.engines.lmdeploy.cpu.sampling import CpuMultinomialSamplingImpl, _uniform
+from sagellm.engines.lmdeploy.cpu.operators.sampling import CpuMultinomialSamplingImpl, _uniform
+
+TEXT = {"num_attention_heads": 2, "hidden_size": 32}
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +150,7 @@ def test_sampling_follows_the_probabilities():
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24])
 def test_a_token_without_probability_is_never_drawn(monkeypatch, uniform):
-    monkeypatch.setattr("sagellm.engines.lmdeploy.cpu.sampling._uniform", lambda seed, offset: uniform)
+    monkeypatch.setattr("sagellm.engines.lmdeploy.cpu.operators.sampling._uniform", lambda seed, offset: uniform)
     for scores in ([0, 0, 1, 0, 0], [0, 0.3, 0, 0.7, 0], [0.2] * 5, [1e-30, 0, 1, 1e-30, 0]):
         row = torch.tensor([scores], dtype=torch.float32)
         assert row[0, sample(row, torch.zeros(1, dtype=torch.int64))] > 0
@@ -170,3 +179,33 @@ def test_uniform_numbers_spread():
     assert len(set(values)) > 9900
     assert abs(sum(values) / len(values) - 0.5) < 0.01
     assert 0 <= _uniform(-5, 2**40) < 1
+
+
+def test_one_new_file_brings_builder_packing_and_size(tmp_path, monkeypatch):
+    source = """
+from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
+def mark(model):
+    model.is_marked = True
+FAMILY = OperatorFamily({OPERATOR: "builder"}, prepare=mark, extra_bytes=lambda text, dtype, context: 7 * context)
+"""
+    known = operators.extra_bytes(TEXT, "float32", 16)
+    monkeypatch.setattr(operators, "__path__", [*operators.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, f"{operators.__name__}.added", raising=False)
+    (tmp_path / "added.py").write_text(source.replace("OPERATOR", repr("LayerNorm")))
+    operators.families.cache_clear()
+    operators.builders.cache_clear()
+    try:
+        assert CpuOpsBackend.get_layer_impl_builder(OpType.LayerNorm) == "builder"
+        model = torch.nn.Identity()
+        model.ctx_mgr = None
+        EagerRunner(model, None, None, None, "cpu")
+        assert model.is_marked
+        assert operators.extra_bytes(TEXT, "float32", 16) == known + 7 * 16
+        (tmp_path / "again.py").write_text(source.replace("OPERATOR", repr("LayerNorm")))
+        operators.families.cache_clear()
+        operators.builders.cache_clear()
+        with pytest.raises(ConfigError, match="added.py and again.py both build LayerNorm"):
+            operators.builders()
+    finally:
+        operators.families.cache_clear()
+        operators.builders.cache_clear()

@@ -75,7 +75,7 @@ import sys
 import torch
 
 from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
-from sagellm.engines.lmdeploy.cpu.linear import pack, packed_linear
+from sagellm.engines.lmdeploy.cpu.operators.linear import pack, packed_linear
 
 
 class Heap(ctypes.Structure):

@@ -3,6 +3,8 @@
 import torch
 from lmdeploy.pytorch.backends.multinomial_sampling import MultinomialSamplingBuilder, MultinomialSamplingImpl
 
+from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
+
 
 class CpuMultinomialSamplingImpl(MultinomialSamplingImpl):
     """Inverse-transform sampling; one uniform number a row, drawn from (seed, offset) alone.
@@ -40,3 +42,6 @@ class CpuMultinomialSamplingBuilder(MultinomialSamplingBuilder):
     @staticmethod
     def build() -> CpuMultinomialSamplingImpl:
         return CpuMultinomialSamplingImpl()
+
+
+FAMILY = OperatorFamily(builders={"MultinomialSampling": CpuMultinomialSamplingBuilder})

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from lmdeploy.pytorch.backends.attention import AttentionBuilder, AttentionImpl, AttentionMetadata
 
 from sagellm.core.errors import EngineError
+from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
 
 
 @dataclass
@@ -316,3 +317,6 @@ class CpuAttentionBuilder(AttentionBuilder[CpuAttentionMetadata]):
             v_head_size=v_head_size,
             sliding_window=sliding_window,
         )
+
+
+FAMILY = OperatorFamily(builders={"PagedAttention": CpuAttentionBuilder})

@@ -4,7 +4,11 @@ import torch
 import torch.nn.functional as F
 from lmdeploy.pytorch import distributed as dist
 from lmdeploy.pytorch.backends.linear import LinearBuilder, LinearImpl
+from lmdeploy.pytorch.nn.linear.base import LinearBase
 from torch import nn
+
+from sagellm.engines.lmdeploy.cpu.operators.activation import CpuSiluAndMulImpl
+from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
 
 # Below so many elements oneDNN's call, of 20 us and more, takes longer than the product of a few float32 rows; from 16 rows
 # on, and with more elements, the reordered weight wins.
@@ -37,7 +41,7 @@ class CpuLinearImpl(LinearImpl):
     """y = x W^T + b."""
 
     def update_weights(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
-        """Weights stay as they are until the whole model is loaded; `graph.optimize` packs them then."""
+        """Weights stay as they are until the whole model is loaded; `pack_model` packs them then."""
         return weight, bias
 
     def forward(
@@ -78,3 +82,32 @@ class CpuLinearBuilder(LinearBuilder):
     @staticmethod
     def build(in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None):
         return CpuLinearImpl()
+
+
+def pack_model(model: nn.Module) -> None:
+    """Fuse gated layers, then pack the weights of all other linear layers. In place, after loading."""
+    for module in list(model.modules()):
+        _fuse_gate(module)
+    for module in model.modules():
+        if isinstance(module, LinearBase) and isinstance(getattr(module, "impl", None), CpuLinearImpl):
+            if can_pack(module.weight):
+                module.weight = nn.Parameter(pack(module.weight), requires_grad=False)
+
+
+def _fuse_gate(block: nn.Module) -> None:
+    """Turn `act_fn(gate_up_proj(x))` of a feed-forward block, where it is exactly that, into one layer."""
+    merged, activation = getattr(block, "gate_up_proj", None), getattr(block, "act_fn", None)
+    if not isinstance(merged, LinearBase) or not isinstance(getattr(merged, "impl", None), CpuLinearImpl):
+        return
+    if not isinstance(getattr(activation, "impl", None), CpuSiluAndMulImpl):
+        return
+    if merged.bias is not None or len(merged.lora_adapters) or not can_pack(merged.weight):
+        return
+    if merged.weight.dtype != torch.bfloat16:  # in float32 a second product costs more than what is saved
+        return
+    gate, up = merged.weight.detach().chunk(2, 0)
+    block.gate_up_proj = GatedLinear(gate, up)
+    block.act_fn = nn.Identity()
+
+
+FAMILY = OperatorFamily(builders={"Linear": CpuLinearBuilder}, prepare=pack_model)

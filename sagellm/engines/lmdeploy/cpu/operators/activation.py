@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from lmdeploy.pytorch.backends.activation import SiluAndMulBuilder, SiluAndMulImpl
 
+from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
+
 
 class CpuSiluAndMulImpl(SiluAndMulImpl):
     """silu(gate) * up for x = [gate, up]."""
@@ -18,3 +20,6 @@ class CpuSiluAndMulBuilder(SiluAndMulBuilder):
     @staticmethod
     def build(inplace: bool = False) -> CpuSiluAndMulImpl:
         return CpuSiluAndMulImpl()
+
+
+FAMILY = OperatorFamily(builders={"SiluAndMul": CpuSiluAndMulBuilder})

@@ -3,6 +3,8 @@
 import torch
 from lmdeploy.pytorch.backends.norm import RMSNormBuilder, RMSNormImpl
 
+from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
+
 
 class CpuRMSNormImpl(RMSNormImpl):
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
@@ -28,3 +30,6 @@ class CpuRMSNormBuilder(RMSNormBuilder):
     @staticmethod
     def build(hidden_size: int, eps: float = 1e-6) -> CpuRMSNormImpl:
         return CpuRMSNormImpl(hidden_size, eps)
+
+
+FAMILY = OperatorFamily(builders={"RMSNorm": CpuRMSNormBuilder})

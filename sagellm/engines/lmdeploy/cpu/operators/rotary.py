@@ -1,10 +1,15 @@
 """Rotary position embedding (Su et al., 2021): its table, and how it is applied, in place."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from lmdeploy.pytorch.backends.apply_rotary_emb import ApplyRotaryEmbBuilder, ApplyRotaryEmbImpl
 from lmdeploy.pytorch.backends.default.rotary_embedding import DefaultRotaryEmbeddingBuilder
 from lmdeploy.pytorch.backends.rotary_embedding import RopeType, RotaryEmbeddingBuilder
 from torch import nn
+
+from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
 
 # Of these a token's angles depend on its position alone; the others ask how long the longest text is.
 TABLED = (RopeType.Default, RopeType.LinearScaling, RopeType.Llama3, RopeType.Yarn)
@@ -31,6 +36,14 @@ class TabledRotaryEmbedding(nn.Module):
 
     def _table(self, x: torch.Tensor, size: int) -> torch.Tensor:
         return torch.cat(self._embedding(x, torch.arange(size, device=x.device)[None]), dim=-1)[0]
+
+
+def _table_bytes(text_config: Mapping[str, Any], dtype: str, context_length: int) -> int:
+    """Size of the table once every position of the context was used: [positions, 2 * dim]."""
+    heads = int(text_config["num_attention_heads"])
+    dim = int(text_config.get("head_dim") or text_config["hidden_size"] // heads)
+    positions = max(FIRST_POSITIONS, 1 << (context_length - 1).bit_length())
+    return positions * 2 * dim * (4 if dtype == "float32" else 2)
 
 
 class CpuRotaryEmbeddingBuilder(RotaryEmbeddingBuilder):
@@ -79,3 +92,9 @@ class CpuApplyRotaryEmbBuilder(ApplyRotaryEmbBuilder):
     @staticmethod
     def build() -> CpuApplyRotaryEmbImpl:
         return CpuApplyRotaryEmbImpl()
+
+
+FAMILY = OperatorFamily(
+    builders={"ApplyRotaryEmb": CpuApplyRotaryEmbBuilder, "RotaryEmbedding": CpuRotaryEmbeddingBuilder},
+    extra_bytes=_table_bytes,
+)

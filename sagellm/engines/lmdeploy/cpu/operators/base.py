@@ -1,0 +1,24 @@
+"""What one file of this folder says of its operators: builders, packing, size."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+__all__ = ["OperatorFamily"]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorFamily:
+    """The constant `FAMILY` of an operator's file; everything else of the CPU device is found through it.
+
+    Attributes:
+        builders: name of LMDeploy's `OpType` -> builder of the implementation.
+        prepare: changes a loaded model in place, once, as to pack its weights.
+        extra_bytes: (text part of config.json, dtype, context length) -> bytes that stay in use besides the weights.
+    """
+
+    builders: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[nn.Module], None] | None = None
+    extra_bytes: Callable[[Mapping[str, Any], str, int], int] | None = None
