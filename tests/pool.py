@@ -46,7 +46,7 @@ def check_blocks(scheduler: Any) -> None:
     held = {seq.seq_id: hooks.cache.num_held(seq) for seq in sequences}
     tier_of = _check_index(hooks, Counter(b for number, table in tables.items() for b in table[: held[number]]), memory)
 
-    references = Counter([*tier_of, *hooks.kv.host_blocks.reserved])
+    references = Counter([*tier_of, *hooks.kv.host_blocks.reserved, *hooks.kv.pool.reserved])
     for table in tables.values():
         assert len(set(table)) == len(table)
         references.update(table)

@@ -28,10 +28,10 @@ from sagellm.core.scheduling import (
 from sagellm.core.victims import VictimRequest
 
 __all__ = [
-    "COALESCE_S", "COMM_HOOKS", "DECISIONS", "NOTICES", "BlockCounts", "BlockId", "BlockState", "CommOp", "EngineHandle",
-    "EvictionDecision", "EvictionNotice", "EvictionReason", "KVBlockInfo", "MigrationPlan", "MigrationResult", "Phase",
-    "Plugin", "PrefixMatch", "PrefixQuery", "PrefixRelease", "PrefixUpdate", "RequestId", "RequestMetadata", "ScheduleDecision",
-    "ServiceLevel", "StepResult", "StepView", "Tier", "VictimRequest", "overrides",
+    "COALESCE_S", "COMM_HOOKS", "DECISIONS", "NOTICES", "AllocationResult", "BlockCounts", "BlockId", "BlockState", "CommOp",
+    "EngineHandle", "EvictionDecision", "EvictionNotice", "EvictionReason", "KVBlockInfo", "MigrationPlan", "MigrationResult",
+    "Phase", "Plugin", "PrefixMatch", "PrefixQuery", "PrefixRelease", "PrefixUpdate", "RequestId", "RequestMetadata",
+    "ScheduleDecision", "ServiceLevel", "StepResult", "StepView", "Tier", "VictimRequest", "overrides",
 ]  # fmt: skip
 
 COALESCE_S = 0.01
@@ -70,6 +70,13 @@ class KVBlockInfo:
     ref_count: int
     last_access: int
     tenant_id: str = ""
+
+
+class AllocationResult(NamedTuple):
+    """Blocks that a pool gave out, and their tier."""
+
+    block_ids: tuple[BlockId, ...]
+    tier: Tier
 
 
 class BlockCounts(NamedTuple):
@@ -232,6 +239,32 @@ class EngineHandle(Protocol):
 
     def get_block_info(self, block_ids: Sequence[int] | None = None) -> list[KVBlockInfo]:
         """Return information on these blocks, or on every block in use."""
+        ...
+
+    def allocate_blocks(self, count: int) -> AllocationResult:
+        """Reserve free blocks of the pool: no request and no cached prefix can use them until `free_blocks`.
+
+        The blocks hold no tokens. They are given back if the plug-in is switched off.
+
+        Raises:
+            CapacityError: fewer are free; nothing was reserved. Nothing is evicted for a plug-in.
+            PluginError: a negative count, or an engine that cannot do it.
+        """
+        ...
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        """Give reserved blocks back. Raises PluginError: one that this plug-in did not reserve; nothing was freed."""
+        ...
+
+    def get_utilization(self) -> float:
+        """Return the share of the pool's blocks that are not free, 0 to 1."""
+        ...
+
+    def get_fragmentation(self) -> float:
+        """Return the share of the token slots in allocated blocks that hold no token, 0 to 1. O(requests).
+
+        A paged pool has no other fragmentation: any free block serves any request.
+        """
         ...
 
     def migrate_blocks(self, plan: MigrationPlan) -> MigrationResult:

@@ -6,8 +6,9 @@ _HOME = {
     "AllocationResult": "base", "FetchDecision": "base", "KVBackendProtocol": "base", "KVBlockInfo": "base",
     "MigrationPlan": "base", "MigrationResult": "base", "RoomDecision": "base", "TierStore": "base",
     "BlockManager": "blocks", "DiskStore": "disk_store", "HierarchyManager": "hierarchy", "HostStore": "host_store",
-    "KVMigrator": "migrator", "KVPool": "pool", "MemoryBackend": "memory_backend", "QuotaManager": "quota",
-    "TierSpec": "tier_spec",
+    "KVMigrator": "migrator", "KVPool": "pool", "MemoryBackend": "simulated_backend", "QuotaManager": "quota",
+    "SimulatedBackend": "simulated_backend",
+    "TierSpec": "tier_spec", "TieredBackendProtocol": "base",
 }  # fmt: skip
 
 __all__ = sorted(_HOME)

@@ -2,7 +2,7 @@
 
 Two halves that meet in `HierarchyManager`. The *books* say which block is where, who holds it and who owns it; they decide,
 run the same in the engine and in a replay, and touch no bytes. The *stores* hold bytes: pool memory, files. A `KVMigrator`
-copies between stores; a `KVBackendProtocol` is the engine (or the simulation) whose blocks these are.
+copies between stores. A `KVBackendProtocol` is the pool whose blocks these are: LMDeploy's, or a simulated one.
 
 Tiers, fastest first: gpu is the engine's own pool (also when a CPU device has it), cpu is memory of the host, nvme is files.
 A block is on gpu or on cpu, not on both; a file of it may stay on nvme beside that, since its content cannot change.
@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sagellm.core.errors import CapacityError, TierError
-from sagellm.core.hooks import KVBlockInfo, MigrationPlan, MigrationResult, RequestId, Tier
+from sagellm.core.hooks import AllocationResult, KVBlockInfo, MigrationPlan, MigrationResult, RequestId, Tier
 from sagellm.kv_policy.base import BlockKey, CachedBlock
 
 __all__ = [
     "AllocationResult", "BlockBytes", "BlockKey", "CachedBlock", "FetchDecision", "KVBackendProtocol", "KVBlockInfo",
-    "MigrationPlan", "MigrationResult", "RequestId", "RoomDecision", "StoreFullError", "StoredBlock", "Tier", "TierStore",
+    "MigrationPlan", "MigrationResult", "RequestId", "RoomDecision", "StoreFullError", "StoredBlock", "Tier",
+    "TierStore", "TieredBackendProtocol",
 ]  # fmt: skip
 
 BlockBytes = NDArray[np.uint8]  # [size_bytes of the block], contiguous
@@ -37,13 +38,6 @@ class StoredBlock(NamedTuple):
 
     block: CachedBlock
     digest: bytes = b""
-
-
-class AllocationResult(NamedTuple):
-    """Slots that a pool gave out, and its tier."""
-
-    block_ids: tuple[int, ...]
-    tier: Tier
 
 
 class RoomDecision(NamedTuple):
@@ -73,16 +67,16 @@ class FetchDecision(NamedTuple):
 
 
 class KVBackendProtocol(Protocol):
-    """An engine whose blocks are managed: LMDeploy's, or the one in memory that simulates one.
+    """A pool of blocks: LMDeploy's (`engines.lmdeploy.pool_backend.LMDeployPool`), or a simulated one.
 
-    Blocks are named by key. Every call returns at once; what takes time is a future, which ends on any thread.
+    Blocks are named by the integer that the backend knows them by: a key, or LMDeploy's block id. Every call returns at once.
     """
 
     block_size: int
     block_bytes: int
 
     def capacity(self, tier: Tier) -> int:
-        """Blocks; 0 where the tier does not exist."""
+        """Return the number of blocks; 0 where the tier does not exist."""
         ...
 
     def num_free(self, tier: Tier) -> int: ...
@@ -94,6 +88,10 @@ class KVBackendProtocol(Protocol):
     def drop(self, tier: Tier, keys: Sequence[BlockKey]) -> None:
         """Forget blocks of the tier; the room is free when this returns."""
         ...
+
+
+class TieredBackendProtocol(KVBackendProtocol, Protocol):
+    """A backend that also copies blocks to files and back; what takes time is a future, which ends on any thread."""
 
     def save(self, keys: Sequence[BlockKey], tier: Tier, deadline_s: float) -> Future[MigrationResult]:
         """Write copies of blocks to a slower tier; they stay where they are and must not move until the future has ended.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from sagellm.core.hooks import MigrationPlan, MigrationResult, RequestId, Tier
@@ -14,7 +15,7 @@ from sagellm.kv_policy.base import (
     MigrationPolicy,
     MigrationPurpose,
 )
-from sagellm.kv_runtime.base import FetchDecision, KVBackendProtocol, RoomDecision
+from sagellm.kv_runtime.base import FetchDecision, RoomDecision, TieredBackendProtocol
 from sagellm.kv_runtime.blocks import BlockManager
 from sagellm.kv_runtime.lines import kind_of, line_fields
 from sagellm.kv_runtime.placement import Placement
@@ -55,7 +56,7 @@ class HierarchyManager:
     """
 
     def __init__(
-        self, tiers: Sequence[TierSpec], backend: KVBackendProtocol | None = None, *,
+        self, tiers: Sequence[TierSpec], backend: TieredBackendProtocol | None = None, *,
         migration: MigrationPolicy | None = None, quota: QuotaManager | None = None,
         record: Callable[..., None] | None = None, make_policy: MakePolicy | None = None,
         origin: Mapping[str, Any] | None = None,
@@ -326,10 +327,39 @@ class HierarchyManager:
     # following a decision
 
     def carry_out(self, room: RoomDecision, time_s: float, deadline_s: float = 1.0) -> None:
-        """Follow a decision on the backend, waiting for copies, and tell the books. What does not move goes for good."""
-        from sagellm.kv_runtime.carry_out import carry_out
+        """Follow a decision on the backend: drop, move, wait for copies, and update the books. Drop what does not move.
 
-        carry_out(self, room, time_s, deadline_s)
+        Raises:
+            RuntimeError: the manager was built without a backend.
+        """
+        if self.backend is None:
+            raise RuntimeError("a decision is carried out on a backend; this manager was built without one")
+        for tier, drops in groupby(room.drop, key=lambda each: each[0]):
+            self._drop(tier, [key for _, key, _ in drops], time_s)
+        for plan in room.demote:
+            if plan.dst_tier is Tier.NVME:
+                self._save(self.backend, plan, time_s, deadline_s)
+                continue
+            result = self.backend.migrate(plan)
+            self.moved(plan, result, time_s)
+            # The blocks below a dropped block are dropped with it; its own children came before it.
+            for key in (BlockKey(key) for key in result.refused):
+                self._drop(plan.dst_tier, self.books.below(key, plan.dst_tier), time_s)
+                self._drop(plan.src_tier, [key], time_s)
+
+    def _drop(self, tier: Tier, keys: Sequence[BlockKey], time_s: float) -> None:
+        if keys and self.backend is not None:
+            self.backend.drop(tier, keys)
+            self.dropped(tier, keys, time_s)
+
+    def _save(self, backend: TieredBackendProtocol, plan: MigrationPlan, time_s: float, deadline_s: float) -> None:
+        keys = [BlockKey(key) for key in plan.block_ids]
+        self.saving(keys, time_s)
+        result = backend.save(keys, plan.dst_tier, deadline_s).result()
+        self.saved([BlockKey(key) for key in result.moved], time_s)
+        for key, reason in result.refused.items():
+            self.failed([BlockKey(key)], reason, time_s)
+        self._drop(plan.src_tier, keys, time_s)
 
     def report(self) -> dict[str, Any]:
         """Numbers under names, nested by label: what the tiers hold, events, and why blocks had to go."""
@@ -344,6 +374,7 @@ class HierarchyManager:
             "arriving_blocks": {tier.value: self._place.num_arriving[tier] for tier in tiers},
             "events": dict(self.counts),
             "victims": victims,
+            "quota_violations": self.quota.violations(),
         }
 
     def _observe_use(self, keys: Sequence[BlockKey], time_s: float) -> None:

@@ -23,6 +23,7 @@ class QuotaManager:
     def __init__(self, limits: Mapping[str, Mapping[str, int | float]], capacities: Mapping[Tier, int]) -> None:
         self._limits: dict[tuple[str, Tier], int] = {}
         self._usage: Counter[tuple[str, Tier]] = Counter()
+        self._violations: Counter[tuple[str, Tier]] = Counter()
         shares: Counter[Tier] = Counter()
         for tenant, by_tier in limits.items():
             for name, value in by_tier.items():
@@ -36,7 +37,18 @@ class QuotaManager:
                 )
 
     def charge(self, tenant_id: str, tier: Tier, count: int = 1) -> None:
+        """Add blocks to what a tenant has; each one above its limit is a violation until room is made."""
         self._usage[tenant_id, tier] += count
+        limit = self._limits.get((tenant_id, tier)) if self._limits else None
+        if limit is not None and self._usage[tenant_id, tier] > limit:
+            self._violations[tenant_id, tier] += min(count, self._usage[tenant_id, tier] - limit)
+
+    def violations(self) -> dict[str, dict[str, int]]:
+        """Return tier -> tenant -> blocks that came above the tenant's limit since the start; 0 for limits that held."""
+        by_tier: dict[str, dict[str, int]] = {}
+        for tenant, tier in self._limits:
+            by_tier.setdefault(tier.value, {})[tenant] = self._violations[tenant, tier]
+        return by_tier
 
     def release(self, tenant_id: str, tier: Tier, count: int = 1) -> None:
         self._usage[tenant_id, tier] -= count

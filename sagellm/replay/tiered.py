@@ -18,7 +18,7 @@ from sagellm.replay.policies import BELADY, Contestant
 
 if TYPE_CHECKING:
     from sagellm.kv_runtime.hierarchy import HierarchyManager
-    from sagellm.kv_runtime.memory_backend import MemoryBackend
+    from sagellm.kv_runtime.simulated_backend import SimulatedBackend
 
 DEFAULT_TOKEN_BYTES = 12_288  # 24 layers, 2 KV heads of 64, keys and values, 16 bits each: Qwen2.5-0.5B
 
@@ -56,7 +56,7 @@ def parse_tiers(text: str) -> dict[Tier, int]:
 
 def build_manager(
     trace: Trace, contestant: Contestant, tiers: Mapping[Tier, int], *, migration: str, reference: bool, token_bytes: int
-) -> tuple["HierarchyManager", "MemoryBackend"]:  # fmt: skip
+) -> tuple["HierarchyManager", "SimulatedBackend"]:  # fmt: skip
     """Books over these tiers, with one policy of the contestant's kind on each, and their backend.
 
     Raises:
@@ -65,14 +65,14 @@ def build_manager(
     """
     from sagellm.kv_policy.registry import make_migration_policy
     from sagellm.kv_runtime.hierarchy import HierarchyManager
-    from sagellm.kv_runtime.memory_backend import MemoryBackend
+    from sagellm.kv_runtime.simulated_backend import SimulatedBackend
     from sagellm.kv_runtime.tier_spec import TierSpec
 
     build = contestant.build
     if build is None:
         raise ConfigError(f"policy {BELADY} knows the future of one tier only; leave it out with --tiers.")
     block_bytes = token_bytes * trace.block_size
-    backend = MemoryBackend(dict(tiers), block_size=trace.block_size, block_bytes=block_bytes)
+    backend = SimulatedBackend(dict(tiers), block_size=trace.block_size, block_bytes=block_bytes)
     manager = HierarchyManager(
         [TierSpec(tier, capacity, contestant.name, contestant.options) for tier, capacity in tiers.items()], backend,
         migration=None if migration == "always" else make_migration_policy(migration),
@@ -92,7 +92,7 @@ class TieredReplay:
     """
 
     def __init__(
-        self, trace: Trace, manager: "HierarchyManager", backend: "MemoryBackend", *, capacity: int, running: int = 1,
+        self, trace: Trace, manager: "HierarchyManager", backend: "SimulatedBackend", *, capacity: int, running: int = 1,
         soon: int | None = None,
     ) -> None:  # fmt: skip
         self._trace, self._manager, self._backend = trace, manager, backend

@@ -1,10 +1,17 @@
 """What the engine process counted, among LMDeploy's own Prometheus metrics."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UnknownMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    UnknownMetricFamily,
+)
 
 from sagellm.core.hooks import BlockCounts
 from sagellm.prefix_reuse import PrefixReuseMetrics
@@ -62,6 +69,8 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
     yield _counter("sagellm_evicted_blocks", "Blocks given up, by reason.", "reason", report["evicted"])
     if "migrated" in report:
         yield _counter("sagellm_migrated_blocks", "Blocks moved, by the tier moved to.", "tier", report["migrated"])
+    if "pool" in report:
+        yield from _pool(report["pool"])
     yield from _lookups(report)
     if report.get("prefix_index"):
         yield from PrefixReuseMetrics.from_counters(report["prefix_index"]).families()
@@ -132,6 +141,23 @@ def _guesses(report: dict[str, Any]) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "sagellm_speculative_faults", "Requests that a mistake of the strategy left without guesses.", value=report["faults"]
     )
+
+
+def _pool(report: dict[str, Any]) -> Iterator[Metric]:
+    yield GaugeMetricFamily("sagellm_kv_utilization", "Share of the pool's blocks that are not free.", report["utilization"])
+    text = "Share of the token slots in allocated blocks that hold no token."
+    yield GaugeMetricFamily("sagellm_kv_fragmentation", text, report["fragmentation"])
+    yield GaugeMetricFamily("sagellm_kv_reserved_blocks", "Blocks of the pool that plug-ins allocated.", report["reserved"])
+    text = "Duration of calls of plug-ins that allocate, free or migrate blocks."
+    family = HistogramMetricFamily("sagellm_kv_operation_seconds", text, labels=["operation"])
+    for name, row in report["latencies"].items():
+        bounds = [*map(str, row["bounds_s"]), "+Inf"]
+        family.add_metric([name], list(zip(bounds, accumulate(row["counts"]), strict=True)), row["sum_s"])
+    yield family
+    for at, unit in enumerate(("bytes", "seconds")):
+        text = f"{unit.capitalize()} of copies between pool and host tier, in passes that copied one way."
+        values = {name: row[at] for name, row in report["copied"].items()}
+        yield _counter(f"sagellm_kv_migration_{unit}", text, "direction", values)
 
 
 def _lookups(report: dict[str, Any]) -> Iterator[Metric]:

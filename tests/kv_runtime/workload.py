@@ -5,7 +5,7 @@ import random
 from sagellm.core.hooks import MigrationPlan, Tier
 from sagellm.kv_policy.base import CachedBlock
 from sagellm.kv_runtime.hierarchy import HierarchyManager
-from sagellm.kv_runtime.memory_backend import MemoryBackend
+from sagellm.kv_runtime.simulated_backend import SimulatedBackend
 from sagellm.kv_runtime.tier_spec import TierSpec
 from tests.kv_runtime.policies import make_policy
 
@@ -23,7 +23,7 @@ def manager_of(policy="lru", gpu=8, cpu=0, nvme=0, *, fault=None, **options):
     """A manager with a backend in memory; tiers of no blocks are left out."""
     sizes = {Tier.GPU: gpu, Tier.CPU: cpu, Tier.NVME: nvme}
     tiers = [TierSpec(tier, blocks, policy) for tier, blocks in sizes.items() if blocks]
-    backend = MemoryBackend({spec.tier: spec.capacity for spec in tiers}, block_bytes=10, fault=fault)
+    backend = SimulatedBackend({spec.tier: spec.capacity for spec in tiers}, block_bytes=10, fault=fault)
     return HierarchyManager(tiers, backend, **{"make_policy": make_policy, **options})
 
 

@@ -9,7 +9,15 @@ import numpy as np
 from sagellm.core.errors import PluginError
 from sagellm.core.events import Recorder
 from sagellm.core.guard import PluginGuard
-from sagellm.core.hooks import BlockCounts, EvictionNotice, KVBlockInfo, MigrationPlan, MigrationResult, Tier
+from sagellm.core.hooks import (
+    AllocationResult,
+    BlockCounts,
+    EvictionNotice,
+    KVBlockInfo,
+    MigrationPlan,
+    MigrationResult,
+    Tier,
+)
 from sagellm.engines.lmdeploy.kv_manager import KVManager
 
 OUTSIDE = "the engine handle works inside a hook only, on the thread that runs the hook."
@@ -38,6 +46,18 @@ class Handle:
 
     def get_block_info(self, block_ids: Sequence[int] | None = None) -> list[KVBlockInfo]:
         return self._ask(self._kv.info, None if block_ids is None else self._plain(block_ids))
+
+    def allocate_blocks(self, count: int) -> AllocationResult:
+        return self._ask(self._kv.pool.allocate, int(count), self._guard.name)
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        self._ask(self._kv.pool.free, self._plain(block_ids), self._guard.name)
+
+    def get_utilization(self) -> float:
+        return self._ask(self._kv.pool.get_utilization)
+
+    def get_fragmentation(self) -> float:
+        return self._ask(self._kv.pool.get_fragmentation)
 
     def migrate_blocks(self, plan: MigrationPlan) -> MigrationResult:
         plan = MigrationPlan(Tier(plan.src_tier), Tier(plan.dst_tier), tuple(self._plain(plan.block_ids)))

@@ -8,6 +8,7 @@ it reads or writes any block. Two rules keep that order harmless: a block restor
 again, and a host slot freed by a restore is not handed out before that pass was sent.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from sagellm.core.hooks import (
 from sagellm.core.host import PluginHost
 from sagellm.engines.lmdeploy.host_blocks import HostBlocks
 from sagellm.engines.lmdeploy.host_memory import BlockBytes, HostCache, open_host_cache
+from sagellm.engines.lmdeploy.pool_backend import LMDeployPool
 from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache
 
 BUILT_IN = "lru"
@@ -51,6 +53,8 @@ class KVManager:
         self.num_blocks = self._allocator._log_mem.num_blocks()  # of the pool and the host tier together
         self.cache_engine: Any = None  # LMDeploy's, where it is in this process; set once the engine is built
         self.host_blocks = HostBlocks(scheduler, cache, block_bytes, self._open_host_memory)
+        self.pool = LMDeployPool(scheduler, self)
+        self.tenant_of: dict[int, str] = {}  # cached block -> the tenant that computed it, where it has a name
         self._num_sent = 0
         self._outs: dict[int, int] = {}  # pool slot -> host slot, to be copied with the next pass
         self._ins: dict[int, int] = {}  # host slot -> pool slot
@@ -85,6 +89,8 @@ class KVManager:
             ids = np.asarray(block_ids, dtype=np.int64)
             if ids.size and not 0 <= ids.min() <= ids.max() < memory.num_blocks():
                 raise PluginError(f"block ids {ids.tolist()}: allowed are 0 to {memory.num_blocks() - 1}.")
+        uncached = ids[(memory.ref_count[ids] > 0) & ~self._cache.is_cached[ids]]
+        held = self.pool.tenants_of(uncached.tolist()) if len(uncached) else {}
         return [
             KVBlockInfo(
                 block_id=block,
@@ -93,6 +99,7 @@ class KVManager:
                 size_bytes=self.block_bytes,
                 ref_count=refs,
                 last_access=access,
+                tenant_id=(self.tenant_of if self._cache.is_cached[block] else held).get(block, ""),
             )
             for block, refs, access, on_device in zip(
                 ids.tolist(),
@@ -102,6 +109,18 @@ class KVManager:
                 strict=True,
             )
         ]
+
+    def on_device(self, ids: BlockIds) -> np.ndarray:
+        """bool [n]: whether each block lies in the pool."""
+        return self._cache.on_device(ids)
+
+    def note_tenant(self, block_ids: Sequence[int], tenant: str) -> None:
+        """Remember whose request computed these blocks, which are cached from now on."""
+        if tenant:
+            self.tenant_of.update(dict.fromkeys(block_ids, tenant))
+        elif self.tenant_of:
+            for block in block_ids:
+                self.tenant_of.pop(block, None)
 
     def _state(self, block: int, refs: int) -> BlockState:
         if refs == 0:
@@ -255,6 +274,7 @@ class KVManager:
         pair = (plan.src_tier, plan.dst_tier)
         if pair not in moves:
             raise PluginError(f"cannot migrate {pair[0].value} -> {pair[1].value}; allowed: gpu -> cpu, cpu -> gpu.")
+        start_s = time.perf_counter()
         moved, refused = [], {}
         for block in map(int, plan.block_ids):
             why = self._why_not(block) or moves[pair](block)
@@ -262,6 +282,7 @@ class KVManager:
                 refused[block] = why
             else:
                 moved.append(block)
+        self.pool.latencies["migrate"].since(start_s)
         self.migrated[pair[1]] += len(moved)
         self._host.recorder.write(
             "migrate", policy=policy, src=pair[0].value, dst=pair[1].value, moved=moved, refused=refused

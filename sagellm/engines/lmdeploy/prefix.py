@@ -159,6 +159,8 @@ class PrefixHooks:
         replaced = self._cache.publish(seq, num_blocks)
         if replaced is not None:
             self._kv.give_up(replaced, BUILT_IN, "computed again on the device")
+        if (tenant := tenant_of(seq)) or self._kv.tenant_of:
+            self._kv.note_tenant(seq.logical_blocks[first:num_blocks].tolist(), tenant)
         if self._is_heard:
             self._tell_stored(seq, first, seq.logical_blocks[first:num_blocks])
 

@@ -93,8 +93,8 @@ class SchedulerHooks:
             atexit.register(gc.freeze)
         self.kv.cache_engine = engine = cache_engine_of(executor)
         config = self._scheduler.cache_config
-        # On a CPU copies are made at once, so that they can be timed; only a plug-in would want to know.
-        if config.device_type == "cpu" and config.num_cpu_blocks and self._host.listens("on_step_end") and engine is not None:
+        # On a CPU copies are made at once, so that they can be timed. Only plug-ins move blocks.
+        if config.device_type == "cpu" and config.num_cpu_blocks and self._is_told and engine is not None:
             self._steps.swap_times = SwapTimes(engine)
 
     def tokens_of(self, request_id: int) -> tuple[np.ndarray, str]:
@@ -157,9 +157,10 @@ class SchedulerHooks:
 
     def _free_forsaken(self) -> None:
         """Blocks that a plug-in reserved before it was switched off."""
-        for name in self.kv.host_blocks.owners():
-            if not self._host.guards[name].healthy:
-                self.kv.host_blocks.free_all_of(name)
+        for blocks in (self.kv.host_blocks, self.kv.pool):
+            for name in blocks.owners():
+                if not self._host.guards[name].healthy:
+                    blocks.free_all_of(name)
 
     # ---- prefixes (0002)
 
@@ -235,6 +236,8 @@ class SchedulerHooks:
         if self._times_tokens:
             note_tokens(running, cut, end_s)
         result = self._steps.result(step, loop, len(running), end_s, duration_s)
+        if result.swap_s:
+            self.kv.pool.note_copies(result.bytes_in, result.bytes_out, result.swap_s)
         if self.speculation is not None and is_decoding:
             result = self.speculation.told(result, running)
         if self._recorder.enabled:
@@ -276,6 +279,7 @@ class SchedulerHooks:
             "blocks": self.kv.counts()._asdict(),
             "evicted": {reason.value: number for reason, number in self.kv.evicted.items()},
             "migrated": {tier.value: number for tier, number in self.kv.migrated.items()},
+            "pool": self.kv.pool.report(),
             "preempted": self._num_preempted,
             "chunks": self.choice.chunks.num_cut,
             "prefix": asdict(self.prefix.first),

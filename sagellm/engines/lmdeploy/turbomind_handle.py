@@ -11,6 +11,7 @@ import numpy as np
 from sagellm.core.errors import PluginError
 from sagellm.core.guard import PluginGuard
 from sagellm.core.hooks import (
+    AllocationResult,
     BlockCounts,
     BlockState,
     EvictionNotice,
@@ -54,6 +55,21 @@ class Handle:
         if foreign := sorted(set(ids) - access.keys()):
             raise PluginError(f"blocks {foreign} are no candidates; TurboMind tells a plug-in of those alone.")
         return [KVBlockInfo(block, Tier.GPU, BlockState.CACHED, self.block_bytes, 0, access[block]) for block in ids]
+
+    def allocate_blocks(self, count: int) -> AllocationResult:
+        """Always raises: only the engine's threads can allocate."""
+        raise PluginError("TurboMind's pool gives no blocks to plug-ins; use the PyTorch engine.")
+
+    def free_blocks(self, block_ids: Sequence[int]) -> None:
+        raise PluginError("TurboMind's pool gives no blocks to plug-ins, so there are none to free.")
+
+    def get_utilization(self) -> float:
+        """Raises PluginError outside `select_victims` and `schedule`."""
+        counts = self.block_counts()
+        return 1 - counts.free / counts.total
+
+    def get_fragmentation(self) -> float:
+        raise PluginError("TurboMind does not tell how many tokens its blocks hold; use the PyTorch engine.")
 
     def migrate_blocks(self, plan: MigrationPlan) -> MigrationResult:
         """Always raises: each rank must move its share of a block on its own thread, where no Python is."""

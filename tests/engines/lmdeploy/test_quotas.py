@@ -28,3 +28,4 @@ def test_a_quota_keeps_a_scan_from_what_others_have(start_engine, quotas, expect
     assert hits_of_the_guest(engine) == expected
     (report,) = engine.hooks.report()["plugins"].values()
     assert set(report["blocks"]["gpu"]) == {"guest", "scanner"}
+    assert bool(report["quota_violations"].get("gpu", {}).get("scanner")) == bool(quotas), report["quota_violations"]

@@ -9,14 +9,14 @@ from itertools import count
 from sagellm.core.errors import CapacityError, TierError
 from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
 from sagellm.kv_policy.base import BlockKey
-from sagellm.kv_runtime.base import KVBackendProtocol
+from sagellm.kv_runtime.base import TieredBackendProtocol
 
-__all__ = ["MemoryBackend"]
+__all__ = ["SimulatedBackend"]
 
 Fault = Callable[[str, BlockKey], str | None]
 
 
-class MemoryBackend(KVBackendProtocol):
+class SimulatedBackend(TieredBackendProtocol):
     """Holds keys by tier, with the capacities, refusals and futures of a real backend.
 
     Moves between gpu and cpu are done when the call returns. Saves and loads of a block take its bytes over
@@ -180,3 +180,5 @@ class MemoryBackend(KVBackendProtocol):
                 f"there is no tier {tier.value} here; there are {', '.join(on.value for on in self._held)}."
             )
         return self._held[tier]
+
+MemoryBackend = SimulatedBackend  # the name of earlier versions, which `comm_backend` has for another thing

@@ -4,7 +4,7 @@ import pytest
 
 from sagellm.core.errors import CapacityError, TierError
 from sagellm.core.hooks import MigrationPlan, Tier
-from sagellm.kv_runtime.memory_backend import MemoryBackend
+from sagellm.kv_runtime.simulated_backend import SimulatedBackend
 from tests.kv_runtime.backend_contract import BackendContract
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
@@ -12,7 +12,7 @@ SIZES = {GPU: 4, CPU: 2, NVME: 2}
 
 
 def filled(**options):
-    backend = MemoryBackend(SIZES, block_size=16, block_bytes=100, **options)
+    backend = SimulatedBackend(SIZES, block_size=16, block_bytes=100, **options)
     backend.put((1, 2, 3))
     return backend
 
@@ -68,5 +68,5 @@ def test_misuse():
     with pytest.raises(TierError, match="cannot migrate gpu -> nvme"):
         backend.migrate(MigrationPlan(GPU, NVME, (1,)))
     with pytest.raises(TierError, match="no tier cpu"):
-        MemoryBackend({GPU: 1}).drop(CPU, ())
-    assert MemoryBackend({GPU: 1}).capacity(CPU) == 0
+        SimulatedBackend({GPU: 1}).drop(CPU, ())
+    assert SimulatedBackend({GPU: 1}).capacity(CPU) == 0
