@@ -66,7 +66,7 @@ class NativeARC(NativeEvictionPolicy):
 class NativeS3FIFO(NativeEvictionPolicy):
     """S3-FIFO with a queue of `int(small_ratio * capacity)`, ghosts for `int(ghost_ratio * capacity)`, the rest main.
 
-    What was hit `move_to_main` times leaves the small queue for the main one. Until a victim is asked for the first time,
+    A block with `move_to_main` hits moves from the small queue to the main one. Until a victim is asked for the first time,
     blocks that find the small queue full go to the main queue.
 
     Source: Yang et al., SOSP 2023; request by request as libCacheSim 0.3.5, `S3FIFO`, with small_size_ratio .1,
