@@ -75,14 +75,13 @@ KNOWN: dict[str, int] = {
     "sagellm/accel": 2,
     "sagellm/comm_backend": 115,
     "sagellm/demo_model": 1,
-    "sagellm/engines": 52,
+    "sagellm/engines": 2,
     "sagellm/kv_policy": 2,
     "sagellm/kv_runtime": 82,
     "sagellm/patching": 5,
     "sagellm/pd": 5,
     "sagellm/replay": 47,
     "sagellm/scheduler_ir": 104,
-    "sagellm/serve": 38,
 }
 
 
