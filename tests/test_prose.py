@@ -81,7 +81,7 @@ KNOWN: dict[str, int] = {
     "sagellm/patching": 5,
     "sagellm/pd": 5,
     "sagellm/replay": 47,
-    "sagellm/scheduler_ir": 104,
+    "sagellm/scheduler_ir": 8,
 }
 
 

@@ -16,7 +16,7 @@ DOT = str.maketrans({'"': '\\"', "\\": "\\\\", "\n": " ", "\r": " "})
 
 
 class Drawable(Protocol):
-    """What is needed of an `IRGraph`."""
+    """The part of an `IRGraph` that drawing needs."""
 
     def __iter__(self) -> Iterator[IRNode]: ...
 
@@ -24,7 +24,7 @@ class Drawable(Protocol):
 
 
 def describe(node: IRNode) -> list[str]:
-    """What a person wants to see of it, in lines."""
+    """Return the label of a node, in lines."""
     config, lines = node.config, [node.node_id, node.node_type.value]
     requests = node.requests
     if len(requests) > MOST_REQUESTS:

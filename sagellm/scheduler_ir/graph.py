@@ -201,7 +201,7 @@ class IRGraph:
         return graph._copy() if graph is self else graph
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can say. Raises PlanError: a config that it cannot, naming the node."""
+        """Return plain values for JSON. Raises PlanError: a config that it cannot, naming the node."""
         return {"format": FORMAT, "nodes": [node_to_dict(node) for node in self]}
 
     @classmethod
@@ -241,5 +241,5 @@ class IRGraph:
         return to_mermaid(self)
 
     def diff(self, other: "IRGraph") -> GraphDiff:
-        """What was done to this graph to make the other one. Nodes are the same if their ids are."""
+        """Return the changes that turn this graph into the other one. Nodes are the same if their ids are."""
         return diff_graphs(self, other)
