@@ -77,10 +77,10 @@ KNOWN: dict[str, int] = {
     "sagellm/demo_model": 1,
     "sagellm/engines": 2,
     "sagellm/kv_policy": 2,
-    "sagellm/kv_runtime": 82,
+    "sagellm/kv_runtime": 11,
     "sagellm/patching": 5,
     "sagellm/pd": 5,
-    "sagellm/replay": 47,
+    "sagellm/replay": 1,
     "sagellm/scheduler_ir": 8,
 }
 

@@ -18,7 +18,7 @@ class Agreement:
         self._num_unlinked = 0  # blocks whose place among the others is not known yet
 
     def is_in_step(self, counts: BlockCounts) -> bool:
-        """Whether the engine counts as many blocks of the pool that nobody holds as the books do."""
+        """Return whether the engine and the books count equally many unheld blocks of the pool."""
         is_even = counts.cached == self._books.num_unlocked(Tier.GPU)
         return is_even and not self._num_unlinked and self._engine.num_lost_notices == self._num_lost
 
@@ -57,7 +57,7 @@ class Agreement:
         self._num_lost = self._engine.num_lost_notices
 
     def _check_known(self, on_device: dict[int, bool], now_s: float) -> None:
-        """Of the blocks that the books know: where they are, and whether somebody holds them."""
+        """Return places of the known blocks, and whether requests hold them."""
         infos = self._engine.get_block_info(list(self._blocks.key_of))
         locked, unlocked = [], []
         for info in infos:

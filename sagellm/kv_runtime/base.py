@@ -45,7 +45,7 @@ class RoomDecision(NamedTuple):
 
     Attributes:
         demote: moves to slower tiers, to be made in this order, the slowest tiers first.
-        drop: (tier, key, reason) of blocks that go for good, in this order and before the moves.
+        drop: (tier, key, reason) of blocks that are dropped, in this order and before the moves.
         victims: (key, reason) of the blocks that leave the tier that was asked for, moved or dropped, in the policy's order.
     """
 
@@ -55,7 +55,7 @@ class RoomDecision(NamedTuple):
 
 
 class FetchDecision(NamedTuple):
-    """What of a prefix that is not on gpu to bring there: the first `len(keys)` blocks behind the `num_resident` that are.
+    """Blocks of a prefix to bring to gpu: the first `len(keys)` after the `num_resident` that are there.
 
     `tiers`: where each lies now; `net_benefit_s`: seconds saved against computing them; `reason` also says why not more.
     """
@@ -113,7 +113,7 @@ class TieredBackendProtocol(KVBackendProtocol, Protocol):
 class TierStore(Protocol):
     """Holds the bytes of blocks by key. Thread-safe. Writing is in two phases: `prepare`, fill, then `commit` or `abort`.
 
-    What is prepared cannot be found; what is committed is whole. Raises TierError when read-only, broken or closed, and for
+    Prepared blocks cannot be found; committed ones are whole. Raises TierError when read-only, broken or closed, and for
     a key that is there, or on its way, already; StoreFullError, which is one, when full.
 
     `capacity_bytes` may fall where a medium turns out to hold less (`DiskStore`). A store may have two things more, of which a
@@ -160,9 +160,9 @@ class TierStore(Protocol):
     def keys(self) -> list[BlockKey]: ...
 
     def used_bytes(self) -> int:
-        """Of what is committed and of what is prepared; never above `capacity_bytes`."""
+        """Bytes of committed and prepared blocks; never above `capacity_bytes`."""
         ...
 
     def close(self) -> None:
-        """What is prepared is aborted. A second call does nothing."""
+        """Prepared blocks are aborted. A second call does nothing."""
         ...

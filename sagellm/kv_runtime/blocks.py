@@ -61,8 +61,8 @@ class BlockManager:
     whose parent is gone. On both: reads of children's files, which would be of no use. On nvme: children on nvme and reads
     under way; a file is found by its key, so a child without its parent is of no use until that is back, and of use again then.
 
-    What comes twice is defined: a block that is on the tier already stays as it was; a request that is unknown, or lets go
-    twice, holds nothing; a block that goes while requests hold it is taken from what they hold.
+    Repeated events are defined. A block that is on the tier already stays as it was. A request that is unknown, or
+    releases twice, holds nothing. A block that is evicted while requests hold it is taken from them.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class BlockManager:
         return gone
 
     def unlock_all(self, key: BlockKey) -> None:
-        """Nobody holds the block any more, whoever did. O(blocks held)."""
+        """Release the block from all requests. O(blocks held)."""
         for held in self._held.values():
             for place, other in enumerate(held):
                 if other == key:

@@ -24,7 +24,7 @@ class Costs:
         self._next_fit = MIN_SAMPLES
 
     def add(self, step: StepResult) -> None:
-        """A step has ended. Of prompts those count that were computed alone: only then is it known what their tokens cost."""
+        """A step has ended. Only prompts that were computed alone count, since only then the cost of their tokens is known."""
         if step.phase is Phase.PREFILL and step.num_requests == 1 and step.num_tokens > 0 and step.duration_s > 0:
             self._prefill.append((step.num_tokens, step.num_context_tokens, step.duration_s))
             self._num_prefills += 1

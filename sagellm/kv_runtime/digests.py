@@ -14,8 +14,8 @@ __all__ = ["Digests", "token_digests"]
 def token_digests(tokens: np.ndarray, namespace: str, block_size: int, before: bytes = b"") -> list[bytes]:
     """For each full block 16 bytes that stand for the namespace and every token up to its end.
 
-    `before`: the digest of the block before the first of `tokens`; none at the start of a sequence. blake2b, so nobody can
-    build another sequence with the digest of this one, as they could with the 64-bit keys.
+    `before`: the digest of the block before the first of `tokens`; none at the start of a sequence. With blake2b no
+    other sequence with the same digest can be built, as it could with the 64-bit keys.
     """
     digest = before or _digest(b"sagellm kv\0" + namespace.encode())
     data = np.ascontiguousarray(tokens, np.int64).tobytes()
@@ -72,14 +72,14 @@ class Digests:
         self._told.add(key)
 
     def untell(self, keys: Sequence[BlockKey]) -> None:
-        """What these blocks of gpu or cpu hold is not known any more."""
+        """Forget the contents of these blocks of gpu or cpu."""
         self._told.difference_update(keys)
 
     def untell_all(self) -> None:
         self._told.clear()
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Of those that are on no tier and on their way to none."""
+        """Forget blocks that are on no tier and on their way to none."""
         for key in keys:
             if key not in self._manager.books and not self._manager.is_arriving(key):
                 digest = self._digest_of.pop(key, None)

@@ -68,7 +68,7 @@ def write_all(file: int, parts: list[memoryview]) -> None:
 
 
 class LockedFolder:
-    """A folder, made if it is missing, that nobody else can open so until `close` or the end of the process.
+    """A folder, made if it is missing, locked until `close` or the end of the process.
 
     Its files are opened beside a file descriptor, not by the folder's path, which may lead elsewhere by now.
 
@@ -116,7 +116,7 @@ class LockedFolder:
         os.unlink(name, dir_fd=self._folder)
 
     def names(self) -> list[str]:
-        """Of the plain files in the folder. Raises OSError."""
+        """Names of the plain files in the folder. Raises OSError."""
         with os.scandir(self._folder) as entries:
             return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 

@@ -36,7 +36,7 @@ class RecordError(Exception):
 
 
 class Header(NamedTuple):
-    """What a header says. `crc` is that of the bytes, `seal` the header's own."""
+    """Fields of a header. `crc` is that of the bytes, `seal` the header's own."""
 
     stored: StoredBlock
     crc: int
@@ -49,7 +49,7 @@ def fingerprint(layout: str) -> bytes:
 
 
 def record_bytes(size_bytes: int) -> int:
-    """What a block of that size takes on a disk, in whole pages."""
+    """Return the bytes that a block takes on a disk, in whole pages."""
     return HEADER_BYTES + -(-size_bytes // HEADER_BYTES) * HEADER_BYTES
 
 
@@ -84,7 +84,7 @@ def write_header(stored: StoredBlock, content: BlockBytes, layout: bytes) -> tup
 
 
 def _pack(stored: StoredBlock, layout: bytes, crc: int, num_tenant: int) -> bytes:
-    """Raises struct.error: a number that is none, or too large."""
+    """Raises struct.error: an invalid number, or one that is too large."""
     block, digest = stored
     flags = (HAS_PARENT if block.parent is not None else 0) | (HAS_DIGEST if digest else 0)
     return FIELDS.pack(
@@ -94,7 +94,7 @@ def _pack(stored: StoredBlock, layout: bytes, crc: int, num_tenant: int) -> byte
 
 
 def open_header(header: bytes, layout: bytes) -> Header:
-    """What the header says.
+    """Return the fields of the header.
 
     Raises:
         RecordError: "torn", "corrupt", "other version" or "other layout".

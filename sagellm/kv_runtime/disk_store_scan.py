@@ -35,7 +35,7 @@ class ScanResult(NamedTuple):
 
 
 def scan(folder: LockedFolder, layout: bytes, drop_other: bool) -> ScanResult:
-    """Read the header of every block in the folder, and delete what is none. O(files), one page each.
+    """Read the header of every block in the folder, and delete files that are no blocks. O(files), one page each.
 
     Raises:
         TierError: the folder or a file cannot be read for a reason that says nothing about the block, such as too many open

@@ -14,7 +14,7 @@ FOREIGN = 0xF0 << 56  # keys for blocks of the engine that no notice has named a
 
 
 class EngineBlocks:
-    """Which id stands for which key, one to one. What loses its id here leaves the books of its tier.
+    """Which id stands for which key, one to one. A block that loses its id leaves the books of its tier.
 
     A block that no notice has named has a key of its own, which is `foreign`; it may stay behind when notices name it later.
 

@@ -45,8 +45,8 @@ class HierarchyManager:
         backend: whose blocks these are; only `carry_out` asks it for anything.
         migration: what is worth a move; None for always.
         quota: limits by tenant; None for none.
-        record: is told every event and every decision, once it is through, as `record(event, **fields)`. None: nobody is,
-            which saves some microseconds each.
+        record: is told every event and every decision, once it is through, as `record(event, **fields)`. None saves some
+        microseconds each.
         make_policy: builds the eviction policies; default: by name, from `sagellm.kv_policy`.
         origin: what else belongs in the first line of the record, for who builds this manager again.
 
@@ -154,7 +154,7 @@ class HierarchyManager:
         self._write("released", request=request_id, num_kept=num_kept, time_s=time_s, released=num_released)
 
     def dropped(self, tier: Tier, keys: Sequence[BlockKey], time_s: float, *, evicted: bool = True) -> None:
-        """Blocks have left the tier for good. `evicted`: to make room, not because they were invalid or came twice."""
+        """Blocks were dropped from the tier. `evicted`: to make room, not because they were invalid or came twice."""
         num_unknown = 0
         for key in keys:
             if self.books.is_on(key, tier):
@@ -203,13 +203,13 @@ class HierarchyManager:
         self._write("loading", keys=keys, time_s=time_s)
 
     def loaded(self, keys: Sequence[BlockKey], time_s: float) -> None:
-        """What was read can be found on cpu; its files stay."""
+        """Loaded blocks can be found on cpu; their files stay."""
         self._place.arrive(keys, Tier.CPU)
         self.counts["loaded"] += len(keys)
         self._write("loaded", keys=keys, time_s=time_s)
 
     def failed(self, keys: Sequence[BlockKey], reason: str, time_s: float) -> None:
-        """What was being saved or loaded did not arrive."""
+        """Blocks that were being saved or loaded did not arrive."""
         for key in keys:
             arriving = self._place.arriving.get(key)
             if arriving is not None:
@@ -218,8 +218,8 @@ class HierarchyManager:
         self._write("failed", keys=keys, reason=reason, time_s=time_s)
 
     def occupied(self, tier: Tier, count: int, time_s: float) -> None:
-        """So many places of the tier can be had by nobody now, though no block of the books has them, since bytes are on their
-        way out of them. In place of what was said before."""
+        """So many places of the tier are busy without a block of the books, since bytes are being copied out of them. In
+        place of what was said before."""
         if count != self._num_occupied[tier]:
             self._num_occupied[tier] = count
             self._write("occupied", tier=tier, count=count, time_s=time_s)
@@ -257,8 +257,8 @@ class HierarchyManager:
     ) -> RoomDecision:  # fmt: skip
         """Give up `count` blocks of the tier, or all that may go, and all that a tenant has above its quota.
 
-        Each moves to the next tier if the migration policy finds that worth it and there is or can be made room, and goes
-        for good otherwise.
+        Each moves to the next tier if the migration policy finds that worth it and there is room or can be; otherwise it
+        is dropped.
         """
         decision = self._room.decide(Tier(tier), count, incoming, time_s)
         for _, reason in decision.victims:

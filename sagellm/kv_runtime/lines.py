@@ -26,7 +26,7 @@ def block_row(block: CachedBlock) -> list[Any]:
 
 
 def line_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of an event or a decision: keys and blocks as above, tiers by name."""
+    """JSON form of an event or a decision: keys and blocks as above, tiers by name."""
     return {name: _FORMATS[name](value) if name in _FORMATS else value for name, value in fields.items()}
 
 

@@ -91,7 +91,7 @@ class Loader:
         return load is not None
 
     def _known_keys(self, tokens: np.ndarray, namespace: str) -> list[BlockKey]:
-        """Of the first blocks of these tokens, as far as they are known. One token must be left to compute."""
+        """Digests of the first blocks of these tokens, as far as they are known. One token must be left to compute."""
         size = self._engine.block_size
         keys: list[BlockKey] = []
         for digest in token_digests(tokens[: (len(tokens) - 1) // size * size], namespace, size):
@@ -116,7 +116,7 @@ class Loader:
         self, wanted: list[BlockKey], tokens: np.ndarray, namespace: str, num_before: int, now_s: float
     ) -> Load | None:
         """None: there is no room on the host tier, nor can there be any."""
-        self._manager.loading(wanted, now_s)  # so that what they continue is nobody's victim
+        self._manager.loading(wanted, now_s)  # so that the blocks they continue are not evicted
         self._make_room(wanted, now_s)
         ids, buffers = self._engine.reserve_host(len(wanted))
         if len(ids) < len(wanted):
@@ -140,7 +140,7 @@ class Loader:
             self._give_up(load)
 
     def _give_up(self, load: Load) -> None:
-        """Nobody waits for it. Its blocks of the host go back once nothing writes there any more."""
+        """Without waiting. Its blocks of the host go back once nothing writes there any more."""
         self._waits.end(load)
         if load.result is not None:
             self._engine.free_host(load.block_ids)
@@ -156,7 +156,7 @@ class Loader:
                 self._waits.end(load)
 
     def _end(self, load: Load) -> None:
-        """What was read becomes part of the engine's prefix cache, as far as it continues what is there."""
+        """Loaded blocks join the engine's prefix cache, as far as they continue it."""
         moved = set(load.result.moved if load.result else ())
         num_read = next((n for n, key in enumerate(load.keys) if key not in moved), len(load.keys))
         ids, rest = load.block_ids[:num_read], load.block_ids[num_read:]

@@ -73,7 +73,7 @@ class Waits:
         load.waiting.add(request_id)
 
     def end(self, load: Load) -> None:
-        """Nobody can wait for the load any more. How long those who did have waited is kept until they `leave`."""
+        """The load has no waiting request any more. How long those who did have waited is kept until they `leave`."""
         for key in load.keys:
             self._load_of.pop(key, None)
         for request_id in load.waiting:
@@ -81,7 +81,7 @@ class Waits:
         load.waiting.clear()
 
     def leave(self, request_id: RequestId) -> Load | None:
-        """The request waits for nothing, and is forgotten. Returns a load that nobody waits for any more."""
+        """The request waits for nothing, and is forgotten. Return a load without a waiting request."""
         wait = self._waits.pop(request_id, None)
         if wait is None or wait.load is None:
             return None

@@ -14,7 +14,7 @@ __all__ = ["MigrationJob"]
 
 
 class MigrationJob:
-    """Its result is settled once, by whoever comes first: the worker that is through, the deadline, a cancellation, `close`.
+    """Its result is settled once, by the first of these: the worker, the deadline, a cancellation, `close`.
 
     The worker may still be inside a store then, perhaps for long. What it completes afterwards is undone, and `on_done` is
     called when it has come out, since only then nobody touches the memory of the blocks any more.
@@ -94,7 +94,7 @@ class MigrationJob:
             self.future.set_result(self.result())
 
     def result(self) -> MigrationResult:
-        """What was settled."""
+        """The settled result."""
         assert self._result is not None, "not settled yet"
         return self._result
 

@@ -42,7 +42,7 @@ class KVMigrator:
     """Moves blocks between stores, one for each tier.
 
     For each block room is prepared at the target, the bytes are copied there, checked where the source can lose them,
-    committed, and only then removed from the source. Whatever goes wrong before, the target has no trace of it and the
+    committed, and only then removed from the source. After any earlier fault the target has no trace of it and the
     source has the block. Loads, towards a faster tier, go before saves; else first come, first served.
 
     Reasons of a refusal: "missing" (the source does not have the block, or another one with this key), "full" (the target),
@@ -113,7 +113,7 @@ class KVMigrator:
             on_done: called with the result on some thread, the caller's among them, as soon as nothing touches the memory of
                 the blocks any more. That is when the future ends, or after it where a store hangs.
 
-        The future ends with a result, never with an error. What is called when it ends must be quick, as must `on_done`.
+        The future ends with a result, never with an error. Callbacks at its end must be quick, as must `on_done`.
         `future.cancel()` works until then; blocks that were moved before stay moved, and `on_done` tells which.
 
         Raises:
@@ -143,7 +143,7 @@ class KVMigrator:
         return job.future
 
     def _accept(self, job: MigrationJob, blocks: dict[BlockKey, StoredBlock]) -> None:
-        """What can be moved of the job is its own now; the rest is refused. With the lock held."""
+        """The job reserves the blocks that can be moved; the rest is refused. With the lock held."""
         num_bytes = sum(stored.block.size_bytes for stored in blocks.values())
         is_full = self._queued_bytes.total() + num_bytes > self._max_queued_bytes
         for key, stored in blocks.items():
@@ -168,7 +168,7 @@ class KVMigrator:
             self._alarm.notify()
 
     def queued_bytes(self, src_tier: Tier, dst_tier: Tier) -> int:
-        """Of moves between these tiers that are not finished."""
+        """Bytes of unfinished moves between these tiers."""
         with self._lock:
             return self._queued_bytes[src_tier, dst_tier]
 

@@ -26,7 +26,7 @@ class Opening:
             return self._store
 
     def abandon(self) -> None:
-        """Nobody wants the store any more: it is closed, as soon as it is open."""
+        """Give up the store: it is closed as soon as it is open."""
         with self._lock:
             self._is_abandoned = True
             if self._store is not None:
@@ -35,7 +35,7 @@ class Opening:
     def _run(self) -> None:
         try:
             store = self._open()
-        except BaseException as error:  # for whoever asks for the result
+        except BaseException as error:  # for the reader of the result
             with self._lock:
                 self._error = error
             return

@@ -67,7 +67,7 @@ class Placement:
         return block
 
     def arrive(self, keys: Sequence[BlockKey], tier: Tier) -> None:
-        """Of these, what was on its way to the tier is there."""
+        """Those of these that were on their way to the tier are there."""
         for key in reversed(keys):
             if self.arriving.get(key, (None,))[0] is tier:
                 block = self.end_arrival(key)

@@ -122,7 +122,7 @@ class KVPool:
     def compact(self, *, wanted: int | None = None, min_gain: float = 1.0, fixed: Sequence[int] = ()) -> Compaction:
         """Move blocks so that a long run of slots becomes free, if that is worth it (`plan_compaction`).
 
-        `fixed`: slots that must stay where they are. Nobody may write the others meanwhile, or read them by an old number
+        `fixed`: slots that must stay where they are. The others must not be written meanwhile, or read by an old number
         afterwards: what was moved is in the result's `moves`.
 
         Raises:

@@ -34,7 +34,7 @@ class TierLimits(NamedTuple):
 
 
 class _Leaving(BlockView):
-    """A tier as it will be once some blocks have left; those count as pinned, since nobody can take them again."""
+    """A tier as it will be once some blocks have left; those count as pinned, since they cannot be taken again."""
 
     def __init__(self, books: BlockManager, tier: Tier, leaving: Mapping[BlockKey, str]) -> None:
         self._view = books.view(tier)
@@ -166,7 +166,7 @@ class RoomMaker:
                 drop.append((tier, key, f"{reason}; {HAS_COPY}" if has_copy else reason))
 
     def _worth_a_move(self, tier: Tier, lower: Tier, keys: list[BlockKey], time_s: float) -> dict[BlockKey, None]:
-        """Those of the victims to move, in their order; none below one that goes for good, where that could not be found."""
+        """Those of the victims to move, in their order; none below a dropped one, where it could not be found."""
         blocks = tuple(self._books.block(key) for key in keys if not self._books.is_on(key, lower))
         kept = dict.fromkeys(block.key for block in blocks)
         if self._migration is not None and blocks:
@@ -186,7 +186,7 @@ class RoomMaker:
     ) -> dict[BlockKey, str]:  # fmt: skip
         """Victims of the lower tier that make way for `kept`; for what finds no room there, `kept` gets shorter.
 
-        Where blocks of the asked tier go for good, what continues them on cpu is an orphan, and goes too.
+        If blocks of the asked tier are dropped, blocks on cpu that continue them are dropped too.
         """
 
         def orphan(keys: list[BlockKey]) -> None:
@@ -211,7 +211,7 @@ class RoomMaker:
         return way
 
     def _give_up_first(self, kept: dict[BlockKey, None]) -> BlockKey:
-        """A victim goes for good: the first one with which least is lost.
+        """Drop a victim: the first one with the least loss.
 
         That is one of which there is a file; else one that no file continues, which would be of no use without it. Of both
         only those which no block of `kept` or of cpu continues. If each has something there, the first victim: children stand
@@ -235,7 +235,7 @@ class RoomMaker:
 
 
 def check_migration(policy: MigrationPolicy, context: MigrationContext) -> MigrationDecision:
-    """What the migration policy says, if it can be done.
+    """Return the decision of the migration policy, if it can be carried out.
 
     Raises:
         PolicyError: it failed, or names a block that was not asked for, or for a load not the first ones in their order.

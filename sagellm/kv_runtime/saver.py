@@ -16,10 +16,10 @@ SAVED_AT_ONCE = 16
 
 
 class Saver:
-    """A block is copied at once and written later. What cannot be copied at that moment, or written in time, is lost, and
-    computed again when it is wanted. After a failed write nothing is saved for `PAUSE_S`.
+    """A block is copied at once and written later. Blocks that cannot be copied at that moment, or written in time, are
+    lost, and computed again when needed. After a failed write nothing is saved for `PAUSE_S`.
 
-    What is saved are only bytes of blocks whose tokens the engine has told. `capacity`: of the tier, in blocks.
+    Only blocks with known tokens are saved. `capacity`: of the tier, in blocks.
     """
 
     def __init__(self, blocks: EngineBlocks, digests: Digests, link: FileLink, capacity: int) -> None:

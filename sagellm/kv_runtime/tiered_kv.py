@@ -41,12 +41,12 @@ __all__ = ["TieredKV"]
 class TieredKV(Plugin):
     """Chooses victims with the policies of `kv_policy`, and moves them from the pool to the host tier where that is worth it.
 
-    Options are the fields of `KVConfig`. Notices keep the books; the engine has the last word: before an answer the victims
-    are compared with what the engine says of them, and how many blocks nobody holds with what it counts. Where they differ
+    Options are the fields of `KVConfig`. Notices keep the books, and the engine decides in doubt. Before an answer the
+    victims and the number of unheld blocks are compared with the engine's. Where they differ
     (a notice was lost, another plug-in moved blocks), the books are put right from the candidates, O(all of them), and the
     decision is made anew; a block that no notice named takes part under a key of its own.
 
-    What leaves the host tier is dropped at once, so that victims of the pool find its room in the same answer.
+    Blocks that leave the host tier are dropped at once, so that victims of the pool find its room in the same answer.
     """
 
     name = "tiered KV"
@@ -167,7 +167,7 @@ class TieredKV(Plugin):
             self._set_digest(block.key, digest)
 
     def _digests_of(self, update: PrefixUpdate, parent: BlockKey | None) -> Sequence[bytes]:
-        """For a plug-in with a disk tier: what stands for all tokens up to each block's end; empty where that is not known.
+        """Digests of all tokens up to each block's end, for a plug-in with a disk tier; empty if unknown.
         `parent`: the name of the block before the first."""
         return [b""] * len(update.block_ids)
 
@@ -258,7 +258,7 @@ class TieredKV(Plugin):
         refused = {ids[BlockId(block)]: why for block, why in result.refused.items()}
         self._manager.moved(plan, MigrationResult(moved, dict(refused)), now_s)
         for key, why in refused.items():
-            # What was moved and continues a block that goes for good could not be found any more.
+            # A moved block that continues a dropped one could not be found any more.
             below = self._books.below(key, Tier.CPU)
             reason = f"continues a block that could not be moved: {why}"
             self._drop_from_host(below, [reason] * len(below), now_s)

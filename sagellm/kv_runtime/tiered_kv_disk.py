@@ -88,7 +88,7 @@ class TieredKVWithDisk(TieredKV):
         return [*super()._tiers(), TierSpec(Tier.NVME, self._capacity, config.disk_policy, config.disk_options)]
 
     def _come_open(self, wait_s: float = 0.0) -> None:
-        """Begin to use the store once it is open. What an earlier run has left is told to the books bit by bit."""
+        """Begin to use the store once it is open. Blocks of an earlier run join the books bit by bit."""
         if self._link is None:
             store = self._opening.result(wait_s)
             if store is None:
@@ -114,10 +114,10 @@ class TieredKVWithDisk(TieredKV):
             if each.block.key in adopted:
                 self._digests.bind(each.block.key, each.digest)
             else:
-                self._saver.remove(each.block.key)  # of tokens that nobody can name, or another block's by now
+                self._saver.remove(each.block.key)  # of unknown tokens, or another block's by now
 
     def close(self) -> None:
-        """What lies on the host tier is saved, and what is on its way to files arrives, as far as a few seconds allow.
+        """Save the blocks of the host tier and finish those on their way to files, as far as a few seconds allow.
 
         Raises TierError: a move hangs in a file; the folder is free for others all the same.
         """
@@ -144,7 +144,7 @@ class TieredKVWithDisk(TieredKV):
     def _digests_of(self, update: PrefixUpdate, parent: BlockKey | None) -> Sequence[bytes]:
         before = self._digests.told(parent) if update.first_token else b""
         if before is None:
-            # Its beginning came while nobody listened; these are never saved.
+            # Its beginning came before the plug-in listened; these are never saved.
             return super()._digests_of(update, parent)
         return token_digests(update.token_ids, update.namespace, self._engine.block_size, before)
 

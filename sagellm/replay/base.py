@@ -1,4 +1,4 @@
-"""What a replay takes and what it returns: a trace as flat arrays, and counts by request."""
+"""Inputs and results of a replay: a trace as flat arrays, and counts by request."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -18,7 +18,8 @@ DEFAULT_BLOCK_SIZE = 64  # tokens, where the trace itself does not say: the engi
 
 
 class Semantics(str, Enum):
-    """What a hit is. PREFIX: leading blocks of a request that are all there, locked while it runs. OBJECT: each key alone."""
+    """Meaning of a hit. PREFIX: leading blocks of a request that are all there, locked while it runs. OBJECT: each key
+    alone."""
 
     PREFIX = "prefix"
     OBJECT = "object"
@@ -95,7 +96,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class PrefixCounts:
-    """What a replay with prefix semantics counted.
+    """Counts of a replay with prefix semantics.
 
     Attributes:
         hit_blocks: int32 [r], leading blocks that each request found when it was first admitted.
@@ -117,7 +118,7 @@ class PrefixCounts:
 
 @dataclass(frozen=True)
 class ObjectCounts:
-    """What a replay with object semantics counted.
+    """Counts of a replay with object semantics.
 
     Attributes:
         hits: bool [n], by block of the trace.

@@ -17,7 +17,7 @@ class Belady(FarthestNextUse):
     """Victim: the block whose next request is farthest; ties: the deepest, then the one that was inserted first.
 
     The future is that of requests, which no policy can change; the order of events within a request depends on what is
-    there. Whoever replays says `on_request` before the events of each. A block is asked for wherever its parent is needed
+    there. The replay calls `on_request` before the events of each. A block is asked for wherever its parent is needed
     too, so the parent's next request is never later, and the farthest block is one that no other continues. The Belady of
     `kv_policy` is told events instead and checks that each comes, which suits a flat cache but no request that is retried.
 
@@ -32,7 +32,7 @@ class Belady(FarthestNextUse):
     def __init__(self, capacity: int, *, keys: NDArray[np.uint64], offsets: NDArray[np.int64]) -> None:
         super().__init__(capacity)
         requests_of = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-        # What is deeper than the tier has room for never comes to it.
+        # Blocks deeper than the tier's capacity never come to it.
         takes_part = np.arange(len(keys)) - offsets[:-1][requests_of] < capacity
         keys, requests_of = keys[takes_part], requests_of[takes_part]
         order = np.argsort(keys, kind="stable")

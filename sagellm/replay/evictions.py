@@ -9,7 +9,7 @@ class Evictions:
     """An eviction is premature if the block comes in again before `soon` further accesses have passed.
 
     Attributes:
-        num_accesses: blocks that requests asked for so far; whoever replays counts them.
+        num_accesses: blocks that requests asked for so far, counted by the replay.
         num_evicted, num_soon: evictions, and those that turned out premature.
     """
 

@@ -22,7 +22,7 @@ def single_blocks(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def object_counts(counts: PrefixCounts) -> ObjectCounts:
-    """What a replay of single blocks counted."""
+    """Counts of a replay of single blocks."""
     return ObjectCounts(counts.hit_blocks.astype(np.bool_), counts.num_evicted, counts.num_evicted_soon)
 
 

@@ -1,4 +1,4 @@
-"""Lines of an engine's record for whoever checks it, and what is said where they do not come out again."""
+"""Lines of an engine's record for checks, and messages about those that are not reproduced."""
 
 import json
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ class Difference:
 
 @dataclass(slots=True)
 class Checked:
-    """What every check of a record says.
+    """Result of a check of a record.
 
     Attributes:
         differences: in order of the file. A process of which there are `max_differences` is not followed further; those after
             that are not in here, and neither are they counted.
         gaps: (line, number expected, number got) where lines of a process are missing.
         truncated: the last line was cut off, as when a process was killed; it was left out.
-        num_open: processes whose record stops without a `close`: what they did after it nobody knows.
+        num_open: processes whose record stops without a `close`: what they did after it is unknown.
     """
 
     path: str
@@ -61,7 +61,7 @@ class Checked:
 
 
 def record_lines(path: Path, report: Checked) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number from 1, line) of each line that is whole. Raises TraceError: unreadable, or a line that is none of a record."""
+    """(number from 1, line) of each line that is whole. Raises TraceError: unreadable, or a line that is not from a record."""
     try:
         data, cut = inflated(path, path.read_bytes())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a replay found, as a JSON document or as tables on a terminal."""
+"""Results of a replay, as a JSON document or as tables on a terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A replay over several tiers: the books and policies that serve in the engine, and a backend in memory.
 
-What leaves gpu goes down as the migration policy has it, and what a request finds on a slower tier is brought back before it
-is used. Otherwise the rules are those of the replay on one tier, without room for answers.
+Blocks that leave gpu move down as the migration policy decides. Blocks that a request finds on a slower tier are brought
+back before use. Otherwise the rules are those of the replay on one tier, without room for answers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -88,7 +88,7 @@ class TieredReplay:
         manager, backend: as from `build_manager`, fresh.
         capacity: blocks of gpu.
         running: requests at a time, each holding its blocks.
-        soon: as in a replay on one tier; eviction is leaving gpu, to a slower tier or for good. None: capacity.
+        soon: as in a replay on one tier; an eviction leaves gpu, to a slower tier or entirely. None: capacity.
     """
 
     def __init__(

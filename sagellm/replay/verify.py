@@ -1,8 +1,8 @@
 """Runs what an engine's plug-in recorded through the same modules again, and lists every decision that differs.
 
 The lines `kv_*` of an event log are the events and decisions of `kv_runtime.HierarchyManager`. A fresh manager, built from
-`kv_open`, gets the same events; every line that it writes must equal the recorded one, field by field. What it finds for a
-request must also be what the engine's own line `lookup` says.
+`kv_open`, gets the same events; every line that it writes must equal the recorded one, field by field. Its match of a
+request must also equal the engine's own line `lookup`.
 """
 
 import json
@@ -34,7 +34,7 @@ MakeMigration = Callable[..., "MigrationPolicy | None"]  # (name, **options)
 
 @dataclass(slots=True)
 class VerifyReport(Checked):
-    """What a log holds and how it replays.
+    """Contents of a log, and the result of its replay.
 
     Attributes:
         counts: lines by event, of those that were replayed.
@@ -168,7 +168,8 @@ def _replay(process: _Process, number: int, line: dict[str, Any], report: Verify
 
 
 def _against_engine(process: _Process, request: Any, num_found: int) -> list[Difference]:
-    """What the engine says of this lookup, if that differs. Lookups that the plug-in was not told of are passed over."""
+    """Return the engine's own result of this lookup, if it differs. Lookups that the plug-in was not told of are passed
+    over."""
     while process.lookups and process.block_size:
         number, other, num_tokens = process.lookups.popleft()
         if other == request:

@@ -12,8 +12,9 @@ from sagellm.replay.generate.text import KeyCounter, Text
 
 
 class AgenticOptions(Options):
-    """Tasks of one agent: a common beginning of `system` tokens (instructions and tools), a task of `message` tokens, then
-    `steps` calls on average, each behind a tool's answer of `tool` tokens on average, which takes `tool_s` seconds on average.
+    """Tasks of one agent. Each has a common beginning of `system` tokens (instructions and tools), a task of `message`
+    tokens, then `steps` calls on average. A call follows a tool's answer of `tool` tokens, which takes `tool_s` seconds,
+    both on average.
     After a call the task goes on in `width` branches with probability `branch`, else in one. `rate` is that of tasks."""
 
     rate: float = Field(1.0, ge=1e-9, le=1e9)

@@ -1,4 +1,4 @@
-"""What generators of traces have in common: options, arrival times, and how requests become a trace."""
+"""Shared parts of trace generators: options, arrival times, and the conversion of requests to a trace."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from sagellm.replay.generate.text import KeyCounter, Text
 
 
 class Options(Model):
-    """Of every generator.
+    """Options of every generator.
 
     `requests`: how many; `seed`: equal options give equal traces; `block_size`: tokens; `rate`: arrivals in a second, as a
     Poisson process; `output`: mean tokens of an answer, geometrically distributed.

@@ -1,4 +1,4 @@
-"""Scans: a few documents are asked about again and again, and between them come long ones that nobody asks about twice.
+"""Scans: requests about a few documents, again and again, and between them long documents that come once.
 
 The case that recency handles worst: each scan flushes what is popular.
 """
@@ -13,8 +13,8 @@ from sagellm.replay.generate.text import KeyCounter, Text
 
 
 class ScanOptions(Options):
-    """`hot` documents of `hot_tokens` tokens, each asked about in turn with `suffix` tokens of one's own on average; after
-    every `every` such requests come `scans` prompts of `scan_tokens` tokens that nobody has seen."""
+    """`hot` documents of `hot_tokens` tokens, each asked about in turn with `suffix` own tokens on average. After every
+    `every` such requests come `scans` new prompts of `scan_tokens` tokens."""
 
     hot: int = Field(50, ge=1, le=1_000_000)
     hot_tokens: int = Field(1_024, ge=1, le=1 << 20)

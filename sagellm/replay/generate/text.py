@@ -7,7 +7,7 @@ from itertools import count
 
 
 class KeyCounter:
-    """Gives out block keys that nobody has yet."""
+    """Gives out new block keys."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -27,7 +27,7 @@ class Text:
         self.num_tokens = num_tokens
 
     def grown(self, num_tokens: int) -> Text:
-        """This text and `num_tokens` tokens that nobody else has."""
+        """Return this text and `num_tokens` new tokens."""
         total = self.num_tokens + num_tokens
         num_new = total // self._counter.block_size - len(self.keys)
         return Text(self._counter, self.keys + tuple(next(self._counter.keys) for _ in range(num_new)), total)

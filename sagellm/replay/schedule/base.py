@@ -1,4 +1,4 @@
-"""What a log says of its requests, and what a run makes of them. Times in seconds from the first
+"""Requests of a log, and the runs of them. Times in seconds from the first
 arrival; lengths in tokens."""
 
 import math
@@ -17,7 +17,7 @@ ENGINE = "engine"  # the name of the engine's own scheduler, where no strategy d
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """What arrives: `num_generated` is how long its answer was in the log, and is in every run.
+    """A request that arrives: `num_generated` is how long its answer was in the log, and is in every run.
 
     Attributes:
         cached_tokens: of the prompt, found in the prefix cache at the first admission.

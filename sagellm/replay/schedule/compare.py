@@ -53,7 +53,7 @@ def _first_difference(recorded: tuple[StepRun, ...], predicted: tuple[StepRun, .
 
 
 def _content(step: StepRun, other: StepRun) -> tuple:
-    """What must agree, as far as both say it. The order of requests within a step is no matter."""
+    """Fields that must agree, as far as both have them. The order of requests within a step is no matter."""
     rows = None if step.computed is None or other.computed is None else sorted(step.computed)
     return step.phase, step.num_requests, step.num_tokens, rows
 

@@ -24,7 +24,7 @@ Row = tuple[RequestId, str, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class DecisionLine:
-    """What a scheduler was told, what it chose, and why.
+    """A scheduler's view, its choice, and the reason.
 
     Attributes:
         view: as it was seen, field by field.
@@ -88,7 +88,7 @@ def first_difference(ours: Sequence[DecisionLine], theirs: Sequence[DecisionLine
 
 
 def _chosen(line: DecisionLine) -> dict[str, Any]:
-    """What is left to the engine is served in the order of the queue."""
+    """Requests left to the engine are served in the order of the queue."""
     decision = line.decision or ScheduleDecision()
     order = decision.order if decision.order is not None else [row.request_id for row in line.view.requests]
     return {

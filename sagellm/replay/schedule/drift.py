@@ -1,7 +1,7 @@
 """How fast the machine of a log was at each moment, beside its average: others use it too, and clocks and heat change.
 
 A queue that is nearly full remembers: when steps take a tenth longer for some seconds, first tokens come late for as long as it
-takes to catch up. What a step costs is fitted over the whole log; this is the rest of it.
+takes to catch up. Costs of steps are fitted over the whole log; this is the residual.
 """
 
 from bisect import bisect_left

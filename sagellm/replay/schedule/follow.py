@@ -1,7 +1,8 @@
 """Follows the requests of a log through its steps: how many tokens each has computed, and when it got which token.
 
 Where `step` lines do not say who was in them, prompts are told apart by their lookups: LMDeploy looks a request up when it
-lets it into a step. Of decode steps the requests are then not known, of a request's tokens only the first and the last.
+lets it into a step. The requests of decode steps are then unknown, and only the first and the last token of a request are
+known.
 """
 
 import math
@@ -137,7 +138,8 @@ class Follower:
             request.token_s.append(end_s)
 
     def _guessed(self, num_requests: int, num_tokens: int) -> Rows | None:
-        """Who was in a step of prompts: those that were looked up first, if their tokens make the sum, or who came first."""
+        """Return the requests of a step of prompts: those looked up first, if their tokens make the sum, or those that
+        came first."""
         waiting = sorted(
             (each for each in self.known.values() if each.is_waiting and not each.has_ended),
             key=lambda each: (each.arrival_s, each.number),

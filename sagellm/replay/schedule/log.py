@@ -122,7 +122,7 @@ class _Reader:
         self._follower.preempt(_request(line), whole(member(line, "tokens"), "tokens"))
 
     def _evict(self, line: dict[str, Any], time_s: float) -> None:
-        if line.get("request") is not None:  # it lost all that it held; other lines are about prefixes that nobody holds
+        if line.get("request") is not None:  # it lost all that it held; other lines are about prefixes without a request
             self._follower.lose(_request(line))
 
     def _end(self, line: dict[str, Any], time_s: float) -> None:
@@ -200,7 +200,7 @@ def _gap_s(steps: tuple[StepRun, ...], times: tuple[RequestTimes, ...]) -> float
                 arrived += 1
             while ended < len(ends) and ends[ended] <= last_s:
                 ended += 1
-            # Of a step that was sent before, the seconds count from the end of the one before it: the rest is rounding.
+            # The seconds of a step that was sent before count from the end of the one before it: the rest is rounding.
             if arrived > ended and start_s - last_s > 2e-5:
                 gaps.append(start_s - last_s)
         last_s = step.end_s

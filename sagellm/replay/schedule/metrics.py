@@ -14,7 +14,7 @@ __all__ = ["Figures", "Targets", "figures", "groups", "meets"]
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """For requests that asked for nothing of the kind; infinity where there is none."""
+    """Targets of requests without their own; infinity if there is none."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
@@ -22,7 +22,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Seconds, and per second. None: nothing to be counted. `goodput`: None where nobody has a target."""
+    """Seconds, and per second. None: nothing to be counted. `goodput`: None if no request has a target."""
 
     num_requests: int
     ttft_mean_s: float

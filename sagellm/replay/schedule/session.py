@@ -99,7 +99,7 @@ _UNKNOWN = object()
 
 
 def _known(name: str, options: dict[str, Any]) -> Any:
-    """What decided in the log, if it can be built here: a log may come from a machine with other plug-ins."""
+    """Build what decided in the log, if possible: a log may come from a machine with other plug-ins."""
     try:
         return build_strategy(name, options)
     except Exception:

@@ -14,7 +14,7 @@ __all__ = ["StepTimes", "fit_step_times"]
 
 @dataclass(frozen=True, slots=True)
 class StepTimes(LinearCosts):
-    """What a log's steps cost. Errors: of steps that the fit had not seen; None where nothing was fitted."""
+    """Costs of a log's steps. Errors: of steps that the fit had not seen; None where nothing was fitted."""
 
     prefill_error: FitError | None = None
     decode_error: FitError | None = None

@@ -11,7 +11,7 @@ from sagellm.scheduler_ir.strategy_plugin import StrategyPlugin
 
 __all__ = ["build_strategy", "strategy_of_log"]
 
-# What these decide is their strategy's alone. A runner of plans takes one too, and does more.
+# Decisions of these are their strategy's, except while a plan is active.
 PLUG_INS = frozenset(f"{kind.__module__}:{kind.__qualname__}" for kind in (StrategyPlugin, StrategyFromViews))
 
 

@@ -1,8 +1,8 @@
 """Asks the strategy that made a log again, each recorded question in turn, and lists every decision that differs.
 
 A fresh strategy gets what it got in the engine, in the order of the log: the views of `schedule` lines, the results of `step`
-lines, the ends of `end` lines. What it answers goes through its graph and its lowering once more, and each field must be the
-recorded one.
+lines, the ends of `end` lines. Its answer goes through its graph and its lowering once more, and each field must equal
+the recorded one.
 """
 
 import json
@@ -83,7 +83,7 @@ def verify_schedule(
     """
     report, reader = ScheduleReport(str(path)), DecisionReader()
     processes: dict[Any, _Process] = {}
-    # What comes before a process's first decision is told to its strategy too, which is known only then.
+    # Events before a process's first decision are passed to its strategy too, which is known only then.
     early: dict[Any, list[tuple[int, Told]]] = {}
     for number, line in record_lines(Path(path), report):
         pid, event = line.get("pid"), line["event"]

@@ -1,4 +1,5 @@
-"""CSV files that tell lengths only. Nobody knows what such requests share, so each has blocks of its own, unless a column
+"""CSV files that tell lengths only. The shared tokens of such requests are unknown, so each has blocks of its own, unless
+a column
 names a conversation (`session`) or a common beginning (`prefix_id`, `prefix_length`).
 
 Columns are found by name, whatever the case and the separators: BurstGPT's and Azure's among them. `timestamp` is in seconds

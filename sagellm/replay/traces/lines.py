@@ -91,7 +91,7 @@ def open_text(path: Path) -> TextFile:
 
 
 def inflated(path: Path, raw: bytes) -> tuple[bytes, str]:
-    """(text of a file, plain or gzip; why it ends early, or empty). Of gzip that ends early: its whole lines.
+    """(text of a file, plain or gzip; why it ends early, or empty). A gzip stream that ends early gives its whole lines.
 
     Raises:
         TraceError: damaged gzip. Where the damage is cannot be told, and some of what it gives may look right.

@@ -135,7 +135,7 @@ def block_keys(values: Any, name: str) -> list[int]:
 def size_of_most(lowest: np.ndarray, highest: np.ndarray) -> int | None:
     """The block size that most requests allow: each allows `lowest[i]` to `highest[i]` (int64 [r]). None: no request says.
 
-    Of equally good ones the smallest power of two, since sizes are powers of two in practice, else the smallest.
+    Among equally good ones it is the smallest power of two, since sizes are powers of two in practice, else the smallest.
     """
     fits = lowest <= highest
     starts, ends = lowest[fits], highest[fits]
