@@ -105,7 +105,7 @@ def engines() -> list[Finding]:
 
 
 def capabilities() -> list[Finding]:
-    """What the PyTorch engine can do on the device that serves by default; a patched LMDeploy is needed to tell."""
+    """Report what the PyTorch engine can do on the default device; this needs a patched LMDeploy."""
     from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
     from sagellm.engines.lmdeploy.sizing import resolve_device
 

@@ -26,7 +26,9 @@ def ns_of(time_s: float) -> int:
 
 
 class ScheduleLines:
-    """Of one queue of an engine. What stays the same while a request lives is written with the first line that has it, and
+    """Lines of one queue of an engine.
+
+    Facts that stay while a request lives are written with the first line that has it, and
     again if it changes; so a reader needs the lines from the first on. The fields are in this package's README.
 
     Clocks give whole nanoseconds, which take half the place of seconds when they count back from the view's `now_s`. A time

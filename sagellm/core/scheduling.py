@@ -17,11 +17,11 @@ class Phase(str, Enum):
 
 
 class ServiceLevel(NamedTuple):
-    """What a request asks of the scheduler, or its operator for it. An engine's own scheduler ignores it.
+    """Wishes of a request to the scheduler, or of its operator. An engine's own scheduler ignores them.
 
     Attributes:
         priority: lower is more urgent, as in vLLM's API; from -100 to 100, 0 where nothing was said.
-        tenant_id: on whose account it runs; empty for nobody's.
+        tenant_id: tenant that it runs for; empty if none was named.
         deadline_s: when its last token should be there, on the clock of `time.perf_counter`.
         ttft_s: seconds from its arrival within which the first token should be there.
         tpot_s: seconds a further token may take on average.
@@ -43,7 +43,7 @@ class RequestMetadata(NamedTuple):  # as StepView and StepResult: made in every 
     Attributes:
         phase: PREFILL while prompt tokens are left to compute, also where some are computed.
         num_tokens: of the prompt and of what was generated; `num_computed` of these have their keys and values.
-        max_new_tokens: it ends with so many generated at the latest; 0 where nobody says.
+        max_new_tokens: limit of generated tokens; 0 if unknown.
         first_token_s, last_token_s: when its first and its last token so far were there; infinity before the first.
     """
 
@@ -65,11 +65,11 @@ class StepView(NamedTuple):
     """The engine is about to choose among `requests`, given in its own order: who waits for a prefill step, then who decodes.
 
     Attributes:
-        phase: what the engine would do next if nobody decided. On an engine that computes prompts and decodes in one step:
+        phase: what the engine would do next by itself. On an engine that computes prompts and decodes in one step:
             PREFILL if any request has prompt tokens left.
         free_blocks: leaves out what the prefix cache would give up: `EngineHandle.block_counts` tells that too, and costs more.
         token_budget: the engine's limit of new tokens in a step with prompts; a plug-in may lower it, not raise it.
-        max_batch_size: requests that can decode together, or be on their way; 0 where nobody says.
+        max_batch_size: requests that can decode together, or be in flight; 0 if unknown.
         num_in_flight: requests whose step is on the device still, so that they are not among `requests`.
         now_s: on the clock of `time.perf_counter`.
     """
@@ -102,10 +102,10 @@ class ScheduleDecision:
         hold: ids that take no part in this step. A held request keeps its blocks, so holding one until another, which
             needs those blocks, has ended waits in vain.
         token_budget: new tokens in this step, at least 1; None for the engine's limit. The first request always runs.
-        phase: what to do next; None for the engine's choice. PREFILL with nobody to compute, or no room for one, decodes.
+        phase: what to do next; None for the engine's choice. PREFILL decodes if there is no prompt, or no room for one.
             An engine that does both in one step ignores it.
         chunk_tokens: request id -> at most so many of its prompt tokens in this step, at least 1; the rest waits for a later
-            step, and the request keeps its blocks. Of a step the first request alone may be cut. Where the engine cannot cut
+            step, and the request keeps its blocks. Only the first request of a step may be cut. Where the engine cannot cut
             one, it computes all of it, and `StepResult.refused` says why.
         reasons: request id -> why it is where it is, for the record.
     """
@@ -125,10 +125,10 @@ class StepResult(NamedTuple):
     Attributes:
         num_tokens: computed in it.
         end_s: when, on the clock of `time.perf_counter`.
-        duration_s: of the step alone, from when it was sent or the step before it had ended; 0 where nobody measures it.
+        duration_s: of the step alone, from when it was sent or the step before it had ended; 0 if not measured.
         num_context_tokens: tokens that were computed before, summed over its requests.
         bytes_in, bytes_out: of blocks copied from the host tier to the pool, and back, at its beginning.
-        swap_s: seconds of these copies; 0 where nobody measures them.
+        swap_s: seconds of these copies; 0 if not measured.
         computed: (request id, new tokens) of each request in it; empty where the engine does not say.
         refused: (request id, why) of what a decision asked for this step and the engine could not do.
     """

@@ -1,4 +1,4 @@
-"""What a client may ask of the scheduler with a request: checked where it comes in, carried to the engine as JSON."""
+"""Scheduling wishes of a request: checked on arrival, carried to the engine as JSON."""
 
 import math
 import time
@@ -16,7 +16,7 @@ LATEST = 2**33  # the year 2242
 
 
 class ServiceRequest(Model):
-    """As it comes over the API. What is not given is not asked for.
+    """As it comes over the API. A missing field is no wish.
 
     Attributes:
         priority: lower is more urgent, as in vLLM's API.

@@ -1,4 +1,4 @@
-"""What is built (the recipe) and what came out of it (the record that lies beside the weights)."""
+"""The recipe of a demo model, and the record of a built one beside its weights."""
 
 import hashlib
 import json
@@ -71,7 +71,7 @@ class DemoRecipe(BaseModel):
 
 
 class TrainResult(NamedTuple):
-    """What the training loop reports."""
+    """Progress that the training loop reports."""
 
     parameters: int
     loss: float  # mean over the last tenth of the steps, nats a token
@@ -94,7 +94,7 @@ class DemoModelRecord(BaseModel):
 
 
 def read_record(folder: Path) -> DemoModelRecord | None:
-    """The record of a finished folder, or None when there is none or it cannot be read."""
+    """The record of a finished folder, or None if it is missing or cannot be read."""
     try:
         return DemoModelRecord.model_validate_json((folder / RECORD_NAME).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValidationError):

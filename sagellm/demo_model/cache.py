@@ -45,7 +45,7 @@ def build_at(
 ) -> tuple[DemoModelRecord, bool]:
     """Have the recipe's model at exactly `folder`; returns its record and whether it was there already.
 
-    Of two processes one trains and the other waits for it. What a killed build left is removed by the next one.
+    If two processes start, one trains and the other waits for it. A build removes the remains of a killed one.
 
     Args:
         force: train again even when the folder holds this very model, or a demo model of another recipe.

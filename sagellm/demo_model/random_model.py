@@ -23,7 +23,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 QUERY_KEY_GAIN = 1.5  # attention that looks at some positions more than at others
 LOGIT_SCALE = 4.0  # standard deviation of a logit; the best two are then some tenths apart
 BIAS_STD = 0.5  # large enough that an engine which forgets the biases is found out
-NORM_JITTER = 0.1  # likewise for the norms' weights
+NORM_JITTER = 0.1  # the norms' weights too
 # The rows that give the special tokens' logits are this much smaller, so that they never win: generation then has the
 # length that was asked for, whatever the seed.
 SPECIAL_TOKEN_SCALE = 0.01

@@ -50,7 +50,7 @@ class KVCacheSchema:
 
 @dataclass(frozen=True, slots=True)
 class CapabilityDescriptor:
-    """What an engine can do on this machine, found out when it is asked for.
+    """Abilities of an engine on this machine, found out on request.
 
     Attributes:
         hooks: hook points that the installed engine calls.

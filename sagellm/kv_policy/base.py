@@ -6,7 +6,7 @@ trace: its `hash_id`), so a block that comes back has the key it had. A block ma
 it, and no block that continues its prefix is left on the same tier.
 
 Events. `on_insert` when a block comes to the tier, `on_hit` each time a request finds it there, `on_remove` when it is gone,
-whoever decided that; victims are not gone before `on_remove` says so. The blocks of one request are told deepest first, so a
+after any decision; victims are not gone before `on_remove` says so. The blocks of one request are told deepest first, so a
 policy that goes by order alone sees leaves as the older ones.
 """
 
@@ -38,7 +38,7 @@ class CachedBlock(NamedTuple):
         depth: blocks from the start of the sequence to its end; 1 for a first block.
         num_tokens: tokens in the block.
         size_bytes: of keys and values of all layers.
-        cost_s: seconds to compute it again; 0 where nobody knows.
+        cost_s: seconds to compute it again; 0 if unknown.
         tenant_id: whose it is.
         time_s: when, on the clock of the trace or the engine.
     """
@@ -54,7 +54,7 @@ class CachedBlock(NamedTuple):
 
 
 class BlockView(Protocol):
-    """What a context asks the owner of the blocks of one tier."""
+    """Questions of a context to the owner of the blocks of one tier."""
 
     def num_pins(self, key: BlockKey) -> int:
         """Requests that hold the block, plus blocks of the tier that continue its prefix. Raises KeyError: not on the tier."""
@@ -88,7 +88,7 @@ class TierStats(Protocol):
 class PolicyContext:
     """One question: give up `count` blocks of `tier`. A policy takes victims one by one, until none is missing.
 
-    `incoming`: keys of the blocks that the room is for, in the order in which they will come; empty where nobody knows.
+    `incoming`: keys of the blocks that the room is for, in the order in which they will come; empty if unknown.
     `time_s`: now, on the clock of the events.
     """
 
@@ -176,7 +176,7 @@ class EvictionPolicy(ABC):
 
     Raises:
         PolicyError: bad capacity or options; in events, a key that is on the tier already (`on_insert`) or is not, or a block
-            whose attributes are none of `CachedBlock`'s.
+            with invalid attributes.
     """
 
     name: ClassVar[str]

@@ -45,7 +45,7 @@ class ReferenceObjectCache:
         return np.fromiter((self.access(key) for key in keys), dtype=bool)
 
     def keys(self) -> list[int]:
-        """What is there, in order of insertion."""
+        """Return the keys in the cache, in order of insertion."""
         return list(self._keys)
 
     def num_pins(self, key: BlockKey) -> int:

@@ -24,7 +24,7 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FileDiff:
-    """What one patch does to one file; `path` counts from the root of the LMDeploy repository."""
+    """Changes of one patch to one file; `path` counts from the root of the LMDeploy repository."""
 
     path: str
     new: bool

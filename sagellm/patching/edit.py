@@ -29,7 +29,7 @@ from sagellm.patching.write import clean, prune, remove, write_atomically
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be done to one tree: path to new text, None where a file of ours goes. Nothing is written yet."""
+    """Pending changes of one tree: path to new text, None where a file of ours goes. Nothing is written yet."""
 
     target: Target
     patchset: PatchSet
@@ -40,7 +40,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was done to one tree, and the state it was then read back in."""
+    """Changes made to one tree, and its state when read back."""
 
     target: Path
     written: tuple[str, ...]

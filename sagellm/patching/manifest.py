@@ -67,7 +67,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says."""
+    """Contents of `manifest.json`."""
 
     version: str
     commit: str

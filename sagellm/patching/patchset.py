@@ -74,12 +74,12 @@ class PatchSet:
 
     @property
     def recipes(self) -> dict[str, Recipe]:
-        """What the series does, by path."""
+        """Changes of the series, by path."""
         return self._built[0]
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the series itself, whatever the tree."""
+        """Defects of the series itself, independent of the tree."""
         return self._built[1]
 
 

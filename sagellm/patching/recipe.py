@@ -1,4 +1,4 @@
-"""What the whole series does, file by file, in base-line coordinates; and the patches that follow from it.
+"""Changes of the whole series, file by file, in base-line coordinates; and the patches that follow from it.
 
 Patch files count lines in the text that the earlier patches leave behind, which makes them readable by other tools.
 A recipe counts in upstream's lines, so that patches can be compared, merged and applied in one step.

@@ -24,7 +24,7 @@ STUB_HEADER = "{title}\n\nOpens: (the door this patch opens)\nWhy: (why it has t
 
 @dataclass(frozen=True)
 class RefreshReport:
-    """What `--refresh` wrote (names in the patch directory) and what is worth knowing about it."""
+    """Files that `--refresh` wrote (names in the patch directory), and notes about them."""
 
     target: Path
     written: tuple[str, ...]

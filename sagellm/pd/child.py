@@ -146,7 +146,7 @@ class Child:
                 process.kill()  # psutil knows a pid that was given to another process meanwhile
 
     def _in_child(self) -> None:
-        # Between fork and exec. Whoever kills the supervisor ends the group too.
+        # Between fork and exec. A kill of the supervisor ends the group too.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if self._cores:
             os.sched_setaffinity(0, self._cores)

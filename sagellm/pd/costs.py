@@ -1,4 +1,4 @@
-"""What steps and transfers cost, fitted while the engines run.
+"""Costs of steps and transfers, fitted while the engines run.
 
 Before anything is measured the defaults of `PDCosts` hold: a small model on a CPU (50 ms a prefill step and 1 ms a token, 30 ms
 a decode step and 2 ms a request, transfers at 1 GB/s after 1 ms). They favour a split from some dozen tokens on, so that

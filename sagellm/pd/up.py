@@ -261,7 +261,7 @@ class _Supervisor:
                 await asyncio.sleep(POLL_S)
 
     async def _missing(self, http: aiohttp.ClientSession) -> str:
-        """What the proxy does not see yet. Raises EngineError: an engine refuses another."""
+        """Engines that the proxy does not see yet. Raises EngineError: an engine refuses another."""
         path = "/pd/status"
         try:
             headers = sign_request(self._key, "GET", path, b"")
@@ -302,7 +302,7 @@ class _Supervisor:
         await asyncio.gather(*(child.end(grace_s) for child in self._engines))
 
     def _pass_on(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # whoever read it may be gone
+        with contextlib.suppress(OSError):  # its reader may be gone
             print(line, file=sys.stderr, flush=True)
 
     def _say(self, line: str) -> None:

@@ -20,12 +20,13 @@ NOTHING: Mapping[Any, Any] = {}
 class IRBuilder:
     """Makes graphs; it holds nothing, so that `IRBuilder.build` needs no instance.
 
-    Of a request with n tokens in line for prefill: what the pool's prefix cache has (`prefix_fetch`), what lies on slower tiers
-    (`kv_load`), the rest (`prefill_chunk`), the next token (`sample`). Of one that decodes: its last token's keys and values
-    (`decode_step`), the next token (`sample`). A chunk that the decision cuts off stands before the rest of its prompt. Ids of
+    A request in line for prefill gets these nodes: tokens in the pool's prefix cache (`prefix_fetch`), tokens on slower
+    tiers (`kv_load`), the rest (`prefill_chunk`), the next token (`sample`). A request that decodes gets its last
+    token's keys and values (`decode_step`) and the next token (`sample`). A chunk that the decision cuts off stands
+    before the rest of its prompt. Ids of
     nodes come from the request and the place of the first token, such as `prefill:7:512`.
 
-    What a decision says of the step as a whole is remarked on the first node that computes: `token_budget`, and `phase` where
+    Remarks of a decision about the whole step are on the first node that computes: `token_budget`, and `phase` where
     that node's own is not meant; `engine` leaves it to the engine, as a decision without a phase does.
     """
 
@@ -85,7 +86,8 @@ class IRBuilder:
 
 
 def _parts(order: Iterable[RequestMetadata], hold: Collection[int], decode_batch: int) -> list[list[RequestMetadata]]:
-    """Who is computed together: each that waits for a prefill alone, those that decode in batches, each where its first is."""
+    """Group the requests that are computed together: each waiting one alone, decoding ones in batches, each at its first
+    one's place."""
     parts: list[list[RequestMetadata]] = []
     batch: list[RequestMetadata] = []
     for request in order:

@@ -1,4 +1,4 @@
-"""What differs between two graphs."""
+"""Differences between two graphs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

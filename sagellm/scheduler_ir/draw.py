@@ -1,12 +1,9 @@
 """A graph as text that Graphviz or Mermaid draws. Nodes are numbered, so that no id needs to be a name there."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
-
-if TYPE_CHECKING:
-    from sagellm.scheduler_ir.graph import IRGraph
 
 __all__ = ["describe", "to_graphviz", "to_mermaid"]
 
@@ -18,8 +15,16 @@ MERMAID = str.maketrans({
 DOT = str.maketrans({'"': '\\"', "\\": "\\\\", "\n": " ", "\r": " "})
 
 
+class Drawable(Protocol):
+    """The part of an `IRGraph` that drawing needs."""
+
+    def __iter__(self) -> Iterator[IRNode]: ...
+
+    def giver(self, value: str) -> str | None: ...
+
+
 def describe(node: IRNode) -> list[str]:
-    """What a person wants to see of it, in lines."""
+    """Return the label of a node, in lines."""
     config, lines = node.config, [node.node_id, node.node_type.value]
     requests = node.requests
     if len(requests) > MOST_REQUESTS:
@@ -39,7 +44,7 @@ def describe(node: IRNode) -> list[str]:
     return lines
 
 
-def to_graphviz(graph: "IRGraph", name: str = "plan") -> str:
+def to_graphviz(graph: Drawable, name: str = "plan") -> str:
     def label(node: IRNode) -> str:
         return "\\n".join(line.translate(DOT) for line in describe(node))
 
@@ -56,7 +61,7 @@ def to_graphviz(graph: "IRGraph", name: str = "plan") -> str:
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def to_mermaid(graph: "IRGraph") -> str:
+def to_mermaid(graph: Drawable) -> str:
     def label(node: IRNode) -> str:
         return "<br/>".join(line.translate(MERMAID) for line in describe(node))
 
@@ -72,18 +77,18 @@ def to_mermaid(graph: "IRGraph") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _numbers(graph: "IRGraph") -> dict[str, str]:
+def _numbers(graph: Drawable) -> dict[str, str]:
     return {node.node_id: f"n{index}" for index, node in enumerate(graph)}
 
 
-def _by_device(graph: "IRGraph") -> dict[str, list[IRNode]]:
+def _by_device(graph: Drawable) -> dict[str, list[IRNode]]:
     devices: dict[str, list[IRNode]] = {}
     for node in graph:
         devices.setdefault(node.device, []).append(node)
     return devices
 
 
-def _edges(graph: "IRGraph", numbers: dict[str, str], line: Callable[[str, str, str], str]) -> list[str]:
+def _edges(graph: Drawable, numbers: dict[str, str], line: Callable[[str, str, str], str]) -> list[str]:
     """One for each pair of nodes. More than one value between them are counted."""
     found: dict[tuple[str, str], list[str]] = {}
     for node in graph:

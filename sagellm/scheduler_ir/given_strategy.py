@@ -1,4 +1,4 @@
-"""What the options of a plug-in say about its strategy."""
+"""The strategy that the options of a plug-in name."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def given_strategy(
     messages.
 
     Raises:
-        PlanError: an unknown strategy, something that is none, options that make no sense, or any for one that is built.
+        PlanError: an unknown strategy, an object that is no strategy, invalid options, or options for one that is built.
     """
     if options is not None and not isinstance(options, dict):
         raise PlanError(f"{name} {options!r}; give an object of names and values.")

@@ -3,16 +3,14 @@
 import heapq
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from sagellm.core.errors import PlanError
 from sagellm.scheduler_ir.diff import GraphDiff, diff_graphs
 from sagellm.scheduler_ir.draw import to_graphviz, to_mermaid
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
+from sagellm.scheduler_ir.pass_settings import PassSettings
 from sagellm.scheduler_ir.serial import FORMAT, node_from_dict, node_to_dict
-
-if TYPE_CHECKING:
-    from sagellm.scheduler_ir.passes.base import PassSettings
 
 __all__ = ["IRGraph"]
 
@@ -26,6 +24,8 @@ class IRGraph:
     """
 
     __slots__ = ("_givers", "_nodes", "_order")
+    _passes: "ClassVar[tuple[Callable[[IRGraph, PassSettings], IRGraph], ...]]" = ()
+    _check: "ClassVar[Callable[[IRGraph, IRGraph, str], None]]"
 
     def __init__(self, nodes: Iterable[IRNode] = ()) -> None:
         self._nodes: dict[str, IRNode] = {}
@@ -173,30 +173,35 @@ class IRGraph:
         cycle = cycle[start:] + cycle[:start]
         return " -> ".join([*cycle, cycle[0]])
 
+    @classmethod
+    def use_passes(
+        cls, passes: "Sequence[Callable[[IRGraph, PassSettings], IRGraph]]", check: "Callable[[IRGraph, IRGraph, str], None]"
+    ) -> None:
+        """Set the default passes of `optimize`, and its check of what a pass has changed; the package does it on import."""
+        cls._passes, cls._check = tuple(passes), staticmethod(check)
+
     def optimize(
         self,
         passes: "Sequence[Callable[[IRGraph, PassSettings], IRGraph]] | None" = None,
-        settings: "PassSettings | None" = None,
+        settings: PassSettings | None = None,
         check: bool = False,
     ) -> "IRGraph":
-        """A new graph that does the same work, after each of `passes` in turn; by default `passes.DEFAULT_PASSES`.
+        """Return a new graph that does the same work, after each of `passes` in turn; by default `passes.DEFAULT_PASSES`.
 
         Raises:
             PlanError: a cycle; with `check` also a pass that changed what is computed, by name (`passes/invariants.py`).
         """
-        from sagellm.scheduler_ir.passes import DEFAULT_PASSES, PassSettings, check_same_work
-
         settings = settings or PassSettings()
         self.topological_order()  # a cycle is told here, not by a pass
         graph = self
-        for each in DEFAULT_PASSES if passes is None else passes:
+        for each in self._passes if passes is None else passes:
             before, graph = graph, each(graph, settings)
             if check and graph is not before:
-                check_same_work(before, graph, getattr(each, "__name__", repr(each)))
+                type(self)._check(before, graph, getattr(each, "__name__", repr(each)))
         return graph._copy() if graph is self else graph
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can say. Raises PlanError: a config that it cannot, naming the node."""
+        """Return plain values for JSON. Raises PlanError: a config that it cannot, naming the node."""
         return {"format": FORMAT, "nodes": [node_to_dict(node) for node in self]}
 
     @classmethod
@@ -236,5 +241,5 @@ class IRGraph:
         return to_mermaid(self)
 
     def diff(self, other: "IRGraph") -> GraphDiff:
-        """What was done to this graph to make the other one. Nodes are the same if their ids are."""
+        """Return the changes that turn this graph into the other one. Nodes are the same if their ids are."""
         return diff_graphs(self, other)

@@ -12,17 +12,18 @@ __all__ = ["is_done", "lower"]
 
 
 def lower(graph: IRGraph, view: StepView, device: str | None = None) -> ScheduleDecision:
-    """What the graph wants of the engine in the step that `view` tells of.
+    """Return the decision that the graph wants for the step of `view`.
 
-    How far the graph has come is read from the view: a chunk is done once its tokens have keys and values, a decode step or a
-    sample once the value it gives is there (`kv:7:100`, `token:7:100`); names of another form are never done. A request that
+    The progress of the graph is read from the view. A chunk is done once its tokens have keys and values. A decode step
+    or a sample is done once its value is there (`kv:7:100`, `token:7:100`); names of another form are never done. A
+    request that
     the view has not, as it is in flight or has ended, is left out and keeps no other waiting. So one graph does for several
     steps.
 
-    The decision: phase, of the first node that computes and is ready, or what it remarks (`builder.IRBuilder`); order, of the
-    requests of ready nodes, then of the others in the graph, then the rest; hold, the requests without a ready node, and
-    those of decode steps that would be more than `view.max_batch_size` with the ones before; chunk_tokens, where a ready chunk
-    ends before its request's prompt; token_budget, the least that a ready node remarks. An empty graph holds everybody.
+    The phase is that of the first ready node that computes, or its remark (`builder.IRBuilder`). The order has requests
+    of ready nodes first, then others in the graph, then the rest. Held are requests without a ready node, and those of
+    decode steps beyond `view.max_batch_size`. A ready chunk that ends before its prompt gives chunk_tokens. The token
+    budget is the least remark of a ready node. An empty graph holds everybody.
 
     Args:
         device: only nodes on it, and those that say none, are for this engine; None takes all. Others' nodes count as done
@@ -61,7 +62,7 @@ def lower(graph: IRGraph, view: StepView, device: str | None = None) -> Schedule
 
 
 def is_done(node: IRNode, requests: Mapping[int, RequestMetadata]) -> bool:
-    """Whether these requests, by id, show that the node's work is done. Of requests that are not there nothing is to do."""
+    """Whether these requests, by id, show that the node's work is done. Missing requests need nothing."""
     config = node.config
     if "request" in config and "tokens" in config:
         request = requests.get(config["request"])

@@ -1,4 +1,4 @@
-"""What a schedule is made of: typed nodes that take named values and give named values."""
+"""Nodes of a schedule: typed, with named values as inputs and outputs."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ __all__ = ["IRNode", "NodeType", "kv_value", "logits_value", "token_value"]
 
 
 class NodeType(str, Enum):
-    """What a node does. Behind each: what its `config` holds. Lengths in tokens, tiers and instances by name."""
+    """Work of a node. Behind each: what its `config` holds. Lengths in tokens, tiers and instances by name."""
 
     PREFIX_FETCH = "prefix_fetch"  # request, tokens: of the prompt's beginning, found in the prefix cache
     KV_LOAD = "kv_load"  # request, start, tokens, src_tier, dst_tier, bytes: keys and values come to a faster tier
@@ -96,7 +96,7 @@ def kv_value(request: int, end: int) -> str:
 
 
 def logits_value(request: int, position: int) -> str:
-    """What the token at this place, counted from 0, is drawn from."""
+    """Return the name of the logits from which the token at this place, counted from 0, is drawn."""
     return f"logits:{request}:{position}"
 
 

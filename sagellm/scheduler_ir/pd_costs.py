@@ -1,4 +1,4 @@
-"""What prefill, decode and moving keys and values cost, and how it is measured."""
+"""Costs of prefill, decode and transfers of keys and values, and their measurement."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -95,7 +95,7 @@ def read_steps(path: Path | str) -> list[dict[str, Any]]:
 def fit_costs(
     steps: Iterable[dict[str, Any]], transfers: Sequence[tuple[int, float]] | float = (), **known: Any
 ) -> PDCosts:
-    """Costs from the `step` lines of one engine. What has too few samples keeps its default.
+    """Costs from the `step` lines of one engine. A cost with too few samples keeps its default.
 
     Args:
         steps: as `read_steps` gives them; such with no `seconds` are left out.
@@ -139,7 +139,7 @@ def fit_costs(
 
 
 def fit_link(samples: Sequence[tuple[int, float]] | float) -> tuple[Link, FitError | None]:
-    """Latency and bandwidth of a transfer. Of a bandwidth alone: no latency, and no error that is known.
+    """Latency and bandwidth of a transfer. Return a link with a bandwidth only: no latency, and no known error.
 
     Raises:
         PolicyError: fewer than 5 samples, or such that no measurement has.

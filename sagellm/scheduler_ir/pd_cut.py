@@ -36,7 +36,7 @@ class Crossing:
 
 
 def crossings(graph: IRGraph, place: Mapping[str, str], costs: PDCosts) -> list[Crossing]:
-    """What must be moved with each node, by id, at its place; each value once for each instance that takes it.
+    """Return the transfers that each node needs, by its id; each value once for each instance that takes it.
 
     Raises:
         PlanError: a value that belongs to no request, so that no transfer can be made of it.
@@ -55,7 +55,7 @@ def crossings(graph: IRGraph, place: Mapping[str, str], costs: PDCosts) -> list[
 def cut_plan(plan: ExecutionPlan, place: Mapping[str, str], costs: PDCosts, home: str) -> list[ExecutionPlan]:
     """Each node in the plan of its place, its device set to it. A transfer stands in both plans: in the one that sends it
     takes the value and gives it for the other instance, `value@instance`; in the other it takes this and gives the value. So
-    nodes keep their inputs. Of one place alone the plan keeps its id. `home`: where requests without a node go.
+    nodes keep their inputs. A plan for one place keeps its id. `home`: where requests without a node go.
 
     Raises:
         PlanError: as `crossings`.

@@ -57,7 +57,8 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of one choice of places. `stream_s`: seconds that all streams together spend on it, which decides: each request of the
+    """Estimate of one choice of places. `stream_s`: seconds that all streams together spend on it, which decides: each
+    request of the
     plan until its last token, and what streams that decode beside its prefill are late.
 
     `prefill_s`, `decode_s`, `transfer_s`: of the plan's own steps and transfers; `stall_s`: the part that is others'.
@@ -82,7 +83,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class SplitDecision:
-    """`plans`: one for each instance that takes part. `together`, `apart`: the best of either kind; None where there is
+    """`plans`: one for each instance that takes part. `together`, `apart`: the best of either kind; None if there is
     none."""
 
     plans: tuple[ExecutionPlan, ...]

@@ -18,7 +18,7 @@ FIELDS = ("format", "plan_id", "request_ids", "target_instance_id", "graph")
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """What shall be done, in which order. Equal plans have equal JSON and the other way round.
+    """Work to be done, and its order. Equal plans have equal JSON and the other way round.
 
     Raises:
         PlanError: an empty id, no requests, one twice, or a node that works for a request that is not among them.
@@ -120,7 +120,7 @@ class ExecutorAPI(Protocol):
         ...
 
     def cancel(self, plan_id: str) -> PlanStatus:
-        """What runs is finished, what waits is not begun; the plan's requests go on as those of no plan.
+        """Finish running nodes and begin no further one; the plan's requests go on without a plan.
 
         Raises:
             PlanError: an unknown plan, or one that is done or cancelled.

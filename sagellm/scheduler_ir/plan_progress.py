@@ -1,4 +1,4 @@
-"""What becomes of the nodes of one plan on an engine: which can run now, and what views and results say of them."""
+"""Progress of the nodes of one plan on an engine: which can run now, and what views and results say of them."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ CANNOT: Mapping[NodeType, str] = MappingProxyType({
     NodeType.COLLECTIVE: "the engine's workers run the collectives of their model by themselves",
     NodeType.VERIFY: "the engine checks no proposed tokens; it decodes one token a step",
 })  # fmt: skip
-# The engine does these with its lookup, just before it computes: they hold nobody up, and it is seen afterwards what was found.
+# The engine does these with its lookup, just before it computes: they delay no step, and their result is seen afterwards.
 WITH_LOOKUP = (NodeType.PREFIX_FETCH, NodeType.KV_LOAD)
 OPEN = (NodeState.WAITING, NodeState.RUNNING)
 
@@ -53,13 +53,13 @@ class NodeRun:
 
     @property
     def end(self) -> int:
-        """Of a node that names a range of tokens: one behind its last."""
+        """End of the node's range of tokens."""
         return self.node.config.get("start", 0) + self.node.config["tokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a node needs of the next step. `chunk`: cut the prompt there. `is_extra`: a decode step's requests have prompt
+    """Wishes of a node for the next step. `chunk`: cut the prompt there. `is_extra`: a decode step's requests have prompt
     tokens left that no node computes, so that they come first."""
 
     run: NodeRun
@@ -98,7 +98,7 @@ class PlanProgress:
 
     @property
     def open(self) -> list[NodeRun]:
-        """What is neither done nor given up, in topological order."""
+        """Open nodes, in topological order."""
         self._open = [run for run in self._open if run.is_open]
         return self._open
 
@@ -129,7 +129,8 @@ class PlanProgress:
         return PlanStatus(self.plan.plan_id, state, nodes)
 
     def ready(self, rows: Mapping[RequestId, RequestMetadata]) -> Iterator[Work]:
-        """What could be in the next step, in topological order. A node's requests go together, so all of them must be there."""
+        """Yield work that could be in the next step, in topological order. A node's requests go together, so all of them
+        must be there."""
         passed: set[int] = set()  # of those that the lookup does: what they hang on is done
         for run in self.open:
             kind = run.node.node_type
@@ -158,7 +159,7 @@ class PlanProgress:
         progress: Mapping[RequestId, RequestProgress],
         seen: Mapping[RequestId, Seen],
     ) -> None:
-        """The queue before `step`. Who is in it has no step on its way: what ran is known now."""
+        """The queue before `step`. Its requests have no step in flight: their results are known now."""
         for request in self.plan.request_ids:
             if request not in rows:
                 continue
@@ -181,7 +182,7 @@ class PlanProgress:
         self._settle_samples()
 
     def result(self, result: StepResult, progress: Mapping[RequestId, RequestProgress]) -> None:
-        """A step has ended; `progress` knows of it. Where it names nobody, the next view tells."""
+        """A step has ended; `progress` knows of it. If it names no request, the next view tells."""
         self._told = result.step
         if not result.computed:
             for run in self.open:
@@ -207,7 +208,7 @@ class PlanProgress:
         self._settle_samples()
 
     def end(self, request: RequestId) -> None:
-        """It is complete, cancelled or failed. What is on its way stays so: the result may come after this."""
+        """It is complete, cancelled or failed. Work in flight stays open: its result may come later."""
         for run in self._open_of(request):
             if run.state is NodeState.WAITING or run.asked <= self._told:
                 self._leave(run, request)
@@ -223,7 +224,7 @@ class PlanProgress:
         self._settle_samples()
 
     def cancel(self, why: str, with_running: bool = False) -> None:
-        """What waits is not begun. `with_running`: nor will anybody hear of what is on its way."""
+        """Waiting nodes are not begun. `with_running`: nor will anybody hear of what is on its way."""
         self.is_cancelled = True
         for run in self.open:
             if with_running or run.state is NodeState.WAITING:
@@ -262,14 +263,14 @@ class PlanProgress:
                     self._ranges[request].append(run)
 
     def _left(self, index: dict[RequestId, list[NodeRun]], request: RequestId) -> list[NodeRun]:
-        """Of these, from the first on that is still to be done for it."""
+        """Return these from the first open one on."""
         runs = index.get(request, [])
         while runs and not (runs[0].is_open and request in runs[0].pending):
             del runs[0]
         return runs
 
     def _open_of(self, request: RequestId) -> list[NodeRun]:
-        """What is still to be done for it, in topological order."""
+        """Return its open nodes, in topological order."""
         self._of[request] = [run for run in self._of.get(request, ()) if run.is_open and request in run.pending]
         return list(self._of[request])
 
@@ -348,7 +349,7 @@ class PlanProgress:
             self._settle(run, NodeState.CANCELLED, f"request {request} ended before")
 
     def _reopen(self, request: RequestId, num_computed: int, step: int) -> None:
-        """Its blocks were taken. What the plan still wants of it needs them again."""
+        """Its blocks were taken. The rest of the plan needs them again."""
         if not self._open_of(request):
             return
         for run in self.runs.values():

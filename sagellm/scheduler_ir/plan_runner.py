@@ -85,8 +85,8 @@ class PlanRunner(Plugin):
     # ---- ExecutorAPI
 
     def submit_plan(self, plan: ExecutionPlan) -> PlanStatus:
-        """As `ExecutorAPI.submit_plan`. Unknown requests: see `wait_for_requests`. What this engine can never do is refused
-        in the status that is returned; the rest runs."""
+        """As `ExecutorAPI.submit_plan`. Unknown requests: see `wait_for_requests`. Nodes that this engine cannot carry
+        out are refused in the returned status; the rest runs."""
         with self._lock:
             self._check(plan)
             progress = PlanProgress(plan, self._devices)
@@ -231,7 +231,7 @@ class PlanRunner(Plugin):
             del self._finished[next(iter(self._finished))]
 
     def _forget_ended(self) -> None:
-        """Nobody asks again about a request that has ended and is in no plan."""
+        """Forget requests that have ended and are in no plan."""
         for request in [name for name, each in self._requests.items() if each.has_ended and name not in self._owner]:
             del self._requests[request]
 
@@ -270,7 +270,8 @@ class PlanRunner(Plugin):
     def _held(
         self, now_s: float, taken: dict[RequestId, None], rows: dict[RequestId, RequestMetadata]
     ) -> dict[RequestId, str]:
-        """Who waits for a node of its plan, with the reason. Who has waited for too long does not any more."""
+        """Return the requests that wait for a node of their plan, with the reason. A request that has waited too long is
+        released."""
         held: dict[RequestId, str] = {}
         for plan in list(self._active.values()):
             if plan.is_cancelled:

@@ -9,11 +9,11 @@ __all__ = ["RequestProgress", "Seen"]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a view told of a request.
+    """Changes of a request since the last view.
 
     Attributes:
         is_preempted: it lost its blocks since the last view.
-        num_decoded: tokens that it has decoded since, and that no result told of: on engines whose results name nobody.
+        num_decoded: tokens decoded since that no result named, on engines whose results have no request ids.
     """
 
     is_preempted: bool = False
@@ -25,8 +25,8 @@ class RequestProgress:
     """Attributes:
     position: of so many of its first tokens the keys and values are there, at the least. The next view tells exactly.
     num_tokens: its length at the last view.
-    num_heard: tokens computed since it joined or lost its blocks, as results told. What `position` has more than that was
-        found in a cache.
+    num_heard: tokens computed since it joined or lost its blocks, as results told. The rest of `position` was found in a
+    cache.
     num_generated: as far as views and results told.
     held_since_s: since when it has been held in every step; None where it was not held in the last one.
     """
@@ -42,7 +42,7 @@ class RequestProgress:
 
     @property
     def num_found(self) -> int:
-        """Tokens that nobody had to compute."""
+        """Tokens that were found in a cache."""
         return max(0, self.position - self.num_heard)
 
     def view(self, row: RequestMetadata) -> Seen:

@@ -14,7 +14,7 @@ FIELDS = ("id", "type", "inputs", "outputs", "config", "device")
 
 
 def node_to_dict(node: IRNode) -> dict[str, Any]:
-    """What is empty is left out. Raises PlanError: a config that JSON cannot say."""
+    """Empty fields are left out. Raises PlanError: a config that JSON cannot say."""
     document: dict[str, Any] = {"id": node.node_id, "type": node.node_type.value}
     for name in ("inputs", "outputs"):
         if values := getattr(node, name):

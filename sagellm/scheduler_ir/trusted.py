@@ -16,7 +16,7 @@ _set_id, _set_type, _set_inputs, _set_outputs, _set_config, _set_device = (
 def trusted_node(
     node_id: str, node_type: NodeType, inputs: tuple[str, ...], outputs: tuple[str, ...], config: dict[str, Any], device: str
 ) -> IRNode:
-    """Inputs and outputs are distinct, the config has what the type asks for, and nobody else holds it."""
+    """Inputs and outputs are distinct, the config has what the type asks for, and no other object holds it."""
     node = _new(IRNode)
     _set_id(node, node_id)
     _set_type(node, node_type)

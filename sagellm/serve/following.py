@@ -22,7 +22,7 @@ POLL_S = 0.5
 class FollowingProcess(SpawnProcess):
     """A spawned process that follows its parent, as do the processes that it spawns itself.
 
-    What it is to run loads the libraries while it is unpickled, which `loading_libraries` makes quicker.
+    Unpickling its target loads the libraries, which `loading_libraries` makes quicker.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -78,7 +78,7 @@ class _FollowingContext(SpawnContext):
 
 
 class EngineProcesses:
-    """What LMDeploy uses of `torch.multiprocessing` to start its engine process, with two differences.
+    """The part of `torch.multiprocessing` that starts LMDeploy's engine process, with two differences.
 
     Processes that it spawns follow this one. Its managers live until `end_managers`: the engine process announces itself
     through a manager, which LMDeploy ends as soon as it has read the announcement. Once in some twenty starts the engine

@@ -129,7 +129,7 @@ def _check_references(schema: dict) -> None:
 
 
 def _target(schema: dict, reference: Any) -> Any:
-    """What a local `$ref` points to; None where that is nothing, which xgrammar refuses itself."""
+    """Target of a local `$ref`; None where that is nothing, which xgrammar refuses itself."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     node: Any = schema

@@ -1,9 +1,9 @@
-"""What happens between LMDeploy's handlers and its `AsyncEngine.generate`: stop strings, what the request asks of the
-scheduler, errors, and clients that leave.
+"""The layer between LMDeploy's handlers and its `AsyncEngine.generate`: stop strings, scheduling wishes, errors, and
+clients that leave.
 
 LMDeploy stops at single tokens whose text contains the stop word, which cuts text before it, and ignores words of
-several tokens without a word. Here the text decides, as in OpenAI's API: the answer ends in front of the first match,
-which is the one that is whole first, so it does not depend on how the text was cut into pieces. Tokens behind it are left out,
+several tokens without a word. The text decides, as in OpenAI's API. The answer ends before the first complete match, so
+it does not depend on how the text was cut into pieces. Tokens behind it are left out,
 where a step of the engine gave several.
 """
 
@@ -19,7 +19,7 @@ from sagellm.serve.speculation import add_guesses
 from sagellm.serve.token_texts import TEXTS
 
 END = object()
-LOOP_IS_DEAD = "HANDLER_NOT_EXIST"  # LMDeploy's name for a request that nobody will ever work on
+LOOP_IS_DEAD = "HANDLER_NOT_EXIST"  # LMDeploy's name for a request that is never computed
 
 
 class StopStrings:
@@ -31,7 +31,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """What may be shown now, and whether a word was found. O(len(text) * number of words)."""
+        """Return the text that may be shown now, and whether a word was found. O(len(text) * number of words)."""
         self._held += text
         found = [(at + len(word), at) for word in self._words if (at := self._held.find(word)) >= 0]
         if found:
@@ -42,7 +42,7 @@ class StopStrings:
         return shown, False
 
     def flush(self) -> str:
-        """What was kept back, when nothing more will come."""
+        """Return the text that was kept back, when nothing more will come."""
         held, self._held = self._held, ""
         return held
 
@@ -92,7 +92,7 @@ class Generation:
                 self._check(out)
                 if is_first and gen_config is not None and gen_config.with_cache:
                     # LMDeploy's handler fails where the first piece has no token: an answer that ends at once. Engines of a
-                    # group tell each other which one was drawn; nobody reads it here.
+                    # group tell each other which one was drawn; it is not read here.
                     out.token_ids = out.token_ids or [0]
                 is_first = False
                 now, num_now = getattr(out, "sage", None) or guesses, max(out.generate_token_len - 1, num_decoded)

@@ -48,7 +48,7 @@ class Membership:
 
 
 def join_group(config: SageConfig, pd: PDConfig, device: str, model: str) -> Membership:
-    """What can be known before a model is loaded. `pd`: that of `config`. `model`: its name.
+    """Facts that are known before a model is loaded. `pd`: that of `config`. `model`: its name.
 
     Says on standard error where the proxy does not answer: it may be started later.
 
@@ -93,7 +93,7 @@ class GroupGate:
         return client is not None and _is_loopback(client[0]) and "origin" not in headers
 
     def check_path(self, path: str, headers: Mapping[str, str], is_trusted: bool = False) -> None:
-        """Before the body is read. Raises Refused: not for whoever has no signature, or not of this server at all."""
+        """Before the body is read. Raises Refused: the path needs a signature, or this server does not have it."""
         if self._member is None:
             raise Refused(f"{path}: {NO_ROLE}.")
         if SIGNATURE not in headers and not (is_trusted and path != INFO):
@@ -129,8 +129,8 @@ class GroupGate:
             _check_migration(raw["migration_request"])
 
     def answer_of_refusal(self, is_trusted: bool) -> dict[str, str]:
-        """What a refusal has to say besides. LMDeploy's proxy takes whatever a prefill engine answers for a prompt that was
-        computed, and fails where that has no id; with this one it goes on to the decode engine, which refuses the request too,
+        """Return further fields of a refusal. LMDeploy's proxy takes any answer of a prefill engine for a computed
+        prompt, and fails if it has no id. With this id it goes on to the decode engine, which refuses the request too,
         or answers it alone."""
         is_prefill = self._member is not None and self._member.hooks.role == "prefill"
         return {"id": str(NO_SESSION)} if is_trusted and is_prefill else {}
@@ -210,8 +210,8 @@ def _channel(pd: PDConfig, device: str, is_one_host: bool) -> str:
 
 
 def _hold_port(host: str, port: int) -> socket.socket:
-    """Bound, and not listening: on Linux another socket that allows it, as asyncio's do, may listen there, and nobody else gets
-    the port by chance."""
+    """Bind a port without listening. On Linux another socket that allows it, as asyncio's do, may listen there, and no
+    other process gets the port by chance."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         holder = socket.socket(family, socket.SOCK_STREAM)
@@ -229,7 +229,7 @@ def _hold_port(host: str, port: int) -> socket.socket:
 
 
 def _check_trust(config: SageConfig, of_proxy: list[tuple]) -> None:
-    """Raises ConfigError: others than this host could send what nobody has signed, or the proxy would be refused."""
+    """Raises ConfigError: other hosts could send unsigned requests, or the proxy would be refused."""
     try:
         own = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -109,7 +109,7 @@ class EngineWatch:
     def _end(self) -> None:
         self.engine_died = True
         refusal = self._refusal()
-        with contextlib.suppress(OSError):  # whoever read standard error may be gone; that must not keep us alive
+        with contextlib.suppress(OSError):  # the reader of standard error may be gone; that must not keep us alive
             print(f"error: {refusal or f'{self._reason}; its log is above.'}", file=sys.stderr, flush=True)
         if self._callback is not None:
             self._callback()

@@ -18,7 +18,7 @@ def claim_stdout() -> TextIO:
 
 
 class ClientLeft(logging.Filter):
-    """Drops the errors that LMDeploy logs when a client goes away, which is nobody's fault."""
+    """Drops the errors that LMDeploy logs when a client goes away, which is no fault."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = str(record.msg)

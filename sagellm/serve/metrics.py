@@ -1,4 +1,4 @@
-"""What the engine process counted, among LMDeploy's own Prometheus metrics."""
+"""Counters of the engine process, among LMDeploy's own Prometheus metrics."""
 
 from collections.abc import Iterator
 from itertools import accumulate
@@ -104,7 +104,7 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
 
 
 def _reported(plugins: dict[str, dict[str, Any]]) -> Metric:
-    """What plug-ins report of themselves: `kind` is the outermost key, `key` the others, joined.
+    """Reports of plug-ins: `kind` is the outermost key, `key` the others, joined.
 
     Counters and gauges alike, which a report does not tell apart; so the type is unknown.
     """
@@ -124,7 +124,7 @@ def _leaves(values: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tup
 
 
 def _guesses(report: dict[str, Any]) -> Iterator[Metric]:
-    """Of a speculative strategy. Tokens of a sequence in a decode step are 1 + accepted / sequence steps."""
+    """Families of a speculative strategy. Tokens of a sequence in a decode step are 1 + accepted / sequence steps."""
     kinds = ("drafted", "accepted")
     yield _counter(
         "sagellm_speculative_tokens", "Guesses that were computed, and right.", "kind", {kind: report[kind] for kind in kinds}

@@ -1,4 +1,4 @@
-"""What an engine of a prefill/decode group counted, as Prometheus metrics."""
+"""Counters of an engine of a prefill/decode group, as Prometheus metrics."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ TIMES = {
 
 
 def pd_families(report: dict[str, Any]) -> Iterator[Metric]:
-    """Of the report of `PrefillDecode`. Quantiles are those of the latest 1,024 requests."""
+    """Families of the report of `PrefillDecode`. Quantiles are those of the latest 1,024 requests."""
     transfers = CounterMetricFamily(
         "sagellm_pd_requests", "Prompts kept for others, and fetched from others, by what became of them.",
         labels=["side", "outcome"],

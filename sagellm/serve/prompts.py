@@ -36,7 +36,7 @@ class Prompts:
         """Token ids of every prompt, checked. `num_bytes` is the size of the whole request.
 
         Raises:
-            Refused: there is none, one is too long, or it cannot be rendered.
+            Refused: no prompt, one that is too long, or one that cannot be rendered.
         """
         if hasattr(request, "messages"):
             check_messages(request.messages)
@@ -53,7 +53,7 @@ class Prompts:
         return prompts
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        """What the tokenizer makes of it.
+        """Return the tokens of the text.
 
         Raises:
             Refused: so much text cannot fit, whatever it is.

@@ -21,7 +21,7 @@ logger = logging.getLogger("sagellm")
 
 
 class _NoProxy(Exception):
-    """Nobody who could answer: the message says what there is."""
+    """No proxy answered; the message says what is there."""
 
 
 class Registration:
@@ -58,7 +58,7 @@ class Registration:
             if self._was_known:
                 await self._ask("POST", "/nodes/remove", {"url": self._member.hooks.engine_id}, LOOK_S)
         except _NoProxy:
-            pass  # whoever has gone does not have to be told
+            pass  # a proxy that has gone needs no message
         finally:
             await self._http.close()
 
@@ -136,7 +136,7 @@ def _parsed(text: str) -> Any:
 
 
 def _words(answer: Any) -> str:
-    """Of an error as OpenAI's API, FastAPI or LMDeploy's proxy give it."""
+    """Return the message of an error as OpenAI's API, FastAPI or LMDeploy's proxy give it."""
     while isinstance(answer, dict):
         answer = next((answer[name] for name in ("error", "message", "detail", "text") if answer.get(name)), str(answer))
     return str(answer)[:500]

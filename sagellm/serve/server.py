@@ -92,7 +92,7 @@ def _run_dir() -> Path:
 
 
 def _check_plugins(config: SageConfig) -> None:
-    """What would otherwise end the engine process after the model is loaded.
+    """Check what would otherwise end the engine process after the model is loaded.
 
     Raises:
         PluginError, ConfigError: an unknown plug-in or option, two owners of a decision, a record that cannot be written.
@@ -273,7 +273,7 @@ class _Server(uvicorn.Server):
 
 
 class _Banner:
-    """What a person sees when the server is ready."""
+    """The message of a server that is ready."""
 
     def __init__(self, config: SageConfig, name: str, device: str, sizes: Sizes, as_json: bool, out: TextIO) -> None:
         self._config, self._name, self._device, self._sizes = config, name, device, sizes

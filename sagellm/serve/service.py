@@ -1,7 +1,7 @@
-"""What a request asks of the scheduler: read from its body or its headers, checked, and carried to its generation.
+"""Scheduling wishes of a request: read from its body or its headers, checked, and passed to its generation.
 
-LMDeploy's handlers know nothing of it, so it leaves the body here and travels beside them, in a context variable: the
-handler and whatever streams its answer run in the context of the request, or in a copy of it.
+LMDeploy's handlers do not know these fields. So they leave the body here and travel in a context variable: the handler
+and the stream of its answer run in the context of the request, or in a copy of it.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Guesses in the usage of an answer whose request asks for it.
 
-What OpenAI has for guesses that clients send, `completion_tokens_details`, counts right and wrong ones; here the server
-guesses. The rest is in a field of this project's own, `speculation`. LMDeploy makes usage in its handlers, which know nothing
+OpenAI's `completion_tokens_details` counts right and wrong guesses that clients send; here the server guesses. The rest is
+in a field of this project's own, `speculation`. LMDeploy makes usage in its handlers, which know nothing
 of guesses, so the counts travel beside them in a context variable, as in `service`.
 """
 
@@ -47,12 +47,12 @@ class UsageOfGuesses:
         found["tokens_per_step"] = self._num_decoded / num_steps if num_steps > 0 else 0.0
 
 
-# Of the request that is being handled; None where it does not ask.
+# Counts of the current request; None if it does not ask.
 USAGE: ContextVar[UsageOfGuesses | None] = ContextVar("sagellm_speculation_usage", default=None)
 
 
 def take_wish(body: dict[str, Any]) -> UsageOfGuesses | None:
-    """Take the wish out of `body`; counts to be filled in, None where there is none. Raises Refused: it is no boolean."""
+    """Take the wish out of `body`; return counts to be filled in, or None. Raises Refused: it is no boolean."""
     wish = body.pop(FIELD, False)
     if not isinstance(wish, bool):
         raise Refused(f"{FIELD} is {wish!r}; allowed: true or false.")

@@ -1,14 +1,15 @@
 """The text of an answer, token by token, also where a step of the engine gave several.
 
-LMDeploy turns the tokens of a step into text at once, and keeps all of it back while its last character is not complete: an
-answer that ends there would lose the text of further tokens, and nobody could say behind which token a stop string is whole.
+LMDeploy turns the tokens of a step into text at once, and keeps all of it back while its last character is not complete.
+An answer that ends there would lose the text of further tokens, and the token that completes a stop string would be
+unknown.
 """
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-# Texts of the tokens of the chunk that is being made, which whoever reads the generation takes out; None where nobody does.
+# Texts of the tokens of the chunk that is being made, which the reader of the generation takes out; None without a reader.
 TEXTS: ContextVar[list[str] | None] = ContextVar("sagellm_token_texts", default=None)
 
 

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +29,7 @@ def test_a_spawned_process_gets_the_same_one() -> None:
 
 def test_another_checkout_is_not_shadowed_by_the_one_that_was_installed(tmp_path: Path) -> None:
     (tmp_path / "sagellm").mkdir()
-    shutil.copy(ROOT / "sagellm/__init__.py", tmp_path / "sagellm")
+    (tmp_path / "sagellm" / "__init__.py").touch()
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "-c", "import sagellm; print(sagellm.__file__)"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)

@@ -62,7 +62,9 @@ def refused_here(monkeypatch, model_folder, tmp_path):
         done = CliRunner().invoke(command.serve, [str(word) for word in (*given, *options)])
         assert isinstance(done.exception, SystemExit) and done.exit_code == 2, done.output
         assert done.stdout == "" and done.stderr.count("rror: ") == 1, done.output
-        assert psutil.Process().children(recursive=True) == before and not list(own.iterdir())
+        # torch makes this folder when a size needs the operators of the CPU device; it is empty and not ours.
+        left = [path for path in own.iterdir() if not path.name.startswith("torchinductor_")]
+        assert psutil.Process().children(recursive=True) == before and not left
         return done.stderr
 
     return start

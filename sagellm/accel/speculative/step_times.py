@@ -1,4 +1,4 @@
-"""What a decode step costs: learned from the steps that were made, by number of sequences and of rows."""
+"""Cost of a decode step, learned from past steps by number of sequences and of rows."""
 
 import math
 from bisect import bisect
@@ -15,7 +15,7 @@ __all__ = ["StepTable", "StepTimes"]
 ENOUGH = 32  # steps of one size, the latest, that are learned from where many have come at once: twice what a cell holds
 RING = 15  # samples of a cell; its median is what counts, so that a step which the machine held up changes nothing
 MEMORY = 400  # steps after which what a cell knows counts half
-DEFAULT_SLOPE = 0.25  # of a row that nobody has measured, in shares of a row's part of a plain step
+DEFAULT_SLOPE = 0.25  # of a row that was not measured, in shares of a row's part of a plain step
 BELIEF = 0.01  # how much that counts beside a step
 CORRECTION_RATE = 0.05
 FORGET = 0.99
@@ -69,7 +69,7 @@ class StepTimes:
         self._unread: list[tuple[int, int, float]] = []
 
     def add(self, num_sequences: int, num_rows: int, seconds: float) -> None:
-        """A step took so long. What is no time at all is passed over.
+        """A step took so long. Times of 0 are skipped.
 
         It is learned from when somebody asks: between two steps of a model nothing is in the caches, and the same lines take
         ten times as long as in one go later.
@@ -176,7 +176,7 @@ class StepTimes:
         self._correction *= ratio**rate
 
     def _ratio(self, cell: _Cell, believed: float) -> float:
-        """What a cell has seen, by what is believed without it; few or old samples count less."""
+        """The samples of a cell over its prior; few or old samples count less."""
         weight = len(cell.samples) * 0.5 ** ((self.num_steps - cell.latest) / MEMORY)
         share = 1.0 if _place(round(cell.extra)) == 0 else weight / (weight + 2)
         return (cell.seconds / believed) ** share
@@ -216,7 +216,7 @@ class StepTimes:
 
 
 def _latest(steps: list[tuple[int, int, float]]) -> list[tuple[int, int, float]]:
-    """Of each size the last `ENOUGH`, in order."""
+    """The last `ENOUGH` of each size, in order."""
     counts: dict[tuple[int, int], int] = {}
     kept = []
     for step in reversed(steps):

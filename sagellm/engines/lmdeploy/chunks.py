@@ -1,8 +1,8 @@
 """Prompts that are computed in several steps, other requests' steps between them.
 
 LMDeploy computes a prompt in one step, a long one in several forward passes that nothing comes between. To cut one, the
-request enters its step with its next tokens alone. What is sampled behind them means nothing and is dropped, by sending the
-request back to the queue before LMDeploy looks at it; blocks that are full by then are cached as any others.
+request enters its step with its next tokens alone. A token sampled after them is meaningless. It is dropped by sending
+the request back to the queue before LMDeploy looks at it; full blocks are cached as any others.
 """
 
 from typing import Any

@@ -146,13 +146,13 @@ class CommObserver:
 class _WatchedWork:
     """The handle of an asynchronous collective. Its end is seen once: by `wait`, `is_completed` or the future, what is first.
 
-    A handle that is let go of without any of these has an end that nobody saw; the operation counts, its time does not.
+    The end of a handle that is dropped without any of these is unknown; the operation counts, its time does not.
     """
 
     def __init__(self, work: Any, expose: Callable[[int], None], end: Ended, unseen: deque[Callable[[], None]]) -> None:
         self._work = work
         self._expose = expose
-        self._ends = [end]  # taken by whoever is first: `pop` of a list is one step for all threads
+        self._ends = [end]  # taken by the first thread: `pop` of a list is one step for all threads
         self._unseen = unseen
         self._has_future = False
 
@@ -214,7 +214,7 @@ def _first_tensor(values: tuple) -> torch.Tensor | None:
 
 
 def _whole_bytes(values: tuple) -> int:
-    """Of what all ranks have together, which is the largest that is given: of a part and the whole, the whole."""
+    """Return the bytes of all ranks together: the largest tensor given, so the whole and not a part."""
     return max((_num_bytes(value) for value in values), default=0)
 
 

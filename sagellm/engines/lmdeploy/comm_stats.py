@@ -1,4 +1,4 @@
-"""What the collectives of one rank cost, counted by operation.
+"""Cost of the collectives of one rank, by operation.
 
 Sizes and bandwidths are those of NCCL's tests. The size of an operation is that of what all ranks have together: the tensor to
 be reduced or broadcast, the whole of what is gathered, scattered or exchanged. Algorithm bandwidth is size / time. Bus
@@ -38,7 +38,7 @@ class CommStats:
         self._rows: dict[tuple[int, str], dict[str, Any]] = {}
 
     def add(self, rank: int, name: str, num_bytes: int, num_ranks: int, latency_ns: int | None) -> None:
-        """One operation that has ended. `latency_ns`: from its start to its end; None where nobody saw the end."""
+        """One operation that has ended. `latency_ns`: from its start to its end; None if the end is unknown."""
         with self._lock:
             row = self._row(rank, name)
             row["count"] += 1

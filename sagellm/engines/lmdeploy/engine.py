@@ -69,7 +69,7 @@ def build_engine_config(
     if model is not None:
         known["model"] = config.model_name or model.resolve().name
         folder = config.kv.disk if config.kv is not None else None
-        if folder is not None or config.plugins:  # nobody else keeps bytes, and to read all weights takes a while
+        if folder is not None or config.plugins:  # no other setting keeps bytes, and reading all weights takes a while
             known["layout"] = layout_of(model, config, sizes, device, folder or default_cache_dir())
         if hooks.pd is not None:
             weights = weights_of(model, sizes, folder or default_cache_dir())

@@ -1,4 +1,4 @@
-"""What a plug-in may ask of LMDeploy's PyTorch engine: the `EngineHandle` of the contract, one for each plug-in."""
+"""`EngineHandle` of LMDeploy's PyTorch engine, one for each plug-in."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice

@@ -3,8 +3,9 @@
 Copies between the pool and the host tier ride with a forward pass, which makes them on a thread or a stream of its own. So
 from the moment a pass is sent until it has ended nothing else may touch the slots that it copies from or to; they are *busy*.
 
-A block whose copy to the host was ordered and not sent yet still has its bytes in the pool: its slot there may be another's by
-now, but passes run in order, so nobody writes to it before the pass that makes the copy. Passes that run already write to slots
+A block whose copy to the host was ordered and not sent yet still has its bytes in the pool. Its slot there may belong to
+another block by now, but passes run in order, so it is not written before the pass that makes the copy. Passes that run
+already write to slots
 of blocks that are not full, which no cached block has, and to those that they bring back, which are busy.
 """
 
@@ -22,7 +23,7 @@ from sagellm.engines.lmdeploy.prefix_cache import PrefixCache
 class HostBlocks:
     """Owned by the `KVManager`, and called where that is. `open_memory` is called once, when bytes are first asked for.
 
-    A reserved block is an id and a slot that nobody else has, with one reference, which becomes the index's.
+    A reserved block is an id and a slot of its own, with one reference, which becomes the index's.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class HostBlocks:
         self._free(block_ids)
 
     def free_all_of(self, owner: str) -> None:
-        """The plug-in is off; nobody else knows of its reservations."""
+        """Give back the reservations of a plug-in that is switched off."""
         self._free([block for block, (name, _) in self._reserved.items() if name == owner])
 
     def owners(self) -> set[str]:

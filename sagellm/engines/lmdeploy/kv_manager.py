@@ -1,7 +1,7 @@
 """LMDeploy's block pool as the contract sees it: information, victims, and migration to a host tier and back.
 
-Three notions of a block: its id (LMDeploy's logical block, which requests and the prefix cache hold), the slot of the pool
-that holds its bytes, and the slot of the host cache that does so after an offload. Migration changes the slot, not the id.
+A block has three names. Its id is LMDeploy's logical block, which requests and the prefix cache hold. A slot of the pool
+holds its bytes, and a slot of the host cache does after an offload. Migration changes the slot, not the id.
 
 Copies are not made here. They ride with the inputs of the next forward pass, which executes them, outs before ins, before
 it reads or writes any block. Two rules keep that order harmless: a block restored since the last pass is not offloaded
@@ -132,7 +132,7 @@ class KVManager:
     def evict(self, num_blocks: int) -> int:
         """Free at least `num_blocks` of the pool if the prefix cache holds them; returns how many became free."""
         if not (self._host.plugins or self._host_slots or self._host.recorder.enabled):
-            num_evicted = self._cache.drop_lru(max(num_blocks, 0))  # nobody wants to know which
+            num_evicted = self._cache.drop_lru(max(num_blocks, 0))  # no listener wants to know which
             self.evicted[EvictionReason.PREFIX] += num_evicted
             return num_evicted
         before = self.num_free()
@@ -207,7 +207,7 @@ class KVManager:
         self._cache.freed(victims)
 
     def drop(self, block_ids: Sequence[int], reasons: Sequence[str], policy: str) -> tuple[int, ...]:
-        """What a plug-in gives up of its own accord, see the contract. O(blocks named), if none of them must be passed over."""
+        """Drop blocks that a plug-in gives up, see the contract. O(blocks named), if none of them must be passed over."""
         if not self._cache.enabled:
             return ()
         reason_of = dict(zip(block_ids, reasons, strict=True)) if reasons else {}
@@ -237,11 +237,11 @@ class KVManager:
         return np.array([block for block in ids.tolist() if block in chosen], np.int64)
 
     def _num_unlocked(self) -> int | None:
-        """For the record, which nobody may be keeping."""
+        """Write to the record, if one is kept."""
         return int(np.count_nonzero(self._cache.unlocked())) if self._host.recorder.enabled else None
 
     def lose_cache(self) -> None:
-        """The index has failed: the engine goes on without one. What requests hold stays theirs."""
+        """The index has failed: the engine goes on without one. Blocks of requests stay."""
         self._cache.disable()
         self.give_up(np.flatnonzero(self._cache.is_cached), BUILT_IN, "the prefix index failed")
 

@@ -1,4 +1,4 @@
-"""What the bytes of a KV block mean, in one line: everything that they depend on, beside the block's tokens."""
+"""Description of the bytes of a KV block in one line: everything they depend on besides its tokens."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from sagellm import __version__
 from sagellm.core.config import SageConfig
 from sagellm.engines.lmdeploy.sizing import Sizes
 
-# Whatever else lies in a model's folder may be weights, or code that computes with them.
+# Other files of a model's folder may be weights, or code that computes with them.
 NO_PART = (
     "tokenizer",
     "vocab",
@@ -35,8 +35,8 @@ def weights_of(model: Path, sizes: Sizes, cache_dir: Path | None = None) -> str:
 def layout_of(model: Path, config: SageConfig, sizes: Sizes, device: str, cache_dir: Path | None = None) -> str:
     """A line that differs wherever the bytes of a block may.
 
-    Every file of the model is hashed wholly; the hashes of files that have not changed since (by path, device, inode, size
-    and times) are taken from a file in `cache_dir`, if one is given and can be written.
+    Every file of the model is hashed wholly. Hashes of unchanged files (by path, device, inode, size and times) come
+    from a file in `cache_dir`, if one is given and can be written.
     """
     schema = sizes.schema
     shape = f"{schema.num_layers}x{schema.num_kv_heads}x{schema.head_dim} {schema.dtype} {schema.block_size} tokens"

@@ -1,4 +1,4 @@
-"""What is known of a request beside what LMDeploy knows. `seq` is its `SchedulerSequence`, which carries it."""
+"""Facts about a request that LMDeploy does not keep. `seq` is its `SchedulerSequence`, which carries it."""
 
 import logging
 import math
@@ -13,7 +13,7 @@ logger = logging.getLogger("sagellm")
 
 
 def service_of(seq: Any) -> ServiceLevel:
-    """What the client asked for: with each request of a session, whose sequence then gets other sampling parameters."""
+    """Return the client's wishes; each request of a session gives its sequence other sampling parameters."""
     if getattr(seq, "sage_settings", None) is not seq.sampling_param:
         seq.sage_service, seq.sage_settings = _read(seq), seq.sampling_param
     return seq.sage_service
@@ -26,7 +26,7 @@ def _read(seq: Any) -> ServiceLevel:
         return NO_SERVICE
     try:
         return ServiceRequest.model_validate_json(text).level()
-    except ValidationError as error:  # whoever takes requests has checked it, so that this is a mistake of ours
+    except ValidationError as error:  # the server has checked it, so this is a mistake of ours
         logger.error("request %s goes on without its service level: %s", seq.session_id, error)
         return NO_SERVICE
 

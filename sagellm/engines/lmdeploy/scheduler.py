@@ -1,4 +1,4 @@
-"""What the inserted lines in LMDeploy's scheduler call: one object a scheduler, living as long as it.
+"""The object that the inserted lines in LMDeploy's scheduler call; each scheduler has one.
 
 Every method here runs on the engine's thread.
 """
@@ -38,7 +38,7 @@ PREFIX_INDEX = "prefix index"  # its name among the faults of plug-ins
 
 
 class SchedulerHooks:
-    """The doors of the PyTorch engine, wired to the plug-ins that `spec` (the JSON of a `HookConfig`) names."""
+    """Connects the hooks of the PyTorch engine with the plug-ins that `spec` (the JSON of a `HookConfig`) names."""
 
     def __init__(self, scheduler: Any, spec: str) -> None:
         self._scheduler = scheduler
@@ -272,7 +272,7 @@ class SchedulerHooks:
     # ---- report
 
     def report(self) -> dict[str, Any]:
-        """What `/metrics` shows; picklable."""
+        """Return the numbers of `/metrics`; picklable."""
         workers = _worker_reports(self._config)
         own = self._host.report()
         return {

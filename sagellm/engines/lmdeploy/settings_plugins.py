@@ -29,7 +29,8 @@ def check_settings_plugins(config: SageConfig) -> None:
     Raises:
         ConfigError, PolicyError, TierError: as `check_tiers`; or options of no strategy.
         PlanError: an unknown strategy, or options that it does not take.
-        SpeculationError: likewise, of those who guess; a lookahead beyond the pool; or a method that the device cannot run.
+        SpeculationError: an unknown speculative strategy or option, a lookahead beyond the pool, or a method that the
+            device cannot run.
     """
     check_tiers(config)
     if config.strategy is not None:

@@ -20,7 +20,7 @@ DEFAULT_GPU_SHARE = 0.8  # LMDeploy's own, of what its weights leave
 
 @dataclass(frozen=True, slots=True)
 class DraftSizes:
-    """What draft models add: bytes of their weights, and of each KV block beside the target's."""
+    """Sizes of draft models: bytes of their weights, and of each KV block besides the target's."""
 
     weight_bytes: int
     block_bytes: int
@@ -28,7 +28,7 @@ class DraftSizes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the engine is started with. `num_blocks` 0 leaves the choice to LMDeploy (devices with their own memory).
+    """Sizes that the engine starts with. `num_blocks` 0 leaves the choice to LMDeploy (devices with their own memory).
     `draft`: None where no draft model is loaded."""
 
     dtype: str
@@ -78,8 +78,8 @@ def size_engine(config: SageConfig, model: Path, device: str) -> Sizes:
 
 
 def gpu_share(wanted: float | None, sizes: Sizes) -> float:
-    """The share of free memory for LMDeploy's pool, which is sized and filled before a draft model is loaded: that takes part
-    of the share, its keys and values in proportion to a block, its weights as they are."""
+    """Return the share of free memory for LMDeploy's pool, which is filled before a draft model is loaded. The draft
+    model takes a part of the share: its keys and values in proportion to a block, its weights as they are."""
     share = DEFAULT_GPU_SHARE if wanted is None else wanted
     if sizes.draft is None:
         return share
@@ -97,7 +97,7 @@ def gpu_share(wanted: float | None, sizes: Sizes) -> float:
 
 
 def _draft(config: SageConfig, model: Path, dtype: str) -> DraftSizes | None:
-    """Of all models that the speculative strategy loads; they compute in the dtype of the target."""
+    """Add up the models that the speculative strategy loads; they compute in the dtype of the target."""
     from sagellm.accel.speculative.registry import engine_method, make_speculator
 
     if config.speculative is None or engine_method(config.speculative) or config.engine != "pytorch":
@@ -141,7 +141,7 @@ def _schema(hf: dict[str, Any], dtype: str, config: SageConfig) -> KVCacheSchema
 
 
 def _check_heads(heads: int, kv_heads: int, num_workers: int) -> None:
-    """What LMDeploy's `ModelConfig.from_hf_config` asserts, where nobody sees the message.
+    """Check what LMDeploy's `ModelConfig.from_hf_config` asserts without a visible message.
 
     Raises:
         ConfigError: the heads cannot be shared out evenly.

@@ -146,8 +146,8 @@ class StepChoice:
     # ---- decisions
 
     def _is_prefill_next(self, wanted: Phase, hold: frozenset[int]) -> bool:
-        """The phase that is wanted, where there is somebody for it who is not held; the engine would take nobody for a full
-        cache, and wait."""
+        """Return the wanted phase if a request for it is not held; otherwise the engine would wait as if the cache were
+        full."""
         scheduler = self._scheduler
         if wanted is Phase.PREFILL:
             return any(seq.session_id in self._rank and seq.session_id not in hold for seq in scheduler.waiting)
@@ -156,7 +156,7 @@ class StepChoice:
     def _ordered(self, phase: Phase, seqs: list[Any]) -> list[Any]:
         if not self._host.plugins:
             return seqs
-        if phase not in self._unused:  # nobody chose the phase of this step, or the step was not sent
+        if phase not in self._unused:  # the phase of this step was not chosen, or the step was not sent
             self._ask(phase)
         self._unused.discard(phase)
         decision, rank = self._decision, self._rank
@@ -164,7 +164,7 @@ class StepChoice:
             if phase is Phase.PREFILL and self._host.decides("admit"):
                 seqs = [seq for seq in seqs if seq.seq_id in self._admitted]
             return seqs
-        # Who was refused is not in the decision, also if the one who refused him has been switched off since.
+        # A refused request is not in the decision, also if the plug-in that refused it has been switched off since.
         taken = [seq for seq in seqs if seq.session_id in rank and seq.session_id not in decision.hold]
         taken.sort(key=lambda seq: rank[seq.session_id])
         return taken

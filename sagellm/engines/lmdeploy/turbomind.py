@@ -127,7 +127,7 @@ class TurboMindHooks:
         self._callbacks.append((name, callback))
 
     def _topics(self) -> list[str]:
-        """What somebody wants to know or to decide."""
+        """Hooks that a plug-in listens to or decides."""
         wanted = [topic for topic, hook in QUESTIONS.items() if self._host.decides(hook)]
         healthy = {name for name, guard in self._host.guards.items() if guard.healthy}
         for topic, hook in NOTICES.items():
@@ -295,7 +295,7 @@ class TurboMindHooks:
     # ---- report and end
 
     def report(self) -> dict[str, Any]:
-        """What `/metrics` shows of the hooks; the engine's own counts are not in it."""
+        """Return the numbers of the hooks for `/metrics`, without the engine's own counts."""
         stats, own = self.table.stats(), self._host.report()
         tokens = {kind: stats[f"{kind}_tokens"] for kind in ("query", "hit")}
         lookups = {f"{kind}_tokens": count for kind, count in tokens.items()}

@@ -1,4 +1,4 @@
-"""What this machine has of TurboMind: the compiled engine, the hook table in it, a GPU; and what to do where one is missing."""
+"""Parts of TurboMind on this machine: the compiled engine, its hook table, a GPU; and the next step if one is missing."""
 
 import importlib
 import importlib.util

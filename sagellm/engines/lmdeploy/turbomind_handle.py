@@ -1,4 +1,4 @@
-"""What a plug-in may ask of TurboMind: the `EngineHandle` of the contract, one for each plug-in.
+"""`EngineHandle` of TurboMind, one for each plug-in.
 
 Python cannot reach the engine's block manager, which belongs to the engine's threads. A question carries what could be asked.
 """

@@ -26,7 +26,7 @@ Where = tuple[int, int]  # engine, group
 
 @dataclass(slots=True)
 class _Known:
-    """What is remembered of a request while the engine names it."""
+    """Facts about a request while the engine names it."""
 
     arrival_s: float
     num_prompt: int
@@ -136,7 +136,7 @@ class StepDecisions:
         return _priorities(question.priorities, ids, decision.order, decision.hold), max(budget, 1)
 
     def refused(self, where: Where, step: int) -> tuple[tuple[int, str], ...]:
-        """What the decision about this step asked for and the engine could not do."""
+        """Wishes of the decision about this step that the engine could not carry out."""
         decided, refused = self._refused.get(where, (-1, ()))
         return refused if decided == step else ()
 
@@ -190,7 +190,7 @@ class StepDecisions:
 
 
 def _first_seen(told: int, context: int, computed: int) -> int:
-    """Tokens of the prompt of a sequence that was in no step before. Of one with images the engine tells none.
+    """Tokens of the prompt of a sequence that was in no step before. The engine gives none for a request with images.
 
     Where more than one token is to be computed all of them are taken for prompt; else the last one was generated.
     """

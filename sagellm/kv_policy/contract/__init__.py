@@ -1,1 +1,1 @@
-"""What every eviction policy must keep, as checks that anyone can run on their own."""
+"""Checks of the rules that every eviction policy must keep; users can run them on their own."""

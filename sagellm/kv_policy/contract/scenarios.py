@@ -214,7 +214,7 @@ class _Unpinned:
 
 
 class _Key(int):
-    """A key that says when nobody holds it any more."""
+    """A key that reports its deletion."""
 
     num_alive = 0
 
@@ -229,10 +229,10 @@ class _Key(int):
 
 
 def churn(make: Make, seed: int, report: Report) -> Played:
-    """New blocks for ever. What is held may grow to several times the capacity, ghosts and all, and then no more: keys that
-    are alive, objects of the interpreter, and bytes that the C library gave out, to native code or for large objects.
+    """Insert new blocks without end, and check that memory levels off.
 
-    Growth counts only where all of the last phase lies above all of the second one, so a moment's more does not matter.
+    A policy may hold several times the capacity, ghosts included. Counted are live keys, objects of the interpreter, and
+    bytes of the C library. Growth counts only if all of the last phase is above all of the second one.
     """
     capacity = 24
     tier = _Unpinned(make(capacity), capacity)

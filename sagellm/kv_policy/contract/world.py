@@ -15,7 +15,7 @@ MASK = 2**64 - 1
 class World:
     """One tier around one policy. It answers the policy's questions, judges its answers and tells it events.
 
-    What breaks a rule is reported, by the rule's name, and put right, so that the same scenario can find other faults.
+    A broken rule is reported by its name and repaired, so that the same scenario can find other faults.
 
     Args:
         report: called with the name of a rule and what was got and what is allowed.

@@ -50,7 +50,7 @@ class Arc(EvictionPolicy):
         is_recent = key in self._recent
         del (self._recent if is_recent else self._frequent)[key]
         if evicted and key not in self._leaves_no_ghost:
-            # Ghosts give way when victims are chosen; the limit is for evictions that nobody asked this policy about.
+            # Ghosts are dropped when victims are chosen; the limit covers evictions that this policy did not choose.
             append_bounded(self._recent_ghosts if is_recent else self._frequent_ghosts, key, 2 * self.capacity)
         self._leaves_no_ghost.discard(key)
 

@@ -88,7 +88,7 @@ class Belady(FarthestNextUse):
 
 
 def _next_uses(future: list[int]) -> list[float]:
-    """For each event the place of the next one with the same key; infinity where there is none."""
+    """Return for each event the place of the next one with the same key, or infinity."""
     next_use = [math.inf] * len(future)
     seen: dict[int, int] = {}
     for event in range(len(future) - 1, -1, -1):

@@ -31,7 +31,7 @@ class PrefixLru(EvictionPolicy):
         self._num_inserted += 1
         self._parents[block.key] = block.parent
         self._ranking[block.key] = (self._tick, -block.depth, self._num_inserted)
-        # Up to a block that is not less deep than the one below it: whoever tells of such must not make this go in a circle.
+        # Up to a block that is not less deep than the one below it: invalid depths must not make this an endless loop.
         below, above = block.key, block.parent
         while above is not None and above in self._parents and self._ranking[above][1] > self._ranking[below][1]:
             self._stamp(above)

@@ -11,10 +11,11 @@ __all__ = ["PrefixReuse"]
 
 
 class PrefixReuse(EvictionPolicy):
-    """Each use of a block counts 1 and fades by half every `half_life` ticks, one tick an insertion or hit of any block; the
-    lowest sum goes, with less for a deeper block, since fewer requests share it. In logarithms, so that scores of different
-    moments compare: score = last use / half_life + log2(sum at the last use) - depth_weight * log2(depth). Of equal scores
-    the one used least recently goes.
+    """Evict the block with the lowest faded sum of uses; deeper blocks count less, since fewer requests share them.
+
+    A use counts 1 and fades by half every `half_life` ticks; a tick is an insertion or hit of any block. Scores are
+    logarithms, so that those of different moments compare: score = last use / half_life + log2(sum at the last use) -
+    depth_weight * log2(depth). Among equal scores the least recently used block is evicted.
 
     Options: `half_life` in ticks (default 4 * capacity), at least 1e-9; `depth_weight` (.25), at least 0.
 

@@ -1,4 +1,4 @@
-"""What the reference policies keep blocks in: queues with the oldest first, and a ranking by a number."""
+"""Containers of the reference policies: queues with the oldest block first, and a ranking by a number."""
 
 import heapq
 from collections import OrderedDict
@@ -14,7 +14,7 @@ Queue = OrderedDict[BlockKey, Any]
 
 
 def first_evictable(queue: Iterable[BlockKey], context: PolicyContext) -> BlockKey | None:
-    """The first block of the queue that may be taken now; None where there is none. O(blocks passed over)."""
+    """Return the first block of the queue that may be taken now, or None. O(blocks passed over)."""
     return next((key for key in queue if context.is_evictable(key)), None)
 
 

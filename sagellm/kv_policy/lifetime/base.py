@@ -1,4 +1,4 @@
-"""What lifetime predictors share: who was seen when, how often blocks come back, how well predictions are calibrated."""
+"""Shared parts of lifetime predictors: past uses of blocks, return rates, calibration of predictions."""
 
 import math
 from abc import abstractmethod
@@ -21,7 +21,7 @@ NUM_USES_APART = 16  # blocks used more often than this are counted together
 
 @dataclass(slots=True)
 class Seen:
-    """What is known of a block: when it was used last, how often, and the gaps between its uses."""
+    """Uses of a block: the last one, their number, and the gaps between them."""
 
     time_s: float
     num_uses: int = 1
@@ -97,7 +97,7 @@ class GapPredictor(LifetimePredictor):
 
     @abstractmethod
     def _predict(self, seen: Seen | None, age_s: float, quantile: float) -> float:
-        """Seconds from now, `age_s` after the last use. `seen`: None for a block nobody knows."""
+        """Return seconds from now, `age_s` after the last use. `seen`: None for an unknown block."""
 
     @abstractmethod
     def _survival(self, seen: Seen | None, gap_s: float) -> float:

@@ -37,7 +37,7 @@ class LogRatios:
             self._weight = 1.0
 
     def quantile(self, quantile: float, above: float = -math.inf) -> float:
-        """The log ratio below which this share lies, of those that are above `above`; infinity where there are none."""
+        """Return the log ratio below which this share lies, of those above `above`; infinity if no ratio is above it."""
         cumulative = self._sums()
         total = cumulative[-1]
         passed = float(np.interp(above, self._edges, cumulative)) if above > -SPAN else 0.0

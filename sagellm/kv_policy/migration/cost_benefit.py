@@ -27,7 +27,7 @@ class CostBenefit(MigrationPolicy):
 
     Args:
         model: the cost model, or a file that `CostBenefitModel.to_json` was written to; default: the model's guesses.
-        lifetime: who predicts whether a block is found again, if the model has nobody, or its name; default:
+        lifetime: predictor of whether a block is found again, if the model has no predictor, or its name; default:
             `HistoryLifetime`. It learns from `observe_use`; until then blocks have the model's `reuse`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What it costs to move blocks between tiers, and what to compute them again."""
+"""Cost of moving blocks between tiers, and of computing them again."""
 
 import json
 import math
@@ -114,7 +114,7 @@ class CostBenefitModel:
         **options: object,
     ) -> "CostBenefitModel":
         """A model of measured times, by least squares of the relative error with no negative coefficient. Every fifth sample
-        is held out, and the error there is reported in `parameters.errors`. What has no samples keeps its default.
+        is held out, and the error there is reported in `parameters.errors`. Parameters without samples keep their defaults.
 
         Samples of about one size cannot tell what a step or a move costs by itself from what each token or byte costs, nor a
         token from those before it: all is then the token's, or the byte's. Where times do not grow with the size at all, what a
@@ -217,8 +217,11 @@ class CostBenefitModel:
         return estimates
 
     def evaluate_demotion(self, context: MigrationContext, blocks: Sequence[CachedBlock]) -> MigrationEstimate:
-        """What keeping these blocks on the slower tier saves: for each, the probability that it is found again, times what
-        loading it then saves against computing it; less the time to move them all now."""
+        """Estimate the saving of keeping these blocks on the slower tier.
+
+        For each block: the probability that it is found again, times the saving of a load over computing it. The time to
+        move all of them now is subtracted.
+        """
         if not blocks:
             return MigrationEstimate(0.0, 0.0, 0.0)
         num_bytes = sum(block.size_bytes for block in blocks)
@@ -228,7 +231,7 @@ class CostBenefitModel:
         return MigrationEstimate(transfer_s, recompute_s, saved_s - transfer_s)
 
     def saved_later_s(self, context: MigrationContext, block: CachedBlock) -> float:
-        """What keeping a block is expected to save when it is found again; the load's fixed time is left to other blocks."""
+        """Return the expected saving of keeping a block that is found again; the load's fixed time counts for other blocks."""
         probability = self.reuse
         lifetime = self.lifetime
         if lifetime is not None and not (isinstance(lifetime, GapPredictor) and lifetime.num_gaps < FEW_GAPS):

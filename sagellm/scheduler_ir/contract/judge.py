@@ -16,8 +16,8 @@ SHORT_HOLD_S = 1.0  # for the rest of a scenario in which somebody starved: it h
 
 
 class Judge(SchedulingStrategy):
-    """A strategy for a queue that asks another one. What breaks a rule is reported, by the rule's name, and put right, so that
-    the same scenario can find other faults.
+    """A strategy for a queue that asks another one. A broken rule is reported by its name and repaired, so that the same
+    scenario can find other faults.
 
     Args:
         report: called with the name of a rule and what was got and what is allowed.

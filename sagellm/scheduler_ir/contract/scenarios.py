@@ -176,7 +176,7 @@ def extremes(make: Make, seed: int, report: Report) -> Played:
                     computed = ((RequestId(99), BIG), (RequestId(0), 1))
                     for duration_s in (0.0, -1.0, 1e-300, 1e300, math.inf):
                         judge.on_step_end(StepResult(step, phase, 2, BIG + 1, now_s, duration_s, BIG, computed=computed))
-        for request_id in (0, 99, BIG, 7, 7):  # also one that nobody saw, and one twice
+        for request_id in (0, 99, BIG, 7, 7):  # also an unknown one, and one twice
             judge.on_request_end(RequestId(request_id))
         judge.decide(StepView(0, Phase.DECODE, (), 0, 1))
     return Played(judge.num_events, judge.seen)

@@ -24,7 +24,7 @@ DATES = ("now", "utcnow", "today")
 def watched(read: Callable[[str], None]) -> Iterator[None]:
     """Calls `read` with the name of each clock or shared random source that this thread calls meanwhile.
 
-    A generator of the strategy's own, with a seed, is none of these. One without a seed, and numpy's, show in a second run.
+    A seeded generator of the strategy's own is allowed. One without a seed, and numpy's, show in a second run.
     No garbage is collected meanwhile: what others do when it is, such as measuring how long that takes, is not the strategy's.
     """
     clocks = {getattr(time, name): f"time.{name}" for name in CLOCKS if hasattr(time, name)} | {os.urandom: "os.urandom"}

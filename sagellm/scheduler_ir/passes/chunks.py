@@ -3,7 +3,7 @@
 from sagellm.scheduler_ir.builder import STEP_REMARKS
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.nodes import IRNode, NodeType, kv_value
-from sagellm.scheduler_ir.passes.base import PassSettings
+from sagellm.scheduler_ir.pass_settings import PassSettings
 from sagellm.scheduler_ir.trusted import trusted_node
 
 __all__ = ["chunk_prefills"]

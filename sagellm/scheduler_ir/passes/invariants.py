@@ -1,8 +1,8 @@
-"""What no pass may change, as a check that tests and `IRGraph.optimize(check=True)` make.
+"""Checks of what no pass may change, used by tests and `IRGraph.optimize(check=True)`.
 
 1. No cycle.
-2. Every value that was given is given, but for keys and values in the middle of a request that nobody takes any more.
-3. No node takes from outside what nobody took from outside before.
+2. Every value that was given is given, except for unused keys and values in the middle of a request.
+3. No node takes a value from outside that was not taken from outside before.
 4. Every token of a prompt that was computed or fetched still is; none that was not is computed now, none twice that was not. So
    one that is no longer computed is given by a fetch, a load or a transfer.
 5. Fetches, loads, stores and transfers move what they moved. Decode steps, verifications and samples are for the same requests
@@ -124,7 +124,7 @@ def _rests(before: IRGraph, after: IRGraph) -> str:
 
 
 def _ground(graph: IRGraph) -> dict[str, tuple[set[str], Spans]]:
-    """Of each value that is no keys and values: the like that it rests on, and the prompts' tokens."""
+    """Return for each value other than keys and values the values it depends on, and the prompts' tokens."""
     ground: dict[str, tuple[set[str], Spans]] = {}
     for node in graph.topological_order():
         values: set[str] = set()

@@ -7,7 +7,7 @@ from sagellm.scheduler_ir.builder import STEP_REMARKS
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.kinds import COMPUTE
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
-from sagellm.scheduler_ir.passes.base import PassSettings
+from sagellm.scheduler_ir.pass_settings import PassSettings
 from sagellm.scheduler_ir.trusted import trusted_node
 
 __all__ = ["merge_decode_steps", "merge_samples", "merged"]

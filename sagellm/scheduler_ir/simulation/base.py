@@ -1,4 +1,4 @@
-"""What a virtual engine is made from and what it tells: its limits, what a step costs, its steps, a strategy's fault. Times in
+"""Inputs and outputs of a virtual engine: its limits, costs of steps, its steps, a strategy's fault. Times in
 seconds on its own clock, which begins at 0; lengths in tokens."""
 
 from dataclasses import dataclass
@@ -35,7 +35,8 @@ class StepCosts(Protocol):
     """How long a step takes."""
 
     def seconds(self, phase: Phase, num_requests: int, num_tokens: int, attention: float, now_s: float) -> float:
-        """Of a step of prompts, or of one decode step, that begins at `now_s`. `attention`: as in `StepRun`."""
+        """Return the seconds of a step of prompts, or of one decode step, that begins at `now_s`. `attention`: as in
+        `StepRun`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class FaultKind(Enum):
 
 
 class StrategyFault(PlanError):
-    """What a strategy did wrong; an engine would go on without it, and its figures would be another's.
+    """Fault of a strategy. An engine would go on without it, with figures of another strategy.
 
     Attributes:
         request_id: the one that is held, or None.

@@ -1,4 +1,4 @@
-"""The engine's blocks as counts: free ones, those that requests hold, and cached prefixes that nobody holds."""
+"""The engine's blocks as counts: free ones, those that requests hold, and cached prefixes without a request."""
 
 from collections import OrderedDict
 
@@ -11,8 +11,8 @@ __all__ = ["BlockPool"]
 
 class BlockPool:
     """Which prefixes two requests share is not known, but how many tokens of each are said to be cached: so many blocks it
-    takes from the cache at its first admission, if there are any. What a request loses is found again until it goes
-    for room, the longest unused first."""
+    takes from the cache at its first admission, if there are any. Blocks that a request loses can be found again until
+    they are evicted, least recently used first."""
 
     def __init__(self, shape: EngineShape) -> None:
         self._shape = shape
@@ -59,7 +59,7 @@ class BlockPool:
         request.num_blocks = request.num_computed = 0
 
     def evict_cached(self, count: int) -> None:
-        """Up to so many blocks of prefixes that nobody holds become free."""
+        """Free up to so many blocks of prefixes without a request."""
         while count > 0 and self._cached:
             owner = next(iter(self._cached))
             gone = min(count, self._cached[owner])

@@ -35,7 +35,7 @@ class Queues:
         self.refused: list[tuple[RequestId, str]] = []
 
     def wants_prefill(self) -> bool:
-        """What the engine does by itself. Requests in flight do not count as running."""
+        """The engine's own choices. Requests in flight do not count as running."""
         if not self.waiting:
             return False
         return len(self.waiting) >= MANY_WAITING or len(self.running) < self._shape.max_batch_size * 0.5
@@ -50,7 +50,7 @@ class Queues:
         return sorted(requests, key=_by_arrival)
 
     def take_prefill(self, decision: ScheduleDecision | None) -> list[VirtualRequest]:
-        """Requests of a step of prompts, which then are `running`; empty if there is no room for one, or nobody may join."""
+        """Requests of a step of prompts, which then are `running`; empty if there is no room for one, or none may join."""
         room = self._shape.max_batch_size - len(self.running) - len(self.in_flight)
         self.refused = []
         if room <= 0 or not self.waiting:

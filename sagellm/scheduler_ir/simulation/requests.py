@@ -12,8 +12,8 @@ __all__ = ["VirtualRequest"]
 
 @dataclass(slots=True, eq=False)
 class VirtualRequest:
-    """What arrives, and what becomes of it: give the first ones, the engine writes those from `num_computed` on. Nobody
-    knows `num_to_generate` before it ends.
+    """A request and its progress: callers give the first fields, the engine writes those from `num_computed` on. 
+    `num_to_generate` is hidden until it ends.
 
     Attributes:
         cached_tokens: of the prompt, found in the prefix cache at the first admission, if so much is cached.

@@ -24,10 +24,10 @@ __all__ = ["Sent", "VirtualEngine"]
 
 # While strategies hold everybody, the engine looks again after this share of the time that it has been so, within bounds.
 HELD_SHARE, SHORTEST_HELD_S, LONGEST_HELD_S = 10, 0.001, 0.02
-FULL_S = 0.1  # LMDeploy's pause where nobody is held and yet nobody can run, as the one that may had to give up its blocks
+FULL_S = 0.1  # LMDeploy's pause if no request is held and yet none can run, as the one that may had to give up its blocks
 HOLD_LIMIT_S = 60.0  # as in the engine, where a request that is held for longer counts as a fault of the strategy
 
-# What a step or round was chosen from, by which decision (None: by the engine's own choice), and what was sent.
+# View and decision of a step or round (None: the engine's own choice), and the phase that was sent.
 Sent = Callable[[StepView, ScheduleDecision | None, Phase], None]
 
 
@@ -104,7 +104,7 @@ class VirtualEngine:
         return not self.unfinished
 
     def step(self) -> bool:
-        """A step, or a round of decode steps, comes to its end; or a pause goes by. Returns False where nobody is left.
+        """A step, or a round of decode steps, comes to its end; or a pause goes by. Return False if no request is left.
 
         Raises StrategyFault: it raised, answered what makes no sense, or keeps a request waiting for a minute.
         """
@@ -163,7 +163,7 @@ class VirtualEngine:
         """Asks the strategy about the whole queue; returns whether prompts come next. `is_prefill`: the engine's choice."""
         self._decision = self._view = None
         if self._strategy is None and self._sent is None:
-            return is_prefill  # nobody would read the rows
+            return is_prefill  # the rows would not be read
         queues = self._queues
         waiting = queues.by_arrival(queues.waiting)
         running = queues.by_arrival(queues.running)

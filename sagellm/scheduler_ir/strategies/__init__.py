@@ -1,1 +1,1 @@
-"""Who runs next, and with how much: one strategy a file."""
+"""Scheduling strategies, one a file."""

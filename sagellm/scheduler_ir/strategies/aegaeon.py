@@ -90,7 +90,7 @@ class Aegaeon(SchedulingStrategy):
         turn = self._turn
         if turn is not None and turn.left_tokens > 0 and turn.members:
             members = [request for request in running if request.request_id in turn.members]
-            if members or view.num_in_flight:  # they may be on the device: until they are back nobody else begins
+            if members or view.num_in_flight:  # they may be on the device: until they are back no other begins
                 return self._decode(view, turn, members)
         if waiting and not (self._has_filled and running):
             self._turn, self._has_filled = None, True
@@ -138,13 +138,13 @@ class Aegaeon(SchedulingStrategy):
         order = [*(request.request_id for request in group), *others, *(request.request_id for request in running)]
         reason = f"prompts of {adapter!r}, whose request has waited longest"
         # An engine without room for a prompt decodes instead: then those of one model only. The others lose nothing, since
-        # a step of prompts runs nobody else; they come after the next turn.
+        # a step of prompts runs no other request; they come after the next turn.
         next_adapter = self._by_turn(view.running)[0].adapter if running else ""
         held = [*others, *(request.request_id for request in running if request.adapter != next_adapter)]
         return ScheduleDecision(order, frozenset(held), reason=reason, phase=Phase.PREFILL)
 
     def _by_turn(self, running: tuple[RequestMetadata, ...]) -> list[RequestMetadata]:
-        """Who has not decoded for longest first."""
+        """Longest without a decode step first."""
         last = {request_id: place for place, request_id in enumerate(self._rounds)}
         return sorted(running, key=lambda request: (last.get(request.request_id, -1), request.arrival_s))
 

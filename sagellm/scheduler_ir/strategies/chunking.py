@@ -8,7 +8,7 @@ from sagellm.scheduler_ir.strategies.step_times import StepTimes
 
 __all__ = ["ChunkSizer"]
 
-DEFAULT_STEPS = 3  # decode steps that a stream may wait for a token, where nobody asks for anything
+DEFAULT_STEPS = 3  # decode steps that a stream may wait for a token, if no request has a target
 ENOUGH_STEPS = 4  # of prompts, before which the constant part of a step is a guess
 FIRST_CHUNK = 128  # tokens; the least until then
 LEAST_CHUNK = 32  # tokens; less does not fill a device, whatever the constant part of a step seems to be
@@ -19,7 +19,8 @@ class ChunkSizer:
 
     The chunk fills what a decode step leaves of that time. It is never so small that the constant part of its step is more
     than `max_overhead` of it: then the gap grows to one decode step and the smallest chunk. The pieces of one prompt are of
-    about equal length, so that none is a crumb. While nobody decodes nothing is cut. A chunk that is on the device while the
+    about equal length, so that none is a crumb. Without decoding requests nothing is cut. A chunk that is on the device
+    while the
     next step is chosen counts as time that streams have waited already.
 
     Its owner passes results on, and says with `chosen` what it decided.
@@ -35,7 +36,7 @@ class ChunkSizer:
         self._asked_prefill = False  # the step that was chosen last
         self._did_prefill = False  # the last one that is done; where it was chosen ahead it may be another
         self._sent_s = 0.0  # expected of the chunk that was chosen last
-        self._next_s = 0.0  # the same of the one that was offered last
+        self._next_s = 0.0  # and the one offered last
         self._tpot_s = math.inf  # the least that a stream asked for when one was last seen
         self.chunk = 0  # tokens of the last one
 
@@ -43,7 +44,7 @@ class ChunkSizer:
         self._did_prefill = result.phase is Phase.PREFILL
 
     def chosen(self, phase: Phase | None) -> None:
-        """What the next step is, after `choose`."""
+        """The next step, after `choose`."""
         self._asked_prefill = phase is Phase.PREFILL
         self._sent_s = self._next_s if self._asked_prefill else 0.0
 

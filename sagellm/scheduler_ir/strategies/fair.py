@@ -15,12 +15,13 @@ MAX_ABSENT = 1000  # tenants without requests whose counters are kept; names may
 
 class Fair(SchedulingStrategy):
     """A virtual token counter for each tenant, charged with what was computed: `input_weight` for a token of a prompt,
-    `output_weight` for one that was generated. What is computed again after a preemption is charged again.
+    `output_weight` for one that was generated. Tokens that are computed again after a preemption are charged again.
 
     The next request is one of the tenant with the smallest counter, the first of it to arrive; each that is chosen counts at
     once in the order of the rest. Memory is taken from the tenant with the largest counter. A tenant that comes back begins at
     least where the least served one of those that wait stands, as soon as it waits itself, so that absence saves up nothing;
-    where nobody waits, at the counter of who stopped waiting last. Who only decodes is no measure: a long stream is served
+    if none waits, at the counter of the one that stopped waiting last. A tenant that only decodes is no measure: a long
+    stream is served
     little by little, and newcomers that begin where it stands would go before all others. Requests without a tenant have one
     account; of absent tenants the latest 1,000 counters are kept.
 
@@ -92,7 +93,7 @@ class Fair(SchedulingStrategy):
         self._tenant_of[request.request_id] = tenant
 
     def _begin_waiting(self, waiting: tuple[RequestMetadata, ...]) -> None:
-        """Lifts tenants of whom nobody waited to the least served one of those that waited before."""
+        """Raise tenants without waiting requests to the least served one of those that waited before."""
         new = [request for request in waiting if request.request_id not in self._waiting]
         if not new:
             return

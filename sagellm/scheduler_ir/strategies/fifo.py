@@ -7,7 +7,7 @@ __all__ = ["Fifo"]
 
 
 class Fifo(SchedulingStrategy):
-    """Who came first runs first; the engine chooses the phase, its own budget holds. Requests that arrived at the same time
+    """First come, first served; the engine chooses the phase, its own budget holds. Requests that arrived at the same time
     keep the engine's order. The measure of every other strategy, and what takes the place of one that fails."""
 
     name = "fifo"

@@ -1,4 +1,4 @@
-"""Prompts or streams next: whoever would be late otherwise."""
+"""Chooses prompts or streams: those that would be late otherwise."""
 
 import math
 
@@ -12,7 +12,7 @@ __all__ = ["PhaseChoice"]
 class PhaseChoice:
     """Prompts go first, as many as the streams have time for. Where they have none, a decode step comes first if the most
     urgent request that waits can afford it, or if more streams would be late than requests that wait; after `max_decodes`
-    such steps in a row prompts come anyhow, so that nobody waits for ever. While the streams are on the device and who waits
+    such steps in a row prompts come anyhow, so that none waits for ever. While the streams are on the device and who waits
     can afford it, the answer is decode: an engine that asks that early puts the choice off until they are back.
 
     A step of prompts has no more tokens than are done when the first of those that can be in time is due.
@@ -27,7 +27,7 @@ class PhaseChoice:
     def choose(
         self, view: StepView, ranked: Ranked, tokens: int, forced: str = ""
     ) -> tuple[Phase | None, int | None, str]:
-        """What to do next, with how many tokens at most (None: the engine's limit), and why.
+        """Return the next phase, its largest number of tokens (None: the engine's limit), and the reason.
 
         Args:
             tokens: of the shortest step of prompts there can be: the first request of `ranked`, or a chunk of it.

@@ -1,4 +1,4 @@
-"""Lowest number first, with ageing: who waits becomes more urgent, so that nobody starves."""
+"""Lowest number first, with ageing: waiting requests become more urgent, so that none starves."""
 
 from sagellm.core.hooks import ScheduleDecision, StepView
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy

@@ -1,4 +1,4 @@
-"""Who can still meet its target, and how long each can wait: those that can in the order in which they are due."""
+"""Requests that can still meet their targets, in the order in which they are due, and how long each can wait."""
 
 import heapq
 import math
@@ -14,7 +14,7 @@ __all__ = ["Ranked", "SlackOrder", "optional_seconds"]
 
 LIKELY_TOKENS = 256  # of an answer at most, before any has ended: a limit is often all that the context leaves
 RECENT = 32  # answers over which the mean length looks back, about
-LOST_TOKENS = 8  # a stream so many tokens behind, whose end nobody knows, does not catch up
+LOST_TOKENS = 8  # a stream so many tokens behind, whose end is unknown, does not catch up
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Ranked:
         due_s: when each one's next token should be there, less what comes after it where a deadline is near; on the engine's
             clock, infinity without a target.
         patience_s: how long a step of prompts may be put off so that the first that waits, and all that can, are in time each.
-        first_due_s: the least `due_s` of those that wait and can be in time; infinity where there is none.
+        first_due_s: the least `due_s` of those that wait and can be in time; infinity if there is none.
     """
 
     waiting: list[RequestMetadata]
@@ -53,7 +53,7 @@ class SlackOrder:
     A request that waits is behind those that can meet their target if it cannot any more, be it alone or after those that are
     due before it; then the longest of these gives way (Moore and Hodgson's rule, which keeps the most jobs on time). Between
     both are those that have no target. A deadline is that of the last token: the answer is taken to be as long as recent ones
-    were, and no longer than its limit. So that nobody waits for ever, each `rescue_every`-th step of prompts begins with the
+    were, and no longer than its limit. To avoid starvation, each `rescue_every`-th step of prompts begins with the
     request that has waited longest: with n older ones waiting, after `rescue_every` * (n + 1) such steps at the latest.
     """
 

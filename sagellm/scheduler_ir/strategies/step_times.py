@@ -136,11 +136,11 @@ class StepTimes:
             self.decode.add((1.0, num_requests, context), seconds)
 
     def prefill_s(self, tokens: float, context: float = 0, num_requests: int = 1) -> float:
-        """Of one step with so many new tokens, after so many that were computed before."""
+        """Return the seconds of a step with so many new tokens, after so many that were computed before."""
         return self.prefill.predict((1.0, tokens, _pairs(tokens, context, num_requests)))
 
     def decode_s(self, batch: float, context: float = 0) -> float:
-        """Of one step of `batch` requests that have `context` tokens together."""
+        """Return the seconds of a step of `batch` requests that have `context` tokens together."""
         return self.decode.predict((1.0, batch, context))
 
     def tokens_within(self, seconds: float, context: float = 0) -> int:
@@ -167,7 +167,7 @@ class StepTimes:
 
 
 def _pairs(tokens: float, context: float, num_requests: int) -> float:
-    """Of a token and one that it attends to, if the tokens are spread evenly."""
+    """Seconds of a token and one that it attends to, if the tokens are spread evenly."""
     return tokens * (context + tokens / 2) / max(num_requests, 1)
 
 

@@ -65,7 +65,7 @@ class CpuDevice:
         keep_few_kernels()
         # The step's thread does the parallel work. OpenMP keeps a pool for every thread that ever did any, and once all
         # pools together have more threads than there are cores it stops spinning between two operators, which makes a
-        # forward pass up to half as long again. So whoever builds the model stays serial.
+        # forward pass up to half as long again. So the thread that builds the model stays serial.
         if self._threads is None:
             self.use_threads(torch.get_num_threads())
         torch.set_num_threads(1)

@@ -60,8 +60,8 @@ class SpecExtraOutputs(ARExtraOutputs):
 def extra_inputs_of(seqs: list[Any]) -> SpecExtraInputs:
     """For these sequences, which are about to be sent.
 
-    Two sorts of requests get no guesses: those with a grammar or a processor of their own, which look at one token after the
-    other, and all in a step that returns scores or experts of every token.
+    Two sorts of requests get no guesses. One has a grammar or a processor of its own, which looks at one token after the
+    other. The other is in a step that returns scores or experts of every token.
     """
     made = SpecExtraInputs(seqs[0].block_size)
     for number, seq in enumerate(seqs):

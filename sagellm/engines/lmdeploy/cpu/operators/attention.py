@@ -61,7 +61,7 @@ MAX_QUERIES = 65
 
 @dataclass
 class CpuAttentionMetadata(AttentionMetadata):
-    """What every layer of one step needs, computed once."""
+    """Facts that every layer of one step needs, computed once."""
 
     spans: list[Span] = field(default_factory=list)
     write_slots: torch.Tensor | None = None  # [tokens] int64: the cache slot of each new token

@@ -1,4 +1,4 @@
-"""What one file of this folder says of its operators: builders, packing, size."""
+"""Builders, packing and size of the operators of one file of this folder."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -11,7 +11,7 @@ from torch import nn
 
 from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
 
-# Of these a token's angles depend on its position alone; the others ask how long the longest text is.
+# With these a token's angles depend on its position alone; the others ask how long the longest text is.
 TABLED = (RopeType.Default, RopeType.LinearScaling, RopeType.Llama3, RopeType.Yarn)
 FIRST_POSITIONS = 1024
 
