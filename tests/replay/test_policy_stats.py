@@ -3,11 +3,11 @@
 import numpy as np
 
 from sagellm.kv_policy import PoolStats
-from sagellm.kv_policy.eviction.native import NativeLRU
+from sagellm.kv_policy.eviction.lru import Lru
 from sagellm.replay.prefix import PrefixReplay
 
 
-class Watcher(NativeLRU):
+class Watcher(Lru):
     def __init__(self, capacity):
         super().__init__(capacity)
         self.seen = []

@@ -1,13 +1,13 @@
 """A policy of the user's sees the tier's blocks, and those of each tenant, when it chooses victims in the engine."""
 
 from sagellm.core.config import KVConfig
-from sagellm.kv_policy.eviction.native import NativeLRU
+from sagellm.kv_policy.eviction.lru import Lru
 from tests.engines.lmdeploy.test_exactness import CROWD, NUM_NEW, answers
 
 SEEN = []
 
 
-class Watcher(NativeLRU):
+class Watcher(Lru):
     def select_victims(self, context):
         SEEN.append((context.pool_stats, context.tenant_stats))
         return super().select_victims(context)
