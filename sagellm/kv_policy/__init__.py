@@ -13,6 +13,7 @@ from sagellm.kv_policy.base import (
     MigrationPolicy,
     MigrationPurpose,
     PolicyContext,
+    PoolStats,
     Tier,
     check_decision,
 )  # fmt: skip
@@ -36,7 +37,7 @@ from sagellm.kv_policy.registry import (
 __all__ = [
     "BlockKey", "BlockView", "CachedBlock", "Calibration", "ContractReport", "CostBenefitModel", "CostParameters",
     "EvictionDecision", "EvictionPolicy", "LifetimePredictor", "Link", "MigrationContext", "MigrationDecision",
-    "MigrationEstimate", "MigrationPolicy", "MigrationPurpose", "PolicyContext", "ReferenceObjectCache", "Tier",
+    "MigrationEstimate", "MigrationPolicy", "MigrationPurpose", "PolicyContext", "PoolStats", "ReferenceObjectCache", "Tier",
     "calibrate", "calibrate_copies", "calibration_error", "check_decision", "check_policy", "find_lifetime_predictor",
     "find_migration_policy", "find_policy", "lifetime_predictor_names", "make_lifetime_predictor", "make_migration_policy",
     "make_policy", "migration_policy_names", "policy_names",

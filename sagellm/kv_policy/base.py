@@ -20,7 +20,8 @@ from sagellm.core.hooks import EvictionDecision, MigrationPlan, Tier
 
 __all__ = [
     "BlockKey", "BlockView", "CachedBlock", "EvictionDecision", "EvictionPolicy", "LifetimePredictor", "MigrationContext",
-    "MigrationDecision", "MigrationEstimate", "MigrationPolicy", "MigrationPurpose", "PolicyContext", "Tier",
+    "MigrationDecision", "MigrationEstimate", "MigrationPolicy", "MigrationPurpose", "PolicyContext", "PoolStats",
+    "Tier",
     "check_decision",
 ]  # fmt: skip
 
@@ -64,6 +65,26 @@ class BlockView(Protocol):
         ...
 
 
+class PoolStats(NamedTuple):
+    """Blocks of one tier. `used` counts cached blocks and what requests hold beside them; `pinned` counts cached blocks that
+    may not go now."""
+
+    capacity: int
+    used: int
+    free: int
+    pinned: int
+
+
+class TierStats(Protocol):
+    """What a context asks the owner of a tier, only when a policy looks."""
+
+    def pool_stats(self) -> PoolStats: ...
+
+    def tenant_stats(self) -> dict[str, int]:
+        """Cached blocks by tenant."""
+        ...
+
+
 class PolicyContext:
     """One question: give up `count` blocks of `tier`. A policy takes victims one by one, until none is missing.
 
@@ -72,15 +93,27 @@ class PolicyContext:
     """
 
     def __init__(
-        self, count: int, blocks: BlockView, *, tier: Tier = Tier.GPU, incoming: Sequence[BlockKey] = (), time_s: float = 0.0
+        self, count: int, blocks: BlockView, *, tier: Tier = Tier.GPU, incoming: Sequence[BlockKey] = (), time_s: float = 0.0,
+        stats: TierStats | None = None,
     ) -> None:  # fmt: skip
         self.count = count
+        self._stats = stats
         self.tier = tier
         self.incoming = incoming
         self.time_s = time_s
         self._blocks = blocks
         self._taken: dict[BlockKey, str] = {}
         self._unpinned: dict[BlockKey, int] = {}  # pins that a block lost to victims
+
+    @property
+    def pool_stats(self) -> PoolStats | None:
+        """Blocks of the tier, counted when asked: O(blocks). None: the owner does not count them."""
+        return None if self._stats is None else self._stats.pool_stats()
+
+    @property
+    def tenant_stats(self) -> dict[str, int] | None:
+        """Cached blocks by tenant, counted when asked. None: the owner does not count them."""
+        return None if self._stats is None else self._stats.tenant_stats()
 
     @property
     def missing(self) -> int:

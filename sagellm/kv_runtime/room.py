@@ -15,6 +15,7 @@ from sagellm.kv_policy.base import (
     MigrationPolicy,
     MigrationPurpose,
     PolicyContext,
+    PoolStats,
     check_decision,
 )
 from sagellm.kv_runtime.base import RoomDecision
@@ -50,6 +51,20 @@ class _Leaving(BlockView):
         return self._view.parent_of(key)
 
 
+class _Stats:
+    """Counts the blocks of one tier, when a policy asks."""
+
+    def __init__(self, room: "RoomMaker", tier: Tier) -> None:
+        self._room = room
+        self._tier = tier
+
+    def pool_stats(self) -> PoolStats:
+        return self._room.pool_stats(self._tier)
+
+    def tenant_stats(self) -> dict[str, int]:
+        return self._room.tenant_stats(self._tier)
+
+
 class RoomMaker:
     """Answers one question after the other; changes no books. O(victims + blocks passed over + tenants with a quota)."""
 
@@ -64,11 +79,20 @@ class RoomMaker:
         self._quota = quota
         self._arriving = arriving
         self._occupied = occupied
+        self._stats = {tier: _Stats(self, tier) for tier in limits}
 
     def num_free(self, tier: Tier) -> int:
         """Negative where more is on its way than there is room for."""
         num_taken = self._books.num_blocks(tier) + self._arriving[tier] + self._occupied[tier]
         return self._limits[tier].capacity - num_taken
+
+    def pool_stats(self, tier: Tier) -> PoolStats:
+        capacity, free = self._limits[tier].capacity, self.num_free(tier)
+        pinned = sum(self._books.num_pins(key, tier) > 0 for key in self._books.recency(tier))
+        return PoolStats(capacity, capacity - free, free, pinned)
+
+    def tenant_stats(self, tier: Tier) -> dict[str, int]:
+        return self._books.tenants(tier)
 
     def decide(self, tier: Tier, count: int, incoming: Sequence[BlockKey], time_s: float) -> RoomDecision:
         victims = self._choose(tier, count, incoming, time_s, {})
@@ -94,7 +118,9 @@ class RoomMaker:
         view = self._view(tier, leaving, chosen)
 
         def question() -> PolicyContext:
-            return PolicyContext(missing, view, tier=tier, incoming=incoming[len(chosen) :], time_s=time_s)
+            return PolicyContext(
+                missing, view, tier=tier, incoming=incoming[len(chosen) :], time_s=time_s, stats=self._stats[tier]
+            )
 
         policy = self._policies[tier]
         try:

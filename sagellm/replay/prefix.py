@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sagellm.core.errors import CapacityError, PolicyError, TraceError
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext, check_decision
+from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext, PoolStats, check_decision
 from sagellm.replay.base import PrefixCounts
 from sagellm.replay.evictions import Evictions
 
@@ -26,6 +26,7 @@ class _Resident:
 
     parent: BlockKey | None
     pins: int
+    tenant: str
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +86,13 @@ class PrefixReplay:
 
     def parent_of(self, key: BlockKey) -> BlockKey | None:
         return self._resident[key].parent
+
+    def pool_stats(self) -> PoolStats:
+        free = self._num_free()
+        return PoolStats(self._capacity, self._capacity - free, free, len(self._resident) - self._num_evictable)
+
+    def tenant_stats(self) -> dict[str, int]:
+        return dict(Counter(block.tenant for block in self._resident.values()))
 
     def check(self) -> None:
         """Assert what always holds: the tier is not overfull, every pin has its reason, a block's parent is there too."""
@@ -183,9 +191,9 @@ class PrefixReplay:
     def _evict(self, count: int, incoming: Sequence[BlockKey], index: int) -> None:
         """Ask for `count` victims and remove them; fewer, if no more may go."""
         time_s = self._time(index)
-        ask = PolicyContext(count, self, incoming=incoming, time_s=time_s)
+        ask = PolicyContext(count, self, incoming=incoming, time_s=time_s, stats=self)
         decision = self._policy.select_victims(ask)
-        victims = check_decision(decision, PolicyContext(count, self, incoming=incoming, time_s=time_s)).victims
+        victims = check_decision(decision, PolicyContext(count, self)).victims
         for key in victims:
             parent = self._resident.pop(BlockKey(key)).parent
             self._num_evictable -= 1
@@ -218,7 +226,7 @@ class PrefixReplay:
                 raise TraceError(
                     f"request {index}: block {key} is there already, under another parent or twice in the request."
                 )
-            resident[key] = _Resident(parent, 1 + (place + 1 < len(keys)))
+            resident[key] = _Resident(parent, 1 + (place + 1 < len(keys)), tenant)
             block = CachedBlock(
                 key, parent, place + 1, self._block_tokens, self._block_bytes, tenant_id=tenant, time_s=self._time(index)
             )  # fmt: skip
