@@ -76,7 +76,7 @@ class PoolStats(NamedTuple):
 
 
 class TierStats(Protocol):
-    """What a context asks the owner of a tier, only when a policy looks."""
+    """Questions of a context to the owner of a tier, asked only when a policy looks."""
 
     def pool_stats(self) -> PoolStats: ...
 
