@@ -9,7 +9,6 @@ import numpy as np
 from sagellm.core.errors import CapacityError, TierError
 from sagellm.kv_policy.base import BlockKey, CachedBlock
 from sagellm.kv_runtime.base import BlockBytes, StoredBlock, StoreFullError
-from sagellm.kv_runtime.fragmentation import Compaction
 from sagellm.kv_runtime.pool import KVPool
 
 __all__ = ["HostStore"]
@@ -162,18 +161,6 @@ class HostStore:
     def remove(self, key: BlockKey) -> None:
         with self._lock:
             self._drop(self._committed.pop(key))
-
-    def compact(self, *, wanted: int | None = None, min_gain: float = 1.0) -> Compaction:
-        """Lengthen the largest run of free slots if that is worth it (`plan_compaction`); blocks that are being read or
-        written stay where they are. The store waits for the copies."""
-        with self._lock:
-            movable = {entry.slot: entry for entry in self._committed.values() if not entry.pins}
-            fixed = [slot for slot in range(self._pool.capacity_blocks) if slot not in movable]
-            plan = self._pool.compact(wanted=wanted, min_gain=min_gain, fixed=fixed)
-            for source, target in plan.moves:
-                entry = movable[source]
-                entry.slot, entry.content = target, self._pool.view(target)[: entry.block.size_bytes]
-            return plan
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._committed

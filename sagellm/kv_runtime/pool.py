@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sagellm.core.errors import CapacityError, TierError
 from sagellm.core.hooks import Tier
 from sagellm.kv_runtime.base import AllocationResult, BlockBytes
-from sagellm.kv_runtime.fragmentation import Compaction, fragmentation, free_runs, plan_compaction
+from sagellm.kv_runtime.fragmentation import fragmentation, free_runs
 
 __all__ = ["KVPool"]
 
@@ -119,33 +119,6 @@ class KVPool:
         with self._lock:
             return fragmentation(self._free)
 
-    def compact(self, *, wanted: int | None = None, min_gain: float = 1.0, fixed: Sequence[int] = ()) -> Compaction:
-        """Move blocks so that a long run of slots becomes free, if that is worth it (`plan_compaction`).
-
-        `fixed`: slots that must stay where they are. The others must not be written meanwhile, or read by an old number
-        afterwards: what was moved is in the result's `moves`.
-
-        Raises:
-            TierError: `fixed` names no slot of the pool, or `wanted` is no length.
-        """
-        for slot in fixed:
-            if not _is_whole(slot) or not 0 <= slot < self.capacity_blocks:
-                raise TierError(
-                    f"slot {slot!r} cannot stay where it is; this pool has 0 to {self.capacity_blocks - 1}."
-                )
-        if wanted is not None and (not _is_whole(wanted) or wanted < 0):
-            raise TierError(f"a run of {wanted!r} slots wanted; want 0 or more, or None.")
-        held = np.zeros(self.capacity_blocks, bool)
-        held[np.fromiter(fixed, np.int64)] = True
-        with self._lock:
-            plan = plan_compaction(self._free, wanted=wanted, min_gain=min_gain, fixed=held)
-            for source, target in plan.moves:
-                np.copyto(self._bytes_of(target), self._bytes_of(source))
-                self._free[source], self._free[target] = True, False
-            if plan.moves:
-                self._heap = np.flatnonzero(self._free).tolist()
-        return plan
-
     def _is_used(self, slot: int) -> bool:
         try:
             return 0 <= slot < self.capacity_blocks and not self._is_free[slot]
@@ -169,7 +142,7 @@ class KVPool:
         if count and not len(fitting):
             raise CapacityError(
                 f"{count} blocks in one run wanted; {self._num_free} are free on tier {self.tier.value}, at most "
-                f"{lengths.max()} in one run; compact the pool, or free some first."
+                f"{lengths.max()} in one run; free some first."
             )
         first = int(firsts[fitting[np.argmin(lengths[fitting])]]) if count else 0
         return list(range(first, first + count))

@@ -53,24 +53,6 @@ def test_a_block_may_be_smaller_than_its_slot_not_larger(store: HostStore):
         store.prepare(block(2, size_bytes=BLOCK_BYTES + 1))
 
 
-def test_compaction_renames_and_leaves_alone_who_is_read_or_written(store: HostStore, pool: KVPool):
-    for key in range(5):
-        put(store, key)
-    store.prepare(block(5))[:] = content(5)  # slot 5
-    for key in (0, 2, 4):
-        store.remove(key)
-    assert pool.get_fragmentation() == pytest.approx(2 / 3)
-    with store.pinned(3) as view:
-        plan = store.compact()
-        assert plan.moves == ((1, 4),) and (plan.largest_before, plan.largest_after) == (1, 3)
-        assert np.array_equal(view, content(3))
-    store.commit(5)
-    assert pool.get_fragmentation() == 0
-    assert all(np.array_equal(store.read(key), content(key)) for key in (1, 3, 5))
-    store.remove(1)
-    assert pool.num_free == 4
-
-
 def test_several_blocks_are_read_at_once(store: HostStore):
     """Each with its own outcome; none once it is over; and no slot is kept, nor given away while it is read."""
     for key in range(3):

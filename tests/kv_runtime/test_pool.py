@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sagellm.core.errors import CapacityError, TierError
 from sagellm.core.hooks import Tier
 from sagellm.kv_runtime.base import AllocationResult
-from sagellm.kv_runtime.fragmentation import fragmentation, plan_compaction
+from sagellm.kv_runtime.fragmentation import fragmentation
 from sagellm.kv_runtime.pool import KVPool
 
 
@@ -67,12 +67,6 @@ def test_a_pool_of_no_size_is_refused(sizes: tuple):
 def test_numbers_that_are_no_slots_are_refused():
     pool = KVPool(4, 8)
     assert pool.allocate(np.int64(2)).block_ids == (0, 1)
-    for fixed in ([9], [-1], [0.5]):
-        with pytest.raises(TierError, match="this pool has 0 to 3"):
-            pool.compact(fixed=fixed)
-    for wanted in (-1, 1.5):
-        with pytest.raises(TierError, match="a run of"):
-            pool.compact(wanted=wanted)
     with pytest.raises(TierError, match="1.5 slots asked for"):
         pool.allocate(1.5)
     with pytest.raises(TierError, match="slot 0.0 of tier cpu is not in use"):
@@ -149,62 +143,11 @@ def test_fragmentation(text: str, value: float):
     assert fragmentation(pattern(text)) == pytest.approx(value)
 
 
-def test_the_cheapest_window_is_emptied_into_the_smallest_holes():
-    plan = plan_compaction(pattern("...x...xx.x.."), wanted=7)
-    assert plan.moves == ((3, 9),) and (plan.largest_before, plan.largest_after) == (3, 7) and plan.gain == 4
-
-
-def test_a_compaction_must_gain_enough():
-    text = ".x.x.x.x.x.x"  # each block moved makes a run of 1 longer by about 1
-    plan = plan_compaction(pattern(text), min_gain=0.5)
-    assert plan.moves and plan.gain >= 0.5
-    assert plan_compaction(pattern(text), min_gain=2.5).moves == ()
-    assert plan_compaction(pattern("....x....x.."), min_gain=2.5).gain >= 2.5
-
-
-@pytest.mark.parametrize(("text", "wanted"), [("..xx", 2), ("..xx", 3), ("xxxx", 1), ("....", None), ("xx..", None)])
-def test_nothing_is_moved_where_nothing_can_be_gained(text: str, wanted: int | None):
-    assert plan_compaction(pattern(text), wanted=wanted, min_gain=0.0).moves == ()
-
-
-def test_fixed_blocks_stay():
-    free = pattern("..x..x..")
-    assert plan_compaction(free, wanted=4, fixed=~free, min_gain=0.0).moves == ()
-    fixed = np.zeros(8, bool)
-    fixed[2] = True
-    assert {source for source, _ in plan_compaction(free, wanted=4, fixed=fixed, min_gain=0.0).moves} == {5}
-
-
-@given(st.text(alphabet=".x", min_size=1, max_size=40), st.floats(0, 3), st.integers(0, 2**40))
-def test_a_compaction_keeps_every_block(text: str, min_gain: float, mask: int):
-    """Moves go from used slots to free ones, spare the fixed, gain what they claim, and bytes follow them."""
-    pool = KVPool(len(text), 8)
-    pool.allocate(len(text))
-    for slot in range(len(text)):
-        pool.view(slot)[:] = slot
-    pool.free([slot for slot, letter in enumerate(text) if letter == "."])
-    fixed = [slot for slot in range(len(text)) if mask >> slot & 1]
-    before = pool.get_fragmentation()
-    plan = pool.compact(min_gain=min_gain, fixed=fixed)
-    places = {slot: slot for slot, letter in enumerate(text) if letter == "x"}
-    for source, target in plan.moves:
-        assert text[source] == "x" and text[target] == "." and source not in fixed
-        places[source] = target
-    assert len(set(places.values())) == len(places) == pool.num_used
-    assert all((pool.view(place) == slot).all() for slot, place in places.items())
-    if plan.moves:
-        assert plan.gain >= min_gain and pool.get_fragmentation() < before
-        assert plan.largest_after == round((1 - pool.get_fragmentation()) * pool.num_free)
-    if pool.num_free:
-        pool.allocate(plan.largest_after, contiguous=True)
-
-
 def test_a_run_that_was_wanted_can_be_had():
     pool = KVPool(64, 8)
     pool.allocate(64)
     pool.free(range(0, 64, 2))
-    with pytest.raises(CapacityError, match="compact the pool"):
+    with pytest.raises(CapacityError, match="in one run; free some first"):
         pool.allocate(8, contiguous=True)
-    plan = pool.compact(wanted=8, min_gain=0.5)
-    assert len(plan.moves) == 4 and plan.largest_after >= 8
+    pool.free(range(1, 16, 2))
     assert len(pool.allocate(8, contiguous=True).block_ids) == 8

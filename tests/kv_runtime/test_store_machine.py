@@ -112,10 +112,6 @@ class HostMachine(StoreMachine):
     def room(self, size: int) -> int:
         return max(SIZES)
 
-    @rule()
-    def compact(self) -> None:
-        self.store.compact(min_gain=0.0)
-
 
 class DiskMachine(StoreMachine):
     def open(self) -> DiskStore:
