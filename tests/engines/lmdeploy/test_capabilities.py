@@ -7,7 +7,7 @@ import torch
 from click.testing import CliRunner
 
 from sagellm.cli import main
-from sagellm.comm_backend.kv_transfer.registry import find_channel
+from sagellm.comm_backend.kv_transfer.registry import channel_names, find_channel
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
@@ -29,7 +29,7 @@ def test_the_cpu_device_takes_the_dtypes_it_names_and_no_other(model_folder):
 
 def test_what_the_machine_lacks_is_missing_with_a_reason(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
-    for name in ("shm", "tcp"):
+    for name in channel_names():
         monkeypatch.setattr(find_channel(name), "missing", staticmethod(lambda: "broken"))
     found = pytorch_capabilities("cpu")
     assert not found.tensor_parallel and "no gloo" in found.missing["tensor parallel"]
