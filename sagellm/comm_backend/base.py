@@ -2,7 +2,7 @@
 
 A rank is a process, or a thread for the backend in memory. All ranks start the same collectives in the same order; messages
 from one rank to another arrive in the order in which they were sent. Tensors are torch's, contiguous, on a device of the
-backend, and alike on every rank. What fails breaks the group: a deadline that has passed, a rank that has gone. From then on
+backend, and alike on every rank. A failure breaks the group: a passed deadline, a lost rank. From then on
 every call raises the first cause, at once, on every rank that knows of it; nothing hangs.
 """
 
@@ -78,7 +78,7 @@ class CommBackendProtocol(ABC):
 
     @classmethod
     def missing(cls) -> str:
-        """What it needs and does not find here, in words; empty where it can work."""
+        """Return what it needs and does not find here; empty if it can work."""
         return ""
 
     # ---- collectives
@@ -138,7 +138,7 @@ class CommBackendProtocol(ABC):
     # ----
 
     def close(self) -> None:
-        """Leave the group. What others wait for from this rank fails there. A second call does nothing."""
+        """Leave the group. Operations in which others wait for this rank fail there. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self._close()

@@ -1,4 +1,4 @@
-"""What a group of ranks has to agree on."""
+"""Settings that all ranks of a group share."""
 
 from typing import Any
 from urllib.parse import urlparse

@@ -42,8 +42,8 @@ class CommFusion(CommBackendProtocol):
     The deadline of a bucket is the earliest of its members', each counted from its call. A failure is raised by every member.
     A tensor larger than `bucket_bytes`, or alone in its bucket, is reduced where it is.
 
-    What nobody has asked for has not been started. So whoever waits for something of another group, or for another rank in a
-    way that this group does not see, calls `flush` before.
+    Operations start when a result is asked for. So call `flush` before waiting for another group, or for another rank in
+    a way that this group does not see.
 
     `close` leaves `backend` open: it belongs to who made it.
 
@@ -133,7 +133,7 @@ class CommFusion(CommBackendProtocol):
     # ---- buckets
 
     def _start_bucket(self, bucket: _Bucket, async_op: bool) -> None:
-        """With the lock held. Whatever happens, the members tell it: the caller may have asked for something else."""
+        """With the lock held. Errors are reported by the members: the caller may have asked for something else."""
         if bucket is not self._open_bucket:  # it was started meanwhile
             return
         self._open_bucket = None
@@ -231,7 +231,7 @@ class _Bucket:
         if device.type != "cpu":
             self._flat = torch.cat(rows)
             return self._flat
-        with torch.inference_mode(False):  # or nobody could write it outside of that mode
+        with torch.inference_mode(False):  # or it could not be written outside of that mode
             self._buffer = self._fusion._buffer(self.num_bytes)
             self._flat = self._buffer[: self.num_bytes].view(dtype)
         with torch.inference_mode():  # as the members may have been made in it

@@ -83,7 +83,7 @@ class MemoryBackend(CommBackendProtocol):
 
 
 class _Part(Work):
-    """What one rank does in an operation. `peers`: the ranks whose part has yet to come."""
+    """Part of one rank in an operation. `peers`: the ranks whose part has yet to come."""
 
     def __init__(
         self, group: "_Group", what: str, peers: set[int], timeout_s: float, tensors: list[torch.Tensor] | None = None
@@ -119,7 +119,7 @@ class _Part(Work):
 
 
 class _Group:
-    """What the ranks share. `changed` guards all of it."""
+    """State shared by the ranks. `changed` guards all of it."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

@@ -1,4 +1,4 @@
-"""What servers of this package do about whoever reaches their ports, with the key of the group or without it."""
+"""Limits of this package's servers for clients of their ports, with the key of the group or without it."""
 
 import socket
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ One = TypeVar("One")
 
 
 class Strangers(Generic[One]):
-    """Those who have not yet shown that they know the key. When one more comes than there is room for, whoever has been here
-    longest gives way: an honest peer needs milliseconds, so who fills the places with silence keeps nobody out.
+    """Those who have not yet shown that they know the key. If all places are taken, a new client replaces the oldest
+    one. An honest peer needs milliseconds, so silent clients cannot block the others.
 
     Not for several threads at once.
     """

@@ -1,4 +1,4 @@
-"""What part of a collective hides behind computation: planned from costs.
+"""Overlap of collectives with computation, planned from costs.
 
 A rank computes one segment at a time, and collectives run one after the other in the order in which they are started, while it
 goes on to compute. A plan says in which order to compute, when to start each collective and where to wait for it, and predicts
@@ -39,7 +39,7 @@ Task = Segment | Collective
 
 
 class Step(NamedTuple):
-    """What the rank does next: compute a segment, start a collective, or wait for one."""
+    """Next action of the rank: compute a segment, start a collective, or wait for one."""
 
     kind: Literal["compute", "start", "wait"]
     name: str
@@ -71,7 +71,7 @@ class OverlapPlan(NamedTuple):
 
     @property
     def hidden_share(self) -> float:
-        """Of the time of collectives; below 0 where running both at once takes longer than one after the other."""
+        """Hidden share of the time of collectives; below 0 if running both at once takes longer than one after the other."""
         return 1 - self.exposed_s / self.comm_s if self.comm_s else 0.0
 
 
@@ -178,7 +178,7 @@ def _ways_to_the_end(tasks: Sequence[Task]) -> dict[str, float]:
 
 
 def _comm_first(tasks: Sequence[Task], ways: Mapping[str, float]) -> Callable[[str], float]:
-    """Whatever leads to a collective before what does not: for when computation is what hides it."""
+    """Segments that lead to a collective come first, so that computation can hide it."""
     leads = {task.name: isinstance(task, Collective) for task in tasks}
     for task in reversed(tasks):
         for need in task.needs:

@@ -45,7 +45,7 @@ class OverlapWindow:
         self._seconds: dict[str, float] = {}
 
     def compute(self, name: str, call: Callable[[], object], needs: Sequence[str] = ()) -> None:
-        """Add a segment. What comes before it must be added before it."""
+        """Add a segment. Earlier work must be added first."""
         self._add(Segment, name, call, needs)
 
     def collective(self, name: str, start: Callable[[], Work], needs: Sequence[str] = ()) -> None:
@@ -68,7 +68,7 @@ class OverlapWindow:
         """The least of `rounds`, of each alone and of the longest segments beside the longest collective; on the slowest rank.
 
         The least, since whatever else runs on the machine only adds. Every call is made up to twice a round and four times
-        more, so they must bear being repeated.
+        more, so they must be repeatable.
         """
         if rounds < 1:
             raise CommError(f"rounds is {rounds}; give 1 or more.")

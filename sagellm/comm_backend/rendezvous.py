@@ -27,7 +27,7 @@ def open_store(config: CommConfig) -> dist.Store:
     """The store that all ranks share; rank 0 opens the port of a `tcp://` one.
 
     Raises:
-        CommTimeoutError: nobody opened the port.
+        CommTimeoutError: the port was not opened.
         CommError: the file cannot be written, the port cannot be opened.
     """
     parts = urlparse(config.rendezvous)

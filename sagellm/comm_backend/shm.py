@@ -25,7 +25,7 @@ __all__ = ["ShmBackend", "ShmOptions"]
 
 
 class ShmOptions(BaseModel):
-    """Sizes of the shared memory, the same on all ranks; pages that nobody touches cost nothing.
+    """Sizes of the shared memory, the same on all ranks; untouched pages cost nothing.
 
     Attributes:
         ring_bytes: of the ring for each ordered pair of ranks; rounded up to a power of two.
@@ -137,7 +137,7 @@ class ShmBackend(CommBackendProtocol):
         self._meetings = Lane("shm-collectives", self._group.fail)
         self._sends = [Lane(f"shm-to-{rank}", self._group.fail) for rank in range(self.world_size)]
         self._recvs = [Lane(f"shm-from-{rank}", self._group.fail) for rank in range(self.world_size)]
-        # Also when nobody closes it: when it is forgotten, and before the interpreter ends.
+        # Also if it is not closed: when it is forgotten, and before the interpreter ends.
         self._leave = weakref.finalize(self, _leave, self._group, [self._meetings, *self._sends, *self._recvs])
 
     def _start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> Work:

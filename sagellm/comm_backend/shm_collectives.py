@@ -1,7 +1,7 @@
 """Collectives over the shared staging of a group.
 
 A tensor goes through the staging in chunks. In each a rank writes its part, meets the others, reads theirs; the two halves of
-the staging take turns, so that whoever is ahead writes where nobody reads any more: between two uses of a half lies a meeting
+the staging take turns, so that a rank that is ahead writes where none reads any more: between two uses of a half lies a meeting
 that a rank comes to when it has read.
 """
 
@@ -90,6 +90,6 @@ class Collectives:
         yield from flat.split(self._staging.shape[2] // flat.element_size())
 
     def _next_half(self) -> list[torch.Tensor]:
-        """Of the staging, bytes, one a rank."""
+        """Views of the staging, bytes, one a rank."""
         self._num_chunks += 1
         return list(self._staging[:, self._num_chunks % 2])

@@ -48,7 +48,7 @@ class Operation(Work):
         self._lane.start(self)
 
     def advance(self) -> None:
-        """Run its call, then the rest of it. What it kept is let go at the end."""
+        """Run its call, then the rest of it. Kept objects are released at the end."""
         call, self._rest = self._rest, None
         assert call is not None
         try:
@@ -66,7 +66,7 @@ class Operation(Work):
 
 
 class Lane:
-    """What runs one after the other: messages to one rank, messages from one rank, or collectives."""
+    """Operations that run one after the other: messages to one rank, messages from one rank, or collectives."""
 
     def __init__(self, name: str, fail: Callable[[str], None]) -> None:
         self.name, self.fail = name, fail

@@ -25,7 +25,7 @@ OPS = {op: getattr(dist.ReduceOp, op.name) for op in ReduceOp}
 TAG, BREAK_TAG = 0x5A6E, 0x5A6F  # other users of a group that was given have tags of their own
 SHORTEST_S = 0.001  # torch counts in milliseconds, and takes 0 for no limit
 POLL_S = 0.0002
-# What gloo tells the other waits of a rank when the time of one has passed, and how long the cause may take to be known.
+# Messages of gloo to the other waits of a rank when the time of one has passed, and how long the cause may take to be known.
 CONSEQUENCE, CAUSE_S = "Application timeout caused pair closure", 1.0
 # A rank whose deadline has passed closes its connections, so that others see an end of the connection.
 TIMED_OUT = ("timed out", "timeout", "deadline")
@@ -145,7 +145,7 @@ class TorchGroupBackend(CommBackendProtocol):
         """The group, once all ranks have come. A RuntimeError stands for a CommError."""
 
     def _break_group(self) -> None:
-        """Wake whoever waits, here and on other ranks."""
+        """Wake waiting callers, here and on other ranks."""
 
     def _open(self) -> None:
         self._failure: CommError | None = None
@@ -244,7 +244,7 @@ class TorchGroupBackend(CommBackendProtocol):
         return tensor if tensor.dtype in self.reducible else tensor.view(-1).view(torch.uint8)
 
     def _failed(self, error: RuntimeError | None, timeout_s: float) -> CommError:
-        """What broke the group first, which may be this."""
+        """Return the error that broke the group first, which may be this one."""
         with self._failing:
             if CONSEQUENCE in str(error):  # the wait whose time has passed is about to say so
                 self._failing.wait_for(lambda: self._failure is not None, CAUSE_S)
@@ -273,7 +273,7 @@ class GlooBackend(TorchGroupBackend):
         {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64}
     )
 
-    # What follows are short cuts past the contract's checks, for calls that pass them all and are waited for. A rank that has
+    # The following are short cuts past the contract's checks, for calls that pass them all and are waited for. A rank that has
     # just waited finds its caches cold: each function on the way to gloo then takes a microsecond, not a tenth of one.
 
     def all_reduce(
@@ -337,7 +337,7 @@ class GlooBackend(TorchGroupBackend):
         return kind(store, self.rank, self.world_size, options)
 
     def _break_group(self) -> None:
-        # Gloo's `abort` wakes nobody. A receive whose time has passed closes every connection of the group.
+        # Gloo's `abort` wakes no caller. A receive whose time has passed closes every connection of the group.
         if self.world_size > 1:
             with suppress(RuntimeError):
                 nothing = self._group.recv([torch.empty(1)], (self.rank + 1) % self.world_size, BREAK_TAG)

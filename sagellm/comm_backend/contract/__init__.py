@@ -1,1 +1,1 @@
-"""What every communication backend must keep, as checks that anyone can run on their own."""
+"""Checks of the rules that every communication backend must keep; users can run them on their own."""

@@ -1,4 +1,5 @@
-"""What fails, and has to fail in time and in words: each scenario is one rank's part, and all ranks play it together."""
+"""Scenarios of failures, which must come in time and with a message. Each is one rank's part, and all ranks play it
+together."""
 
 import contextlib
 import os
@@ -47,7 +48,7 @@ def deadlines(seat: Seat) -> None:
 
 
 def _is_broken(seat: Seat, backend: CommBackendProtocol, *kinds: type[CommError]) -> None:
-    """Whatever is called next fails at once, for the first reason; the deadline of a wait for it is never reached."""
+    """The next call fails at once, for the first reason; the deadline of a wait for it is never reached."""
     last = (seat.rank + 1) % seat.world_size
     seat.refused("broken", "all_reduce afterwards", lambda: backend.all_reduce(seat.tensor([0.0])), *kinds, within_s=0)
     seat.refused("broken", "recv afterwards", lambda: backend.recv(seat.tensor([0.0]), last, timeout_s=9), *kinds, within_s=0)

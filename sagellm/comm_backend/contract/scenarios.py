@@ -1,4 +1,4 @@
-"""What succeeds: each scenario is one rank's part, and all ranks play it together."""
+"""Scenarios of success: each is one rank's part, and all ranks play it together."""
 
 import time
 from itertools import permutations

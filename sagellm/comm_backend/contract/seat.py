@@ -1,4 +1,4 @@
-"""What one rank of a scenario has: its number, a way into the group, and a way to say which rules are broken."""
+"""One rank of a scenario: its number, a way into the group, and a way to report broken rules."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +29,7 @@ class Task(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a rank has seen. `values` are compared among ranks: name -> value."""
+    """Observations of a rank. `values` are compared among ranks: name -> value."""
 
     reports: list[tuple[str, str]]
     seen: set[str]

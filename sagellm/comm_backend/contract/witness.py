@@ -1,4 +1,4 @@
-"""What scenarios of any contract of this package have in common: rules that were put to the test, and what broke them."""
+"""Shared part of the scenarios of this package's contracts: tested rules, and what broke them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ SLACK_S = 2.0  # machines are busy; a fault is off by more
 
 
 class Witness:
-    """Of one scenario, in one process or thread of it.
+    """Observations of one scenario, in one process or thread of it.
 
     Attributes:
         refusal: what the contract has raised where it says no more.
@@ -34,7 +34,7 @@ class Witness:
 
     @contextmanager
     def held(self, rule: str) -> Iterator[None]:
-        """What goes on here can break the rule, and whatever is raised does."""
+        """The block can break the rule, and any exception does."""
         self.seen.add(rule)
         try:
             yield
@@ -70,7 +70,7 @@ class Witness:
         self.num_operations += 1
 
     def play(self: SomeWitness, scenario: Callable[[SomeWitness], None]) -> SomeWitness:
-        """What a scenario raises besides what it has reported is the fault of what is checked."""
+        """An exception of a scenario that is not reported yet is the fault of the checked class."""
         try:
             scenario(self)
         except Broke:

@@ -21,7 +21,7 @@ async def connect(address: str, key: bytes, *, on_event: OnEvent | None = None, 
     Raises:
         ConfigError: not an address.
         PeerTimeoutError: `timeout_s` has passed.
-        PeerError: nobody there; another key; another protocol.
+        PeerError: no answer, another key, or another protocol.
     """
     host, port = split_address(address)
     writer: asyncio.StreamWriter | None = None

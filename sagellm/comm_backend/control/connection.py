@@ -108,7 +108,7 @@ class ControlConnection:
     async def tell(self, event: BaseModel) -> None:
         """Send an event. Returns when the peer takes what was sent, so that no memory fills up for one that does not.
 
-        What a handler tells before it returns comes before its reply, what is told after that comes after it.
+        Messages that a handler sends before it returns come before its reply, later ones after it.
 
         Raises:
             PeerError: it has gone, has not read for 10 s and was given up, or the event is too large.
@@ -219,7 +219,7 @@ class ControlConnection:
     def _settle(self, head: _Head, body: bytes) -> None:
         reply = self._calls.get(head.id)
         if reply is None or reply.done():
-            return  # nobody waits any more
+            return  # no caller waits any more
         kind = _Words if head.kind == "error" else find(head.type)
         if kind is None:
             reply.set_exception(PeerError(f"the reply is of type {head.type!r}, which this side does not know."))

@@ -1,4 +1,4 @@
-"""What goes over the wire: a handshake in which both sides prove that they have the key, then frames with a tag each.
+"""The wire format: a handshake in which both sides prove that they have the key, then frames with a tag each.
 
 A frame is 4 bytes of length, that many bytes, and 32 bytes HMAC-SHA256 over the frame's number and the bytes, with a key of
 this connection and direction. So a frame that was changed, repeated, left out, moved or sent back to its sender ends the
@@ -81,7 +81,7 @@ async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key:
         opening = await reader.readexactly(_OPENING_BYTES)
         nonces = own + _nonce(opening)
         writer.write(_proof(key, b"client", nonces))
-        # Who answers has not proved anything yet: a refusal is a hint for people, and ends the connection in any case.
+        # The answering side has not proved anything yet: a refusal is a hint for people, and ends the connection in any case.
         verdict = await reader.readexactly(1)
         if verdict == _WRONG_KEY:
             raise PeerError("it has another key; give both sides the same key file.")

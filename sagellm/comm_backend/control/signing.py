@@ -57,7 +57,7 @@ def sign_request(key: bytes, method: str, path: str, body: bytes = b"") -> dict[
 def check_request(
     key: bytes, method: str, path: str, body: bytes, headers: Mapping[str, str], log: RequestLog = _TAKEN
 ) -> None:
-    """Of the side that gets a request; each request passes once in `log`, which is of the process by default.
+    """Check a received request; each request passes once in `log`, by default the process's own.
 
     Raises:
         PeerError: the signature is missing, wrong, more than 30 s old or ahead, or was seen before.

@@ -1,12 +1,12 @@
 """The contract of KV transfer channels: blocks of one engine's pool into blocks of another's, pulled by who wants them.
 
 Each worker of an engine (each rank) has one channel over its own KV blocks. Its `endpoint` is told to peers; who has connected
-to the endpoints of all ranks of a peer can read that peer's blocks. Nobody is asked for each transfer: whoever owns the blocks
-keeps them as they are until it hears that they were read, and says so when it could not. So what was read counts only once the
+to the endpoints of all ranks of a peer can read that peer's blocks. The owner is not asked for each transfer. It keeps
+the blocks unchanged until it hears that they were read, and reports it if it could not. So what was read counts only once the
 owner has confirmed that it still held the blocks; that is its engines' business, not the channel's.
 
-What all channels have in common is here: plans are checked, transfers wait for their turn, layouts are converted, checksums
-compared. A channel defines how it is reached (`_open`, `_connect`) and how bytes come over (`_read`).
+This class has the shared part of all channels: checks of plans, turns of transfers, conversion of layouts, checksums. A
+channel defines how it is reached (`_open`, `_connect`) and how bytes come over (`_read`).
 """
 
 import threading
@@ -73,7 +73,7 @@ class KVTransferChannel(ABC):
     @classmethod
     @abstractmethod
     def missing(cls) -> str:
-        """What it needs and does not find here, in words; empty where it can work."""
+        """Return what it needs and does not find here; empty if it can work."""
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -83,7 +83,7 @@ class KVTransferChannel(ABC):
     @abstractmethod
     def _open(self) -> dict[str, Any]:
         """Make `self.region` readable for peers, by `self.options` and `self.own_options`. Returns `TransferEndpoint.address`.
-        What it has begun before it raises, it ends."""
+        It ends what it has begun before it raises."""
 
     @abstractmethod
     def _connect(self, endpoint: TransferEndpoint, deadline: float) -> Any:
@@ -114,7 +114,7 @@ class KVTransferChannel(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Stop serving others. No transfer runs any more. Called once, also where nobody has connected."""
+        """Stop serving others. No transfer runs any more. Called once, also without a connection."""
 
     # ---- what its users call
 
@@ -182,7 +182,7 @@ class KVTransferChannel(ABC):
             self._drop(former.links)
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer; its running transfers fail. An unknown one is none."""
+        """Forget a peer; its running transfers fail. An unknown one is ignored."""
         with self._lock:
             former = self._peers.pop(peer, None)
         if former is not None:
@@ -238,7 +238,7 @@ class KVTransferChannel(ABC):
         return self._turns.cancel(transfer_id)
 
     def checksums(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Of own blocks, one each, over the bytes of all parts, and of each part all layers: CRC-32.
+        """Return a checksum of each own block, over the bytes of all parts, and of each part all layers: CRC-32.
 
         Raises:
             TransferError: a block that is not there.

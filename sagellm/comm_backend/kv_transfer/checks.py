@@ -1,4 +1,4 @@
-"""What a transfer names is there, and is enough; a channel that does not convert has layouts that are alike."""
+"""The blocks of a transfer exist and suffice; a channel that does not convert has equal layouts."""
 
 from collections.abc import Sequence
 

@@ -49,9 +49,9 @@ class Tokens(NamedTuple):
 
 
 def fit(own: KVLayout, peers: Sequence[KVLayout]) -> list[HeadRun]:
-    """What has to be read from which rank of a peer, so that every head of this rank is there.
+    """Return the reads from each rank of a peer that give every head of this rank.
 
-    `peers`: of all ranks, in their order. Of heads that several ranks hold, ranks of this side take those of different ones.
+    `peers`: of all ranks, in their order. If several ranks hold a head, ranks of this side read from different ones.
 
     Raises:
         TransferError: names the first difference that cannot be bridged.
@@ -126,7 +126,7 @@ class Conversion:
                 known[geometry] = len(self._strides)
                 self._strides.append(_strides(own, peer, run))
             self._of_runs.append((run.part, known[geometry]))
-        # Of each geometry its parts.
+        # The parts of each geometry.
         self._parts = [[part for part, number in self._of_runs if number == each] for each in known.values()]
 
     def pieces(self, tokens: Tokens) -> Iterator[list[Pieces]]:

@@ -1,4 +1,4 @@
-"""What shows that an endpoint was made by somebody who knows the group's key, for channels whose library knows of no keys."""
+"""Proof that an endpoint was made with the group's key, for channels whose library has no keys."""
 
 import hashlib
 import hmac

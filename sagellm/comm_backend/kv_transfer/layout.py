@@ -1,4 +1,4 @@
-"""What the bytes of a worker's KV blocks mean, as peers are told."""
+"""Layout of the bytes of a worker's KV blocks, as peers get it."""
 
 import math
 from typing import TYPE_CHECKING
@@ -62,13 +62,13 @@ class KVLayout(Model):
         return (self.num_layers, self.num_blocks, self.block_size, part.num_heads, part.width)
 
     def num_bytes(self, part: KVPart) -> int:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         import torch
 
         return math.prod(self.shape(part)) * getattr(torch, part.dtype).itemsize
 
     def token_bytes(self) -> int:
-        """Of a token's keys and values, all layers, on this rank."""
+        """Bytes of a token's keys and values, all layers, on this rank."""
         return sum(self.num_bytes(part) for part in self.parts) // (self.num_blocks * self.block_size)
 
 

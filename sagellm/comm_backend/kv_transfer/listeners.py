@@ -24,7 +24,7 @@ def is_loopback(host: str) -> bool:
 def kept_to_loopback(library: str) -> Iterator[None]:
     """Sockets that begin to listen inside take connections of this machine only, and are not inherited by other programs.
 
-    What other threads open meanwhile at every address is treated likewise, so this lasts as short as can be. A socket listens
+    Sockets that other threads open meanwhile at every address are changed too, so this is kept short. A socket listens
     for a moment before it is kept to loopback: nothing may be offered through it before this has ended.
 
     Raises:

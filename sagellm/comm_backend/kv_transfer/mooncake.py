@@ -1,6 +1,7 @@
 """KV blocks over Mooncake's transfer engine, the library itself, by TCP.
 
-Its sockets ask nobody who they are: whoever reaches them may read and write what is registered. With a loopback `host` they are
+Its sockets have no authentication: a client that reaches them may read and write registered memory. With a loopback
+`host` they are
 kept to this machine; with another one, keep the network between the engines closed to others. Endpoints carry a proof of the
 group's key, so a peer of another group is refused before anything is read.
 
@@ -120,7 +121,7 @@ class _Contact:
         threading.Thread(target=self._run, name="mooncake-connect", daemon=True).start()
 
     def wait(self, deadline: float) -> bytes | Exception | None:
-        """What the call gave or raised; None: it lasts."""
+        """Result or exception of the call; None: it lasts."""
         with self._changed:
             self._changed.wait_for(lambda: self._found is not None, max(deadline - time.monotonic(), 0))
             self._is_given_up = self._found is None
@@ -188,7 +189,7 @@ class MooncakeChannel(KVTransferChannel):
             engine = self._idle.pop() if self._idle else None
         engine = engine or _Engine(self.options.host)
         link = _Link(engine, _Reads(engine, address.session), address.bases)
-        # The first contact blocks, for a minute where a peer listens but stands still: on a thread that nobody waits for.
+        # The first contact blocks, for a minute where a peer listens but stands still: on a separate thread.
         contact = _Contact(lambda: self._token_of(link, address, deadline), lambda: self._put_back(engine))
         found = contact.wait(deadline)
         if found is None:

@@ -1,8 +1,8 @@
 """KV blocks over NVIDIA's NIXL and its UCX backend, which takes shared memory or CMA within a host, and TCP or InfiniBand.
 
-What a transfer was released from may still arrive later, hence `staged`. Only memory of the host: NIXL's reads of GPU memory
-have not been tried. Endpoints carry a proof of the group's key, which is checked before NIXL is given what a peer sent; NIXL
-itself asks nobody for a key.
+Bytes of a released transfer may still arrive later, hence `staged`. Only memory of the host: NIXL's reads of GPU memory
+have not been tried. Endpoints carry a proof of the group's key, which is checked before NIXL is given what a peer sent; 
+NIXL itself has no keys.
 
 Source: NIXL 1.5.1, its Python API (nixl._api).
 """

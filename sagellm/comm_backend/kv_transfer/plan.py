@@ -1,4 +1,4 @@
-"""What KV transfer channels are given and give: options, endpoints, plans, results."""
+"""Inputs and results of KV transfer channels: options, endpoints, plans, results."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ __all__ = ["TransferEndpoint", "TransferOptions", "TransferPlan", "TransferResul
 
 
 class TransferOptions(Model):
-    """Of one channel.
+    """Options of one channel.
 
     Attributes:
         max_running: transfers at a time; more wait for their turn, which their deadline bounds.
         host: where a channel that listens does so.
-        key: shared secret of the group; a channel that listens serves nobody who does not know it.
+        key: shared secret of the group; a listening channel serves only clients that know it.
         options: of the channel, by name.
     """
 
@@ -28,7 +28,7 @@ class TransferOptions(Model):
 
     @classmethod
     def read(cls, options: "TransferOptions | Mapping[str, Any] | None") -> "TransferOptions":
-        """Raises TransferError: options that are none."""
+        """Raises TransferError: invalid options."""
         if isinstance(options, cls):
             return options
         return parsed(cls, dict(options or {}), "options of a KV channel")
@@ -55,7 +55,7 @@ class TransferPlan(Model):
         peer: as given to `connect`.
         src_blocks, src_start: the peer's blocks, in the order of the request's tokens, and the token that the first one
             begins with.
-        dst_blocks, dst_start: own blocks, likewise.
+        dst_blocks, dst_start: own blocks, in the same way.
         timeout_s: deadline, waiting for its turn included.
         checksums: of `src_blocks`, by rank of the peer (`KVTransferChannel.checksums`); empty: nothing is checked.
     """

@@ -1,7 +1,7 @@
 """Memory of a process that others of the same user can read, and nothing else: a memfd, found through /proc, without a name.
 
-It cannot shrink (sealed), so that reading it never faults; readers map it read-only. Pages that nobody touches cost nothing,
-and nothing is left when the owner has ended and the last reader has forgotten it.
+It cannot shrink (sealed), so that reading it never faults; readers map it read-only. Untouched pages cost nothing, and
+nothing is left when the owner has ended and the last reader has forgotten it.
 """
 
 import errno

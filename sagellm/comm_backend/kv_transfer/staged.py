@@ -51,7 +51,7 @@ class RemoteReads(ABC):
 
 
 class _Fill(NamedTuple):
-    """What goes through a slot at once: spans, whose `dst` counts from the slot's begin, and pieces of them for a target."""
+    """Work of a slot at a time: spans, whose `dst` counts from the slot's begin, and pieces of them for a target."""
 
     spans: list[Span]
     pieces: Pieces
@@ -89,7 +89,7 @@ class _Slot:
 
 
 class _Slots:
-    """What one transfer reads through."""
+    """Staging slots of one transfer."""
 
     def __init__(self) -> None:
         self.memory = np.zeros(SLOT_BYTES * NUM_SLOTS, np.uint8)
@@ -105,7 +105,7 @@ class _Slots:
 
 
 class Staging:
-    """Of one channel: the memory that its reads go through. Any thread, several at once.
+    """Staging memory of one channel. Any thread, several at once.
 
     Args:
         prepare: called with memory (uint8 [n]) before it is read into for the first time.

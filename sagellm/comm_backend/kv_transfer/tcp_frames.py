@@ -1,4 +1,4 @@
-"""What goes over a connection of the channel `tcp`: how both ends show that they know the key, requests and replies.
+"""Wire format of the channel `tcp`: proof of the key on both ends, requests and replies.
 
 The server begins with a greeting and 32 random bytes; the client answers with 32 of its own and a MAC over both, the server
 with a MAC of another kind: neither can be had from the other, nor from an earlier connection. Then a request names pieces of

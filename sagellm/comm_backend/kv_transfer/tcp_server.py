@@ -95,7 +95,7 @@ class TcpServer:
             return may_stay
 
     def _serve(self, connection: socket.socket) -> None:
-        """Whatever a client does ends its own connection at most."""
+        """A client can end its own connection at most."""
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             keep_alive(connection)  # between requests nothing else would tell that its host has gone

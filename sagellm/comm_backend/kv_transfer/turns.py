@@ -44,7 +44,7 @@ class Run:
             raise self.timed_out()
 
     def raise_end(self) -> NoReturn:
-        """Of one that native code has found stopped or late. Raises as `check`."""
+        """Error of a transfer that native code has found stopped or late. Raises as `check`."""
         self.check()
         raise self.timed_out()
 
@@ -111,7 +111,7 @@ class Turns:
             self._running[name] = run
 
     def end(self, run: Run) -> None:
-        """Of one that has begun."""
+        """A transfer that has begun."""
         with self._changed:
             del self._running[run.transfer_id]
             if self._waiting or self._closed is not None:

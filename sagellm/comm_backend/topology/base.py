@@ -1,6 +1,6 @@
-"""What is known of a machine: frozen models, as JSON in both directions.
+"""Facts about a machine: frozen models, to and from JSON.
 
-What is not known is None, never a guess; what looked wrong is a line of `TopologyInfo.notes`. Bandwidths are bytes a second.
+Unknown values are None, never a guess; odd ones are a line of `TopologyInfo.notes`. Bandwidths are bytes a second.
 """
 
 import json
@@ -40,7 +40,7 @@ Seconds = Annotated[float, Field(ge=0)]
 
 
 class LinkKind(StrEnum):
-    """What carries the bytes."""
+    """Carrier of the bytes."""
 
     SELF = "SELF"
     NVLINK = "NVLINK"
@@ -218,7 +218,7 @@ class TopologyInfo(Model):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "TopologyInfo":
-        """What `to_json` or `sagellm topology --json` writes. Raises CommError: anything else."""
+        """Read what `to_json` or `sagellm topology --json` writes. Raises CommError: anything else."""
         try:
             document = json.loads(text)
             whole = document.get("topology", document) if isinstance(document, dict) else document

@@ -117,7 +117,7 @@ def _branches(tree: Tree, info: TopologyInfo, indent: str) -> Iterator[str]:
 
 
 def _collapsed(name: str, below: Tree) -> tuple[str, Tree]:
-    """Of a chain of bridges without branches its last element; the host bridge stays."""
+    """Return the last element of a chain of bridges without branches; the host bridge stays."""
     while len(below) == 1 and not name.startswith("pci"):
         ((name, below),) = below.items()
     return name, below

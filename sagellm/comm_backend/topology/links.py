@@ -54,7 +54,7 @@ class Links:
         self._measured = {(each.a, each.b): each for each in info.measurements}
 
     def all(self) -> tuple[Link, ...]:
-        """Of every pair of devices, and of each with itself, in the order of `device_names`."""
+        """Return links of every pair of devices, and of each with itself, in the order of `device_names`."""
         names = self._info.device_names
         return tuple(self.between(a, b) for place, a in enumerate(names) for b in names[place:])
 

@@ -85,7 +85,7 @@ class TopologyManager:
         return self._info
 
     def links(self) -> tuple[Link, ...]:
-        """Of every pair of devices, and of each with itself."""
+        """Return links of every pair of devices, and of each with itself."""
         return Links(self.info).all()
 
     def link(self, a: str, b: str) -> Link:

@@ -1,4 +1,4 @@
-"""What can be timed on the machine itself: copies within and between NUMA nodes, and TCP on loopback."""
+"""Timings of the machine itself: copies within and between NUMA nodes, and TCP on loopback."""
 
 import mmap
 import os
@@ -112,7 +112,7 @@ def _copy_seconds(source: np.ndarray, num_bytes: int) -> float:
 
 
 def _pinned(cpus: set[int], work: Callable[[], Result]) -> Result:
-    """What `work` answers on a thread that runs on these CPUs alone."""
+    """Return the result of `work` on a thread that runs on these CPUs alone."""
     answers: list[Result] = []
     errors: list[BaseException] = []
 

@@ -62,7 +62,7 @@ def _interface(sysfs: Sysfs, name: str) -> Nic:
 
 
 def _port(sysfs: Sysfs, hca: str) -> dict[str, Any]:
-    """Of the ports of an RDMA device the fastest that is active."""
+    """Return the fastest active port of an RDMA device."""
     best: dict[str, Any] = {"kind": "infiniband", "bits_per_s": None, "is_up": None}
     for port in sysfs.names(RDMA, hca, "ports"):
         folder = f"{RDMA}/{hca}/ports/{port}"

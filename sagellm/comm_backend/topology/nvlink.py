@@ -22,7 +22,7 @@ def load_nvml() -> Any | None:
     """NVML's functions; None where no binding is installed."""
     try:
         return importlib.import_module("pynvml")
-    except Exception:  # a broken binding is none
+    except Exception:  # a broken binding counts as missing
         return None
 
 

@@ -16,7 +16,7 @@ VENDORS = {
     "10de": "NVIDIA", "1002": "AMD", "8086": "Intel", "15b3": "Mellanox", "14e4": "Broadcom", "1af4": "virtio",
     "19e5": "Huawei", "cabc": "Cambricon", "1d22": "Baidu", "1ed2": "Cambricon", "1d0f": "Amazon", "1ae0": "Google",
 }  # fmt: skip
-# What shows a console and computes nothing: boards' management chips and virtual screens.
+# Devices that show a console and compute nothing: boards' management chips and virtual screens.
 SCREENS = {"1a03", "102b", "1234", "1b36", "1af4", "15ad", "1414", "80ee", "1013"}
 KINDS = {0x0300: "gpu", 0x0302: "gpu", 0x0380: "gpu", 0x1200: "accelerator", 0x0200: "nic", 0x0280: "nic", 0x0207: "infiniband"}
 NVME = 0x010802

@@ -1,4 +1,4 @@
-"""Reads sysfs below any folder. What is not there is None; what is there and makes no sense is None and a note."""
+"""Reads sysfs below any folder. A missing value is None; an invalid one is None and a note."""
 
 import os
 import re
@@ -58,13 +58,13 @@ class Sysfs:
         return value if value >= low else None
 
     def matched(self, pattern: str, *parts: str) -> re.Match[str] | None:
-        """Where the text of a file has this pattern. A text that has it not is a note, an empty or unknown one is none."""
+        """Where the text of a file has this pattern. A text without it is a note; an empty or unknown one is None."""
         text = self.text(*parts)
         found = re.search(pattern, text) if text else None
         return found if found or not text or text.startswith("Unknown") else self._nonsense(text, *parts)
 
     def names(self, *parts: str) -> list[str]:
-        """What a folder holds, sorted; nothing if there is none."""
+        """Return the names in a folder, sorted; none without the folder."""
         path = self.root.joinpath(*parts)
         try:
             return sorted(os.listdir(path))

@@ -8,7 +8,7 @@ from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, Tier
 from sagellm.engines.base import CapabilityDescriptor
 from sagellm.patching import status
 
-__all__ = ["pytorch_capabilities", "turbomind_capabilities"]
+__all__ = ["pytorch_capabilities"]
 
 ROLES = ("prefill", "decode", "hybrid")
 QUANTIZED = {"awq": "LinearW4A16", "smooth_quant": "LinearW8A8", "fp8": "LinearBlockedF8"}
@@ -27,23 +27,6 @@ def pytorch_capabilities(device: str) -> CapabilityDescriptor:
         roles=_roles(device, missing),
         missing=missing,
     )
-
-
-def turbomind_capabilities() -> CapabilityDescriptor:
-    """Describe TurboMind, without starting it; on a machine that cannot run it every capability is empty."""
-    from sagellm.engines.lmdeploy.turbomind_build import probe
-
-    found = probe()
-    if not found.is_ready:
-        return CapabilityDescriptor((), (), False, missing={"engine": f"{found.text}. {found.next_step}."})
-    missing = {
-        "float32": "TurboMind computes in float16 or bfloat16",
-        "kv tiers": "TurboMind does not report when a request releases its cached blocks",
-        "speculation": "guesses are verified by the PyTorch engine only",
-        "roles": "other engines cannot read TurboMind's blocks",
-    }
-    hooks = _hooks(missing)
-    return CapabilityDescriptor(hooks, ("float16", "bfloat16"), True, kv_tiers=(Tier.GPU.value,), missing=missing)
 
 
 def _hooks(missing: dict[str, str]) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""What every KV channel must keep, as checks that anyone can run on their own."""
+"""Checks of the rules that every KV channel must keep; users can run them on their own."""

@@ -1,4 +1,4 @@
-"""What a scenario has: a channel to be checked, processes that own blocks, and a way to say which rules are broken."""
+"""Tools of a scenario: a channel to check, processes that own blocks, and a way to report broken rules."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,7 +26,7 @@ class Task(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What was seen."""
+    """Observations so far."""
 
     reports: list[tuple[str, str]]
     seen: set[str]
@@ -34,7 +34,7 @@ class Facts(NamedTuple):
 
 
 def layout_of(num_blocks: int = 12, block_size: int = 4, heads: tuple[int, int] = (0, 4), **values: Any) -> KVLayout:
-    """`heads`: from and to. Of 4 heads in all; keys and values differ in width and dtype."""
+    """`heads`: from and to. A layout of 4 heads in all; keys and values differ in width and dtype."""
     parts = (("keys", 8, "bfloat16"), ("values", 8, "bfloat16"), ("scales", 3, "float32"))
     defaults = {
         "num_layers": 3, "total_heads": 4,

@@ -1,4 +1,5 @@
-"""What fails, and has to fail in time and in words: deadlines, cancellation, owners that close, stand still or are killed."""
+"""Scenarios of failures, which must come in time and with a message: deadlines, cancellation, owners that close, stand
+still or are killed."""
 
 import threading
 import time

@@ -24,7 +24,8 @@ ANSWER_S = 30.0
 
 
 def filled(layout: KVLayout, seed: int) -> tuple[torch.Tensor, ...]:
-    """What the blocks of a layout hold, as bytes [layers, blocks, block_size, heads, width in bytes]. All ranks of a model have
+    """Contents of the blocks of a layout, as bytes [layers, blocks, block_size, heads, width in bytes]. All ranks of a
+    model have
     the same bytes where they have the same head."""
     tensors = []
     for number, part in enumerate(layout.parts):

@@ -1,4 +1,4 @@
-"""What succeeds, and the misuse that is refused."""
+"""Scenarios of success, and of misuse that is rejected."""
 
 import zlib
 from collections.abc import Callable
@@ -184,7 +184,7 @@ def checksums(desk: Desk) -> None:
 
 
 def fresh_bytes(desk: Desk) -> None:
-    """What the owner has now, however often it was read before."""
+    """The owner's current bytes, however often it was read before."""
     layout = layout_of()
     with desk.held("builds"):
         channel, owner = desk.channel(layout), desk.owner(layout)
