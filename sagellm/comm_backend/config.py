@@ -5,9 +5,11 @@ from urllib.parse import urlparse
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-__all__ = ["SCHEMES", "CommConfig"]
+__all__ = ["RENDEZVOUS", "SCHEMES", "CommConfig"]
 
 SCHEMES = ("file", "tcp", "memory")
+# Environment: where the workers of one engine meet, by torch.distributed's names.
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class CommConfig(BaseModel):

@@ -15,6 +15,7 @@ import aiohttp
 from pydantic import Field
 
 from sagellm.comm_backend.control import new_key, sign_request
+from sagellm.comm_backend.config import RENDEZVOUS
 from sagellm.comm_backend.topology import TopologyInfo, TopologyManager
 from sagellm.comm_backend.topology.placement import Place, available_cores, place_engines, place_workers
 from sagellm.core.config import Model
@@ -144,6 +145,8 @@ class _Supervisor:
         self._proxy = Child("proxy", proxy, pass_fds=[listener.fileno()], say=self._pass_on)
         self._engines: list[Child] = []
         numbers: dict[str, int] = {}
+        # The workers of each engine meet at an address of their own, also where ours was started with one.
+        env = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
         for role, port, place in zip(roles, free_ports(len(roles), HOST), places, strict=True):
             number = numbers[role] = numbers.get(role, -1) + 1
             flags = ["--role", role, "--proxy-url", self.url, "--pd-key-file", str(key_file), "--host", HOST, "--port",
@@ -152,7 +155,7 @@ class _Supervisor:
             if "--threads" not in config.serve_flags:  # together no more than there are cores, or all wait for each other
                 flags += ["--threads", str(max(1, len(place.cores) // places.count(place)))]
             command = [*config.engine, *flags, *config.serve_flags]
-            self._engines.append(Child(f"{role}{number}", command, cores=place.cores, say=self._pass_on))
+            self._engines.append(Child(f"{role}{number}", command, cores=place.cores, env=env, say=self._pass_on))
             if len(place.cores) < len(available_cores()):
                 self._say(f"{role}{number}: {place}")
 

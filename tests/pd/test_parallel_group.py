@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks.processes import free_port
 from tests.pd.harness import until
 from tests.pd.real_group import RealGroup, tokens_of
 
@@ -15,7 +16,8 @@ def workers(group, role):
     return [one for one in group.engine(role).children() if "spawn_main" in " ".join(one.cmdline())]
 
 
-def test_workers_that_die(tmp_path, model_folder):
+def test_workers_that_die(tmp_path, model_folder, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))  # both engines inherit it, and neither may meet the other there
     group = RealGroup(tmp_path, model_folder("llama"), "--tensor-parallel", "2")
     try:
         group.ready()

@@ -2,15 +2,17 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sagellm.comm_backend.config import RENDEZVOUS
 from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.registry import find_plugin
@@ -254,7 +256,24 @@ def _build(model: Path, engine_config: Any, speculative: Any = None) -> Any:
 
     if engine_config.tp > 1 and threading.current_thread() is not threading.main_thread():
         raise EngineError("tensor_parallel above 1 needs the main thread; build the engine there.")
-    return Engine.from_pretrained(str(model), engine_config=engine_config, speculative_config=speculative)
+    with _own_rendezvous():
+        return Engine.from_pretrained(str(model), engine_config=engine_config, speculative_config=speculative)
+
+
+@contextlib.contextmanager
+def _own_rendezvous() -> Iterator[None]:
+    """Let LMDeploy choose the address at which the workers meet, and take it out of the environment again.
+
+    LMDeploy keeps an address that it finds there, and leaves the one that it chose. Two engines that start from one
+    environment would meet at one address and wait for each other.
+    """
+    kept = {name: os.environ.pop(name) for name in RENDEZVOUS if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in RENDEZVOUS:
+            os.environ.pop(name, None)
+        os.environ.update(kept)
 
 
 def _gen_config(params: SamplingParams) -> Any:

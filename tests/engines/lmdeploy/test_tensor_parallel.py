@@ -51,11 +51,15 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_exact_output_and_every_collective_is_seen_and_measured_on_request(two_workers, reference, limits, tmp_path):
+def test_exact_output_and_every_collective_is_seen_and_measured_on_request(
+    two_workers, reference, limits, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MASTER_PORT", "1")  # of somebody else: no worker may meet there, and it stays
     limits(run_dir=tmp_path, comm_metrics=True)
     record = tmp_path / "events.jsonl"
     plugin = PluginSpec(name="tests.plugins:CommLog", options={"folder": str(tmp_path)})
     engine = two_workers(plugin, kv_blocks=30, record=record)
+    assert os.environ["MASTER_PORT"] == "1" and "MASTER_ADDR" not in os.environ
     assert answers(engine, CROWD) == reference(CROWD, 40)
     assert engine.hooks.report()["preempted"] > 0
     report = engine.hooks.report()
