@@ -29,7 +29,7 @@ def removed() -> frozenset[str]:
     """Names in backticks with which the items of the section `Removed or renamed` of the changelog begin."""
     section = re.search(r"^## Removed or renamed$(.*?)(?=^## |\Z)", (ROOT / "CHANGELOG.md").read_text(), re.M | re.S)
     assert section, "CHANGELOG.md has no section 'Removed or renamed'"
-    begins = re.findall(r"^- ((?:`[^`]+`(?:, | and )?)+)", section[1], re.M)
+    begins = re.findall(r"^- ((?:`[^`]+`(?:,\s+|\s+and\s+)?)+)", section[1], re.M)
     return frozenset(name for begin in begins for name in re.findall(r"`([^`]+)`", begin))
 
 

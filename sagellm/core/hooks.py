@@ -384,6 +384,20 @@ class Plugin:
         """
         return {}
 
+    def exchange_policy(self, tier: Tier, policy: str, options: dict[str, Any]) -> str:
+        """Let another eviction policy choose on the tier from now on; return the name of the former one.
+
+        Called between two steps, if somebody asks the engine for it.
+
+        Args:
+            policy: a name, or `module:Class`.
+            options: of the policy.
+
+        Raises:
+            PolicyError: no such tier or policy, or invalid options. The former policy goes on; the plug-in stays on.
+        """
+        raise NotImplementedError
+
     def select_victims(self, request: VictimRequest) -> EvictionDecision | Sequence[int]:
         """Choose cached blocks to evict. If they are fewer than asked for, the engine adds the least recently used."""
         raise NotImplementedError

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from sagellm.core.config import HookConfig
-from sagellm.core.errors import PluginError
+from sagellm.core.errors import PluginError, PolicyError
 from sagellm.core.events import Recorder, open_recorder
 from sagellm.core.guard import PluginFault, PluginGuard, Switched
-from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, Plugin, overrides
+from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, Plugin, Tier, overrides
 from sagellm.core.registry import check_owners, load_plugin
 
 logger = logging.getLogger("sagellm")
@@ -171,6 +171,34 @@ class PluginHost:
 
     def listeners(self, hook: str) -> list[tuple[str, Plugin]]:
         return self._listeners[hook]
+
+    def exchange_policy(self, tier: Tier, policy: str, options: dict[str, Any]) -> str:
+        """Ask the plug-in that has eviction policies for another one; return the name of the former one.
+
+        Raises:
+            PolicyError: as the plug-in's. Nothing has changed.
+            PluginError: no plug-in has policies, or the call switched it off.
+        """
+        users = [(name, plugin) for name, plugin in self._users("exchange_policy") if self.guards[name].healthy]
+        if not users:
+            raise PluginError(
+                "no plug-in of this engine has eviction policies; start the engine with one (--kv-policy NAME)."
+            )
+        name, plugin = users[0]
+
+        def attempt() -> str | PolicyError:
+            try:
+                return str(plugin.exchange_policy(tier, policy, options))
+            except PolicyError as error:  # of the request, not of the plug-in, which must stay on
+                return error
+
+        answer = self.call_one(name, "exchange_policy", attempt)
+        if isinstance(answer, PolicyError):
+            raise answer
+        if answer is None:
+            fault = self.guards[name].fault
+            raise PluginError(f"plug-in {name} was switched off: {fault.detail.splitlines()[-1] if fault else 'it has ended'}")
+        return answer
 
     def plugin_reports(self) -> dict[str, dict[str, Any]]:
         """Return reports of healthy plug-ins by name. They run on the plug-ins' threads, within the time limit."""

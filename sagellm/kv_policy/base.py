@@ -11,6 +11,7 @@ policy that goes by order alone sees leaves as the older ones.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, NewType, Protocol
@@ -19,7 +20,7 @@ from sagellm.core.errors import PolicyError
 from sagellm.core.hooks import EvictionDecision, MigrationPlan, Tier
 
 __all__ = [
-    "BlockKey", "BlockView", "CachedBlock", "EvictionDecision", "EvictionPolicy", "LifetimePredictor", "MigrationContext",
+    "AccessHistory", "BlockKey", "BlockView", "CachedBlock", "EvictionDecision", "EvictionPolicy", "LifetimePredictor", "MigrationContext",
     "MigrationDecision", "MigrationEstimate", "MigrationPolicy", "MigrationPurpose", "PolicyContext", "PoolStats",
     "Tier",
     "check_decision",
@@ -27,6 +28,7 @@ __all__ = [
 
 BlockKey = NewType("BlockKey", int)  # 0 to 2**64 - 1
 MAX_CAPACITY = 2**30
+KEPT_ACCESSES = 16
 
 
 class CachedBlock(NamedTuple):
@@ -75,6 +77,28 @@ class PoolStats(NamedTuple):
     pinned: int
 
 
+class AccessHistory:
+    """Times at which requests found blocks, the last `KEPT_ACCESSES` of each.
+
+    It is empty until a policy asks for the first time. The owner notes accesses only if `is_kept`.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[BlockKey, deque[float]] = {}
+        self.is_kept = False
+
+    def note(self, key: BlockKey, time_s: float) -> None:
+        self._times.setdefault(key, deque(maxlen=KEPT_ACCESSES)).append(time_s)
+
+    def forget(self, key: BlockKey) -> None:
+        self._times.pop(key, None)
+
+    def of(self, key: BlockKey) -> tuple[float, ...]:
+        """Return the times, oldest first, and note accesses from now on."""
+        self.is_kept = True
+        return tuple(self._times.get(key, ()))
+
+
 class TierStats(Protocol):
     """Questions of a context to the owner of a tier, asked only when a policy looks."""
 
@@ -82,6 +106,10 @@ class TierStats(Protocol):
 
     def tenant_stats(self) -> dict[str, int]:
         """Cached blocks by tenant."""
+        ...
+
+    def access_history(self, key: BlockKey) -> tuple[float, ...]:
+        """Times at which requests found the block, as `AccessHistory.of` returns them."""
         ...
 
 
@@ -114,6 +142,14 @@ class PolicyContext:
     def tenant_stats(self) -> dict[str, int] | None:
         """Cached blocks by tenant, counted when asked. None: the owner does not count them."""
         return None if self._stats is None else self._stats.tenant_stats()
+
+    def access_history(self, key: BlockKey) -> tuple[float, ...] | None:
+        """Return when requests found this block, oldest first, at most the last 16 times; its insertion is not among them.
+
+        The owner keeps a history from the first question of any policy on, so the first answers are empty. A block that left
+        the tier has lost its history. Times in seconds on the clock of the events. None: the owner keeps no history.
+        """
+        return None if self._stats is None else self._stats.access_history(key)
 
     @property
     def missing(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from sagellm.core.errors import PolicyError
 from sagellm.core.hooks import MigrationPlan, MigrationResult, RequestId, Tier
 from sagellm.kv_policy import registry
 from sagellm.kv_policy.base import (
@@ -34,7 +35,7 @@ class HierarchyManager:
     """Knows where every block is, and decides who makes way for whom and what is worth bringing back.
 
     Events say what has happened (`looked_up`, `stored`, `released`, `dropped`, `moved`, `saving`, `saved`, `loading`,
-    `loaded`, `failed`, `occupied`, `adopted`, `corrected`, `calibrated`), decisions what should happen (`make_room`,
+    `loaded`, `failed`, `occupied`, `adopted`, `corrected`, `calibrated`, `exchange_policy`), decisions what should happen (`make_room`,
     `fetch`); a decision changes no books until events say that it was followed. Nothing here reads a clock or a random
     number, so the same events give the same decisions, as long as the policies keep to that. One thread at a time.
 
@@ -71,14 +72,15 @@ class HierarchyManager:
         self._migration = migration
         self._learn = getattr(migration, "observe_use", None)
         self._record = record
-        make = make_policy or registry.make_policy
-        self._policies = {spec.tier: make(spec.policy, spec.capacity, **spec.options) for spec in self.tiers}
+        self._make = make_policy or registry.make_policy
+        self._policies = {spec.tier: self._make(spec.policy, spec.capacity, **spec.options) for spec in self.tiers}
         self._place = Placement(self.books, self._policies, self.quota)
         self._num_occupied = dict.fromkeys(Tier, 0)
         lower = [spec.tier for spec in self.tiers[1:]] + [None]
         limits = {spec.tier: TierLimits(spec.capacity, below) for spec, below in zip(self.tiers, lower, strict=True)}
         self._room = RoomMaker(
-            self.books, limits, self._policies, migration, self.quota, self._place.num_arriving, self._num_occupied
+            self.books, limits, self._policies, migration, self.quota, self._place.num_arriving, self._num_occupied,
+            self._place.history,
         )
         if record is not None:
             record("kv_open", format=FORMAT, tiers=[tier_row(spec) for spec in self.tiers], **(origin or {}))
@@ -249,6 +251,34 @@ class HierarchyManager:
             after.lifetime = before.lifetime
             self._migration.model = after
             self._write("calibrated", model=model)
+
+    def exchange_policy(self, tier: Tier, policy: str, options: Mapping[str, Any], time_s: float) -> str:
+        """Let another eviction policy choose on the tier from now on; return the name of the former one.
+
+        The new policy learns of every block of the tier, least recently used first. O(blocks of the tier).
+
+        Raises:
+            PolicyError: no such tier or policy, invalid options, or the policy failed. The former policy goes on then.
+        """
+        place = next((place for place, spec in enumerate(self.tiers) if spec.tier is tier), None)
+        if place is None:
+            names = ", ".join(spec.tier.value for spec in self.tiers)
+            raise PolicyError(f"there is no tier {tier.value} here; the tiers are {names}.")
+        former = self.tiers[place]
+        try:
+            made = self._make(policy, former.capacity, **options)
+            self._place.exchange_policy(tier, made, time_s)
+        except PolicyError:
+            raise
+        except Exception as error:  # a policy of others may raise anything
+            raise PolicyError(f"policy {policy} failed to take over: {type(error).__name__}: {error}") from error
+        self.tiers[place] = TierSpec(tier, former.capacity, policy, dict(options))
+        self.counts["policies_exchanged"] += 1
+        self._write(
+            "exchanged", tier=tier, policy=policy, options=dict(options), time_s=time_s, former=former.policy,
+            num_blocks=self.books.num_blocks(tier),
+        )  # fmt: skip
+        return former.policy
 
     # decisions
 

@@ -1,9 +1,9 @@
 """Changes of the books, each told to the tier's policy and to the quotas; and blocks that are on their way to a tier."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 
 from sagellm.core.hooks import Tier
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy
+from sagellm.kv_policy.base import AccessHistory, BlockKey, CachedBlock, EvictionPolicy
 from sagellm.kv_runtime.blocks import BlockManager
 from sagellm.kv_runtime.quota import QuotaManager
 
@@ -16,14 +16,16 @@ class Placement:
     Attributes:
         arriving: blocks that are being saved or loaded, and to where.
         num_arriving: how many these are, by tier.
+        history: accesses of the blocks of each tier, once a policy has asked.
     """
 
-    def __init__(self, books: BlockManager, policies: Mapping[Tier, EvictionPolicy], quota: QuotaManager) -> None:
+    def __init__(self, books: BlockManager, policies: MutableMapping[Tier, EvictionPolicy], quota: QuotaManager) -> None:
         self._books = books
         self._policies = policies
         self._quota = quota
         self.arriving: dict[BlockKey, tuple[Tier, CachedBlock]] = {}
         self.num_arriving = dict.fromkeys(Tier, 0)
+        self.history = {tier: AccessHistory() for tier in Tier}
 
     def insert(self, block: CachedBlock, tier: Tier) -> None:
         """The block is on the tier now."""
@@ -36,6 +38,7 @@ class Placement:
         tenant = self._books.block(key).tenant_id
         self._books.remove(key, tier)
         self._policies[tier].on_remove(key, evicted)
+        self.history[tier].forget(key)
         self._quota.release(tenant, tier)
 
     def shift(self, key: BlockKey, src: Tier, dst: Tier, *, evicted: bool = False) -> None:
@@ -43,6 +46,7 @@ class Placement:
         block = self._books.block(key)
         self._books.move(key, src, dst)
         self._policies[src].on_remove(key, evicted)
+        self.history[src].forget(key)
         self._policies[dst].on_insert(block)
         self._quota.release(block.tenant_id, src)
         self._quota.charge(block.tenant_id, dst)
@@ -51,6 +55,18 @@ class Placement:
         """The block of the tier is used."""
         self._policies[tier].on_hit(key, time_s)
         self._books.touch(key)
+        if self.history[tier].is_kept:
+            self.history[tier].note(key, time_s)
+
+    def exchange_policy(self, tier: Tier, policy: EvictionPolicy, time_s: float) -> EvictionPolicy:
+        """Let another policy choose on the tier; return the former one.
+
+        The new policy gets `on_insert` for each block of the tier, least recently used first.
+        """
+        for key in self._books.recency(tier):
+            policy.on_insert(self._books.block(key)._replace(time_s=time_s))
+        former, self._policies[tier] = self._policies[tier], policy
+        return former
 
     def begin_arrival(self, key: BlockKey, tier: Tier) -> None:
         """A copy of the block is on its way to the tier; of two ways the first counts."""

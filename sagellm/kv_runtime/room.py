@@ -7,6 +7,7 @@ from typing import NamedTuple
 from sagellm.core.errors import PolicyError
 from sagellm.core.hooks import EvictionDecision, MigrationPlan, Tier
 from sagellm.kv_policy.base import (
+    AccessHistory,
     BlockKey,
     BlockView,
     EvictionPolicy,
@@ -64,6 +65,9 @@ class _Stats:
     def tenant_stats(self) -> dict[str, int]:
         return self._room.tenant_stats(self._tier)
 
+    def access_history(self, key: BlockKey) -> tuple[float, ...]:
+        return self._room.history[self._tier].of(key)
+
 
 class RoomMaker:
     """Answers one question after the other; changes no books. O(victims + blocks passed over + tenants with a quota)."""
@@ -71,6 +75,7 @@ class RoomMaker:
     def __init__(
         self, books: BlockManager, limits: Mapping[Tier, TierLimits], policies: Mapping[Tier, EvictionPolicy],
         migration: MigrationPolicy | None, quota: QuotaManager, arriving: Mapping[Tier, int], occupied: Mapping[Tier, int],
+        history: Mapping[Tier, AccessHistory],
     ) -> None:  # fmt: skip
         self._books = books
         self._limits = limits
@@ -79,6 +84,7 @@ class RoomMaker:
         self._quota = quota
         self._arriving = arriving
         self._occupied = occupied
+        self.history = history
         self._stats = {tier: _Stats(self, tier) for tier in limits}
 
     def num_free(self, tier: Tier) -> int:

@@ -98,6 +98,10 @@ class TieredKV(Plugin):
     def report(self) -> dict[str, Any]:
         return {**self._manager.report(), "plugin": dict(self._counts)}
 
+    def exchange_policy(self, tier: Tier, policy: str, options: dict[str, Any]) -> str:
+        self._catch_up()
+        return self._manager.exchange_policy(tier, policy, options, time.monotonic())
+
     # notices
 
     def on_prefix_matched(self, match: PrefixMatch) -> None:
@@ -223,7 +227,7 @@ class TieredKV(Plugin):
                 self._counts["answers_withheld"] += 1
                 return EvictionDecision((), "the books do not agree with the engine")
         chosen = self._follow(room, now_s)
-        return EvictionDecision(tuple(chosen), self._config.policy, tuple(chosen.values()))
+        return EvictionDecision(tuple(chosen), self._manager.tiers[0].policy, tuple(chosen.values()))
 
     def _look_at_host(self, counts: BlockCounts, now_s: float) -> None:
         """Tell the books of places on the host that the engine cannot give to anyone before its next pass."""

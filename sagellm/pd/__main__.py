@@ -1,7 +1,7 @@
 """Run `sagellm pd`; a signal stops it at once while it loads."""
 
 if __name__ == "__main__":
-    from sagellm.serve.early import stop_at_once
+    from sagellm.core.early import stop_at_once
 
     stop_at_once()  # before the imports that take time
 

@@ -17,7 +17,7 @@ from sagellm.core.errors import PeerError, SageError
 from sagellm.pd.engine import Engine
 from sagellm.pd.group import Group, NotTheOne
 from sagellm.pd.relay import Relay
-from sagellm.pd.tokens import CHAT, COMPLETION
+from sagellm.serve.routes import CHAT, COMPLETION
 
 __all__ = ["GroupNodes", "SignedNodes", "build_app"]
 

@@ -25,7 +25,7 @@ from sagellm.pd.proxy_metrics import ProxyMetrics, RequestLines
 from sagellm.pd.relay import Relay, RelayOptions
 from sagellm.pd.routing import Router, find_policy
 from sagellm.pd.tokens import PromptTokens
-from sagellm.serve.early import STOP_SIGNALS
+from sagellm.core.early import STOP_SIGNALS
 
 __all__ = ["ProxyConfig", "run_proxy"]
 

@@ -7,9 +7,8 @@ from typing import Any
 from sagellm.core.errors import ConfigError
 from sagellm.prefix_reuse import prefix_hashes
 
-__all__ = ["CHAT", "COMPLETION", "PromptTokens", "guess_tokens", "prefix_keys"]
+__all__ = ["PromptTokens", "guess_tokens", "prefix_keys"]
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BYTES_A_TOKEN = 4  # of English text, roughly; where there is no tokenizer
 
 
@@ -30,17 +29,15 @@ class PromptTokens:
                 f"cannot load a tokenizer from {folder}: {error}. Give the folder of the model that the engines serve, or "
                 "leave --model out; then prompts are routed by load alone."
             ) from error
-        from lmdeploy.serve.openai import protocol
-
-        self._models = {CHAT: protocol.ChatCompletionRequest, COMPLETION: protocol.CompletionRequest}
 
     async def of(self, path: str, raw: dict[str, Any], num_bytes: int) -> list[list[int]] | None:
         """Return the tokens of each prompt of a request; None where the engine will refuse the request, in words of its own."""
         from sagellm.serve.parameters import Refused
+        from sagellm.serve.routes import ROUTES
 
         try:
             given = {name: value for name, value in raw.items() if value is not None}  # as the server reads it
-            return await self._prompts.tokens(self._models[path].model_validate(given), num_bytes)
+            return await self._prompts.tokens(ROUTES[path].model.model_validate(given), num_bytes)
         except (Refused, ValueError):  # pydantic's error is a ValueError
             return None
 

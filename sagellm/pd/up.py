@@ -22,7 +22,7 @@ from sagellm.core.config import Model
 from sagellm.core.errors import CommError, ConfigError, EngineError
 from sagellm.pd.child import Child
 from sagellm.pd.ports import free_ports, listen
-from sagellm.serve.early import STOP_SIGNALS
+from sagellm.core.early import STOP_SIGNALS
 
 __all__ = ["UpConfig", "run_up"]
 

@@ -12,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sagellm.core.errors import CapacityError, PolicyError, TraceError
-from sagellm.kv_policy.base import BlockKey, CachedBlock, EvictionPolicy, PolicyContext, PoolStats, check_decision
+from sagellm.kv_policy.base import (
+    AccessHistory,
+    BlockKey,
+    CachedBlock,
+    EvictionPolicy,
+    PolicyContext,
+    PoolStats,
+    check_decision,
+)
 from sagellm.replay.base import PrefixCounts
 from sagellm.replay.evictions import Evictions
 
@@ -72,6 +80,7 @@ class PrefixReplay:
         self._times = None if times_s is None else times_s.tolist()
         self._block_tokens, self._block_bytes, self._tenants = block_tokens, block_bytes, tenants
         self._resident: dict[BlockKey, _Resident] = {}
+        self._history = AccessHistory()
         self._running: list[_Running] = []  # in order of admission
         self._retries: deque[int] = deque()
         self._output_held = 0
@@ -93,6 +102,9 @@ class PrefixReplay:
 
     def tenant_stats(self) -> dict[str, int]:
         return dict(Counter(block.tenant for block in self._resident.values()))
+
+    def access_history(self, key: BlockKey) -> tuple[float, ...]:
+        return self._history.of(key)
 
     def check(self) -> None:
         """Assert what always holds: the tier is not overfull, every pin has its reason, a block's parent is there too."""
@@ -175,6 +187,8 @@ class PrefixReplay:
         for key in reversed(keys[:num_hits]):
             self._pin(key)
             self._policy.on_hit(key, time_s)
+            if self._history.is_kept:
+                self._history.note(key, time_s)
         return num_hits
 
     def _make_room(self, need: int, incoming: Sequence[BlockKey], index: int) -> None:
@@ -200,6 +214,7 @@ class PrefixReplay:
             if parent in self._resident:
                 self._unpin(parent)
             self._policy.on_remove(BlockKey(key), True)
+            self._history.forget(BlockKey(key))
         self._evictions.left(victims)
         if len(victims) < count and self._num_evictable:
             raise PolicyError(

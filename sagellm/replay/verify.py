@@ -208,6 +208,9 @@ _FEEDS: dict[str, Callable[[HierarchyManager, dict[str, Any]], Any]] = {
     "kv_corrected": lambda to, line: to.corrected(keys_of(line["locked"]), keys_of(line["unlocked"]), line["time_s"]),
     "kv_occupied": lambda to, line: to.occupied(Tier(line["tier"]), line["count"], line["time_s"]),
     "kv_calibrated": lambda to, line: to.calibrated(line["model"]),
+    "kv_exchanged": lambda to, line: to.exchange_policy(
+        Tier(line["tier"]), line["policy"], line["options"], line["time_s"]
+    ),
     "kv_room": lambda to, line: to.make_room(
         Tier(line["tier"]), line["count"], keys_of(line["incoming"]), line["time_s"]
     ),

@@ -33,6 +33,14 @@ class Backend(Protocol):
         """Add the numbers of the hooks to those of LMDeploy's `AsyncEngine`."""
         ...
 
+    async def command(self, engine: Any, name: str, **arguments: Any) -> Any:
+        """Ask the hooks of the engine for something between two steps; see `SchedulerHooks.command`.
+
+        Raises:
+            ConfigError: the engine refused, in its own words, or cannot do it.
+        """
+        ...
+
     def abandon(self, engine: Any) -> None:
         """The engine died: nothing may wait for it when it is closed."""
         ...
@@ -65,6 +73,12 @@ class PytorchBackend:
 
     def extend(self, engine: Any) -> None:
         register(engine)
+
+    async def command(self, engine: Any, name: str, **arguments: Any) -> Any:
+        answer = await engine.engine._collective_rpc_async("sage_command", name, arguments)
+        if "error" in answer:
+            raise ConfigError(answer["error"])
+        return answer["result"]
 
     def abandon(self, engine: Any) -> None:
         # Closing a socket waits until what was sent through it is read, and a dead engine reads nothing.
@@ -113,6 +127,9 @@ class TurboMindBackend:
 
     def extend(self, engine: Any) -> None:
         REGISTRY.register(TurboMindCollector(engine, self._hooks))
+
+    async def command(self, engine: Any, name: str, **arguments: Any) -> Any:
+        raise ConfigError(f"{name} is not supported by the engine turbomind; use --engine pytorch.")
 
     def abandon(self, engine: Any) -> None:
         pass  # its threads end with this process

@@ -15,10 +15,9 @@ from sagellm.core.config import PDConfig, PDHooks, SageConfig
 from sagellm.core.errors import ConfigError, PeerError
 from sagellm.serve.parameters import Refused
 
-__all__ = ["DROP", "FIELDS", "INFO", "GroupGate", "Membership", "join_group"]
+__all__ = ["FIELDS", "INFO", "GroupGate", "Membership", "join_group"]
 
-INFO, DISTSERVE = "/sage/pd/info", "/distserve/"
-DROP = "/distserve/p2p_drop_connect"
+INFO = "/sage/pd/info"
 FIELDS = ("migration_request", "with_cache", "preserve_cache")  # of LMDeploy, between engines and their proxy
 NO_SESSION = 0  # of a prompt that no prefill engine has; the first session of a server is 1
 NO_ROLE = "this server has no role in a prefill/decode group; start it with --role prefill, decode or hybrid"
@@ -81,9 +80,6 @@ class GroupGate:
     def __init__(self, member: Membership | None) -> None:
         self._member = member
 
-    def is_for_group(self, path: str) -> bool:
-        return path == INFO or path.startswith(DISTSERVE)
-
     def is_trusted(self, scope: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
         """Whether a request is taken as LMDeploy's proxy's without a signature: it comes from this host, and from no page that
         a browser on it shows."""
@@ -134,11 +130,6 @@ class GroupGate:
         or answers it alone."""
         is_prefill = self._member is not None and self._member.hooks.role == "prefill"
         return {"id": str(NO_SESSION)} if is_trusted and is_prefill else {}
-
-    @property
-    def info(self) -> dict[str, str]:
-        assert self._member is not None
-        return self._member.info
 
 
 def unsplit(raw: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from sagellm.core.registry import check_owners, find_plugin
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
+from sagellm.kv_policy.registry import policy_names
 from sagellm.serve.backends import Backend, backend_of
 from sagellm.serve.following import EngineProcesses, loading_libraries
 from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
@@ -146,6 +147,13 @@ def _model(config: SageConfig) -> tuple[Path, str]:
     return ensure_demo_model(), _name(config)
 
 
+def _policies(config: SageConfig) -> tuple[str, ...]:
+    """Eviction policies that clients may exchange: those known by name, and those that the server was started with."""
+    kv = config.kv
+    own = () if kv is None else (kv.policy, kv.cpu_policy, kv.disk_policy)
+    return tuple(dict.fromkeys((*policy_names(), *own)))
+
+
 @dataclass(frozen=True)
 class _Launch:
     """One start of the server: settings, what was made ready for it, and the objects that take part until its end.
@@ -235,7 +243,10 @@ class _Launch:
         from sagellm.serve.validation import RequestValidation
 
         # Innermost, so that a refusal passes through the layer that lets browsers read it.
-        middleware = Middleware(RequestValidation, engine=engine, interface=VariableInterface, member=self.member)
+        middleware = Middleware(
+            RequestValidation, engine=engine, interface=VariableInterface, member=self.member,
+            policies=_policies(self.config), command=partial(self.backend.command, engine),
+        )  # fmt: skip
         app.user_middleware.append(middleware)
         engine.tokenizer.detokenize_incrementally = by_token(engine.tokenizer.detokenize_incrementally)
         engine.generate = Generation(engine, self.watch.report_dead_loop)

@@ -1,7 +1,7 @@
 """Requests that LMDeploy would pass on to the engine although they cannot be served are answered here, with a 4xx.
 
-Some of them would stop the engine for everybody: a token id outside the vocabulary, a schema that does not compile.
-Paths that belong to other kinds of deployment, which could do the same, are not served at all.
+Some of them would stop the engine for all clients: a token id outside the vocabulary, a schema that does not compile.
+Paths that belong to other kinds of deployment, which could do the same, are not served; `routes.py` lists the others.
 """
 
 import json
@@ -10,40 +10,37 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi.security.utils import get_authorization_scheme_param
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.datastructures import Headers
 
 from sagellm.serve.formats import check_format
-from sagellm.serve.group import DROP, INFO, GroupGate, Membership, unsplit
+from sagellm.serve.group import GroupGate, Membership, unsplit
 from sagellm.serve.parameters import Refused, check_parameters
-from sagellm.serve.prompts import Prompts, in_turn
+from sagellm.serve.prompts import Prompts
+from sagellm.serve.routes import CHAT, GENERATE, Request, Route, Server, route_of
 from sagellm.serve.service import SERVICE, take_service
 from sagellm.serve.speculation import USAGE, take_wish
 
-CHAT, COMPLETION, GENERATE, ENCODE = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/encode"
-POST_PATHS = (CHAT, COMPLETION, GENERATE, ENCODE)
-GET_PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models")
 MAX_BODY_BYTES = 32 << 20
 
 
 class RequestValidation:
-    """ASGI middleware. `engine` is LMDeploy's `AsyncEngine`, `interface` what its handlers share; `member`: where the server is
-    one of a prefill/decode group."""
+    """ASGI middleware in front of LMDeploy's application.
+
+    Args:
+        engine: LMDeploy's `AsyncEngine`.
+        interface: the state that LMDeploy's handlers share.
+        member: the server's part in a prefill/decode group, if it has one.
+        policies, command: see `Server`.
+    """
 
     def __init__(
-        self, app: Callable[..., Awaitable[None]], engine: Any, interface: Any, member: Membership | None = None
-    ) -> None:
-        from lmdeploy.serve.openai import protocol
-
+        self, app: Callable[..., Awaitable[None]], engine: Any, interface: Any, member: Membership | None = None,
+        policies: tuple[str, ...] = (), command: Callable[..., Awaitable[Any]] | None = None,
+    ) -> None:  # fmt: skip
         self._app, self._engine, self._interface = app, engine, interface
         self._gate = GroupGate(member)
-        self._models: dict[str, type[BaseModel]] = {
-            CHAT: protocol.ChatCompletionRequest,
-            COMPLETION: protocol.CompletionRequest,
-            GENERATE: protocol.GenerateReqInput,
-            ENCODE: protocol.EncodeRequest,
-        }
-        self._prompts = Prompts(engine)
+        self._server = Server(Prompts(engine), member, policies, command)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
@@ -52,38 +49,16 @@ class RequestValidation:
         headers = Headers(scope=scope)
         is_trusted = self._gate.is_trusted(scope, headers)
         try:
-            path = self._known_path(scope)
-            if self._gate.is_for_group(path):
-                self._gate.check_path(path, headers, is_trusted)
-                body = await _read(receive)
-                self._gate.check_signature(scope, headers, body)
-                if path == INFO:
-                    await _answer(send, 200, self._gate.info)
-                    return
-                if path == DROP:
-                    # LMDeploy's handler would end all connections to its engine process, over a coroutine that it pickles.
-                    # There is nothing to do: a connection between engines ends with either of them.
-                    await _answer(send, 200, {"success": True})
-                    return
-                receive = _replay(body, receive)
-            elif path in POST_PATHS:
-                self._check_key(headers)  # before the body is read: a stranger may send as much as he likes
-                _check_media_type(headers)
+            route = route_of(scope["method"], scope["path"])
+            if route.access != "all":
+                self._check_access(route, headers, is_trusted)  # before the body is read: strangers may send any amount
                 body = await _read(receive)
                 is_signed = self._gate.check_signature(scope, headers, body)
-                raw = {name: value for name, value in _parse(body).items() if value is not None}  # null: the default
-                self._gate.check_body(raw, is_signed, is_trusted)
-                if is_trusted and not is_signed:
-                    raw = unsplit(raw)
-                request = self._model(path, raw)
-                if path == ENCODE:
-                    await _answer(send, 200, await self._encoded(request, len(body)))
+                request, replaced = await self._request(route, headers, body, is_signed, is_trusted)
+                if route.handler is not None:
+                    await _answer(send, 200, await route.handler(self._server, request))
                     return
-                # Also where nothing is asked for: a pipelined request begins in the context of the one before it.
-                SERVICE.set(take_service(raw, headers.raw))
-                USAGE.set(take_wish(raw))
-                raw = await self._checked(path, raw, request, len(body))
-                receive = _replay(json.dumps(raw).encode(), receive)
+                receive = _replay(replaced, receive)
         except Refused as refused:
             error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.status}
             document = {"object": "error", **error, "error": error} | self._gate.answer_of_refusal(is_trusted)
@@ -91,19 +66,31 @@ class RequestValidation:
             return
         await self._app(scope, receive, send)
 
-    def _known_path(self, scope: dict) -> str:
-        """The path, "" where LMDeploy or the layers around it answer for themselves."""
-        path, method = scope["path"], scope["method"]
-        if method == "POST" and path in POST_PATHS:
-            return path
-        if self._gate.is_for_group(path) and (path != INFO or method == "GET"):
-            return path
-        if method in ("GET", "HEAD") and (path in GET_PATHS or path.startswith("/metrics/")):
-            return ""
-        if path in POST_PATHS or path in GET_PATHS or path == INFO:
-            raise Refused(f"{path} does not take {method}.", 405)
-        known = ", ".join((*GET_PATHS, *POST_PATHS))
-        raise Refused(f"there is no {path} here; known are {known}.", 404)
+    def _check_access(self, route: Route, headers: Headers, is_trusted: bool) -> None:
+        if route.access == "group":
+            self._gate.check_path(route.path, headers, is_trusted)
+        else:
+            self._check_key(headers)
+            _check_media_type(headers)
+
+    async def _request(
+        self, route: Route, headers: Headers, body: bytes, is_signed: bool, is_trusted: bool
+    ) -> tuple[Request, bytes]:
+        """Return the checked request, and the body that LMDeploy's handler gets. Raises Refused."""
+        if route.model is None:
+            return Request(None, len(body)), body
+        raw = {name: value for name, value in _parse(body).items() if value is not None}  # null: the default
+        if route.access != "admin":
+            self._gate.check_body(raw, is_signed, is_trusted)
+        if is_trusted and not is_signed:
+            raw = unsplit(raw)
+        request = self._model(route, raw)
+        if route.handler is not None:
+            return Request(request, len(body)), b""
+        # Also where nothing is asked for: a pipelined request begins in the context of the one before it.
+        SERVICE.set(take_service(raw, headers.raw))
+        USAGE.set(take_wish(raw))
+        return Request(request, len(body)), json.dumps(await self._checked(route.path, raw, request, len(body))).encode()
 
     def _check_key(self, headers: Headers) -> None:
         """LMDeploy's own check, with the same parser: where two of them differ, a body would pass unchecked."""
@@ -115,27 +102,20 @@ class RequestValidation:
         if scheme.lower() != "bearer" or not known:
             raise Refused("send a valid API key with the header Authorization: Bearer KEY.", 401)
 
-    def _model(self, path: str, raw: dict[str, Any]) -> Any:
-        """The request as LMDeploy's own model reads it.
+    def _model(self, route: Route, raw: dict[str, Any]) -> Any:
+        """The request as the route's model reads it.
 
         Raises:
             Refused: it does not, or another model is wanted; `/generate` does not look at the name.
         """
         try:
-            request = self._models[path].model_validate(raw)
+            request = route.model.model_validate(raw)
         except ValidationError as error:
             raise Refused(_explain(error)) from None
         name = raw.get("model", self._engine.model_name)
-        if path != GENERATE and name != self._engine.model_name:
+        if route.path != GENERATE and name != self._engine.model_name:
             raise Refused(f"The model {name!r} does not exist.", 404)
         return request
-
-    async def _encoded(self, request: Any, num_bytes: int) -> dict[str, Any]:
-        """LMDeploy's handler would hold up all other requests for as long as a text takes."""
-        try:
-            return await in_turn(num_bytes, self._prompts.encoded, request)
-        except Exception as error:  # as in `Prompts`: the template's
-            raise Refused(f"input cannot be encoded: {error}") from None
 
     async def _checked(self, path: str, raw: dict[str, Any], request: Any, num_bytes: int) -> dict[str, Any]:
         """The JSON that the handler gets.
@@ -143,10 +123,10 @@ class RequestValidation:
         Raises:
             Refused: it must not get any.
         """
-        check_parameters(request, raw, self._prompts.vocab_size)
+        check_parameters(request, raw, self._server.prompts.vocab_size)
         if path == CHAT:
             check_format(request)
-        prompts = await self._prompts.tokens(request, num_bytes)
+        prompts = await self._server.prompts.tokens(request, num_bytes)
         if request.stream and len(prompts) > 1:
             raise Refused(f"stream with {len(prompts)} prompts is not supported; send one prompt a request.")
         if raw.get("migration_request") and (len(prompts) > 1 or raw.get("n", 1) != 1):

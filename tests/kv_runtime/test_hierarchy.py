@@ -40,6 +40,22 @@ def test_a_lookup_finds_and_holds_what_is_resident():
     assert victims(manager.make_room(GPU, 3)) == [3, 2, 1]
 
 
+def test_another_policy_takes_over_in_the_order_of_use():
+    manager = HierarchyManager([TierSpec(GPU, 4, "lru")])
+    for key in (1, 2, 3):
+        manager.stored(key, chain(key), 1.0)
+        manager.released(key, 0, 1.0)
+    manager.looked_up(4, [1], 1, 2.0)
+    manager.released(4, 0, 2.0)
+    assert manager.exchange_policy(GPU, "fifo", {}, 3.0) == "lru"
+    manager.looked_up(5, [2], 1, 4.0)
+    manager.released(5, 0, 4.0)
+    assert victims(manager.make_room(GPU, 3, time_s=5.0)) == [2, 3, 1]  # by last use it would be 3, 1, 2
+    with pytest.raises(PolicyError, match="there is no tier cpu here; the tiers are gpu"):
+        manager.exchange_policy(CPU, "lru", {}, 6.0)
+    assert manager.tiers == [TierSpec(GPU, 4, "fifo")]
+
+
 def test_deciding_changes_no_books():
     manager = manager_of(cpu=2)
     store(manager, 1, 2, 3)

@@ -86,6 +86,10 @@ def test_tiers_of_a_server_that_is_started_again(launch, tmp_path):
         answers.append([generate(server, first) for first in range(5, 105, 10)])
         server.wait_idle()
         assert server.metric("sagellm_plugin_value", kind="victims") > 0
+        for tier in ("gpu", "cpu", "nvme"):
+            exchanged = server.post("/sagellm/policy", {"policy": "arc", "tier": tier})
+            assert exchanged.json() == {"tier": tier, "policy": "arc", "former": "s3fifo" if tier == "gpu" else "lru"}
+        assert generate(server, 5) == answers[-1][0]
         assert server.metric("sagellm_plugin_faults_total") == 0
         loaded.append(server.metric("sagellm_plugin_value", kind="moves", key="nvme_cpu/moved"))
         if len(loaded) == 1:

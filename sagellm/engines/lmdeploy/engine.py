@@ -168,6 +168,27 @@ class LMDeployEngine(BaseEngine):
                 return plugin
         raise ConfigError("this engine has no executor; build it with a strategy, for example strategy='fifo'.")
 
+    def exchange_policy(self, policy: str, tier: str = "gpu", **options: Any) -> str:
+        """Let another eviction policy choose on a tier from now on, between two steps; requests go on.
+
+        Args:
+            policy: a name, or `module:Class`.
+            tier: gpu, cpu or nvme.
+            options: of the policy.
+
+        Returns:
+            Name of the former policy.
+
+        Raises:
+            PolicyError: no such tier or policy, or invalid options; nothing has changed.
+            PluginError: the engine was built without `kv`.
+        """
+
+        async def exchange() -> str:
+            return self.hooks.exchange_policy(tier, policy, options)
+
+        return self._on_loop(exchange())
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],

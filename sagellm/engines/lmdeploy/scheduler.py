@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from sagellm.core.config import HookConfig
-from sagellm.core.errors import PluginError, SageError
+from sagellm.core.errors import PluginError, PolicyError, SageError
 from sagellm.core.guard import PluginFault
-from sagellm.core.hooks import EvictionReason
+from sagellm.core.hooks import EvictionReason, Tier
 from sagellm.core.host import PluginHost
 from sagellm.core.schedule_lines import step_line
 from sagellm.engines.lmdeploy.handle import Handle
@@ -268,6 +268,21 @@ class SchedulerHooks:
             return
         self._host.notify("on_request_end", session_id)
         self._host.flush()  # it may have been the last one for long
+
+    # ---- requests of the server and of the process that owns the engine
+
+    def exchange_policy(self, tier: str, policy: str, options: dict[str, Any]) -> str:
+        """As `PluginHost.exchange_policy`."""
+        if tier not in [each.value for each in Tier]:
+            raise PolicyError(f"tier {tier!r}: allowed are {', '.join(each.value for each in Tier)}.")
+        return self._host.exchange_policy(Tier(tier), policy, options)
+
+    def command(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a request that the server sent to the engine process: {"result": ...} or {"error": message}."""
+        try:
+            return {"result": {"exchange_policy": self.exchange_policy}[name](**arguments)}
+        except SageError as error:
+            return {"error": str(error)}
 
     # ---- report
 

@@ -1,13 +1,18 @@
 """Policy objects in the engine: the output stays exact, and a replay of the record makes every decision again."""
 
+import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from sagellm.core.config import KVConfig
+from sagellm.core.errors import PluginError, PolicyError
 from sagellm.engines.base import SamplingParams
 from sagellm.kv_policy import policy_names
+from sagellm.kv_policy.eviction.lru import Lru
 from sagellm.replay.verify import verify_log
+from tests.engines.lmdeploy.pd.pair import wait_until
 from tests.engines.lmdeploy.test_exactness import CROWD, NUM_NEW, answers
 from tests.reference import make_prompts
 
@@ -35,6 +40,53 @@ def test_output_is_exact_whatever_goes_first(start_engine, reference, policy):
     report = engine.hooks.report()
     assert report["faults"] == []
     assert report["preempted"] > 0 and report["evicted"]["prefix"] > 0
+
+
+class NoTakeOver(Lru):
+    """Fails when it is told of a block."""
+
+    def on_insert(self, block):
+        raise RuntimeError("no, thank you")
+
+
+def test_policies_are_exchanged_while_requests_run(start_engine, tmp_path, reference):
+    log = tmp_path / "events.jsonl"
+    engine = start_engine(kv_blocks=30, host_kv_blocks=8, record=log, kv=KVConfig(policy="lru"))
+    names = ["arc", "s3fifo", "tests.engines.lmdeploy.test_kv_policy:NoTakeOver", "gdsf"]
+    with ThreadPoolExecutor(1) as threads:
+        for name in names:
+            answer = threads.submit(answers, engine, CROWD)
+            wait_until(lambda: engine.hooks.kv.counts().active)
+            if "NoTakeOver" in name:
+                with pytest.raises(PolicyError, match="failed to take over: RuntimeError: no, thank you"):
+                    engine.exchange_policy(name)
+            else:
+                engine.exchange_policy(name)
+            assert answer.result(60) == reference(CROWD, NUM_NEW)
+    assert engine.exchange_policy("s3fifo", "cpu", small_ratio=0.2) == "lru"
+    for options, message in (
+        ({"policy": "no-such"}, "no-such"), ({"policy": "lru", "tier": "nvme"}, "no tier nvme here; the tiers are gpu, cpu"),
+        ({"policy": "lru", "tier": "tape"}, "tier 'tape': allowed are"), ({"policy": "arc", "size": 3}, "size"),
+    ):  # fmt: skip
+        with pytest.raises(PolicyError, match=message):
+            engine.exchange_policy(**options)
+    assert answers(engine, CROWD) == reference(CROWD, NUM_NEW)
+    report = engine.hooks.report()
+    engine.close()
+    assert report["faults"] == [] and report["evicted"]["prefix"] > 0
+    assert [plugin["events"]["policies_exchanged"] for plugin in report["plugins"].values()] == [4]
+    found = verify_log(log)
+    assert found.agrees and found.counts["kv_exchanged"] == 4
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    exchanged = [(line["former"], line["policy"]) for line in lines if line["event"] == "kv_exchanged"]
+    assert exchanged == [("lru", "arc"), ("arc", "s3fifo"), ("s3fifo", "gdsf"), ("lru", "s3fifo")]
+    # The policy that decides is the new one: evictions carry its name.
+    assert {"arc", "s3fifo", "gdsf"} <= {line["reason"] for line in lines if line["event"] == "evict"}
+
+
+def test_an_engine_without_policies(start_engine):
+    with pytest.raises(PluginError, match="no plug-in of this engine has eviction policies"):
+        start_engine().exchange_policy("arc")
 
 
 SLOW = pytest.mark.slow

@@ -10,6 +10,7 @@ from tests.serve.harness import KEY
 
 ASK = [{"role": "user", "content": "Hello"}]
 CHAT, COMPLETION, GENERATE, ENCODE = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/encode"
+POLICY = "/sagellm/policy"
 NO = {"model": "no-such-model"}
 
 CHAT_CASES = {
@@ -195,10 +196,23 @@ def test_other_media_types_methods_and_paths(server):
         check(server, server.post(path, {"input": [10**6]}), f"there is no {path}", 404)
 
 
+def test_a_policy_that_cannot_be_exchanged(server):
+    def ask(**fields):
+        return server.post(POLICY, {"policy": "arc"} | fields)
+
+    check(server, ask(), "no plug-in of this engine has eviction policies; start the engine with one (--kv-policy NAME).", 400)
+    check(server, ask(policy="no-such"), "policy 'no-such': known are", 400)
+    check(server, ask(policy="os:system"), "policy 'os:system': known are", 400)  # a client names no code
+    check(server, ask(tier="tape"), "tier: Input should be 'gpu', 'cpu' or 'nvme'", 400)
+    check(server, ask(more=1), "more: Extra inputs are not permitted", 400)
+    check(server, httpx.post(server.url + POLICY, json={"policy": "arc"}, timeout=30), "valid API key", 401)
+
+
 def test_what_engines_of_a_group_say_to_each_other(server):
     """This server is of no group: the fields are refused above."""
-    for path in ("/distserve/free_cache", "/distserve/p2p_connect", "/distserve/nothing"):
+    for path in ("/distserve/free_cache", "/distserve/p2p_connect"):
         check(server, server.post(path, {"remote_session_id": 1}), "start it with --role", 400)
+    check(server, server.post("/distserve/nothing", {}), "there is no /distserve/nothing", 404)
     answer = httpx.get(f"{server.url}/sage/pd/info", timeout=30)
     assert answer.status_code == 400 and "start it with --role" in answer.text
 
