@@ -20,7 +20,8 @@ from sagellm.core.errors import PolicyError
 from sagellm.core.hooks import EvictionDecision, MigrationPlan, Tier
 
 __all__ = [
-    "AccessHistory", "BlockKey", "BlockView", "CachedBlock", "EvictionDecision", "EvictionPolicy", "LifetimePredictor", "MigrationContext",
+    "AccessHistory", "BlockKey", "BlockView", "CachedBlock", "EvictionDecision", "EvictionPolicy", "LifetimePredictor",
+    "MigrationContext",
     "MigrationDecision", "MigrationEstimate", "MigrationPolicy", "MigrationPurpose", "PolicyContext", "PoolStats",
     "Tier",
     "check_decision",

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from sagellm.comm_backend.control import read_key
 from sagellm.core.config import Model
+from sagellm.core.early import STOP_SIGNALS
 from sagellm.core.errors import ConfigError, SageError
 from sagellm.pd.costs import OnlineCosts
 from sagellm.pd.group import SILENT_S, Group
@@ -25,7 +26,6 @@ from sagellm.pd.proxy_metrics import ProxyMetrics, RequestLines
 from sagellm.pd.relay import Relay, RelayOptions
 from sagellm.pd.routing import Router, find_policy
 from sagellm.pd.tokens import PromptTokens
-from sagellm.core.early import STOP_SIGNALS
 
 __all__ = ["ProxyConfig", "run_proxy"]
 

@@ -14,15 +14,15 @@ from typing import Any, Literal
 import aiohttp
 from pydantic import Field
 
-from sagellm.comm_backend.control import new_key, sign_request
 from sagellm.comm_backend.config import RENDEZVOUS
+from sagellm.comm_backend.control import new_key, sign_request
 from sagellm.comm_backend.topology import TopologyInfo, TopologyManager
 from sagellm.comm_backend.topology.placement import Place, available_cores, place_engines, place_workers
 from sagellm.core.config import Model
+from sagellm.core.early import STOP_SIGNALS
 from sagellm.core.errors import CommError, ConfigError, EngineError
 from sagellm.pd.child import Child
 from sagellm.pd.ports import free_ports, listen
-from sagellm.core.early import STOP_SIGNALS
 
 __all__ = ["UpConfig", "run_up"]
 

@@ -10,8 +10,8 @@ from pydantic import Field, ValidationError
 
 from sagellm.core.config import Model
 from sagellm.core.errors import PlanError
-from sagellm.kv_policy.migration.cost_model import FitError, Link
-from sagellm.kv_policy.migration.least_squares import fit_held_out
+from sagellm.core.step_times import FitError, decode_terms, fit_held_out, num_pairs, prefill_terms
+from sagellm.kv_policy.migration.cost_model import Link
 
 __all__ = ["PDCosts", "fit_costs", "fit_link", "read_steps"]
 
@@ -47,7 +47,7 @@ class PDCosts(Model):
 
     def prefill_s(self, num_tokens: int, num_before: int = 0) -> float:
         """One step: so many tokens of one prompt behind `num_before` others."""
-        pairs = num_tokens * num_before + num_tokens * (num_tokens - 1) / 2
+        pairs = num_pairs(num_tokens, num_before)
         return self.prefill_step_s + self.prefill_token_s * num_tokens + self.prefill_pair_s * pairs
 
     def decode_s(self, num_requests: int, num_context: int = 0) -> float:
@@ -112,8 +112,8 @@ def fit_costs(
         for step in steps:
             if step["seconds"] > 0:
                 tokens, requests, context = step["tokens"], max(1, step["requests"]), step["context"]
-                pairs = (tokens * context + tokens * (tokens - 1) / 2) / requests  # as if they shared them alike
-                terms = (1.0, tokens, pairs) if step["phase"] == "prefill" else (1.0, requests, context)
+                is_prefill = step["phase"] == "prefill"
+                terms = prefill_terms(tokens, context, requests) if is_prefill else decode_terms(requests, context)
                 rows[step["phase"]].append((terms, step["seconds"]))
         shares = _shares(steps)
     except (KeyError, TypeError) as error:

@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from sagellm.core.config import DEVICES, DTYPES, ENGINES, ROLES, read_config
-from sagellm.core.errors import SageError
 from sagellm.core.early import stop_at_once
+from sagellm.core.errors import SageError
 from sagellm.serve.objects import with_objects
 
 

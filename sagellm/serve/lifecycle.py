@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
-from sagellm.core.host import START_REFUSED
 from sagellm.core.early import STOP_SIGNALS
+from sagellm.core.host import START_REFUSED
 
 POLL_S = 0.2
 END_S = 10.0  # for an orderly end without an engine; a handler may be waiting for an answer of it, without a limit

@@ -82,8 +82,8 @@ async def exchange_policy(server: Server, request: Request) -> Answer:
     wanted: PolicyExchange = request.body
     if wanted.policy not in server.policies:  # a class of any module would be code that a client chooses
         raise Refused(
-            f"policy {wanted.policy!r}: known are {', '.join(server.policies)}. A class of your own is among them if the server "
-            "was started with it."
+            f"policy {wanted.policy!r}: known are {', '.join(server.policies)}. To use a class of your own, start the server "
+            "with it."
         )
     try:
         former = await server.command("exchange_policy", **wanted.model_dump())

@@ -11,7 +11,7 @@ import numpy as np
 from sagellm.accel.speculative.acceptance import SUREST, Acceptance
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, TargetModel
 from sagellm.accel.speculative.registry import find_speculator, make_speculator
-from sagellm.accel.speculative.step_times import StepTimes
+from sagellm.accel.speculative.row_times import RowTimes
 from sagellm.core.errors import SpeculationError
 
 __all__ = ["DynamicLookaheadStrategy"]
@@ -61,7 +61,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         self.most = min(self.lookahead, self.wrapped.lookahead)
         self.lookahead = self.most
         self.budget = float(budget)
-        self.times = StepTimes(_table(table))
+        self.times = RowTimes(_table(table))
         self.acceptance = Acceptance(self.most)
         self._asked: dict[int, int] = {}  # of the step that runs: request -> guesses
         self._mode = ""

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError
 
 from sagellm.core.config import Model
 from sagellm.core.errors import PolicyError
+from sagellm.core.step_times import FitError, fit_held_out, num_pairs
 from sagellm.kv_policy.base import (
     CachedBlock,
     LifetimePredictor,
@@ -17,7 +18,6 @@ from sagellm.kv_policy.base import (
     Tier,
 )  # fmt: skip
 from sagellm.kv_policy.lifetime.base import GapPredictor, reuse_probability
-from sagellm.kv_policy.migration.least_squares import FitError, fit_held_out
 
 __all__ = ["PREFILL", "CostBenefitModel", "CostParameters", "FitError", "Link", "link_name"]
 
@@ -271,7 +271,7 @@ class CostBenefitModel:
 
     def _marginal_s(self, num_tokens: int, num_before: int) -> float:
         parameters = self.parameters
-        context_s = parameters.prefill_token_context_s * _context_sum(num_tokens, num_before)
+        context_s = parameters.prefill_token_context_s * num_pairs(num_tokens, num_before)
         return (parameters.prefill_token_s * num_tokens + context_s) * self._correction(PREFILL)
 
 
@@ -279,7 +279,7 @@ def _fit_prefill(samples: Sequence[tuple[int, int, float]]) -> tuple[list[float]
     has_step = _spread(tokens for tokens, _, _ in samples)
     has_context = _spread(before + tokens / 2 for tokens, before, _ in samples)
     rows = [
-        ((has_step, tokens, has_context * _context_sum(tokens, before)), seconds) for tokens, before, seconds in samples
+        ((has_step, tokens, has_context * num_pairs(tokens, before)), seconds) for tokens, before, seconds in samples
     ]
     return fit_held_out(PREFILL, rows)
 
@@ -288,8 +288,3 @@ def _spread(sizes: Iterable[float]) -> float:
     """1.0 if the largest is far from the smallest, else 0.0, a term of which least squares make nothing."""
     known = sorted(sizes)
     return float(bool(known) and known[-1] >= SPREAD * known[0] and known[-1] > 0)
-
-
-def _context_sum(num_tokens: int, num_before: int) -> float:
-    """Tokens before each of the tokens, summed."""
-    return num_tokens * num_before + num_tokens * (num_tokens - 1) / 2

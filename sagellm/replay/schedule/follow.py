@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from sagellm.core.hooks import Phase, ServiceLevel
+from sagellm.core.step_times import num_pairs
 from sagellm.replay.traces.lines import Broken
 from sagellm.scheduler_ir.simulation.base import StepRun
 
@@ -109,7 +110,7 @@ class Follower:
                 self._decode(request, end_s)
         else:
             rows = rows if rows is not None else self._guessed(num_requests, num_tokens)
-            attention = num_tokens * (context + num_tokens / 2) / num_requests
+            attention = num_pairs(num_tokens, context, num_requests)
             if rows is not None:
                 attention = sum([self._prefill(request, new, end_s) for request, new in rows])
         self.steps.append(StepRun(number, Phase(phase), end_s, duration_s, num_requests, num_tokens, attention, rows))
@@ -117,7 +118,7 @@ class Follower:
     def _prefill(self, number: int, new: int, end_s: float) -> float:
         """Returns what its tokens look at, summed."""
         request = self._running(number, may_have_ended=True)
-        attention = new * (request.have + new / 2)
+        attention = num_pairs(new, request.have)
         request.have += new
         request.has_run = True
         if request.have >= request.tokens:

@@ -9,7 +9,7 @@ from sagellm.replay.schedule.compare import Prediction, compare
 from sagellm.replay.schedule.decisions import DecisionLine
 from sagellm.replay.schedule.drift import drift_of
 from sagellm.replay.schedule.metrics import Figures, Targets, figures, groups
-from sagellm.replay.schedule.step_times import StepTimes, fit_step_times
+from sagellm.replay.schedule.step_times import RecordedCosts, fit_step_times
 from sagellm.replay.schedule.strategies import build_strategy, strategy_of_log
 from sagellm.replay.schedule.virtual_run import virtual_run
 
@@ -24,7 +24,7 @@ class Replayed:
     known here."""
 
     log: RecordedRun
-    times: StepTimes
+    times: RecordedCosts
     runs: dict[str, Run]
     decisions: dict[str, list[DecisionLine]]
     predicted_by: str

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from sagellm.core.errors import PolicyError, TraceError
 from sagellm.core.hooks import Phase
-from sagellm.kv_policy.migration.least_squares import FitError, fit_held_out
+from sagellm.core.step_times import FitError, fit_held_out
 from sagellm.scheduler_ir.simulation.base import LinearCosts, StepRun
 
-__all__ = ["StepTimes", "fit_step_times"]
+__all__ = ["RecordedCosts", "fit_step_times"]
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes(LinearCosts):
+class RecordedCosts(LinearCosts):
     """Costs of a log's steps. Errors: of steps that the fit had not seen; None where nothing was fitted."""
 
     prefill_error: FitError | None = None
     decode_error: FitError | None = None
 
 
-def fit_step_times(steps: Sequence[StepRun], name: str) -> StepTimes:
+def fit_step_times(steps: Sequence[StepRun], name: str) -> RecordedCosts:
     """Steps without seconds take no part. `name`: of the log, for messages.
 
     Raises:
@@ -30,7 +30,7 @@ def fit_step_times(steps: Sequence[StepRun], name: str) -> StepTimes:
     decode, decode_error = (0.0, 0.0, 0.0), None
     if any(step.phase is Phase.DECODE for step in steps):
         decode, decode_error = _fit(steps, Phase.DECODE, name)
-    return StepTimes(prefill, decode, prefill_error, decode_error)
+    return RecordedCosts(prefill, decode, prefill_error, decode_error)
 
 
 def _fit(steps: Sequence[StepRun], phase: Phase, name: str) -> tuple[tuple[float, float, float], FitError]:

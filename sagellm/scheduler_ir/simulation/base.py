@@ -60,7 +60,7 @@ class StepRun:
 
     Attributes:
         seconds: of the step alone.
-        attention: sum over its requests of new tokens times the tokens that each looks at on average.
+        attention: pairs of a new token and one that it reads, summed over the requests (`num_pairs`).
         computed: (request id, new tokens) of each of them; None where a log does not say.
     """
 

@@ -15,6 +15,7 @@ from sagellm.core.answers import check_schedule
 from sagellm.core.errors import ConfigError
 from sagellm.core.hooks import Phase, RequestId, ScheduleDecision, StepResult, StepView
 from sagellm.core.host import Nonsense
+from sagellm.core.step_times import num_pairs
 from sagellm.scheduler_ir.simulation.base import EngineShape, FaultKind, StepCosts, StepRun, StrategyFault
 from sagellm.scheduler_ir.simulation.queues import Queues
 from sagellm.scheduler_ir.simulation.requests import VirtualRequest
@@ -243,7 +244,7 @@ class VirtualEngine:
         batch = sent.batch
         phase = Phase.PREFILL if sent.is_prefill else Phase.DECODE
         num_before = sum(before for _, _, before in batch) + loop * len(batch)
-        attention = sum(new * (before + new / 2) for _, new, before in batch) if sent.is_prefill else float(num_before)
+        attention = sum([num_pairs(new, before) for _, new, before in batch]) if sent.is_prefill else float(num_before)
         computed = tuple((request.request_id, new) for request, new, _ in batch)
         num_tokens = sum(new for _, new in computed)
         seconds = self._costs.seconds(phase, len(batch), num_tokens, attention, self.now_s)

@@ -1,11 +1,11 @@
 """Chunked prefill: chunk and token budget follow the measured step times, so that streams go on while prompts are computed."""
 
 from sagellm.core.hooks import ScheduleDecision, StepResult, StepView
+from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.chunking import ChunkSizer
 from sagellm.scheduler_ir.strategies.options import check_number
 from sagellm.scheduler_ir.strategies.slack import optional_seconds
-from sagellm.scheduler_ir.strategies.step_times import StepTimes
 
 __all__ = ["Adaptive"]
 

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 
 from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, StepResult, StepView
+from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.options import check_count, check_number
-from sagellm.scheduler_ir.strategies.step_times import StepTimes
 
 __all__ = ["Aegaeon", "quotas"]
 

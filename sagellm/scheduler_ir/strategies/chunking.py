@@ -3,8 +3,8 @@
 import math
 
 from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision, StepResult, StepView
+from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
-from sagellm.scheduler_ir.strategies.step_times import StepTimes
 
 __all__ = ["ChunkSizer"]
 

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from sagellm.core.hooks import Phase, RequestId, ScheduleDecision, StepResult, StepView
+from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.chunking import ChunkSizer
 from sagellm.scheduler_ir.strategies.options import check_count, check_number
 from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
 from sagellm.scheduler_ir.strategies.phase_choice import PhaseChoice
 from sagellm.scheduler_ir.strategies.slack import SlackOrder, optional_seconds
-from sagellm.scheduler_ir.strategies.step_times import StepTimes
 
 __all__ = ["Hybrid"]
 

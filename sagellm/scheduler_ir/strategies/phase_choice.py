@@ -3,8 +3,8 @@
 import math
 
 from sagellm.core.hooks import Phase, StepView
+from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.slack import Ranked
-from sagellm.scheduler_ir.strategies.step_times import StepTimes
 
 __all__ = ["PhaseChoice"]
 

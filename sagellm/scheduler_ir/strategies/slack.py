@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sagellm.core.hooks import Phase, RequestId, RequestMetadata, StepResult, StepView
+from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.options import check_count, check_number
 from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
-from sagellm.scheduler_ir.strategies.step_times import StepTimes
 
 __all__ = ["Ranked", "SlackOrder", "optional_seconds"]
 

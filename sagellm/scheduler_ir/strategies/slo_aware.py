@@ -1,12 +1,12 @@
 """Least slack first, on time to first token, time per token and deadline; what cannot be in time any more goes behind."""
 
 from sagellm.core.hooks import RequestId, ScheduleDecision, StepResult, StepView
+from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.options import check_count
 from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
 from sagellm.scheduler_ir.strategies.phase_choice import PhaseChoice
 from sagellm.scheduler_ir.strategies.slack import SlackOrder, optional_seconds
-from sagellm.scheduler_ir.strategies.step_times import StepTimes
 
 __all__ = ["SloAware"]
 

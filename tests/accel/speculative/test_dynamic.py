@@ -12,7 +12,7 @@ from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
 from sagellm.accel.speculative.ngram import NgramStrategy
 from sagellm.accel.speculative.planning.table import LatencyTable
 from sagellm.accel.speculative.registry import find_speculator, make_speculator, speculator_names
-from sagellm.accel.speculative.step_times import StepTimes, _solved
+from sagellm.accel.speculative.row_times import RowTimes
 from sagellm.core.errors import SpeculationError
 from tests.accel.speculative.simulation import (
     TEXT,
@@ -126,7 +126,7 @@ def test_what_a_step_costs_is_learned_from_the_latest_of_many(law):
     """Those that come at once, after a pause, and those that are looked at one by one say the same of steps without guesses,
     and nearly the same of others."""
     draw = np.random.default_rng(0)
-    at_once, one_by_one = StepTimes(), StepTimes()
+    at_once, one_by_one = RowTimes(), RowTimes()
     steps = [(16, 16 + extra) for _ in range(20) for extra in (0, 0, 2, 8)] + [(16, 16)] * 200
     for num_sequences, num_rows in steps:
         seconds = law(num_rows) * float(np.exp(0.05 * draw.standard_normal()))
@@ -139,15 +139,6 @@ def test_what_a_step_costs_is_learned_from_the_latest_of_many(law):
         assert times.plain(16) == pytest.approx(law(16), rel=0.05) and times.num_steps == len(steps)
     assert at_once.curve(16, 8) == pytest.approx([law(16 + extra) for extra in range(9)], rel=0.1)
     assert one_by_one.curve(16, 8) == pytest.approx(at_once.curve(16, 8), rel=0.1)
-
-
-def test_the_line_through_all_steps():
-    """Against numpy's solution of the same equations."""
-    draw = np.random.default_rng(1)
-    for _ in range(50):
-        features = draw.uniform(0.1, 100, (5, 3))
-        matrix, sums = features.T @ features, draw.uniform(-1, 1, 3)
-        assert _solved(tuple(matrix[np.triu_indices(3)]), tuple(sums)) == pytest.approx(np.linalg.solve(matrix, sums), rel=1e-6)
 
 
 def test_the_choice_is_the_best_of_all():

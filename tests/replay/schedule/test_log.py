@@ -104,7 +104,7 @@ def test_preempted_and_computed_again(tmp_path):
     (only,) = found.measured.requests
     assert only.token_s == pytest.approx((1.0, 1.5, 2.5)) and found.measured.num_preempted == 1
     assert found.requests[0].cached_tokens == 4
-    assert [each.attention for each in found.measured.steps] == [4 * (4 + 2), 8, 6 * (4 + 3)]
+    assert [each.attention for each in found.measured.steps] == [4 * (4 + 1.5), 8, 6 * (4 + 2.5)]
 
 
 def test_a_round_goes_on_after_an_end(tmp_path):

@@ -6,10 +6,10 @@ import pytest
 
 from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
 from sagellm.core.scheduling import ServiceLevel
+from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.simulation.base import LinearCosts
 from sagellm.scheduler_ir.strategies.adaptive import Adaptive
 from sagellm.scheduler_ir.strategies.chunking import ChunkSizer
-from sagellm.scheduler_ir.strategies.step_times import StepTimes
 from tests.scheduler_ir.strategies.loads import request, run
 
 DECODE_S, TOKEN_S = 0.02, 0.001

@@ -6,8 +6,8 @@ import pytest
 
 from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
 from sagellm.core.scheduling import ServiceLevel
+from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.slack import SlackOrder
-from sagellm.scheduler_ir.strategies.step_times import StepTimes
 
 TOKEN_S = 0.001  # a token of a prompt; steps cost nothing besides
 

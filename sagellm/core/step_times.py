@@ -1,12 +1,24 @@
-"""How long a step takes, learned from the steps that were measured."""
+"""Fits of measured times as sums of few terms, none negative: `fit_held_out` of a batch, `LinearFit` while samples come.
+
+The terms of a step are the same for every user: a constant, tokens and pairs of a prefill step; a constant, requests and
+context of a decode step (`prefill_terms`, `decode_terms`).
+"""
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 from operator import mul
 
-from sagellm.core.hooks import Phase, StepResult
+import numpy as np
 
-__all__ = ["LinearFit", "StepTimes"]
+from sagellm.core.config import Model
+from sagellm.core.errors import PolicyError
+from sagellm.core.scheduling import Phase, StepResult
+
+__all__ = ["FitError", "LinearFit", "StepTimes", "decode_terms", "fit_held_out", "num_pairs", "prefill_terms", "solve"]
+
+HELD_OUT = 5  # every fifth sample
+FEWEST_SAMPLES = 5
 
 FORGET = 0.98  # of the weight of a sample with each later one of about its size: half is gone after 34
 FADE = 0.999  # with each later one of any size
@@ -15,6 +27,80 @@ PRIOR_WEIGHT = 1e-6  # of a default that is off by as much as itself, beside a s
 LEAST_S = 1e-4  # a shorter step is as good as any of this length
 MANY = 8  # samples from which on one that is far off is cut
 FAR = 4.0  # times the prediction, or its inverse
+
+
+def num_pairs(tokens: float, context: float, num_requests: int = 1) -> float:
+    """Return the pairs of a new token and a token before it, which attention reads.
+
+    Args:
+        context: tokens that were computed before, summed over the requests, which share all tokens alike.
+    """
+    return tokens * (context + (tokens - 1) / 2) / max(num_requests, 1)
+
+
+def prefill_terms(tokens: float, context: float, num_requests: int = 1) -> tuple[float, float, float]:
+    return 1.0, tokens, num_pairs(tokens, context, num_requests)
+
+
+def decode_terms(num_requests: float, context: float) -> tuple[float, float, float]:
+    return 1.0, num_requests, context
+
+
+class FitError(Model):
+    """|predicted - measured| / measured over samples that the fit had not seen."""
+
+    num_samples: int
+    num_held_out: int
+    median: float
+    p90: float
+
+
+def fit_held_out(name: str, rows: Sequence[tuple[Sequence[float], float]]) -> tuple[list[float], FitError]:
+    """Coefficients of all samples, and the error of a fit without those held out.
+
+    Args:
+        name: what is fitted, for messages.
+        rows: (terms, seconds) of each sample.
+
+    Raises:
+        PolicyError: fewer than 5 samples, one with times that are not above zero, or no term above zero in any.
+    """
+    if len(rows) < FEWEST_SAMPLES:
+        raise PolicyError(f"{len(rows)} samples of {name}; give at least {FEWEST_SAMPLES}.")
+    for terms, seconds in rows:
+        if not (0 < seconds < math.inf) or not all(0 <= term < math.inf for term in terms):
+            raise PolicyError(f"sample {tuple(terms), seconds} of {name}; sizes are at least 0 and seconds above 0.")
+    if not any(any(terms) for terms, _ in rows):
+        raise PolicyError(f"samples of {name} are all of size 0; measure larger ones.")
+    terms = np.array([row[0] for row in rows], dtype=float)
+    seconds = np.array([row[1] for row in rows], dtype=float)
+    # Samples come sorted by size as a rule; drawn at random, those held out are of all sizes.
+    is_held_out = np.random.default_rng(0).permutation(len(rows)) % HELD_OUT == 0
+    predicted = terms[is_held_out] @ _fit(terms[~is_held_out], seconds[~is_held_out])
+    errors = np.abs(predicted / seconds[is_held_out] - 1)
+    error = FitError(
+        num_samples=len(rows),
+        num_held_out=len(errors),
+        median=float(np.median(errors)),
+        p90=float(np.quantile(errors, 0.9)),
+    )
+    return _fit(terms, seconds).tolist(), error
+
+
+def _fit(terms: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Non-negative coefficients with the least squared relative error: the best of all choices of terms whose plain solution
+    is not negative. Exact, and quick for the two or three terms there are."""
+    relative = terms / seconds[:, None]
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)  # bytes and ones differ by nine orders of magnitude
+    best, least = np.zeros(terms.shape[1]), math.inf
+    for size in range(1, terms.shape[1] + 1):
+        for chosen in map(list, combinations(range(terms.shape[1]), size)):
+            found, *_ = np.linalg.lstsq(relative[:, chosen] / scale[chosen], np.ones(len(seconds)), rcond=None)
+            error = float(((relative[:, chosen] / scale[chosen] @ found - 1) ** 2).sum())
+            if (found >= 0).all() and error < least:
+                best, least = np.zeros(terms.shape[1]), error
+                best[chosen] = found / scale[chosen]
+    return best
 
 
 class LinearFit:
@@ -80,7 +166,7 @@ class LinearFit:
         while free:
             matrix = [[moments[row][column] for column in free] for row in free]
             right = [products[row] for row in free]
-            found = _eliminate(matrix, right)
+            found = solve(matrix, right)
             if min(found) >= 0:
                 for place, value in zip(free, found, strict=True):
                     solved[place] = value
@@ -131,22 +217,22 @@ class StepTimes:
         if max(tokens, context, num_requests) > 1e9:  # no engine's; squares of it would drown all others
             return
         if result.phase is Phase.PREFILL:
-            self.prefill.add((1.0, tokens, _pairs(tokens, context, num_requests)), seconds)
+            self.prefill.add(prefill_terms(tokens, context, num_requests), seconds)
         else:
-            self.decode.add((1.0, num_requests, context), seconds)
+            self.decode.add(decode_terms(num_requests, context), seconds)
 
     def prefill_s(self, tokens: float, context: float = 0, num_requests: int = 1) -> float:
         """Return the seconds of a step with so many new tokens, after so many that were computed before."""
-        return self.prefill.predict((1.0, tokens, _pairs(tokens, context, num_requests)))
+        return self.prefill.predict(prefill_terms(tokens, context, num_requests))
 
     def decode_s(self, batch: float, context: float = 0) -> float:
         """Return the seconds of a step of `batch` requests that have `context` tokens together."""
-        return self.decode.predict((1.0, batch, context))
+        return self.decode.predict(decode_terms(batch, context))
 
     def tokens_within(self, seconds: float, context: float = 0) -> int:
         """The most new tokens of one request whose prefill step takes no longer; 0 where not even one does."""
         base, per_token, per_pair = self.prefill.coefficients
-        linear, left = per_token + per_pair * context, min(seconds, 3600.0) - base
+        linear, left = per_token + per_pair * (context - 0.5), min(seconds, 3600.0) - base
         if left <= 0:
             return 0
         if linear <= 0 and per_pair <= 0:
@@ -166,13 +252,8 @@ class StepTimes:
         return found | {f"{phase}_steps": fit.num_samples for phase, fit in fits}
 
 
-def _pairs(tokens: float, context: float, num_requests: int) -> float:
-    """Seconds of a token and one that it attends to, if the tokens are spread evenly."""
-    return tokens * (context + tokens / 2) / max(num_requests, 1)
-
-
-def _eliminate(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solves a small symmetric positive definite system."""
+def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solve a small symmetric positive definite system. Changes its arguments. For three rows numpy takes longer."""
     size = len(right)
     for pivot in range(size):
         for row in range(pivot + 1, size):

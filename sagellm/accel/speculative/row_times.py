@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["StepTable", "StepTimes"]
+from sagellm.core.step_times import solve
+
+__all__ = ["RowTimes", "StepTable"]
 
 ENOUGH = 32  # steps of one size, the latest, that are learned from where many have come at once: twice what a cell holds
 RING = 15  # samples of a cell; its median is what counts, so that a step which the machine held up changes nothing
@@ -47,7 +49,7 @@ class _Cell:
         self.seconds = ordered[(len(ordered) - 1) // 2]  # the lower one of two in the middle: one of them may be held up
 
 
-class StepTimes:
+class RowTimes:
     """Seconds of a step of N sequences and N + e rows.
 
     Steps of about the same N and e share a cell, of which the median counts. Where no step has been, a line in N and rows
@@ -208,8 +210,8 @@ class StepTimes:
         m12 -= 1e-3 * n * a_sequence * a_sequence
         m22 += 1e-3 * n * n * a_sequence * a_sequence
         ridge = 1e-9 * (m11 + m22 + m33)
-        constant, by_sequence, by_row = _solved(
-            (m11 + ridge, m12, m13, m22 + ridge, m23, m33 + ridge), (s1, s2, s3)
+        constant, by_sequence, by_row = solve(
+            [[m11 + ridge, m12, m13], [m12, m22 + ridge, m23], [m13, m23, m33 + ridge]], [s1, s2, s3]
         )
         base = plain if plain is not None else max(constant + (by_sequence + by_row) * n, 1e-9)
         return base, max(0.0, by_row)
@@ -235,21 +237,6 @@ def _between(at: list[float], values: list[float], place: float) -> float:
         return values[max(0, number - 1)]
     low, high = at[number - 1], at[number]
     return values[number - 1] + (values[number] - values[number - 1]) * (place - low) / (high - low)
-
-
-def _solved(matrix: tuple[float, ...], sums: tuple[float, ...]) -> tuple[float, float, float]:
-    """Three equations of a symmetric matrix that is positive: its upper triangle, row by row."""
-    m11, m12, m13, m22, m23, m33 = matrix
-    s1, s2, s3 = sums
-    low2, low3 = m12 / m11, m13 / m11
-    d2 = m22 - low2 * m12
-    low32 = (m23 - low2 * m13) / d2
-    d3 = m33 - low3 * m13 - low32 * low32 * d2
-    s2 -= low2 * s1
-    s3 -= low3 * s1 + low32 * s2
-    z = s3 / d3
-    y = s2 / d2 - low32 * z
-    return s1 / m11 - low2 * y - low3 * z, y, z
 
 
 def _batch(num_sequences: int) -> int:

@@ -3,10 +3,11 @@
 import math
 import random
 
+import numpy as np
 import pytest
 
 from sagellm.core.hooks import Phase, StepResult
-from sagellm.scheduler_ir.strategies.step_times import StepTimes
+from sagellm.core.step_times import StepTimes, solve
 
 
 def prefill(tokens, seconds, context=0, num_requests=1, **more):
@@ -81,3 +82,11 @@ def test_tokens_within_a_time(seconds, context):
     tokens = times.tokens_within(seconds, context)
     assert times.prefill_s(tokens, context) <= seconds < times.prefill_s(tokens + 1, context)
     assert times.tokens_within(0.001) == 0
+
+
+def test_small_systems_are_solved():
+    draw = np.random.default_rng(1)
+    for size in (1, 2, 3):
+        features = draw.uniform(0.1, 100, (5, size))
+        matrix, sums = features.T @ features, draw.uniform(-1, 1, size)
+        assert solve(matrix.tolist(), sums.tolist()) == pytest.approx(np.linalg.solve(matrix, sums), rel=1e-6)
