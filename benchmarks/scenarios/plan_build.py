@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.result import Definition
-from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, StepView
+from sagellm.core.hooks import Phase, RequestId, RequestView, ScheduleDecision, StepView
 from sagellm.scheduler_ir.builder import IRBuilder
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.lowering import lower
@@ -55,13 +55,15 @@ def _queue(rng: np.random.Generator, num_requests: int, waiting_share: float) ->
     num_waiting = round(num_requests * waiting_share)
     lengths = rng.integers(64, 8193, num_requests).tolist()
     requests = [
-        RequestMetadata(RequestId(index), Phase.PREFILL, tokens, 0, 0, 0, 0.0) if index < num_waiting
-        else RequestMetadata(RequestId(index), Phase.DECODE, tokens, tokens - 1, 1, tokens // 64 + 1, 0.0)
+        RequestView(RequestId(index), Phase.PREFILL, tokens, 0, 0, 0, 0.0) if index < num_waiting
+        else RequestView(RequestId(index), Phase.DECODE, tokens, tokens - 1, 1, tokens // 64 + 1, 0.0)
         for index, tokens in enumerate(lengths)
     ]  # fmt: skip
     order = rng.permutation(num_requests).tolist()
     cuts = {name: 512 for name in [name for name in order if name < num_waiting][:1]}
-    view = StepView(1, Phase.PREFILL, tuple(requests), 1000, 8192, num_requests)
+    view = StepView(
+        step=1, phase=Phase.PREFILL, requests=tuple(requests), free_blocks=1000, token_budget=8192, max_batch_size=num_requests
+    )  # fmt: skip
     return view, ScheduleDecision(order=order, token_budget=4096, phase=Phase.PREFILL, chunk_tokens=cuts)
 
 

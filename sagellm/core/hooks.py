@@ -20,6 +20,7 @@ from sagellm.core.scheduling import (
     Phase,
     RequestId,
     RequestMetadata,
+    RequestView,
     ScheduleDecision,
     ServiceLevel,
     StepResult,
@@ -31,6 +32,7 @@ __all__ = [
     "COALESCE_S", "COMM_HOOKS", "DECISIONS", "NOTICES", "AllocationResult", "BlockCounts", "BlockId", "BlockState", "CommOp",
     "EngineHandle", "EvictionDecision", "EvictionNotice", "EvictionReason", "KVBlockInfo", "MigrationPlan", "MigrationResult",
     "Phase", "Plugin", "PrefixMatch", "PrefixQuery", "PrefixRelease", "PrefixUpdate", "RequestId", "RequestMetadata",
+    "RequestView",
     "ScheduleDecision", "ServiceLevel", "StepResult", "StepView", "Tier", "VictimRequest", "overrides",
 ]  # fmt: skip
 

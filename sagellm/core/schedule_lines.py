@@ -2,19 +2,35 @@
 
 import math
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 from sagellm.core.scheduling import (
     NO_SERVICE,
     Phase,
     RequestId,
-    RequestMetadata,
+    RequestView,
     ScheduleDecision,
     StepResult,
     StepView,
 )
 
-__all__ = ["LEFT", "ScheduleLines", "ns_of", "step_line"]
+__all__ = [
+    "LEFT", "QUEUE_FIELDS", "TERM_FIELDS", "TIME_FIELDS", "VIEW_FIELDS", "ScheduleLines", "ns_of", "queue_row", "step_line",
+]  # fmt: skip
+
+# These tables say how a record has the view of a strategy. By field of `StepView`, its name in the line of a step.
+VIEW_FIELDS = {
+    "step": "step", "free_blocks": "free_blocks", "num_in_flight": "in_flight", "token_budget": "limit",
+    "max_batch_size": "max_batch",
+}  # fmt: skip
+# A row of `queue`: these fields of `RequestView`, and the times once it has a token. A row of `terms`: the request, these, and
+# the fields of `ServiceLevel` if it asked for any.
+QUEUE_FIELDS = ("request_id", "phase", "num_tokens", "num_computed", "num_generated", "num_blocks")
+TIME_FIELDS = ("first_token_s", "last_token_s")
+TERM_FIELDS = ("arrival_s", "max_new_tokens", "adapter")
+_queue_of, _times_of, _terms_of = (attrgetter(*names) for names in (QUEUE_FIELDS, TIME_FIELDS, TERM_FIELDS))
+_NO_TIMES = (math.inf,) * len(TIME_FIELDS)
 
 LEFT = "engine"  # the `choice` of who leaves a step to the engine
 
@@ -48,7 +64,7 @@ class ScheduleLines:
     ) -> dict[str, Any]:
         """Fields of a line. `decision`: checked, or None where the step was left to the engine. `phase`: what the engine did
         then; None where no step came of it. O(requests)."""
-        line: dict[str, Any] = dict(policy=policy, step=view.step, phase=None if phase is None else phase.value)
+        line: dict[str, Any] = dict(policy=policy, phase=None if phase is None else phase.value)
         if decision is None:
             line["choice"] = LEFT
         else:
@@ -62,18 +78,16 @@ class ScheduleLines:
         line |= dict(now_s=view.now_s, own=view.phase.value, queue=[_row(request, now_ns) for request in view.requests])
         if terms:
             line["terms"] = terms
-        return line | dict(
-            free_blocks=view.free_blocks, in_flight=view.num_in_flight, limit=view.token_budget, max_batch=view.max_batch_size
-        )
+        return line | {field: getattr(view, name) for name, field in VIEW_FIELDS.items()}
 
-    def _news(self, request: RequestMetadata) -> list[Any] | None:
+    def _news(self, request: RequestView) -> list[Any] | None:
         """A row of `terms`, unless it has been told."""
         service = request.service
-        terms = request.arrival_s, request.max_new_tokens, request.adapter, service
+        terms = *_terms_of(request), service
         if self._told.get(request.request_id) == terms:
             return None
         self._told[request.request_id] = terms
-        row = [request.request_id, *terms[:3]]
+        row = [request.request_id, *terms[:-1]]
         return row if service == NO_SERVICE else [*row, *[None if each == math.inf else each for each in service]]
 
 
@@ -87,13 +101,15 @@ def step_line(result: StepResult) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _row(request: RequestMetadata, now_ns: int) -> list[Any]:
-    row = [
-        request.request_id, request.phase.value, request.num_tokens, request.num_computed, request.num_generated,
-        request.num_blocks,
-    ]  # fmt: skip
-    times = request.first_token_s, request.last_token_s
-    return row if times == (math.inf, math.inf) else [*row, *[_before(each, now_ns) for each in times]]
+def queue_row(request: RequestView) -> list[Any]:
+    """The values of `QUEUE_FIELDS`, the phase by name."""
+    request_id, phase, *counts = _queue_of(request)
+    return [request_id, phase.value, *counts]
+
+
+def _row(request: RequestView, now_ns: int) -> list[Any]:
+    row, times = queue_row(request), _times_of(request)
+    return row if times == _NO_TIMES else [*row, *[_before(each, now_ns) for each in times]]
 
 
 def _before(time_s: float, now_ns: int) -> int | float | None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, NewType
 
-__all__ = ["Phase", "RequestId", "RequestMetadata", "ScheduleDecision", "ServiceLevel", "StepResult", "StepView"]
+__all__ = [
+    "Phase", "RequestId", "RequestMetadata", "RequestView", "ScheduleDecision", "ServiceLevel", "StepResult", "StepView",
+]  # fmt: skip
 
 RequestId = NewType("RequestId", int)
 
@@ -37,12 +39,29 @@ class ServiceLevel(NamedTuple):
 NO_SERVICE = ServiceLevel()
 
 
-class RequestMetadata(NamedTuple):  # as StepView and StepResult: made in every step, cheaper than a frozen dataclass
-    """A request as the scheduler sees it. Lengths in tokens; times on the clock of `time.perf_counter`.
+class RequestMetadata(NamedTuple):
+    """A request, whatever engine runs it and however that keeps keys and values. The fields are those of `RequestView`."""
+
+    request_id: RequestId
+    phase: Phase
+    num_tokens: int
+    num_generated: int
+    arrival_s: float
+    adapter: str = ""
+    service: ServiceLevel = NO_SERVICE
+    max_new_tokens: int = 0
+    first_token_s: float = math.inf
+    last_token_s: float = math.inf
+
+
+class RequestView(NamedTuple):  # as StepView and StepResult: made in every step, cheaper than a frozen dataclass
+    """A request in the queue, as a strategy sees it. Lengths in tokens; times on the clock of `time.perf_counter`.
 
     Attributes:
         phase: PREFILL while prompt tokens are left to compute, also where some are computed.
-        num_tokens: of the prompt and of what was generated; `num_computed` of these have their keys and values.
+        num_tokens: of the prompt and of what was generated.
+        num_computed: tokens of these whose keys and values are computed.
+        num_blocks: KV blocks that it holds.
         max_new_tokens: limit of generated tokens; 0 if unknown.
         first_token_s, last_token_s: when its first and its last token so far were there; infinity before the first.
     """
@@ -60,8 +79,24 @@ class RequestMetadata(NamedTuple):  # as StepView and StepResult: made in every 
     first_token_s: float = math.inf
     last_token_s: float = math.inf
 
+    @property
+    def metadata(self) -> RequestMetadata:
+        """The request without what belongs to this engine's cache."""
+        return RequestMetadata(*self[:3], self.num_generated, *self[6:])
 
-class StepView(NamedTuple):
+
+class _StepFields(NamedTuple):
+    step: int
+    phase: Phase
+    requests: tuple[RequestView, ...]
+    free_blocks: int
+    token_budget: int
+    max_batch_size: int
+    num_in_flight: int
+    now_s: float
+
+
+class StepView(_StepFields):
     """The engine is about to choose among `requests`, given in its own order: who waits for a prefill step, then who decodes.
 
     Attributes:
@@ -74,21 +109,23 @@ class StepView(NamedTuple):
         now_s: on the clock of `time.perf_counter`.
     """
 
-    step: int
-    phase: Phase
-    requests: tuple[RequestMetadata, ...]
-    free_blocks: int
-    token_budget: int
-    max_batch_size: int = 0
-    num_in_flight: int = 0
-    now_s: float = 0.0
+    __slots__ = ()
+
+    def __new__(
+        cls, *, step: int, phase: Phase, requests: tuple[RequestView, ...], free_blocks: int, token_budget: int,
+        max_batch_size: int = 0, num_in_flight: int = 0, now_s: float = 0.0,
+    ) -> "StepView":  # fmt: skip
+        return tuple.__new__(cls, (step, phase, requests, free_blocks, token_budget, max_batch_size, num_in_flight, now_s))
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, object]]:
+        return (), self._asdict()
 
     @property
-    def waiting(self) -> tuple[RequestMetadata, ...]:
+    def waiting(self) -> tuple[RequestView, ...]:
         return tuple([request for request in self.requests if request.phase is Phase.PREFILL])
 
     @property
-    def running(self) -> tuple[RequestMetadata, ...]:
+    def running(self) -> tuple[RequestView, ...]:
         return tuple([request for request in self.requests if request.phase is Phase.DECODE])
 
 

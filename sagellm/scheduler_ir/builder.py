@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sagellm.core.errors import PlanError
-from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision
+from sagellm.core.hooks import Phase, RequestView, ScheduleDecision
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
 from sagellm.scheduler_ir.trusted import trusted_node
@@ -32,7 +32,7 @@ class IRBuilder:
 
     @staticmethod
     def build(
-        requests: Sequence[RequestMetadata],
+        requests: Sequence[RequestView],
         decision: ScheduleDecision | None = None,
         *,
         cached: Mapping[int, int] = NOTHING,
@@ -85,11 +85,11 @@ class IRBuilder:
         return IRGraph(nodes)
 
 
-def _parts(order: Iterable[RequestMetadata], hold: Collection[int], decode_batch: int) -> list[list[RequestMetadata]]:
+def _parts(order: Iterable[RequestView], hold: Collection[int], decode_batch: int) -> list[list[RequestView]]:
     """Group the requests that are computed together: each waiting one alone, decoding ones in batches, each at its first
     one's place."""
-    parts: list[list[RequestMetadata]] = []
-    batch: list[RequestMetadata] = []
+    parts: list[list[RequestView]] = []
+    batch: list[RequestView] = []
     for request in order:
         if request.request_id in hold:
             continue
@@ -105,7 +105,7 @@ def _parts(order: Iterable[RequestMetadata], hold: Collection[int], decode_batch
     return parts
 
 
-def _check(by_id: Mapping[int, RequestMetadata], decision: ScheduleDecision) -> None:
+def _check(by_id: Mapping[int, RequestView], decision: ScheduleDecision) -> None:
     if (order := decision.order) is not None:
         if len(order) != len(by_id) or by_id.keys() != set(order):
             raise PlanError(f"the order is {list(order)} for requests {list(by_id)}; name each of them once.")
@@ -119,7 +119,7 @@ def _check(by_id: Mapping[int, RequestMetadata], decision: ScheduleDecision) -> 
         raise PlanError(f"token_budget is {decision.token_budget!r}; give a whole number from 1 on, or None.")
 
 
-def _decode(batch: Sequence[RequestMetadata], device: str) -> tuple[IRNode, IRNode]:
+def _decode(batch: Sequence[RequestView], device: str) -> tuple[IRNode, IRNode]:
     """A step of them together, and the sample of it."""
     names: list[int] = []
     taken: list[str] = []
@@ -140,7 +140,7 @@ def _decode(batch: Sequence[RequestMetadata], device: str) -> tuple[IRNode, IRNo
 
 
 def _fetch(
-    nodes: list[IRNode], request: RequestMetadata, cached: Mapping[int, int], lower: Mapping[int, Mapping[str, int]],
+    nodes: list[IRNode], request: RequestView, cached: Mapping[int, int], lower: Mapping[int, Mapping[str, int]],
     bytes_per_token: int, fast_tier: str, device: str,
 ) -> int:  # fmt: skip
     """How many tokens need not be computed. Those after the first `last` ones are of no use: the last one gives the logits."""
@@ -167,7 +167,7 @@ def _fetch(
     return start
 
 
-def _prefill(nodes: list[IRNode], request: RequestMetadata, start: int, cut: int | None, device: str) -> None:
+def _prefill(nodes: list[IRNode], request: RequestView, start: int, cut: int | None, device: str) -> None:
     name, end = request.request_id, request.num_tokens
     start = min(start, end - 1)
     stops = [start + cut, end] if cut is not None and start + cut < end else [end]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision, StepView
+from sagellm.core.hooks import Phase, RequestView, ScheduleDecision, StepView
 from sagellm.scheduler_ir.builder import ENGINE_CHOICE
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.kinds import COMPUTE, WITH_THE_STEP
@@ -34,7 +34,7 @@ def lower(graph: IRGraph, view: StepView, device: str | None = None) -> Schedule
 
     Complexity: O(nodes + requests).
     """
-    requests: dict[int, RequestMetadata] = {request.request_id: request for request in view.requests}
+    requests: dict[int, RequestView] = {request.request_id: request for request in view.requests}
     ready, later = _ready(graph, requests, device)
     hold = set(requests)
     order: dict[int, None] = {}
@@ -61,7 +61,7 @@ def lower(graph: IRGraph, view: StepView, device: str | None = None) -> Schedule
     )  # fmt: skip
 
 
-def is_done(node: IRNode, requests: Mapping[int, RequestMetadata]) -> bool:
+def is_done(node: IRNode, requests: Mapping[int, RequestView]) -> bool:
     """Whether these requests, by id, show that the node's work is done. Missing requests need nothing."""
     config = node.config
     if "request" in config and "tokens" in config:
@@ -84,7 +84,7 @@ def is_done(node: IRNode, requests: Mapping[int, RequestMetadata]) -> bool:
     return not left
 
 
-def _is_there(value: str, request: RequestMetadata) -> bool:
+def _is_there(value: str, request: RequestView) -> bool:
     """Whether the request has come as far as this value, keys and values or a token."""
     what, _, rest = value.partition(":")
     place = rest.partition(":")[2]
@@ -94,7 +94,7 @@ def _is_there(value: str, request: RequestMetadata) -> bool:
 
 
 def _ready(
-    graph: IRGraph, requests: Mapping[int, RequestMetadata], device: str | None
+    graph: IRGraph, requests: Mapping[int, RequestView], device: str | None
 ) -> tuple[list[IRNode], list[tuple[int, ...]]]:
     """Nodes to compute now, and the requests of those that wait for others."""
     blocked: set[str] = set()  # values that are still to come
@@ -117,13 +117,13 @@ def _ready(
     return ready, later
 
 
-def _cut(node: IRNode, request: RequestMetadata, chunks: dict[int, int]) -> None:
+def _cut(node: IRNode, request: RequestView, chunks: dict[int, int]) -> None:
     end = node.config["start"] + node.config["tokens"]
     if end < request.num_tokens:
         chunks[request.request_id] = end - max(node.config["start"], request.num_computed)
 
 
-def _phase(ready: list[IRNode], requests: Mapping[int, RequestMetadata]) -> Phase | None:
+def _phase(ready: list[IRNode], requests: Mapping[int, RequestView]) -> Phase | None:
     """A request that was preempted must have its prompt computed again before its decode step."""
     if not ready:
         return None

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from sagellm.core.hooks import Phase, RequestId, RequestMetadata, StepResult
+from sagellm.core.hooks import Phase, RequestId, RequestView, StepResult
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
 from sagellm.scheduler_ir.plan import ExecutionPlan, NodeState, NodeStatus, PlanState, PlanStatus
 from sagellm.scheduler_ir.request_progress import RequestProgress, Seen
@@ -128,7 +128,7 @@ class PlanProgress:
             state = PlanState.QUEUED
         return PlanStatus(self.plan.plan_id, state, nodes)
 
-    def ready(self, rows: Mapping[RequestId, RequestMetadata]) -> Iterator[Work]:
+    def ready(self, rows: Mapping[RequestId, RequestView]) -> Iterator[Work]:
         """Yield work that could be in the next step, in topological order. A node's requests go together, so all of them
         must be there."""
         passed: set[int] = set()  # of those that the lookup does: what they hang on is done
@@ -143,7 +143,7 @@ class PlanProgress:
 
     # ---- told by the owner
 
-    def asked(self, work: Work, step: int, rows: Mapping[RequestId, RequestMetadata]) -> None:
+    def asked(self, work: Work, step: int, rows: Mapping[RequestId, RequestView]) -> None:
         run = work.run
         if work.is_extra:
             run.detail = f"requests {list(work.requests)} had tokens left that no node computes; computed first"
@@ -155,7 +155,7 @@ class PlanProgress:
     def view(
         self,
         step: int,
-        rows: Mapping[RequestId, RequestMetadata],
+        rows: Mapping[RequestId, RequestView],
         progress: Mapping[RequestId, RequestProgress],
         seen: Mapping[RequestId, Seen],
     ) -> None:
@@ -232,7 +232,7 @@ class PlanProgress:
 
     # ---- what follows
 
-    def _work(self, run: NodeRun, rows: Mapping[RequestId, RequestMetadata]) -> Iterator[Work]:
+    def _work(self, run: NodeRun, rows: Mapping[RequestId, RequestView]) -> Iterator[Work]:
         requests = tuple(request for request in run.node.requests if request in run.pending)
         behind = tuple(request for request in requests if rows[request].phase is Phase.PREFILL)
         if run.node.node_type is NodeType.DECODE_STEP:

@@ -10,7 +10,7 @@ from sagellm.core.hooks import (
     Phase,
     Plugin,
     RequestId,
-    RequestMetadata,
+    RequestView,
     ScheduleDecision,
     StepResult,
     StepView,
@@ -237,7 +237,7 @@ class PlanRunner(Plugin):
 
     # ---- steps
 
-    def _take_view(self, view: StepView, rows: dict[RequestId, RequestMetadata]) -> None:
+    def _take_view(self, view: StepView, rows: dict[RequestId, RequestView]) -> None:
         seen = {}
         for request, row in rows.items():
             known = self._requests.get(request)
@@ -251,7 +251,7 @@ class PlanRunner(Plugin):
             plan.view(view.step, rows, self._requests, seen)
         self._retire()
 
-    def _choose(self, rows: dict[RequestId, RequestMetadata]) -> list[Work]:
+    def _choose(self, rows: dict[RequestId, RequestView]) -> list[Work]:
         """The works of the next step, those of the first plan that has any first."""
         works: list[Work] = []
         taken: set[RequestId] = set()
@@ -268,7 +268,7 @@ class PlanRunner(Plugin):
         return works
 
     def _held(
-        self, now_s: float, taken: dict[RequestId, None], rows: dict[RequestId, RequestMetadata]
+        self, now_s: float, taken: dict[RequestId, None], rows: dict[RequestId, RequestView]
     ) -> dict[RequestId, str]:
         """Return the requests that wait for a node of their plan, with the reason. A request that has waited too long is
         released."""
@@ -298,7 +298,7 @@ class PlanRunner(Plugin):
         works: list[Work],
         taken: dict[RequestId, None],
         held: dict[RequestId, str],
-        free: Sequence[RequestMetadata],
+        free: Sequence[RequestView],
         rest: ScheduleDecision,
     ) -> ScheduleDecision:
         """The plans' requests first, then the free ones as `rest` has them, then the held ones."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sagellm.core.hooks import Phase, RequestId, RequestMetadata
+from sagellm.core.hooks import Phase, RequestId, RequestView
 
 __all__ = ["RequestProgress", "Seen"]
 
@@ -45,7 +45,7 @@ class RequestProgress:
         """Tokens that were found in a cache."""
         return max(0, self.position - self.num_heard)
 
-    def view(self, row: RequestMetadata) -> Seen:
+    def view(self, row: RequestView) -> Seen:
         """It waits for its next step, so every step it took part in has been told of."""
         is_prompt = row.phase is Phase.PREFILL
         is_preempted = is_prompt and (self.phase is Phase.DECODE or row.num_computed < self.position)

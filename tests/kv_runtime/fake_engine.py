@@ -18,7 +18,7 @@ from sagellm.core.hooks import (
     PrefixMatch,
     PrefixRelease,
     PrefixUpdate,
-    RequestMetadata,
+    RequestView,
     Tier,
     VictimRequest,
     overrides,
@@ -176,7 +176,7 @@ class FakeEngine:
         answer = True
         if overrides(self.plugin, "admit"):
             for _ in range(tries):
-                answer = self.call("admit", RequestMetadata(request, Phase.PREFILL, len(tokens), 0, 0, 0, 0.0))
+                answer = self.call("admit", RequestView(request, Phase.PREFILL, len(tokens), 0, 0, 0, 0.0))
                 if answer:
                     break
         if answer:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from sagellm.core.answers import check_schedule
-from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestView, ScheduleDecision, StepResult, StepView
 
 BLOCK = 16
 
@@ -26,7 +26,7 @@ class Request:
 
     def row(self):
         phase = Phase.DECODE if self.is_running else Phase.PREFILL
-        return RequestMetadata(
+        return RequestView(
             self.number, phase, self.tokens, self.computed, self.generated, self.blocks, self.arrival_s,
             max_new_tokens=self.max_new,
         )  # fmt: skip
@@ -81,7 +81,10 @@ class FakeEngine:
         is_prefill = waiting and (len(waiting) >= 4 or len(running) < self.max_batch / 2)
         default = Phase.PREFILL if is_prefill or not running else Phase.DECODE
         rows = tuple(each.row() for each in waiting + running)
-        view = StepView(self.step + 1, default, rows, self.blocks, self.budget, self.max_batch, num_in_flight, self.now_s)
+        view = StepView(
+            step=self.step + 1, phase=default, requests=rows, free_blocks=self.blocks, token_budget=self.budget,
+            max_batch_size=self.max_batch, num_in_flight=num_in_flight, now_s=self.now_s,
+        )  # fmt: skip
         self.views.append(view)
         decision = check_schedule(self.plugin.schedule(view), view) or ScheduleDecision(order=[row.request_id for row in rows])
         self.decisions.append(decision)

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision, StepView
+from sagellm.core.hooks import Phase, RequestView, ScheduleDecision, StepView
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
 
@@ -19,20 +19,21 @@ def chain(**inputs: str) -> IRGraph:
     return IRGraph(node(name, NodeType.SAMPLE, taken, name, requests=[0]) for name, taken in inputs.items())
 
 
-def waiting(name: int, tokens: int, computed: int = 0) -> RequestMetadata:
-    return RequestMetadata(name, Phase.PREFILL, tokens, computed, 0, 1, 0.0)
+def waiting(name: int, tokens: int, computed: int = 0) -> RequestView:
+    return RequestView(name, Phase.PREFILL, tokens, computed, 0, 1, 0.0)
 
 
-def running(name: int, tokens: int) -> RequestMetadata:
-    return RequestMetadata(name, Phase.DECODE, tokens, tokens - 1, 1, 1, 0.0)
+def running(name: int, tokens: int) -> RequestView:
+    return RequestView(name, Phase.DECODE, tokens, tokens - 1, 1, 1, 0.0)
 
 
-def view(*requests: RequestMetadata, max_batch_size: int = 0) -> StepView:
-    return StepView(1, Phase.DECODE, requests, 100, 4096, max_batch_size)
+def view(*requests: RequestView, **fields: Any) -> StepView:
+    usual = dict(step=1, phase=Phase.DECODE, free_blocks=100, token_budget=4096)
+    return StepView(requests=requests, **usual | fields)
 
 
 @st.composite
-def queues(draw: st.DrawFn) -> tuple[RequestMetadata, ...]:
+def queues(draw: st.DrawFn) -> tuple[RequestView, ...]:
     requests = []
     for name in draw(st.permutations(range(draw(st.integers(0, 7))))):
         tokens = draw(st.integers(1, 40))

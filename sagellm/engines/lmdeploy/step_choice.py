@@ -10,7 +10,7 @@ from sagellm.core.answers import check_admission, check_schedule
 from sagellm.core.hooks import (
     COALESCE_S,
     Phase,
-    RequestMetadata,
+    RequestView,
     ScheduleDecision,
     StepView,
 )
@@ -205,11 +205,13 @@ class StepChoice:
         self, phase: Phase, waiting: list[Any], running: list[Any]
     ) -> tuple[str, ScheduleDecision | None] | None:
         scheduler = self._scheduler
-        rows = [_metadata(seq, Phase.PREFILL) for seq in waiting]
-        rows += [_metadata(seq, Phase.DECODE) for seq in running]
+        rows = [_row(seq, Phase.PREFILL) for seq in waiting]
+        rows += [_row(seq, Phase.DECODE) for seq in running]
         view = StepView(
-            self._step + 1, phase, tuple(rows), self._num_free_blocks(), scheduler.cache_config.max_prefill_token_num,
-            scheduler.scheduler_config.max_batches, scheduler.num_locked(), time.perf_counter(),
+            step=self._step + 1, phase=phase, requests=tuple(rows), free_blocks=self._num_free_blocks(),
+            token_budget=scheduler.cache_config.max_prefill_token_num,
+            max_batch_size=scheduler.scheduler_config.max_batches, num_in_flight=scheduler.num_locked(),
+            now_s=time.perf_counter(),
         )  # fmt: skip
         decided = self._host.decide("schedule", view, lambda answer: check_schedule(answer, view))
         if decided is not None and self._recorder.enabled:
@@ -236,7 +238,7 @@ class StepChoice:
         asked = [seq for seq in waiting if seq.seq_id not in self._admitted]
         if not asked:
             return waiting
-        decided = self._host.decide_each("admit", [_metadata(seq, Phase.PREFILL) for seq in asked], check_admission)
+        decided = self._host.decide_each("admit", [_row(seq, Phase.PREFILL).metadata for seq in asked], check_admission)
         if decided is None:
             self._admitted.update([seq.seq_id for seq in asked])
             return waiting
@@ -264,8 +266,8 @@ class StepChoice:
         self._recorder.write("schedule", **self._lines.fields(*asked, phase))
 
 
-def _metadata(seq: Any, phase: Phase) -> RequestMetadata:
-    return RequestMetadata(
+def _row(seq: Any, phase: Phase) -> RequestView:
+    return RequestView(
         seq.session_id, phase, seq.num_valid_ids, seq.num_history_ids, seq.num_new_tokens, seq.num_blocks, seq.arrive_time,
         seq.adapter_name or "", seq.sage_service, seq.sampling_param.max_new_tokens,
         getattr(seq, "sage_first_s", math.inf), getattr(seq, "sage_last_s", math.inf),

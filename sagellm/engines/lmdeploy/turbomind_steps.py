@@ -14,7 +14,7 @@ import numpy as np
 
 from sagellm.core.answers import check_admission, check_schedule
 from sagellm.core.config import HookConfig
-from sagellm.core.hooks import COALESCE_S, Phase, RequestMetadata, StepView
+from sagellm.core.hooks import COALESCE_S, Phase, RequestMetadata, RequestView, StepView
 from sagellm.core.host import PluginHost
 from sagellm.core.schedule_lines import ScheduleLines
 
@@ -90,7 +90,7 @@ class StepDecisions:
                 if num_admitted == room:
                     return
                 own = known[request]
-                yield RequestMetadata(request, Phase.PREFILL, own.num_prompt, 0, 0, 0, own.arrival_s)
+                yield RequestMetadata(request, Phase.PREFILL, own.num_prompt, 0, own.arrival_s)
 
         decided = self._host.decide_each("admit", views(), check, until_s)
         if decided is None or not decided[1]:
@@ -115,8 +115,9 @@ class StepDecisions:
         requests = self._requests(where, question, ids)
         phase = Phase.PREFILL if any(r.phase is Phase.PREFILL for r in requests) else Phase.DECODE
         view = StepView(
-            question.step, phase, requests, question.free_blocks, question.default_budget, now_s=time.perf_counter()
-        )
+            step=question.step, phase=phase, requests=requests, free_blocks=question.free_blocks,
+            token_budget=question.default_budget, now_s=time.perf_counter(),
+        )  # fmt: skip
         decided = self._host.decide("schedule", view, lambda answer: check_schedule(answer, view), until_s)
         known = self._running[where]
         if decided is not None and self._host.recorder.enabled:
@@ -140,7 +141,7 @@ class StepDecisions:
         decided, refused = self._refused.get(where, (-1, ()))
         return refused if decided == step else ()
 
-    def _requests(self, where: Where, question: Any, ids: list[int]) -> tuple[RequestMetadata, ...]:
+    def _requests(self, where: Where, question: Any, ids: list[int]) -> tuple[RequestView, ...]:
         """In the engine's own order, which is that of the priorities."""
         before, waited, now = self._running.get(where, {}), self._waiting.get(where, {}), time.perf_counter()
         known: dict[int, _Known] = {}
@@ -155,7 +156,7 @@ class StepDecisions:
             own.num_prompt = max(own.num_prompt, prompt)
             known[seq_id] = own
             total = max(context, own.num_prompt)
-            row = RequestMetadata(
+            row = RequestView(
                 request_id=seq_id,
                 phase=Phase.PREFILL if computed < own.num_prompt or total - computed > 1 else Phase.DECODE,
                 num_tokens=total,

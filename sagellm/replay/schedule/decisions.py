@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.errors import ConfigError, TraceError
-from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, ServiceLevel, StepView
-from sagellm.core.schedule_lines import LEFT, ScheduleLines, ns_of
+from sagellm.core.hooks import Phase, RequestId, RequestView, ScheduleDecision, ServiceLevel, StepView
+from sagellm.core.schedule_lines import (
+    LEFT,
+    QUEUE_FIELDS,
+    TERM_FIELDS,
+    TIME_FIELDS,
+    VIEW_FIELDS,
+    ScheduleLines,
+    ns_of,
+    queue_row,
+)
 from sagellm.core.scheduling import NO_SERVICE
 from sagellm.replay.base import MAX_KEY, shortened
 from sagellm.replay.traces.json_lines import member, parse_object
@@ -43,11 +52,8 @@ class DecisionLine:
 
     @property
     def queue(self) -> tuple[Row, ...]:
-        """Request, prefill or decode, its tokens, those that are computed, those generated, and its blocks."""
-        return tuple([
-            (row.request_id, row.phase.value, row.num_tokens, row.num_computed, row.num_generated, row.num_blocks)
-            for row in self.view.requests
-        ])  # fmt: skip
+        """The values of `QUEUE_FIELDS` of each request."""
+        return tuple([tuple(queue_row(row)) for row in self.view.requests])
 
 
 def write_decisions(path: Path, lines: Sequence[DecisionLine]) -> None:
@@ -101,14 +107,13 @@ class DecisionReader:
     """Makes views and decisions again from the `schedule` lines of a file, given from the first on."""
 
     def __init__(self) -> None:
-        self._terms: dict[tuple[Any, RequestId], tuple[float, int, str, ServiceLevel]] = {}  # by process and request
+        self._terms: dict[tuple[Any, RequestId], dict[str, Any]] = {}  # by process and request
 
     def read(self, row: dict[str, Any]) -> DecisionLine:
         """Raises Broken: a field is missing, or is not what its name says."""
         if "now_s" not in row:
             raise Broken("it has no now_s; record the run with this version, which writes all that a strategy is told.")
-        names = ("step", "free_blocks", "in_flight", "limit", "max_batch")
-        counts = {name: whole(member(row, name), name, MAX_KEY) for name in names}
+        counts = {field: whole(member(row, field), field, MAX_KEY) for field in VIEW_FIELDS.values()}
         policy, pid = member(row, "policy"), row.get("pid")
         if type(policy) is not str:
             raise Broken(f"policy is {shortened(policy)}; a string was expected.")
@@ -118,15 +123,13 @@ class DecisionReader:
         for terms in _list(row.get("terms", []), "terms"):
             self._learn(pid, terms)
         requests = tuple([self._request(pid, each, now_s) for each in _list(member(row, "queue"), "queue")])
-        view = StepView(
-            counts["step"], _phase(member(row, "own"), "own"), requests, counts["free_blocks"], counts["limit"],
-            counts["max_batch"], counts["in_flight"], now_s,
-        )  # fmt: skip
+        known = {name: counts[field] for name, field in VIEW_FIELDS.items()}
+        view = StepView(**known, phase=_phase(member(row, "own"), "own"), requests=requests, now_s=now_s)
         phase = member(row, "phase")
         return DecisionLine(policy, view, _decision(row), None if phase is None else _phase(phase, "phase"))
 
     def _learn(self, pid: Any, row: Any) -> None:
-        if type(row) is not list or len(row) not in (4, 9) or type(row[3]) is not str:
+        if type(row) is not list or len(row) not in (4, 4 + len(ServiceLevel._fields)) or type(row[3]) is not str:
             raise Broken(
                 f"a row of terms is {shortened(row)}; request, arrival, max_new, adapter, and five of its service or none "
                 "were expected."
@@ -140,25 +143,25 @@ class DecisionReader:
             service = ServiceLevel(asked[0], asked[1], *times)
         number = whole(request, "a request of terms", MAX_KEY)
         arrival_s, max_new = _number(arrival_s, "an arrival of terms"), whole(max_new, "max_new of terms", MAX_KEY)
-        self._terms[pid, RequestId(number)] = arrival_s, max_new, adapter, service
+        self._terms[pid, RequestId(number)] = {
+            **dict(zip(TERM_FIELDS, (arrival_s, max_new, adapter), strict=True)), "service": service
+        }  # fmt: skip
 
-    def _request(self, pid: Any, value: Any, now_s: float) -> RequestMetadata:
-        if type(value) is not list or len(value) not in (6, 8) or value[1] not in ("prefill", "decode"):
+    def _request(self, pid: Any, value: Any, now_s: float) -> RequestView:
+        size = len(QUEUE_FIELDS)
+        if type(value) is not list or len(value) not in (size, size + 2) or value[1] not in ("prefill", "decode"):
             raise Broken(
                 f"a row of queue is {shortened(value)}; request, prefill or decode, four counts, and two times or none were "
                 "expected."
             )
-        request, phase, *counts = value[:6]
-        tokens, computed, generated, blocks = (whole(count, "a count of queue", MAX_KEY) for count in counts)
+        request, phase, *counts = value[:size]
+        known = {name: whole(count, "a count of queue", MAX_KEY) for name, count in zip(QUEUE_FIELDS[2:], counts, strict=True)}
         number = RequestId(whole(request, "a request of queue", MAX_KEY))
         terms = self._terms.get((pid, number))
         if terms is None:
             raise Broken(f"request {number} is in the queue and no line has its terms; give the lines from the first on.")
-        arrival_s, max_new, adapter, service = terms
-        times = [_time(each, now_s) for each in value[6:]]
-        return RequestMetadata(
-            number, PHASES[phase], tokens, computed, generated, blocks, arrival_s, adapter, service, max_new, *times
-        )
+        times = dict(zip(TIME_FIELDS, [_time(each, now_s) for each in value[size:]], strict=False))
+        return RequestView(request_id=number, phase=PHASES[phase], **known, **terms, **times)
 
 
 def _decision(row: dict[str, Any]) -> ScheduleDecision | None:

@@ -6,7 +6,7 @@ from operator import index
 from typing import Any, NoReturn
 
 from sagellm.core.contract import Broke
-from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestId, RequestView, ScheduleDecision, StepResult, StepView
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 
 __all__ = ["HOLD_LIMIT_S", "Judge"]
@@ -31,7 +31,7 @@ class Judge(SchedulingStrategy):
         self.num_events = 0
         self.seen: set[str] = set()  # rules that could have been broken
         self._strategy, self._report, self._renew = strategy, report, renew
-        self._kept: dict[RequestId, RequestMetadata] = {}
+        self._kept: dict[RequestId, RequestView] = {}
         self._last: tuple[ScheduleDecision, tuple] | None = None
         self._held_since: dict[RequestId, float] = {}
         self._hold_limit_s = HOLD_LIMIT_S
@@ -141,7 +141,7 @@ class Judge(SchedulingStrategy):
         if _plain(answer) != plain:
             self._report("unchanged", "an earlier decision was changed; make a new one, with a new list, each time.")
 
-    def _as_seen(self, request: RequestMetadata) -> RequestMetadata:
+    def _as_seen(self, request: RequestView) -> RequestView:
         if self._renew:
             return _fresh(request)
         if (kept := self._kept.get(request.request_id)) == request:
@@ -162,10 +162,10 @@ class Judge(SchedulingStrategy):
         raise Broke from error
 
 
-def _fresh(request: RequestMetadata) -> RequestMetadata:
+def _fresh(request: RequestView) -> RequestView:
     """An equal one of objects of its own; small numbers and one-letter texts Python shares among all."""
     service = request.service
-    return RequestMetadata(
+    return RequestView(
         RequestId(int(str(request.request_id))), Phase(request.phase.value), *(int(str(number)) for number in request[2:6]),
         request.arrival_s, "".join(list(request.adapter)), service._replace(tenant_id="".join(list(service.tenant_id))),
         *request[9:],

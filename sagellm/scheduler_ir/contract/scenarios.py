@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from sagellm.core.contract import Broke, Played, Report, Scenario
 from sagellm.core.errors import PlanError
-from sagellm.core.hooks import Phase, RequestId, RequestMetadata, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestId, RequestView, StepResult, StepView
 from sagellm.core.scheduling import NO_SERVICE, ServiceLevel
 from sagellm.scheduler_ir.contract.judge import Judge
 from sagellm.scheduler_ir.contract.watch import watched
@@ -156,7 +156,7 @@ class _Watched(SchedulingStrategy):
 def extremes(make: Make, seed: int, report: Report) -> Played:
     """Views that no engine may ever give, and that must do no harm."""
     odd = ServiceLevel(-100, "", -math.inf, 1e-300, 1e-300)
-    first = RequestMetadata(RequestId(0), Phase.PREFILL, 1, 0, 0, 0, 0.0)
+    first = RequestView(RequestId(0), Phase.PREFILL, 1, 0, 0, 0, 0.0)
     huge = first._replace(request_id=RequestId(BIG), num_tokens=BIG, max_new_tokens=BIG, arrival_s=1e300, service=odd)
     run = first._replace(request_id=RequestId(BIG + 1), phase=Phase.DECODE, num_computed=1, first_token_s=0.0, last_token_s=0.0)
     tired = run._replace(
@@ -170,7 +170,10 @@ def extremes(make: Make, seed: int, report: Report) -> Played:
     with suppress(Broke):
         for step, requests in enumerate(groups * 2):
             for now_s, budget in ((0.0, 1), (1e300, BIG), (-5.0, 4096)):
-                view = StepView(step, Phase.PREFILL, requests, BIG * (step % 2), budget, step % 3, step % 2, now_s)
+                view = StepView(
+                    step=step, phase=Phase.PREFILL, requests=requests, free_blocks=BIG * (step % 2), token_budget=budget,
+                    max_batch_size=step % 3, num_in_flight=step % 2, now_s=now_s,
+                )  # fmt: skip
                 judge.decide(view)
                 for phase in Phase:
                     computed = ((RequestId(99), BIG), (RequestId(0), 1))
@@ -178,7 +181,7 @@ def extremes(make: Make, seed: int, report: Report) -> Played:
                         judge.on_step_end(StepResult(step, phase, 2, BIG + 1, now_s, duration_s, BIG, computed=computed))
         for request_id in (0, 99, BIG, 7, 7):  # also an unknown one, and one twice
             judge.on_request_end(RequestId(request_id))
-        judge.decide(StepView(0, Phase.DECODE, (), 0, 1))
+        judge.decide(StepView(step=0, phase=Phase.DECODE, requests=(), free_blocks=0, token_budget=1))
     return Played(judge.num_events, judge.seen)
 
 
@@ -230,12 +233,13 @@ def churn(make: Make, seed: int, report: Report) -> Played:
             name = RequestId(_Id(10_000 + number))
             service = ServiceLevel(0, f"tenant-{number % 5}")
             now_s = float(number)
-            request = RequestMetadata(name, Phase.PREFILL, 10, 0, 0, 1, now_s, "a" * (number % 2), service, 2)
-            strategy.decide(StepView(number, Phase.PREFILL, (request,), 9, 512, 8, 0, now_s))
+            request = RequestView(name, Phase.PREFILL, 10, 0, 0, 1, now_s, "a" * (number % 2), service, 2)
+            seen = dict(step=number, free_blocks=9, token_budget=512, max_batch_size=8, now_s=now_s)
+            strategy.decide(StepView(phase=Phase.PREFILL, requests=(request,), **seen))
             strategy.on_step_end(StepResult(number, Phase.PREFILL, 1, 10, now_s, 0.01, computed=((name, 10),)))
             request = request._replace(phase=Phase.DECODE, num_computed=10, num_tokens=11, num_generated=1)
             request = request._replace(first_token_s=now_s, last_token_s=now_s)
-            strategy.decide(StepView(number, Phase.DECODE, (request,), 9, 512, 8, 0, now_s))
+            strategy.decide(StepView(phase=Phase.DECODE, requests=(request,), **seen))
             strategy.on_step_end(StepResult(number, Phase.DECODE, 1, 1, now_s, 0.01, 10, computed=((name, 1),)))
             strategy.on_request_end(name)
             del request, name

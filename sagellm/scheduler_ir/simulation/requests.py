@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ServiceLevel
+from sagellm.core.hooks import Phase, RequestId, RequestView, ServiceLevel
 from sagellm.core.scheduling import NO_SERVICE
 
 __all__ = ["VirtualRequest"]
@@ -65,8 +65,8 @@ class VirtualRequest:
         """Between each token and the next."""
         return [later - earlier for earlier, later in pairwise(self.token_s)]
 
-    def metadata(self, phase: Phase) -> RequestMetadata:
-        return RequestMetadata(
+    def metadata(self, phase: Phase) -> RequestView:
+        return RequestView(
             self.request_id, phase, self.num_tokens, self.num_computed, self.num_generated, self.num_blocks, self.arrival_s,
             self.adapter, self.service, self.max_new_tokens, self.token_s[0] if self.token_s else math.inf,
             self.token_s[-1] if self.token_s else math.inf,

@@ -171,8 +171,9 @@ class VirtualEngine:
         rows = [request.metadata(Phase.PREFILL) for request in waiting]
         rows += [request.metadata(Phase.DECODE) for request in running]
         self._view = StepView(
-            self._num_sent + 1, Phase.PREFILL if is_prefill else Phase.DECODE, tuple(rows), queues.pool.num_free,
-            self._shape.max_prefill_tokens, self._shape.max_batch_size, len(queues.in_flight), self.now_s,
+            step=self._num_sent + 1, phase=Phase.PREFILL if is_prefill else Phase.DECODE, requests=tuple(rows),
+            free_blocks=queues.pool.num_free, token_budget=self._shape.max_prefill_tokens,
+            max_batch_size=self._shape.max_batch_size, num_in_flight=len(queues.in_flight), now_s=self.now_s,
         )  # fmt: skip
         held, self._held_since = self._held_since, {}
         if self._strategy is None or not rows:

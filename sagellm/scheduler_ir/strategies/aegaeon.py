@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestId, RequestView, ScheduleDecision, StepResult, StepView
 from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.options import check_count, check_number
@@ -118,7 +118,7 @@ class Aegaeon(SchedulingStrategy):
     def report(self) -> dict[str, float]:
         return {"turns": self._num_turns, **self.times.report()}
 
-    def _decode(self, view: StepView, turn: _Turn, members: list[RequestMetadata]) -> ScheduleDecision:
+    def _decode(self, view: StepView, turn: _Turn, members: list[RequestView]) -> ScheduleDecision:
         chosen = {request.request_id for request in members}
         rest = [request.request_id for request in view.requests if request.request_id not in chosen]
         held = frozenset(request.request_id for request in view.requests if request.request_id not in chosen)
@@ -128,7 +128,7 @@ class Aegaeon(SchedulingStrategy):
             reasons=dict.fromkeys(held, "waits for its turn"),
         )  # fmt: skip
 
-    def _prefill(self, view: StepView, waiting: tuple[RequestMetadata, ...]) -> ScheduleDecision:
+    def _prefill(self, view: StepView, waiting: tuple[RequestView, ...]) -> ScheduleDecision:
         by_arrival = sorted(waiting, key=lambda request: request.arrival_s)
         adapter = by_arrival[0].adapter
         group = [request for request in by_arrival if request.adapter == adapter][: self._group_size]
@@ -143,14 +143,14 @@ class Aegaeon(SchedulingStrategy):
         held = [*others, *(request.request_id for request in running if request.adapter != next_adapter)]
         return ScheduleDecision(order, frozenset(held), reason=reason, phase=Phase.PREFILL)
 
-    def _by_turn(self, running: tuple[RequestMetadata, ...]) -> list[RequestMetadata]:
+    def _by_turn(self, running: tuple[RequestView, ...]) -> list[RequestView]:
         """Longest without a decode step first."""
         last = {request_id: place for place, request_id in enumerate(self._rounds)}
         return sorted(running, key=lambda request: (last.get(request.request_id, -1), request.arrival_s))
 
-    def _next_turn(self, running: tuple[RequestMetadata, ...]) -> _Turn:
+    def _next_turn(self, running: tuple[RequestView, ...]) -> _Turn:
         """The batch with the request that has not decoded for longest, and its quota among the batches of this round."""
-        groups: dict[str, list[RequestMetadata]] = {}
+        groups: dict[str, list[RequestView]] = {}
         for request in self._by_turn(running):
             groups.setdefault(request.adapter, []).append(request)
         batches = [
@@ -169,7 +169,7 @@ class Aegaeon(SchedulingStrategy):
         tokens = int(min(max(seconds / self._token_s(batch), MIN_TOKENS), 10_000)) if len(batches) > 1 else 1
         return _Turn(batch[0].adapter, members, tokens)
 
-    def _quotas(self, batches: list[list[RequestMetadata]], num_groups: int) -> list[float]:
+    def _quotas(self, batches: list[list[RequestView]], num_groups: int) -> list[float]:
         owed = [min(self._owed(request) for request in batch) for batch in batches]
         switches_s = 0.0
         if num_groups > 1 and self._switch_s > 0:  # prompts come between two turns, as switches do
@@ -177,9 +177,9 @@ class Aegaeon(SchedulingStrategy):
         longest_s = min(self._max_turn_s, MAX_ROUND_S / len(batches))
         return quotas([self._token_s(batch) for batch in batches], [max(each, 1e-6) for each in owed], switches_s, longest_s)
 
-    def _owed(self, request: RequestMetadata) -> float:
+    def _owed(self, request: RequestView) -> float:
         asked_s = request.service.tpot_s
         return self._tpot_s if asked_s == math.inf else asked_s
 
-    def _token_s(self, batch: list[RequestMetadata]) -> float:
+    def _token_s(self, batch: list[RequestView]) -> float:
         return max(self.times.decode_s(len(batch), sum(request.num_tokens for request in batch)), 1e-6)

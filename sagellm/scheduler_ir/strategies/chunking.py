@@ -2,7 +2,7 @@
 
 import math
 
-from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestView, ScheduleDecision, StepResult, StepView
 from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
 
@@ -48,7 +48,7 @@ class ChunkSizer:
         self._asked_prefill = phase is Phase.PREFILL
         self._sent_s = self._next_s if self._asked_prefill else 0.0
 
-    def choose(self, view: StepView, waiting: list[RequestMetadata]) -> ScheduleDecision:
+    def choose(self, view: StepView, waiting: list[RequestView]) -> ScheduleDecision:
         """Phase, budget, cut and reason of the next step, without an order.
 
         Args:
@@ -80,7 +80,7 @@ class ChunkSizer:
         self._next_s = self._times.prefill_s(min(self.chunk, unfinished), computed)
         return step
 
-    def _cut(self, view: StepView, first: RequestMetadata, tokens: int, target_s: float) -> ScheduleDecision:
+    def _cut(self, view: StepView, first: RequestView, tokens: int, target_s: float) -> ScheduleDecision:
         whole = unfinished_tokens(first)
         chunks = {}
         if whole > tokens:
@@ -92,7 +92,7 @@ class ChunkSizer:
             reason=f"{tokens} prompt tokens between tokens every {target_s:.4g} s",
         )  # fmt: skip
 
-    def _target(self, running: tuple[RequestMetadata, ...], decode_s: float) -> float:
+    def _target(self, running: tuple[RequestView, ...], decode_s: float) -> float:
         asked_s = self._target_s
         if asked_s == math.inf:
             if running:  # else all are on the device

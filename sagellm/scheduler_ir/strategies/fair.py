@@ -3,7 +3,7 @@
 import heapq
 from collections import Counter, OrderedDict, deque
 
-from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestId, RequestView, ScheduleDecision, StepResult, StepView
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.options import check_number
 from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
@@ -82,17 +82,17 @@ class Fair(SchedulingStrategy):
         """The counters of tenants that have requests."""
         return {f"counter_{tenant}": self._counters[tenant] for tenant in self._num_requests}
 
-    def _of(self, request: RequestMetadata) -> str:
+    def _of(self, request: RequestView) -> str:
         return self._tenant_of[request.request_id]
 
-    def _enter(self, request: RequestMetadata) -> None:
+    def _enter(self, request: RequestView) -> None:
         tenant = request.service.tenant_id
         self._absent.pop(tenant, None)
         self._counters.setdefault(tenant, 0.0)
         self._num_requests[tenant] += 1
         self._tenant_of[request.request_id] = tenant
 
-    def _begin_waiting(self, waiting: tuple[RequestMetadata, ...]) -> None:
+    def _begin_waiting(self, waiting: tuple[RequestView, ...]) -> None:
         """Raise tenants without waiting requests to the least served one of those that waited before."""
         new = [request for request in waiting if request.request_id not in self._waiting]
         if not new:
@@ -116,9 +116,9 @@ class Fair(SchedulingStrategy):
             del self._num_waiting[tenant]
             self._last_left = tenant
 
-    def _in_turn(self, waiting: tuple[RequestMetadata, ...]) -> list[RequestMetadata]:
+    def _in_turn(self, waiting: tuple[RequestView, ...]) -> list[RequestView]:
         """By counters that grow as requests are chosen. O(n log n)."""
-        queues: dict[str, deque[RequestMetadata]] = {}
+        queues: dict[str, deque[RequestView]] = {}
         for request in sorted(waiting, key=lambda request: request.arrival_s):
             queues.setdefault(self._of(request), deque()).append(request)
         heap = [(self._counters[tenant], place, tenant) for place, tenant in enumerate(queues)]

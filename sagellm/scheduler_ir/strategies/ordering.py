@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision, StepView
+from sagellm.core.hooks import Phase, RequestView, ScheduleDecision, StepView
 
 __all__ = ["smallest_first", "unfinished_tokens"]
 
 
 def smallest_first(
-    view: StepView, key: Callable[[RequestMetadata], Any], reason: str, is_urgent: bool = False
+    view: StepView, key: Callable[[RequestView], Any], reason: str, is_urgent: bool = False
 ) -> ScheduleDecision:
     """All requests by their key, equal ones by arrival.
 
@@ -23,6 +23,6 @@ def smallest_first(
     return ScheduleDecision([request.request_id for request in ordered], reason=reason, phase=phase)
 
 
-def unfinished_tokens(request: RequestMetadata) -> int:
+def unfinished_tokens(request: RequestView) -> int:
     """Tokens that a prefill has to compute before the next token is there, at least one."""
     return max(request.num_tokens - request.num_computed, 1)

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from sagellm.core.hooks import Phase, RequestId, RequestMetadata, ScheduleDecision, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestId, RequestView, ScheduleDecision, StepResult, StepView
 from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 from sagellm.scheduler_ir.strategies.options import check_count, check_number
@@ -49,7 +49,7 @@ class Shortest(SchedulingStrategy):
             "least predicted work", True,
         )  # fmt: skip
 
-    def predict(self, request: RequestMetadata) -> float:
+    def predict(self, request: RequestView) -> float:
         """Tokens of its whole answer, at least those that are there and one more."""
         kind = self._running[request.request_id][0]
         most = request.max_new_tokens
@@ -76,7 +76,7 @@ class Shortest(SchedulingStrategy):
     def report(self) -> dict[str, float]:
         return {"kinds": len(self._means), **self.times.report()}
 
-    def _left_s(self, request: RequestMetadata, token_s: float) -> float:
+    def _left_s(self, request: RequestView, token_s: float) -> float:
         left_s = (self.predict(request) - request.num_generated) * token_s
         if request.phase is Phase.PREFILL:
             left_s += self.times.prefill_s(unfinished_tokens(request), max(request.num_computed, 0))

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sagellm.core.hooks import Phase, RequestId, RequestMetadata, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestId, RequestView, StepResult, StepView
 from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.options import check_count, check_number
 from sagellm.scheduler_ir.strategies.ordering import unfinished_tokens
@@ -32,8 +32,8 @@ class Ranked:
         first_due_s: the least `due_s` of those that wait and can be in time; infinity if there is none.
     """
 
-    waiting: list[RequestMetadata]
-    running: list[RequestMetadata]
+    waiting: list[RequestView]
+    running: list[RequestView]
     slack_s: dict[RequestId, float]
     stream_slack_s: list[float]
     decode_s: float
@@ -101,8 +101,8 @@ class SlackOrder:
         return Ranked(ordered, by_due, slack_s, streams, decode_s, dues, patience_s, first_due_s, reasons)
 
     def _admit(
-        self, waiting: Sequence[RequestMetadata], dues: dict[RequestId, float], now_s: float
-    ) -> tuple[list[RequestMetadata], list[RequestMetadata], list[RequestMetadata], dict[RequestId, float]]:
+        self, waiting: Sequence[RequestView], dues: dict[RequestId, float], now_s: float
+    ) -> tuple[list[RequestView], list[RequestView], list[RequestView], dict[RequestId, float]]:
         """In time by due time, without a target and too late by arrival, and each one's slack."""
         base_s = self._times.prefill_s(0)
         costs = {
@@ -133,7 +133,7 @@ class SlackOrder:
         behind = _by_arrival(request for request in aimed if request.request_id in late)
         return [request for request in aimed if request.request_id not in late], free, behind, slack_s
 
-    def _due_s(self, request: RequestMetadata, decode_s: float) -> float:
+    def _due_s(self, request: RequestView, decode_s: float) -> float:
         """When its next token should be there. TPOT is an average: who was quick has time left."""
         service = request.service
         if request.num_generated > 0:
@@ -142,15 +142,15 @@ class SlackOrder:
             due_s = request.arrival_s + (self._ttft_s if service.ttft_s == math.inf else service.ttft_s)
         return min(due_s, service.deadline_s - max(self._left(request) - 1, 0) * decode_s)
 
-    def _tpot_of(self, request: RequestMetadata) -> float:
+    def _tpot_of(self, request: RequestView) -> float:
         asked_s = request.service.tpot_s
         return self._tpot_s if asked_s == math.inf else asked_s
 
-    def _left(self, request: RequestMetadata) -> int:
+    def _left(self, request: RequestView) -> int:
         """Tokens of its answer that are still to come, most likely; 0 where it has no limit or is longer than most."""
         return max(min(request.max_new_tokens, math.ceil(self._mean_tokens)) - request.num_generated, 0)
 
-    def _is_lost(self, request: RequestMetadata, due_s: float, now_s: float, decode_s: float) -> bool:
+    def _is_lost(self, request: RequestView, due_s: float, now_s: float, decode_s: float) -> bool:
         """Whether a stream has no target, or does not meet it even if all steps from now on were decode steps."""
         if due_s == math.inf:
             return True
@@ -168,5 +168,5 @@ def optional_seconds(strategy: str, option: str, value: object) -> float:
     return math.inf if value is None else check_number(strategy, option, value, 1e-6)
 
 
-def _by_arrival(requests: Iterable[RequestMetadata]) -> list[RequestMetadata]:
+def _by_arrival(requests: Iterable[RequestView]) -> list[RequestView]:
     return sorted(requests, key=lambda request: request.arrival_s)

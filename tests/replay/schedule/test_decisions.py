@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sagellm.core.errors import ConfigError, TraceError
-from sagellm.core.hooks import Phase, RequestMetadata, ScheduleDecision, ServiceLevel, StepView
+from sagellm.core.hooks import Phase, RequestView, ScheduleDecision, ServiceLevel, StepView
 from sagellm.replay.schedule.decisions import DecisionLine, first_difference, read_decisions, write_decisions
 from sagellm.replay.schedule.virtual_run import virtual_run
 from tests.replay.schedule.made import request
@@ -91,11 +91,15 @@ FLOATS = st.one_of(LIKELY, st.floats(0, 1e9, allow_nan=False))
 FINITE = FLOATS.filter(math.isfinite)
 SERVICES = st.builds(ServiceLevel, st.integers(-100, 100), st.sampled_from(["", "a"]), FLOATS, FLOATS, FLOATS)
 ROWS = st.builds(
-    RequestMetadata, st.integers(0, 3), st.sampled_from(Phase), *[st.integers(0, 9)] * 4, FINITE,
+    RequestView, st.integers(0, 3), st.sampled_from(Phase), *[st.integers(0, 9)] * 4, FINITE,
     st.sampled_from(["", "lora"]), st.one_of(st.just(ServiceLevel()), SERVICES), st.integers(0, 9), FLOATS, FLOATS,
 )  # fmt: skip
 QUEUES = st.lists(ROWS, max_size=4, unique_by=lambda row: row.request_id).map(tuple)
-VIEWS = st.builds(StepView, st.integers(1, 9), st.sampled_from(Phase), QUEUES, *[st.integers(0, 9)] * 4, FINITE)
+COUNTS = ("free_blocks", "token_budget", "max_batch_size", "num_in_flight")
+VIEWS = st.builds(
+    StepView, step=st.integers(1, 9), phase=st.sampled_from(Phase), requests=QUEUES, now_s=FINITE,
+    **dict.fromkeys(COUNTS, st.integers(0, 9)),
+)  # fmt: skip
 
 
 @given(st.lists(st.tuples(VIEWS, st.booleans(), st.sampled_from([None, *Phase])), min_size=1, max_size=5))

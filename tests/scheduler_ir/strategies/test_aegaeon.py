@@ -5,8 +5,9 @@ from itertools import groupby
 import pytest
 
 from sagellm.core.errors import PlanError
-from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestView, StepResult
 from sagellm.scheduler_ir.strategies.aegaeon import Aegaeon, quotas
+from tests.scheduler_ir.made import view
 from tests.scheduler_ir.strategies.loads import request, run
 
 
@@ -94,11 +95,11 @@ def test_options_that_make_no_sense(option):
 
 
 def row(name, adapter, phase=Phase.DECODE):
-    return RequestMetadata(name, phase, 60, 59, 5, 4, 0.01 * name, adapter, max_new_tokens=500)
+    return RequestView(name, phase, 60, 59, 5, 4, 0.01 * name, adapter, max_new_tokens=500)
 
 
 def asked(strategy, *requests, in_flight=0):
-    return strategy.decide(StepView(0, Phase.DECODE, requests, 1000, 4096, 8, in_flight, 10.0))
+    return strategy.decide(view(*requests, free_blocks=1000, max_batch_size=8, num_in_flight=in_flight, now_s=10.0))
 
 
 def test_a_turn_is_counted_in_steps_that_were_done():

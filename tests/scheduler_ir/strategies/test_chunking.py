@@ -4,12 +4,13 @@ import math
 
 import pytest
 
-from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestView, StepResult
 from sagellm.core.scheduling import ServiceLevel
 from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.simulation.base import LinearCosts
 from sagellm.scheduler_ir.strategies.adaptive import Adaptive
 from sagellm.scheduler_ir.strategies.chunking import ChunkSizer
+from tests.scheduler_ir import made
 from tests.scheduler_ir.strategies.loads import request, run
 
 DECODE_S, TOKEN_S = 0.02, 0.001
@@ -23,18 +24,18 @@ def teach(observe):
 
 
 def stream(last_s, tpot_s=math.inf):
-    return RequestMetadata(
+    return RequestView(
         1, Phase.DECODE, 60, 59, 10, 4, 0.0, service=ServiceLevel(tpot_s=tpot_s), max_new_tokens=500,
         first_token_s=0.0, last_token_s=last_s,
     )  # fmt: skip
 
 
 def prompt(name, tokens=1000):
-    return RequestMetadata(name, Phase.PREFILL, tokens, 0, 0, 0, 0.1, max_new_tokens=10)
+    return RequestView(name, Phase.PREFILL, tokens, 0, 0, 0, 0.1, max_new_tokens=10)
 
 
 def view(*requests, in_flight=0, now_s=1.0):
-    return StepView(0, Phase.PREFILL, requests, 1000, 4096, 8, in_flight, now_s)
+    return made.view(*requests, phase=Phase.PREFILL, free_blocks=1000, max_batch_size=8, num_in_flight=in_flight, now_s=now_s)
 
 
 def test_a_chunk_on_the_device_counts_as_time_that_streams_wait():

@@ -1,17 +1,18 @@
 """Counters of tenants: who stands where when it begins to wait, and which are kept."""
 
-from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestView, StepResult
 from sagellm.core.scheduling import ServiceLevel
 from sagellm.scheduler_ir.strategies.fair import MAX_ABSENT, Fair
+from tests.scheduler_ir.made import view
 from tests.scheduler_ir.strategies.loads import request, run
 
 
 def row(name, tenant, phase=Phase.PREFILL):
-    return RequestMetadata(name, phase, 100, 0, 0, 0, float(name), service=ServiceLevel(tenant_id=tenant))
+    return RequestView(name, phase, 100, 0, 0, 0, float(name), service=ServiceLevel(tenant_id=tenant))
 
 
 def see(fair, *requests, in_flight=0):
-    return fair.decide(StepView(0, Phase.PREFILL, requests, 100, 4096, 8, in_flight, 0.0))
+    return fair.decide(view(*requests, phase=Phase.PREFILL, max_batch_size=8, num_in_flight=in_flight))
 
 
 def test_a_long_stream_of_a_tenant_that_does_not_wait_is_no_measure_for_newcomers():

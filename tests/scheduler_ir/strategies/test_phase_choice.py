@@ -4,10 +4,11 @@ import math
 
 import pytest
 
-from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestView, StepResult
 from sagellm.core.scheduling import ServiceLevel
 from sagellm.scheduler_ir.strategies.hybrid import Hybrid
 from sagellm.scheduler_ir.strategies.slo_aware import SloAware
+from tests.scheduler_ir import made
 from tests.scheduler_ir.strategies.loads import request, run
 
 DECODE_S, TOKEN_S = 0.02, 0.001
@@ -23,7 +24,7 @@ def taught(strategy, pair_s=0.0):
 
 
 def stream(first_s, generated=10, tpot_s=0.1):
-    return RequestMetadata(
+    return RequestView(
         1, Phase.DECODE, 60, 59, generated, 4, 0.0, service=ServiceLevel(tpot_s=tpot_s), max_new_tokens=500,
         first_token_s=first_s, last_token_s=10.0,
     )  # fmt: skip
@@ -31,11 +32,11 @@ def stream(first_s, generated=10, tpot_s=0.1):
 
 def prompt(name, tokens=1000, ttft_s=math.inf, computed=0):
     level = ServiceLevel(ttft_s=ttft_s)
-    return RequestMetadata(name, Phase.PREFILL, tokens, computed, 0, 0, 10.0, service=level, max_new_tokens=10)
+    return RequestView(name, Phase.PREFILL, tokens, computed, 0, 0, 10.0, service=level, max_new_tokens=10)
 
 
 def view(*requests, in_flight=0):
-    return StepView(0, Phase.PREFILL, requests, 1000, 4096, 8, in_flight, 10.0)
+    return made.view(*requests, phase=Phase.PREFILL, free_blocks=1000, max_batch_size=8, num_in_flight=in_flight, now_s=10.0)
 
 
 @pytest.mark.parametrize("strategy", [SloAware, Hybrid])

@@ -4,10 +4,11 @@ import math
 
 import pytest
 
-from sagellm.core.hooks import Phase, RequestMetadata, StepResult, StepView
+from sagellm.core.hooks import Phase, RequestView, StepResult
 from sagellm.core.scheduling import ServiceLevel
 from sagellm.core.step_times import StepTimes
 from sagellm.scheduler_ir.strategies.slack import SlackOrder
+from tests.scheduler_ir.made import view
 
 TOKEN_S = 0.001  # a token of a prompt; steps cost nothing besides
 
@@ -21,7 +22,7 @@ def times():
 
 
 def waits(name, tokens, ttft_s=math.inf, arrival_s=0.0):
-    return RequestMetadata(
+    return RequestView(
         name, Phase.PREFILL, tokens, 0, 0, 0, arrival_s, service=ServiceLevel(ttft_s=ttft_s), max_new_tokens=10
     )
 
@@ -30,7 +31,7 @@ def rank(times, requests, num_prefills=0, now_s=0.0):
     order = SlackOrder("test", times, math.inf, math.inf, 4)
     for _ in range(num_prefills):
         order.on_step_end(StepResult(0, Phase.PREFILL, 1, 1, 0.0))
-    return order.rank(StepView(0, Phase.PREFILL, tuple(requests), 100, 4096, 8, 0, now_s))
+    return order.rank(view(*requests, phase=Phase.PREFILL, max_batch_size=8, now_s=now_s))
 
 
 def test_least_slack_first_then_no_target_then_too_late(times):
@@ -60,7 +61,7 @@ def test_every_so_often_the_oldest_comes_first(times):
 
 def test_a_stream_that_was_quick_has_time_left(times):
     def runs(name, generated, first_s=0.0, left=50):
-        return RequestMetadata(
+        return RequestView(
             name, Phase.DECODE, 100 + generated, 100, generated, 7, 0.0, service=ServiceLevel(tpot_s=0.1),
             max_new_tokens=generated + left, first_token_s=first_s, last_token_s=1.0,
         )  # fmt: skip
@@ -73,11 +74,11 @@ def test_a_stream_that_was_quick_has_time_left(times):
 def test_defaults_are_for_those_that_ask_for_nothing(times):
     def due_s(request):
         order = SlackOrder("test", times, 1.0, 0.1, 4)
-        ranked = order.rank(StepView(0, Phase.PREFILL, (request,), 100, 4096, 8, 0, 0.0))
+        ranked = order.rank(view(request, phase=Phase.PREFILL, max_batch_size=8))
         return ranked.due_s[request.request_id]
 
     assert due_s(waits(1, 100, 5.0)) == 5.0 and due_s(waits(1, 100, 0.5)) == 0.5 and due_s(waits(1, 100)) == 1.0
-    stream = RequestMetadata(
+    stream = RequestView(
         1, Phase.DECODE, 104, 100, 4, 7, 0.0, service=ServiceLevel(tpot_s=0.5), max_new_tokens=50,
         first_token_s=1.0, last_token_s=1.0,
     )  # fmt: skip
@@ -86,17 +87,17 @@ def test_defaults_are_for_those_that_ask_for_nothing(times):
 
 def test_a_limit_is_no_length(times):
     order = SlackOrder("test", times, math.inf, math.inf, 4)
-    asks = RequestMetadata(
+    asks = RequestView(
         1, Phase.PREFILL, 100, 0, 0, 0, 0.0, service=ServiceLevel(deadline_s=20.0), max_new_tokens=30_000
     )
-    view = StepView(0, Phase.PREFILL, (waits(2, 100), asks), 100, 4096, 8, 0, 0.0)
-    assert [request.request_id for request in order.rank(view).waiting] == [1, 2]
-    before_s = order.rank(view).due_s[1]
+    seen = view(waits(2, 100), asks, phase=Phase.PREFILL, max_batch_size=8)
+    assert [request.request_id for request in order.rank(seen).waiting] == [1, 2]
+    before_s = order.rank(seen).due_s[1]
     for number in range(100, 200):  # answers of ten tokens come to their end
-        row = RequestMetadata(number, Phase.DECODE, 110, 109, 10, 7, 0.0, max_new_tokens=30_000)
-        order.rank(StepView(0, Phase.DECODE, (row,), 100, 4096, 8, 0, 0.0))
+        row = RequestView(number, Phase.DECODE, 110, 109, 10, 7, 0.0, max_new_tokens=30_000)
+        order.rank(view(row, max_batch_size=8))
         order.on_request_end(number)
-    assert before_s < 19 < order.rank(view).due_s[1] < 20
+    assert before_s < 19 < order.rank(seen).due_s[1] < 20
 
 
 def test_most_are_in_time_in_the_order_in_which_they_are_due(times):
