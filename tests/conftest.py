@@ -141,9 +141,9 @@ def start_engine(model_folder: Callable[[str], Path]) -> Iterator[Callable]:
     engines = []
 
     def start(*plugins: str | PluginSpec, model: str = "llama", pd: PDHooks | None = None, **config):
-        values = dict(device="cpu", threads=1, block_size=16, kv_blocks=64, max_batch_size=8) | config
         specs = tuple(PluginSpec(name=p) if isinstance(p, str) else p for p in plugins)
-        engine = LMDeployEngine(SageConfig(model=model_folder(model), plugins=specs, **values), pd=pd)
+        values = dict(device="cpu", threads=1, block_size=16, kv_blocks=64, max_batch_size=8, plugins=specs) | config
+        engine = LMDeployEngine(SageConfig(model=model_folder(model), **values), pd=pd)
         engines.append(engine)
         return engine
 

@@ -80,8 +80,11 @@ def check_schedule(answer: Any, view: StepView) -> ScheduleDecision | None:
     if any(tokens < 1 for tokens in chunks.values()):
         raise Nonsense(f"chunk_tokens {chunks}; a request gets at least 1 token")
     reasons = {request: str(reason) for request, reason in _by_request(answer.reasons, "reasons", ids)}
+    drafts = {request: index(tokens) for request, tokens in _by_request(answer.draft_tokens, "draft_tokens", ids)}
+    if any(tokens < 0 for tokens in drafts.values()):
+        raise Nonsense(f"draft_tokens {drafts}; a request gets 0 guesses or more")
     phase = None if answer.phase is None else Phase(answer.phase)
-    return ScheduleDecision(order, frozenset(hold), budget, str(answer.reason), phase, chunks, reasons)
+    return ScheduleDecision(order, frozenset(hold), budget, str(answer.reason), phase, chunks, reasons, drafts)
 
 
 def _by_request(given: Any, what: str, ids: list[int]) -> list[tuple[int, Any]]:

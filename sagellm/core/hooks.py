@@ -315,6 +315,33 @@ class EngineHandle(Protocol):
         """
         ...
 
+    @property
+    def checks_drafts(self) -> bool:
+        """Whether the engine's steps can check proposed tokens (`ScheduleDecision.draft_tokens`)."""
+        ...
+
+    def request_blocks(self, request_id: RequestId) -> tuple[BlockId, ...]:
+        """Return the blocks of a request, those of its first tokens first.
+
+        In `on_request_end` of an engine with a host tier the request has its blocks still, and `migrate_blocks` takes those
+        that are cached.
+
+        Raises:
+            PluginError: no such request, or the engine does not know.
+        """
+        ...
+
+    def transfer_state(self, request_id: RequestId) -> str:
+        """Return what became of the transfer of a request's keys and values in a prefill/decode group.
+
+        "arrived": they came from another engine. "read": another engine has read them. "": there was none, or it has not ended.
+        Other texts say why it failed.
+
+        Raises:
+            PluginError: no such request.
+        """
+        ...
+
     def host_bytes(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         """Return copies of cached blocks of the host tier: uint8 [block_bytes] each, by layer, keys before values.
 

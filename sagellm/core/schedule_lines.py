@@ -73,6 +73,8 @@ class ScheduleLines:
                 token_budget=decision.token_budget, wanted=None if decision.phase is None else decision.phase.value,
                 chunk_tokens=dict(decision.chunk_tokens), reason=decision.reason, reasons=dict(decision.reasons),
             )  # fmt: skip
+            if decision.draft_tokens:
+                line["draft_tokens"] = dict(decision.draft_tokens)
         now_ns = ns_of(view.now_s)
         terms = [row for request in view.requests if (row := self._news(request)) is not None]
         line |= dict(now_s=view.now_s, own=view.phase.value, queue=[_row(request, now_ns) for request in view.requests])

@@ -145,6 +145,8 @@ class ScheduleDecision:
             step, and the request keeps its blocks. Only the first request of a step may be cut. Where the engine cannot cut
             one, it computes all of it, and `StepResult.refused` says why.
         reasons: request id -> why it is where it is, for the record.
+        draft_tokens: request id -> at most so many guesses of a decode step, from 0 on; other requests get as many as the
+            engine's speculative strategy proposes. An engine without one ignores it.
     """
 
     order: Sequence[int] | None = None
@@ -154,6 +156,7 @@ class ScheduleDecision:
     phase: Phase | None = None
     chunk_tokens: Mapping[int, int] = field(default_factory=dict)
     reasons: Mapping[int, str] = field(default_factory=dict)
+    draft_tokens: Mapping[int, int] = field(default_factory=dict)
 
 
 class StepResult(NamedTuple):

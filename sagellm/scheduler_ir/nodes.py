@@ -21,7 +21,7 @@ class NodeType(str, Enum):
     KV_TRANSFER = "kv_transfer"  # request, start, tokens, src_instance, dst_instance, bytes
     PREFILL_CHUNK = "prefill_chunk"  # request, start, tokens: of the prompt, computed in one step
     DECODE_STEP = "decode_step"  # requests: one further token of each, in one step
-    VERIFY = "verify"  # requests, drafts: of each so many proposed tokens are checked in one step
+    VERIFY = "verify"  # requests, drafts: of each at most so many proposed tokens are checked in one step
     SAMPLE = "sample"  # requests: whose next token is drawn
     COLLECTIVE = "collective"  # op, bytes, group
 
@@ -81,6 +81,11 @@ class IRNode:
             object.__setattr__(self, what, names)
         for name, kind in FIELDS[self.node_type].items():
             _check(self.node_id, name, self.config.get(name), kind)
+        if self.node_type is NodeType.VERIFY and len(self.config["drafts"]) != len(self.config["requests"]):
+            raise PlanError(
+                f"node {self.node_id}: {len(self.config['drafts'])} drafts for {len(self.config['requests'])} requests; give "
+                "one number for each."
+            )
 
     @property
     def requests(self) -> tuple[int, ...]:

@@ -11,15 +11,15 @@ from sagellm.scheduler_ir.request_progress import RequestProgress, Seen
 
 __all__ = ["CANNOT", "NodeRun", "PlanProgress", "Work"]
 
-# The hooks reach requests and steps. What lies beside them cannot be asked of an engine that way.
+# No hook starts these.
 CANNOT: Mapping[NodeType, str] = MappingProxyType({
-    NodeType.KV_TRANSFER: "no hook moves keys and values to or from another engine; what is missing here is computed here",
-    NodeType.KV_STORE: "the engine's KV plug-in says what goes to a slower tier, not a plan",
     NodeType.COLLECTIVE: "the engine's workers run the collectives of their model by themselves",
-    NodeType.VERIFY: "the engine checks no proposed tokens; it decodes one token a step",
 })  # fmt: skip
 # The engine does these with its lookup, just before it computes: they delay no step, and their result is seen afterwards.
 WITH_LOOKUP = (NodeType.PREFIX_FETCH, NodeType.KV_LOAD)
+# These happen before a request joins the queue, or when it leaves: they delay no step either.
+BESIDE_STEPS = (*WITH_LOOKUP, NodeType.KV_TRANSFER, NodeType.KV_STORE)
+DECODES = (NodeType.DECODE_STEP, NodeType.VERIFY)
 OPEN = (NodeState.WAITING, NodeState.RUNNING)
 
 
@@ -59,13 +59,14 @@ class NodeRun:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Wishes of a node for the next step. `chunk`: cut the prompt there. `is_extra`: a decode step's requests have prompt
-    tokens left that no node computes, so that they come first."""
+    """Wishes of a node for the next step. `chunk`: cut the prompt there. `drafts`: most guesses of each request. `is_extra`: a
+    decode step's requests have prompt tokens left that no node computes, so that they come first."""
 
     run: NodeRun
     phase: Phase
     requests: tuple[RequestId, ...]
     chunk: int | None = None
+    drafts: tuple[int, ...] = ()
     is_extra: bool = False
 
 
@@ -90,6 +91,13 @@ class PlanProgress:
             run = self.runs[node.node_id] = NodeRun(node, before, set(node.requests))
             if node.node_type in CANNOT:
                 self._settle(run, NodeState.REFUSED, CANNOT[node.node_type])
+            elif node.node_type is NodeType.KV_TRANSFER:
+                source, target = self._end(node, "src"), self._end(node, "dst")
+                if self._devices.isdisjoint((source, target)):
+                    self._settle(run, NodeState.REFUSED, f"it goes from {source} to {target}; this engine is neither")
+            elif node.node_type is NodeType.KV_STORE and (node.config["src_tier"], node.config["dst_tier"]) != ("gpu", "cpu"):
+                pair = f"{node.config['src_tier']} -> {node.config['dst_tier']}"
+                self._settle(run, NodeState.REFUSED, f"a plan stores from gpu to cpu, not {pair}; policies do the rest")
         self._open = list(self.runs.values())
         self._index()
         self._settle_samples()
@@ -107,7 +115,7 @@ class PlanProgress:
         return {
             request for request in self.plan.request_ids
             if any(
-                run.is_open and request in run.pending and run.node.node_type not in WITH_LOOKUP
+                run.is_open and request in run.pending and run.node.node_type not in BESIDE_STEPS
                 for run in self._left(self._of, request)
             )
         }  # fmt: skip
@@ -136,7 +144,7 @@ class PlanProgress:
             kind = run.node.node_type
             if any(one.is_open and id(one) not in passed for one in run.before):
                 continue
-            if kind in WITH_LOOKUP:
+            if kind in BESIDE_STEPS:
                 passed.add(id(run))
             elif kind is not NodeType.SAMPLE and all(request in rows for request in run.pending):
                 yield from self._work(run, rows)
@@ -190,11 +198,11 @@ class PlanProgress:
                 run.is_unnamed = run.asked == result.step and is_prompt is (result.phase is Phase.PREFILL)
         refused = dict(result.refused)
         own = set(self.plan.request_ids)
-        for request, _ in result.computed:
+        for request, num_tokens in result.computed:
             if request not in own or request not in progress:
                 continue
             if result.phase is Phase.DECODE:
-                self._decoded(request, result.step)
+                self._decoded(request, result.step, num_tokens)
                 continue
             for run in self._open_of(request):
                 if run.node.node_type is NodeType.PREFILL_CHUNK and run.state is NodeState.RUNNING:
@@ -230,16 +238,41 @@ class PlanProgress:
             if with_running or run.state is NodeState.WAITING:
                 self._settle(run, NodeState.CANCELLED, why)
 
+    def refuse(self, kind: NodeType, why: str) -> None:
+        """This engine cannot do nodes of this kind."""
+        for run in self.open:
+            if run.node.node_type is kind:
+                self._settle(run, NodeState.REFUSED, why)
+
+    def arriving(self) -> list[NodeRun]:
+        """Open transfers to this engine."""
+        return [run for run in self._moves if run.is_open and self._end(run.node, "dst") in self._devices]
+
+    def leaving(self, request: RequestId) -> list[NodeRun]:
+        """Open transfers and stores of a request that has just ended: they happen now, or never."""
+        return [run for run in self._open_of(request) if run.node.node_type in (NodeType.KV_STORE, NodeType.KV_TRANSFER)]
+
+    def moved(self, run: NodeRun, detail: str, is_done: bool) -> None:
+        """The outcome of a transfer or a store."""
+        run.pending.clear()
+        run.ran = is_done
+        self._settle(run, NodeState.DONE if is_done else NodeState.REFUSED, detail)
+
     # ---- what follows
+
+    @staticmethod
+    def _end(node: IRNode, end: str) -> str:
+        return str(node.config[f"{end}_instance"])
 
     def _work(self, run: NodeRun, rows: Mapping[RequestId, RequestView]) -> Iterator[Work]:
         requests = tuple(request for request in run.node.requests if request in run.pending)
         behind = tuple(request for request in requests if rows[request].phase is Phase.PREFILL)
-        if run.node.node_type is NodeType.DECODE_STEP:
+        if run.node.node_type in DECODES:
             if behind:
                 yield Work(run, Phase.PREFILL, behind, is_extra=True)
             elif requests:
-                yield Work(run, Phase.DECODE, requests)
+                most = dict(zip(run.node.requests, run.node.config.get("drafts", ()), strict=False))
+                yield Work(run, Phase.DECODE, requests, drafts=tuple(most.get(request, 0) for request in requests))
         elif behind:
             row = rows[behind[0]]
             # One that lost its blocks has its answer's tokens behind the prompt: the last chunk takes them along.
@@ -251,15 +284,16 @@ class PlanProgress:
 
     def _index(self) -> None:
         """All nodes by request, and those of ranges of tokens and of decode steps: a step must not look at every node."""
+        self._moves = [run for run in self._open if run.node.node_type is NodeType.KV_TRANSFER]
         self._of: dict[RequestId, list[NodeRun]] = {request: [] for request in self.plan.request_ids}
         self._ranges: dict[RequestId, list[NodeRun]] = {request: [] for request in self.plan.request_ids}
         self._decodes: dict[RequestId, list[NodeRun]] = {request: [] for request in self.plan.request_ids}
         for run in self._open:
             for request in run.node.requests:
                 self._of[request].append(run)
-                if run.node.node_type is NodeType.DECODE_STEP:
+                if run.node.node_type in DECODES:
                     self._decodes[request].append(run)
-                elif "tokens" in run.node.config:
+                elif "tokens" in run.node.config and run.node.node_type not in (NodeType.KV_TRANSFER, NodeType.KV_STORE):
                     self._ranges[request].append(run)
 
     def _left(self, index: dict[RequestId, list[NodeRun]], request: RequestId) -> list[NodeRun]:
@@ -311,11 +345,14 @@ class PlanProgress:
         else:
             self._settle(run, NodeState.DONE, run.detail)
 
-    def _decoded(self, request: RequestId, step: int) -> None:
-        """It has one further token: the first decode step that waits for one of this request has it."""
+    def _decoded(self, request: RequestId, step: int, num_tokens: int = 1) -> None:
+        """It has further tokens: the first decode step that waits for one of this request has them."""
         for run in self._left(self._decodes, request)[:1]:
             if run.state is NodeState.WAITING and run.asked < 0:
                 run.detail = f"decoded in step {step}, before it was asked for"
+            if run.node.node_type is NodeType.VERIFY:
+                run.detail = f"{run.detail}, " if run.steps else ""
+                run.detail += f"request {request} got {num_tokens} tokens in step {step}"
             run.pending.discard(request)
             run.steps.append(step)
             run.ran = True

@@ -7,6 +7,7 @@ from typing import Any
 from sagellm.core.errors import PlanError
 from sagellm.core.hooks import (
     EngineHandle,
+    MigrationPlan,
     Phase,
     Plugin,
     RequestId,
@@ -14,8 +15,10 @@ from sagellm.core.hooks import (
     ScheduleDecision,
     StepResult,
     StepView,
+    Tier,
 )
 from sagellm.scheduler_ir.given_strategy import given_strategy
+from sagellm.scheduler_ir.nodes import IRNode, NodeType
 from sagellm.scheduler_ir.plan import ExecutionPlan, NodeState, PlanState, PlanStatus
 from sagellm.scheduler_ir.plan_progress import PlanProgress, Work
 from sagellm.scheduler_ir.request_progress import RequestProgress
@@ -79,7 +82,7 @@ class PlanRunner(Plugin):
         self._owner: dict[RequestId, PlanProgress] = {}
         self._requests: dict[RequestId, RequestProgress] = {}
         self._ended: dict[RequestId, None] = {}  # the latest last
-        self._is_closed = False
+        self._is_closed = self._is_new = False
         self._num_plans = self._num_refused = self._num_given_up = 0
 
     # ---- ExecutorAPI
@@ -90,6 +93,7 @@ class PlanRunner(Plugin):
         with self._lock:
             self._check(plan)
             progress = PlanProgress(plan, self._devices)
+            self._is_new = True
             self._num_plans += 1
             self._active[plan.plan_id] = progress
             for request in plan.request_ids:
@@ -154,6 +158,8 @@ class PlanRunner(Plugin):
             if len(self._ended) > NUM_ENDED:
                 del self._ended[next(iter(self._ended))]
             for plan in list(self._active.values()):
+                for run in plan.leaving(request_id):
+                    plan.moved(run, *self._leave(run.node, request_id))
                 plan.end(request_id)
             self._retire()
             self._forget_ended()
@@ -247,9 +253,45 @@ class PlanRunner(Plugin):
                 )
                 self._ended.pop(request, None)
             seen[request] = known.view(row)
+        if self._is_new and not (self._engine is not None and self._engine.checks_drafts):
+            for plan in self._active.values():
+                plan.refuse(NodeType.VERIFY, "this engine checks no proposed tokens; start it with a speculative strategy")
+        self._is_new = False
         for plan in list(self._active.values()):
+            for run in plan.arriving():
+                if (request := run.node.requests[0]) in rows:
+                    plan.moved(run, *self._arrival(request))
             plan.view(view.step, rows, self._requests, seen)
         self._retire()
+
+    def _arrival(self, request: RequestId) -> tuple[str, bool]:
+        """Return the outcome of a transfer to this engine, once its request has joined the queue, and whether it was made."""
+        state = "" if self._engine is None else self._engine.transfer_state(request)
+        if state == "arrived":
+            return "its keys and values arrived", True
+        return f"{state or 'the request was sent here without a transfer'}; what is missing is computed here", False
+
+    def _leave(self, node: IRNode, request: RequestId) -> tuple[str, bool]:
+        """Carry out a store, or ask what became of a transfer, when the request has ended. As `_arrival`."""
+        if self._engine is None:
+            return "the runner has no engine handle", False
+        if node.node_type is NodeType.KV_TRANSFER:
+            state = self._engine.transfer_state(request)
+            if state == "read":
+                return "the other engine has read it", True
+            return state or "the request was sent here without a transfer", False
+        if not self._engine.block_counts().host_total:
+            return "this engine has no host tier; give it one (host_kv_blocks)", False
+        size, start = self._engine.block_size, node.config["start"]
+        first, last = -(-start // size), (start + node.config["tokens"]) // size
+        blocks = self._engine.request_blocks(request)[first:last]
+        if not blocks:
+            return f"no whole block of {size} tokens lies in its range", False
+        result = self._engine.migrate_blocks(MigrationPlan(Tier.GPU, Tier.CPU, blocks))
+        if not result.refused:
+            return f"{len(blocks)} blocks of {size} tokens moved to cpu", True
+        block, why = next(iter(result.refused.items()))
+        return f"{len(result.moved)} of {len(blocks)} blocks moved to cpu; block {block}: {why}", False
 
     def _choose(self, rows: dict[RequestId, RequestView]) -> list[Work]:
         """The works of the next step, those of the first plan that has any first."""
@@ -306,6 +348,9 @@ class PlanRunner(Plugin):
         hold = {*held, *rest.hold}
         reasons = {**rest.reasons, **held}
         chunks = dict(rest.chunk_tokens)
+        drafts = dict(rest.draft_tokens)
+        for work in works:  # a decode step is one token, unless guesses are asked for
+            drafts.update(zip(work.requests, work.drafts, strict=False))
         if works:
             # Only the first of a step can be cut. A free one that is to be cut waits for a step that no plan begins,
             # but no longer than it may: then it goes whole.
@@ -328,4 +373,5 @@ class PlanRunner(Plugin):
             phase=works[0].phase if works else rest.phase,
             chunk_tokens=chunks,
             reasons=reasons,
+            draft_tokens=drafts,
         )

@@ -63,5 +63,5 @@ class RequestProgress:
         self.position += num_tokens
         self.num_heard += num_tokens
         if phase is Phase.DECODE:
-            self.num_generated += 1
-            self.num_tokens += 1
+            self.num_generated += num_tokens  # several where guesses were right
+            self.num_tokens += num_tokens

@@ -83,7 +83,9 @@ class StrategyPlugin(PlanRunner):
         self._num_nodes += len(graph)
         self._write(view, decision, graph)
         # A graph says who does what, and when; why it is so the strategy knows.
-        return replace(lower(graph, view), reason=decision.reason, reasons=decision.reasons)
+        return replace(
+            lower(graph, view), reason=decision.reason, reasons=decision.reasons, draft_tokens=decision.draft_tokens
+        )
 
     def on_step_end(self, result: StepResult) -> None:
         self._outcomes.result(result)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,17 +23,28 @@ from sagellm.engines.lmdeploy.kv_manager import KVManager
 OUTSIDE = "the engine handle works inside a hook only, on the thread that runs the hook."
 
 
+class Requests(Protocol):
+    """Questions of a handle about requests; each raises PluginError for one that is unknown."""
+
+    def tokens_of(self, request_id: int) -> tuple[np.ndarray, str]: ...
+
+    def blocks_of(self, request_id: int) -> tuple[int, ...]: ...
+
+    def transfer_of(self, request_id: int) -> str: ...
+
+    def checks_drafts(self) -> bool: ...
+
+
 class Handle:
     """Works inside a hook only. Each request runs to its end before the engine goes on, even after an overrun."""
 
     def __init__(
-        self, kv: KVManager, guard: PluginGuard, recorder: Recorder, tokens_of: Callable[[int], tuple[np.ndarray, str]],
-        layout: str = "",
-    ) -> None:  # fmt: skip
+        self, kv: KVManager, guard: PluginGuard, recorder: Recorder, requests: Requests, layout: str = ""
+    ) -> None:
         self._kv = kv
         self._guard = guard
         self._recorder = recorder
-        self._tokens_of = tokens_of
+        self._requests = requests
         self.layout = layout
         self.block_size = kv.block_size
 
@@ -86,7 +97,17 @@ class Handle:
         self._recorder.write(event, **fields)
 
     def request_tokens(self, request_id: int) -> tuple[np.ndarray, str]:
-        return self._ask(self._tokens_of, int(request_id))
+        return self._ask(self._requests.tokens_of, int(request_id))
+
+    @property
+    def checks_drafts(self) -> bool:
+        return self._ask(self._requests.checks_drafts)
+
+    def request_blocks(self, request_id: int) -> tuple[int, ...]:
+        return self._ask(self._requests.blocks_of, int(request_id))
+
+    def transfer_state(self, request_id: int) -> str:
+        return self._ask(self._requests.transfer_of, int(request_id))
 
     def host_bytes(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         return self._ask(self._kv.host_bytes, self._plain(block_ids))

@@ -54,6 +54,7 @@ class KVManager:
         self.cache_engine: Any = None  # LMDeploy's, where it is in this process; set once the engine is built
         self.host_blocks = HostBlocks(scheduler, cache, block_bytes, self._open_host_memory)
         self.pool = LMDeployPool(scheduler, self)
+        self.ending: Any = None  # LMDeploy's session whose end plug-ins are told of now
         self.tenant_of: dict[int, str] = {}  # cached block -> the tenant that computed it, where it has a name
         self._num_sent = 0
         self._outs: dict[int, int] = {}  # pool slot -> host slot, to be copied with the next pass
@@ -292,7 +293,10 @@ class KVManager:
     def _why_not(self, block: int) -> str:
         if not self._cache.holds(block):
             return "not a cached block"
-        return "" if self._allocator.get_ref_count(np.array([block]))[0] == 1 else "in use by a request"
+        num_holders = self._allocator.get_ref_count(np.array([block]))[0]
+        if num_holders == 2 and self.ending is not None:  # the cache, and perhaps the request that is about to give it back
+            num_holders -= any(block in seq.logical_blocks.get_real_blocks() for seq in self.ending.sequences.values())
+        return "" if num_holders == 1 else "in use by a request"
 
     def _offload(self, block: int) -> str:
         slot = self._slot(block)

@@ -62,7 +62,7 @@ class SchedulerHooks:
         self._steps = Steps(self._config.block_bytes)
         if self._recorder.enabled:
             self._recorder.write("open", **open_line(scheduler, self._config, self.cache.enabled))
-        self._host.attach(lambda guard: Handle(self.kv, guard, self._recorder, self.tokens_of, self._config.layout))
+        self._host.attach(lambda guard: Handle(self.kv, guard, self._recorder, self, self._config.layout))
 
     def bind_speculation(self, engine: Any) -> None:
         """The engine is built, and a strategy guesses tokens."""
@@ -99,11 +99,25 @@ class SchedulerHooks:
 
     def tokens_of(self, request_id: int) -> tuple[np.ndarray, str]:
         """(int64 [n], namespace) of a request; of its tokens those that others may share. Raises PluginError: unknown."""
+        seq = self._sequence(request_id)
+        return np.array(seq.valid_ids[: num_shareable(seq)], np.int64), namespace_of(seq)
+
+    def blocks_of(self, request_id: int) -> tuple[int, ...]:
+        """Raises PluginError: unknown."""
+        return tuple(self._sequence(request_id).logical_blocks.get_real_blocks().tolist())
+
+    def transfer_of(self, request_id: int) -> str:
+        """Raises PluginError: unknown."""
+        return getattr(self._sequence(request_id), "sage_transfer", "")
+
+    def checks_drafts(self) -> bool:
+        return self.speculation is not None
+
+    def _sequence(self, request_id: int) -> Any:
         session = self._scheduler.sessions.get(request_id)
         if session is None or not session.sequences:
             raise PluginError(f"request {request_id} is unknown; it has ended, or never came.")
-        seq = next(iter(session.sequences.values()))
-        return np.array(seq.valid_ids[: num_shareable(seq)], np.int64), namespace_of(seq)
+        return next(iter(session.sequences.values()))
 
     # ---- blocks (0001)
 
@@ -266,7 +280,9 @@ class SchedulerHooks:
             self._recorder.write("end", **end_line(session_id, list(session.sequences.values())))
         if not self._host.plugins:
             return
+        self.kv.ending = session
         self._host.notify("on_request_end", session_id)
+        self.kv.ending = None
         self._host.flush()  # it may have been the last one for long
 
     # ---- requests of the server and of the process that owns the engine

@@ -3,7 +3,9 @@
 import asyncio
 import math
 import time
+from collections.abc import Mapping
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from sagellm.core.answers import check_admission, check_schedule
@@ -21,6 +23,8 @@ from sagellm.engines.lmdeploy.requests import service_of
 
 # How long until requests that plug-ins hold back are looked at again: this share of the time it has been so, within bounds.
 HELD_SHARE, SHORTEST_HELD_S, LONGEST_HELD_S = 10, 0.001, 0.02
+
+NO_LIMITS: Mapping[int, int] = MappingProxyType({})
 
 _arrival = attrgetter("arrive_time")
 
@@ -60,6 +64,11 @@ class StepChoice:
     def budget(self) -> int | None:
         """New tokens of the step that comes next; None for the engine's own limit."""
         return None if self._decision is None else self._decision.token_budget
+
+    @property
+    def draft_tokens(self) -> Mapping[int, int]:
+        """Most guesses of the next decode step, by request; of others there is no such limit."""
+        return NO_LIMITS if self._decision is None else self._decision.draft_tokens
 
     def sent(self) -> int:
         """A step is about to be sent. Returns its number."""

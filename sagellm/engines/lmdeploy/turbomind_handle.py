@@ -100,6 +100,16 @@ class Handle:
     def request_tokens(self, request_id: int) -> tuple[np.ndarray, str]:
         raise PluginError("TurboMind tells no tokens of requests that wait.")
 
+    @property
+    def checks_drafts(self) -> bool:
+        return False
+
+    def request_blocks(self, request_id: int) -> tuple[int, ...]:
+        raise PluginError("TurboMind does not tell which blocks a request has; use the PyTorch engine.")
+
+    def transfer_state(self, request_id: int) -> str:
+        return ""  # it takes no part in prefill/decode groups
+
     def host_bytes(self, block_ids: Sequence[int]) -> list[np.ndarray]:
         raise PluginError(NO_HOST_TIER)
 

@@ -100,6 +100,7 @@ def _chosen(line: DecisionLine) -> dict[str, Any]:
     return {
         "queue": line.queue, "phase": line.phase, "order": list(order), "hold": decision.hold,
         "token_budget": decision.token_budget, "chunk_tokens": decision.chunk_tokens,
+        "draft_tokens": decision.draft_tokens,
     }  # fmt: skip
 
 
@@ -176,6 +177,8 @@ def _decision(row: dict[str, Any]) -> ScheduleDecision | None:
         None if wanted is None else _phase(wanted, "wanted"),
         {key: whole(tokens, "chunk_tokens") for key, tokens in _by_request(row, "chunk_tokens").items()},
         {key: str(why) for key, why in _by_request(row, "reasons").items()},
+        {key: whole(tokens, "draft_tokens") for key, tokens in _by_request(row, "draft_tokens").items()}
+        if "draft_tokens" in row else {},
     )  # fmt: skip
 
 

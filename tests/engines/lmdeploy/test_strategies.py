@@ -20,6 +20,7 @@ from sagellm.scheduler_ir.plan import ExecutionPlan
 from sagellm.scheduler_ir.strategies.fifo import Fifo
 from sagellm.scheduler_ir.strategies.registry import strategy_names
 from sagellm.scheduler_ir.strategy_plugin import StrategyPlugin
+from tests.engines.lmdeploy.guesses import KNOWING, tell
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.plugins import plugin_of
 from tests.pool import settle
@@ -194,19 +195,70 @@ def test_a_plan_is_carried_out_node_by_node(start_engine, reference):
         plans.cancel("by hand")
 
 
-def test_what_a_plan_asks_and_the_engine_cannot_do_is_said(start_engine, reference):
-    nodes = [
-        prefill(0, 0, 40),
-        IRNode("send", NodeType.KV_TRANSFER, ("kv:0:40",), ("kv:0:40@there",), {
-            "request": 0, "start": 0, "tokens": 40, "src_instance": "here", "dst_instance": "there", "bytes": 1
-        }),
-    ]  # fmt: skip
+def test_a_plan_stores_blocks_of_a_request_that_ends(start_engine, reference):
+    """They move to the host tier, and come back for the next request of that prompt."""
+    prompt = make_prompts((70,), seed=5)
+    store = IRNode("store", NodeType.KV_STORE, ("kv:0:70",), ("kv:0:70@cpu",), {
+        "request": 0, "start": 16, "tokens": 54, "src_tier": "gpu", "dst_tier": "cpu", "bytes": 0
+    })  # fmt: skip
+    below = IRNode("disk", NodeType.KV_STORE, (), ("x",), store.config | {"dst_tier": "nvme"})
+    engine = start_engine(strategy="fifo", decode_round=1, host_kv_blocks=8)
+    submitted = engine.executor.submit_plan(ExecutionPlan("p", IRGraph([prefill(0, 0, 70), store, below]), (0,)))
+    assert submitted.refused() == {"disk": "a plan stores from gpu to cpu, not gpu -> nvme; policies do the rest"}
+    assert answers(engine, prompt, SHORT) == reference(prompt, 12)
+    settle(engine)
+    node = engine.executor.status("p").nodes["store"]
+    assert (node.state.value, node.detail) == ("done", "3 blocks of 16 tokens moved to cpu")
+    assert engine.hooks.kv.counts().host_used == 3
+    assert answers(engine, prompt, SHORT) == reference(prompt, 12)
+    report = engine.hooks.report()
+    assert report["migrated"] == {"gpu": 3, "cpu": 3} and report["faults"] == []
+
+
+def test_a_plan_without_a_host_tier_says_so(start_engine, reference):
+    store = IRNode("store", NodeType.KV_STORE, (), ("x",), {
+        "request": 0, "start": 0, "tokens": 32, "src_tier": "gpu", "dst_tier": "cpu", "bytes": 0
+    })  # fmt: skip
     engine = start_engine(strategy="fifo", decode_round=1)
-    plans = engine.executor
-    plans.submit_plan(ExecutionPlan("p", IRGraph(nodes), (0,)))
+    engine.executor.submit_plan(ExecutionPlan("p", IRGraph([prefill(0, 0, 40), store]), (0,)))
     assert answers(engine, PROMPTS[:1], SHORT) == reference(PROMPTS[:1], 12)
     settle(engine)
-    assert set(plans.status("p").refused()) == {"send"} and plans.status("p").nodes["prefill:0:0"].state.value == "done"
+    assert "no host tier" in engine.executor.status("p").refused()["store"]
+
+
+def test_a_plan_checks_guesses_and_decodes_single_tokens(start_engine, reference):
+    """Two steps of at most 3 guesses, then three of one token, on a text that the strategy knows."""
+    prompts = PROMPTS[:1]
+    expected = reference(prompts, 12)
+    tell(prompts, expected)
+    nodes = [prefill(0, 0, 40)]
+    for number, most in enumerate((3, 3)):
+        nodes.append(IRNode(f"check{number}", NodeType.VERIFY, nodes[-1].outputs, (f"c{number}",), {
+            "requests": [0], "drafts": [most]
+        }))  # fmt: skip
+    for number in range(3):
+        nodes.append(IRNode(f"decode{number}", NodeType.DECODE_STEP, nodes[-1].outputs, (f"d{number}",), {"requests": [0]}))
+    guesses = {"speculative": KNOWING, "speculative_options": {"wrong": 0.0, "lookahead": 6, "seed": 3}}
+    engine = start_engine(LISTENER, strategy="fifo", decode_round=1, prefix_caching=False, **guesses)
+    engine.executor.submit_plan(ExecutionPlan("p", IRGraph(nodes), (0,)))
+    assert answers(engine, prompts, SHORT) == expected
+    settle(engine)
+    status = engine.executor.status("p")
+    assert status.refused() == {} and status.state.value == "done"
+    counts = [tokens for step in plugin_of(engine).steps if step.phase is Phase.DECODE for _, tokens in step.computed]
+    assert max(counts[:2]) > 1 and max(counts[:2]) <= 4 and counts[2:5] == [1, 1, 1]
+    for place in range(2):
+        assert f"got {counts[place]} tokens" in status.nodes[f"check{place}"].detail
+    assert sum(counts) == 11
+
+
+def test_a_plan_asks_for_guesses_of_an_engine_that_makes_none(start_engine, reference):
+    verify = IRNode("check", NodeType.VERIFY, ("kv:0:40",), ("c",), {"requests": [0], "drafts": [3]})
+    engine = start_engine(strategy="fifo", decode_round=1)
+    engine.executor.submit_plan(ExecutionPlan("p", IRGraph([prefill(0, 0, 40), verify]), (0,)))
+    assert answers(engine, PROMPTS[:1], SHORT) == reference(PROMPTS[:1], 12)
+    settle(engine)
+    assert "start it with a speculative strategy" in engine.executor.status("p").refused()["check"]
 
 
 def test_a_plan_from_another_thread_is_cancelled_while_the_strategy_goes_on(start_engine, reference):

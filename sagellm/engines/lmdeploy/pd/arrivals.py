@@ -126,6 +126,7 @@ class Arrivals:
             num_done, transfer_s = await self._bring(seq, held, engine_id, peer)
             self.joined_s.append(time.time() - held.computed_at - transfer_s)
             if num_done:
+                seq.sage_transfer = "arrived"
                 self._joined[seq.session_id] = held.computed_at + transfer_s
         except (SageError, asyncio.TimeoutError, OSError) as error:  # TimeoutError is an OSError
             self._failed(seq, error, engine_id)
@@ -250,6 +251,7 @@ class Arrivals:
     def _failed(self, seq: Any, error: Exception, engine_id: str) -> None:
         kind = {PeerError: "peer", TransferTimeoutError: "timeout", Expired: "expired"}.get(type(error), "transfer")
         self.counts[f"failed_{kind}"] += 1
+        seq.sage_transfer = f"{engine_id}: {error}"
         logger.warning("request %s: its prompt is computed here: %s: %s", seq.session_id, engine_id, error)
 
 

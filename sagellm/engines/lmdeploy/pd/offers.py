@@ -136,6 +136,8 @@ class Offers:
             return False
         was_held = bool(offer.since_s)
         self.counts["read" if was_held else "unwanted"] += 1
+        if was_held and offer.seq is not None:
+            offer.seq.sage_transfer = "read"
         self._close(offer, "it was read, or nobody wants it any more", leave=False)
         if offer.seq is not None:
             self._num_leaving += 1
@@ -179,6 +181,8 @@ class Offers:
         if not offer.held.done():
             offer.held.set_result(None)
         if offer.seq is not None:
+            if not hasattr(offer.seq, "sage_transfer"):
+                offer.seq.sage_transfer = why
             self._of_session.pop(offer.seq.session_id, None)
             if leave:
                 self._end_session(offer.seq.session_id)

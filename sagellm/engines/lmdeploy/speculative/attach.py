@@ -50,6 +50,7 @@ class Speculation:
             self._speculator.prompt_tokens = engine.cache_config.max_prefill_token_num
         self._reserve = Reserve(engine.scheduler, self._speculator.lookahead, engine.scheduler_config.prefill_interval)
         engine.engine_strategy.reserve = self._reserve
+        engine.model_agent_strategy.choice = engine.scheduler.sage.choice
         self._speculator.bind(Target(agent))
 
     def give_back(self, running: list[Any]) -> None:

@@ -1,5 +1,6 @@
 """Data of a step that the engine and its model agent exchange beside LMDeploy's own inputs and outputs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,9 +36,10 @@ class SpecExtraInputs:
         block_size: tokens of a block.
         news: by place in the step; of the others the agent knows all but their blocks.
         is_counted: a request wants data of each row of the step, which LMDeploy counts by sequence.
+        limits: by request, the most guesses that a decision allows.
     """
 
-    __slots__ = ("block_size", "is_counted", "news", "num_blocks", "request_ids")
+    __slots__ = ("block_size", "is_counted", "limits", "news", "num_blocks", "request_ids")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -45,6 +47,7 @@ class SpecExtraInputs:
         self.num_blocks: list[int] = []
         self.news: dict[int, News] = {}
         self.is_counted = False
+        self.limits: Mapping[int, int] = {}
 
     def to_device(self, device: str, non_blocking: bool = False) -> "SpecExtraInputs":
         return self
@@ -57,13 +60,14 @@ class SpecExtraOutputs(ARExtraOutputs):
     num_drafted: torch.Tensor | None = None
 
 
-def extra_inputs_of(seqs: list[Any]) -> SpecExtraInputs:
+def extra_inputs_of(seqs: list[Any], limits: Mapping[int, int]) -> SpecExtraInputs:
     """For these sequences, which are about to be sent.
 
     Two sorts of requests get no guesses. One has a grammar or a processor of its own, which looks at one token after the
     other. The other is in a step that returns scores or experts of every token.
     """
     made = SpecExtraInputs(seqs[0].block_size)
+    made.limits = limits
     for number, seq in enumerate(seqs):
         if seq.num_token_ids != 1 or getattr(seq, "sage_known", -1) != seq.num_valid_ids:
             param = seq.sampling_param

@@ -50,13 +50,14 @@ class SpecFactory(ARStrategyFactory):
 class SpecAgentStrategy(ARModelAgentStrategy):
     def __init__(self, speculator: Speculator) -> None:
         self.speculator = speculator
+        self.choice: Any = None  # in the engine: the `StepChoice` that bounds the guesses of a step
 
     def slice_outputs(self, inputs: torch.Tensor, seq_length: torch.Tensor) -> torch.Tensor:
         """Every row of a step with guesses counts, of other steps the last one of each sequence."""
         return inputs if self.speculator.is_verifying else super().slice_outputs(inputs, seq_length)
 
     def make_extra_inputs(self, seqs: list[Any]) -> Any:
-        return extra_inputs_of(seqs)
+        return extra_inputs_of(seqs, self.choice.draft_tokens if self.choice is not None else {})
 
     def make_extra_outputs(self, extra_inputs: Any, **kwargs: Any) -> SpecExtraOutputs:
         return SpecExtraOutputs(self.speculator.num_drafted())

@@ -142,6 +142,8 @@ class Speculator:
             if text.may_guess:
                 room = held * extra.block_size - text.size - self._num_later
                 limit = min(lookahead, text.left - 1, room, text.floor - 1)
+                if extra.limits:
+                    limit = min(limit, extra.limits.get(request, limit))
                 if limit > 0:
                     asks.append(Ask(request, text.tokens, limit, table[:held]))
         drafts = {}
