@@ -25,11 +25,10 @@ class CommFusion(CommBackendProtocol):
 
     A bucket is started, for all its members,
 
-    - when it holds `max_tensors`, or one more would make it larger than `bucket_bytes`;
-    - when a result in it is asked for (`wait`, `is_completed`), or an `all_reduce` that waits has joined it;
-    - before anything else of this group, so that all is started in the order of the calls: another type or operation, another
-      collective, a message;
-    - by `flush`, and by `close`.
+    - It starts when it holds `max_tensors`, or one more tensor would make it larger than `bucket_bytes`.
+    - It starts when a caller asks for a result in it (`wait`, `is_completed`), or an `all_reduce` that waits has joined it.
+    - It starts before any other type, operation, collective or message of this group, so that the order of calls stays.
+    - `flush` and `close` start it.
 
     All ranks must come to this at the same place in the order of their calls. They do where they run the same program; where
     one asks for a result before its next `all_reduce` and another one after it, their buckets differ. `memory` and `shm` raise

@@ -1,8 +1,8 @@
 """Operations of the backend `shm`, and the lanes that keep those of one kind in order.
 
-A call that waits runs in the caller's thread: handing it to another one costs more than a small message. What is started to be
-waited for later runs on the lane's own thread, behind what was started there before; of a message that is read where it lies
-only the wait for its reader does.
+A call that waits runs in the caller's thread: handing it to another one costs more than a small message. A call that is waited
+for later runs on the lane's own thread, after the calls that were started there before. A message that is read in place runs
+there with the wait for its reader alone.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class VendorLibrary(NamedTuple):
     """A library, and what reaches it.
 
     Attributes:
-        lmdeploy_device: the `--device` of LMDeploy that uses it, "" if there is none.
+        lmdeploy_device: the `--device` of LMDeploy that uses it, or "".
         device_type: of torch.
         plugin: the module that adds the device to torch, "" where torch itself is built for it.
         torch_backends: names of it in torch.distributed, the first that is registered counts.

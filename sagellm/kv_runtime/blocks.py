@@ -52,10 +52,10 @@ class _View(BlockView):
 class BlockManager:
     """The books of all tiers. They hold no bytes and decide nothing; every call is O(1) or O(blocks named).
 
-    Invariants, which `check` looks after:
-    - a block is on gpu or on cpu, never on both; it may be on nvme beside that;
-    - a lock is on a block of gpu or cpu, and is the number of requests that hold it there;
-    - the counts of blocks, bytes, unlocked blocks and children by tier are those of the blocks.
+    `check` asserts these invariants.
+    - A block is on gpu or on cpu, never on both. It may be on nvme as well.
+    - The lock of a block of gpu or cpu is the number of requests that hold it there.
+    - The counts of blocks, bytes, unlocked blocks and children by tier are those of the blocks.
 
     Pins. On gpu: locks and children on gpu. On cpu: locks and children on gpu or cpu, since an engine never finds a child
     whose parent is gone. On both: reads of children's files, which would be of no use. On nvme: children on nvme and reads

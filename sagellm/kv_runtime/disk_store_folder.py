@@ -76,8 +76,8 @@ class LockedFolder:
     forked meanwhile and have the open file too.
 
     Args:
-        owner: who has the folder, as whoever is refused is told; by default "process" and the number of this one, or of the
-            one that spawned it: of an engine that is the server, which somebody can stop.
+        owner: name of the process that has the folder, for the error message of others. Default: "process" and the id of this
+            process, or of the one that spawned it: the server of an engine, which a user can stop.
 
     Raises:
         TierError: in use by another process, or by another store of this one; not a folder; not writable; full.

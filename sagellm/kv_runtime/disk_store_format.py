@@ -1,11 +1,11 @@
 """The file of one block: a header of one page, then the block's bytes. Little endian.
 
-Header: magic, version of the format, fingerprint of the layout, digest, key, parent, depth, tokens, size, cost, time, tenant,
-CRC-32 of the block's bytes; zeros; and in its last 16 bytes the *seal*, a BLAKE2b digest of all before them. The seal covers
-the CRC, and the CRC the bytes, so a file is whole or it is not taken.
+The header holds magic, version of the format, fingerprint of the layout, digest, key, parent, depth, tokens, size, cost, time,
+tenant, and the CRC-32 of the block's bytes. Zeros follow. Its last 16 bytes are the *seal*, a BLAKE2b digest of all before
+them. The seal covers the CRC, and the CRC the bytes, so a file is whole or it is not taken.
 
-CRC-32 (zlib) for the bytes: 6.5 GB/s where it was measured, against 1.3 (BLAKE2b), 1.8 (SHA-256) and 2.0 (SHA-1); it releases
-the interpreter's lock and finds every error of up to 32 bits in a row, others but for 1 in 4e9. Sums and dot products of numpy
+CRC-32 (zlib) ran at 6.5 GB/s where it was measured; BLAKE2b at 1.3, SHA-256 at 1.8 and SHA-1 at 2.0. It releases the
+interpreter's lock. It finds every error of up to 32 bits in a row, and others but for 1 in 4e9. Sums and dot products of numpy
 are faster (16 to 60 GB/s) and miss pairs of flipped bits.
 """
 

@@ -35,8 +35,8 @@ class HierarchyManager:
     """Knows where every block is, and decides who makes way for whom and what is worth bringing back.
 
     Events say what has happened (`looked_up`, `stored`, `released`, `dropped`, `moved`, `saving`, `saved`, `loading`,
-    `loaded`, `failed`, `occupied`, `adopted`, `corrected`, `calibrated`, `exchange_policy`), decisions what should happen
-    (`make_room`, `fetch`); a decision changes no books until events say that it was followed. Nothing here reads a clock or a
+    `loaded`, `failed`, `occupied`, `adopted`, `corrected`, `calibrated`, `exchange_policy`). Decisions say what should happen
+    (`make_room`, `fetch`). A decision changes no books until events say that it was followed. Nothing here reads a clock or a
     random number, so the same events give the same decisions, as long as the policies keep to that. One thread at a time.
 
     Costs: an event O(blocks named), a decision O(victims + blocks passed over), plus what the policies take.

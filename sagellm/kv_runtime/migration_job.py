@@ -16,8 +16,8 @@ __all__ = ["MigrationJob"]
 class MigrationJob:
     """Its result is settled once, by the first of these: the worker, the deadline, a cancellation, `close`.
 
-    The worker may still be inside a store then, perhaps for long. What it completes afterwards is undone, and `on_done` is
-    called when it has come out, since only then nobody touches the memory of the blocks any more.
+    The worker may still be inside a store then, perhaps for long. Its later results are undone. `on_done` is
+    called when it has come out, since only then the memory of the blocks is not touched any more.
 
     Attributes:
         future: pending until the result is settled, so that it can be cancelled all the time.

@@ -245,9 +245,9 @@ class RoomMaker:
     def _give_up_first(self, kept: dict[BlockKey, None]) -> BlockKey:
         """Drop a victim: the first one with the least loss.
 
-        That is one of which there is a file; else one that no file continues, which would be of no use without it. Of both
-        only those which no block of `kept` or of cpu continues. If each has something there, the first victim: children stand
-        before their parents, so none of `kept` continues it.
+        A block with a file is the first choice. The next is a block that no file continues: such a file would be of no use
+        without it. No block of `kept` or of cpu may continue either. Otherwise it is the first victim: children stand before
+        their parents, so no block of `kept` continues it.
         """
         books, parents = self._books, {self._books.block(key).parent for key in kept}
         alone = [key for key in kept if key not in parents and not books.has_below(key, Tier.CPU)]

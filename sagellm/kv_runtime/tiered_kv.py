@@ -42,9 +42,9 @@ class TieredKV(Plugin):
     """Chooses victims with the policies of `kv_policy`, and moves them from the pool to the host tier where that is worth it.
 
     Options are the fields of `KVConfig`. Notices keep the books, and the engine decides in doubt. Before an answer the
-    victims and the number of unheld blocks are compared with the engine's. Where they differ
-    (a notice was lost, another plug-in moved blocks), the books are put right from the candidates, O(all of them), and the
-    decision is made anew; a block that no notice named takes part under a key of its own.
+    victims and the number of unheld blocks are compared with the engine's. They differ if a notice was lost, or another
+    plug-in moved blocks. Then the books are put right from the candidates, O(all of them), and the decision is made anew. A
+    block that no notice named takes part under a key of its own.
 
     Blocks that leave the host tier are dropped at once, so that victims of the pool find its room in the same answer.
     """

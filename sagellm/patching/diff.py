@@ -1,7 +1,7 @@
 """The patch files: unified diffs with no context, of which only insertions are allowed.
 
-A patch quotes no upstream line, so the project redistributes nothing of LMDeploy. What context would guard against is
-guarded better by the hashes of the manifest: a patch fits exactly one text.
+A patch quotes no upstream line, so the project redistributes nothing of LMDeploy. The hashes of the
+manifest guard better than context lines would: a patch fits exactly one text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Applying the series to a tree and taking it out again.
 
-Everything is computed and every hash compared before the first file is written. There are no steps to resume: each
-file is taken back to its upstream text (by dropping the marked lines) and brought to its final text in one go, so a
-tree that an earlier run left half-done is mended by running again.
+Everything is computed and every hash compared before the first file is written. There are no steps to resume:
+each file goes back to its upstream text (the marked lines are dropped) and on to its final text in one go. So running
+again mends a tree that an earlier run left half-done.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class CheckReport:
 def apply(target: Path | str | None = None, *, patches: Path | None = None, force: bool = False) -> Outcome:
     """Bring a tree (default: the installed LMDeploy) to the fully patched state. Safe to repeat.
 
-    `force` also takes files whose upstream lines are intact but whose marked lines are not those of this series, such
-    as a tree that another revision of it was applied to; edits to marked lines are lost then.
+    `force` also takes files whose upstream lines are intact but whose marked lines are not those of this series. Another
+    revision of it leaves such a tree. Edits to marked lines are lost then.
 
     Raises:
         PatchError: another LMDeploy version, a file of unknown origin, a defect of the series. Nothing is written.

@@ -75,7 +75,7 @@ def locate(directory: Path | str) -> Target:
     """The LMDeploy tree at `directory`: a repository, a site-packages directory or the package directory itself.
 
     Raises:
-        PatchError: when there is none.
+        PatchError: no LMDeploy is there.
     """
     directory = Path(directory).absolute()
     with _named(directory):
@@ -151,7 +151,7 @@ def _text_files(target: Target) -> Iterator[str]:
 def wheel_hashes(target: Target, version: str) -> dict[str, str]:
     """SHA-256 of every file in the wheel of `version`, from a RECORD at hand: the target's own or the installed one's.
 
-    Empty when there is none. RECORD is written by pip from the wheel, so patching does not change it.
+    Empty without such a file. RECORD is written by pip from the wheel, so patching does not change it.
     """
     installed = installed_package()
     for site in [target.root, *([installed.parent] if installed else [])]:

@@ -170,7 +170,7 @@ class Child:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Until its end: who writes into a pipe that nobody reads stands still."""
+    """Yield lines until the end of the stream: a process that writes into an unread pipe stands still."""
     while True:
         try:
             line = await stream.readline()

@@ -1,8 +1,8 @@
 """Costs of steps and transfers, fitted while the engines run.
 
-Before anything is measured the defaults of `PDCosts` hold: a small model on a CPU (50 ms a prefill step and 1 ms a token, 30 ms
-a decode step and 2 ms a request, transfers at 1 GB/s after 1 ms). They favour a split from some dozen tokens on, so that
-transfers are tried and measured. An engine of which nothing is known yet has what was fitted over all engines.
+Before anything is measured the defaults of `PDCosts` hold, those of a small model on a CPU. A prefill step takes 50 ms and 1
+ms a token, a decode step 30 ms and 2 ms a request, a transfer 1 ms at 1 GB/s. They favour a split from some dozen tokens on,
+so that transfers are tried and measured. An engine of which nothing is known yet has what was fitted over all engines.
 """
 
 from collections import deque
@@ -63,7 +63,7 @@ class OnlineCosts:
                     self._fits[key] = found
 
     def of(self, engine_id: str) -> PDCosts:
-        """Of its own samples; where there are too few, of all engines'; where there are none, the prior."""
+        """Return the costs fitted to its own samples, else those fitted to all engines', else the prior."""
         found: dict[str, Any] = {}
         errors: dict[str, Any] = {}
         for kind in FITTED:
@@ -104,8 +104,8 @@ class OnlineCosts:
 def _fit(kind: str, samples: Iterable[StepCost], prior: PDCosts) -> dict[str, Any] | None:
     """The fields of `PDCosts` that these samples tell, and "errors"; None where they tell nothing.
 
-    Samples of about one size cannot tell what a step takes by itself from what each token takes; a fit would put it all into
-    one of the two, and call a prompt whose prefix is cached as dear as a whole one. Then the prior, or the fit of all engines,
+    Samples of about one size cannot tell the fixed time of a step from the time of a token. A fit would put it all into one of
+    the two: a prompt whose prefix is cached would cost as much as a whole one. Then the prior, or the fit of all engines,
     keeps its shape, and is scaled to what was measured.
     """
     samples = list(samples)

@@ -46,8 +46,8 @@ class IRBuilder:
 
         Args:
             cached: request -> tokens of its beginning in the pool. The last token of a request is computed nevertheless.
-            lower: request -> tier -> tokens on it that continue what is cached, or on the tier before, in this order. Of
-                requests that have begun neither counts: they have what there was.
+            lower: request -> tier -> tokens on it that continue what is cached, or on the tier before, in this order. Neither
+                counts for requests that have begun: they have what there was.
             bytes_per_token: of keys and values in all layers.
             fast_tier: where the loads go.
             device: of all nodes.

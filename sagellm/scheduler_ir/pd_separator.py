@@ -83,8 +83,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class SplitDecision:
-    """`plans`: one for each instance that takes part. `together`, `apart`: the best of either kind; None if there is
-    none."""
+    """`plans`: one for each instance that takes part; its executor carries it out. `together`, `apart`: the best of either
+    kind, or None."""
 
     plans: tuple[ExecutionPlan, ...]
     is_split: bool

@@ -125,9 +125,9 @@ class SpeculativeStrategy(ABC):
     Attributes:
         joins: whether one `accept`, before the next `propose`, may bring the tokens of several steps.
         quiet: number of next steps, 0 to 1024, that the engine may report late. Valid if `joins` is true and `lookahead` is 0.
-            The engine reports them when the last one is done, or before any other call about a request: first `accept` of each
-            request, with the tokens of all these steps, then `step_done` of each step, in order. `lookahead` and `quiet` are
-            read again after `step_done`. This saves most of the cost of a step without guesses.
+            The engine reports them when the last one is done, or before any other call about a request. It calls `accept` for
+            each request, with the tokens of all these steps, and then `step_done` for each step, in order. `lookahead` and
+            `quiet` are read again after `step_done`. This saves most of the cost of a step without guesses.
         models: folders that `bind` loads beside the target. They are checked and counted before anything is loaded. A
             strategy that wraps another one returns the other's.
 

@@ -16,8 +16,8 @@ class SuffixStrategy(SpeculativeStrategy):
     """Two suffix trees with counts: of the request's prompt and answer, and of the answers of requests that have ended.
 
     For each number m of last tokens that occur in a tree, it goes on with the token that followed most often; ties go to the
-    latest. The first k guesses are all right with an estimated probability of m / (m + k) times the share of each token among
-    its alternatives, so a long match is trusted further than a short one. Guesses end where the estimate falls below
+    latest. The estimated probability that the first k guesses are all right is m / (m + k) times the share of each token among
+    its alternatives. So a long match is trusted further than a short one. Guesses end where the estimate falls below
     `min_probability`. The strategy takes the guesses with the highest sum of estimates over all m and both trees: the expected
     number of right guesses. Ties go to the longer match, then to the request itself. So the number of guesses adapts.
 

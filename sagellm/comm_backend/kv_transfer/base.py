@@ -39,8 +39,10 @@ CLOSE_S = 10.0  # for transfers to notice that the channel closes
 
 
 class Read(NamedTuple):
-    """Bytes of one part of one rank of a peer, wanted in the memory of `target`: a part's tensor of the own region, or a
-    contiguous tensor on the CPU that the channel has not seen before."""
+    """Bytes of one part of one rank of a peer, to be read into `target`.
+
+    `target`: a part's tensor of the own region, or a contiguous tensor on the CPU that is new to the channel.
+    """
 
     pieces: Pieces
     target: torch.Tensor

@@ -36,8 +36,8 @@ class Reader:
     def checked(self, tokens: Tokens, checksums: Sequence[int], rank: int) -> int:
         """Returns the number of bytes.
 
-        Whole blocks that lie here as they lie there are checked after the copy, where they lie; of others, all that the peer
-        has of them is read into staging, checked there, and what is wanted copied from there.
+        Whole blocks with the same layout on both sides are checked in place, after the copy. Other blocks are read into staging
+        as a whole, checked there, and the wanted parts are copied from there.
         """
         size, end = self._peer.block_size, tokens.first + tokens.num
         first = tokens.src_start + -(-(tokens.first - tokens.src_start) // size) * size

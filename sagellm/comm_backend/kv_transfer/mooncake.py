@@ -5,8 +5,8 @@ Its sockets have no authentication: a client that reaches them may read and writ
 kept to this machine; with another one, keep the network between the engines closed to others. Endpoints carry a proof of the
 group's key, so a peer of another group is refused before anything is read.
 
-A read cannot be taken back, one of a peer that stands still stays under way, and connecting to such a peer blocks the whole
-transfer engine; hence `staged`, and a transfer engine of its own for each link. RDMA goes through LMDeploy's own backend.
+A read cannot be taken back, and a read from a peer that stands still never ends; hence `staged`. Connecting to such a peer
+blocks the whole transfer engine, so each link has a transfer engine of its own. RDMA goes through LMDeploy's own backend.
 
 Source: Mooncake 0.3.13.post1, mooncake-integration/transfer_engine/transfer_engine_py.cpp and
 mooncake-transfer-engine/src/transport/tcp_transport.

@@ -1,8 +1,8 @@
 """Collectives of a worker process, seen by the plug-ins that ask for them, and counted.
 
-Exposed is the time in which a collective kept its caller's thread: inside the call, and inside `wait`. What a caller does
-between two looks at `is_completed` is its own time. On a GPU a collective is enqueued and the host goes on: the time that the
-host is kept says nothing of the device's.
+Exposed is the time in which a collective kept its caller's thread: inside the call, and inside `wait`. The time between two
+looks at `is_completed` is the caller's own. On a GPU a collective is enqueued and the host goes on: the time that the host is
+kept says nothing of the device's.
 """
 
 import contextlib

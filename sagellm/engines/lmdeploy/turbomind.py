@@ -1,7 +1,7 @@
 """TurboMind's hook table, wired to plug-ins: the other side of `sage_hooks.h`, to the contract of `core/hooks.py`.
 
-The native index looks up and stores prefixes and chooses victims, on the engine's threads and without Python. What a plug-in
-decides is asked through a port: a thread here takes the question, has the plug-in answer it, and hands the answer back; the
+The native index looks up and stores prefixes and chooses victims, on the engine's threads and without Python. A port carries
+the questions for plug-ins: a thread here takes the question, lets the plug-in answer it, and hands the answer back. The
 engine waits for at most the time limit. The ranks of a group are asked once. That thread waits for answers alone, never for
 one who listens: what a plug-in is told it hears on its own thread, when it gets to it.
 """

@@ -74,9 +74,9 @@ class GapPredictor(LifetimePredictor):
     def predict_return(self, key: BlockKey, time_s: float | None = None, within_s: float = math.inf) -> float:
         """The probability that the block is found again within this time, 0 to 1.
 
-        Without `time_s` at the moment of its last use: the share among blocks that were used as often. Afterwards the longer
-        it has waited the less likely it is one of those that come back: with S the share of gaps that are longer than a
-        time, among those that end, pi * (S(age) - S(age + within)) / (pi * S(age) + 1 - pi).
+        Without `time_s` at the moment of its last use: the share among blocks that were used as often. Afterwards the
+        probability falls with its age: pi * (S(age) - S(age + within)) / (pi * S(age) + 1 - pi). S is the share of gaps longer
+        than a time, among those that end.
         """
         seen = self._seen.get(key)
         uses = min(seen.num_uses, NUM_USES_APART) if seen is not None else 1

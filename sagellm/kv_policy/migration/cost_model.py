@@ -117,9 +117,9 @@ class CostBenefitModel:
         is held out, and the error there is reported in `parameters.errors`. Parameters without samples keep their defaults.
 
         Samples of about one size cannot tell what a step or a move costs by itself from what each token or byte costs, nor a
-        token from those before it: all is then the token's, or the byte's. Where times do not grow with the size at all, what a
-        token or a byte costs keeps its default too, since nothing is moved or computed in no time; the errors reported are
-        those of the constant that was fitted.
+        token from those before it: all is then the token's, or the byte's. Where times do not grow with the
+        size at all, the cost of a token or a byte keeps its default too, since nothing is moved or computed in no time. The
+        errors reported are then those of the fitted constant.
 
         Args:
             prefill: (tokens, tokens before them, seconds) of prefill steps.

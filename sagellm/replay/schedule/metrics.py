@@ -14,7 +14,7 @@ __all__ = ["Figures", "Targets", "figures", "groups", "meets"]
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Targets of requests without their own; infinity if there is none."""
+    """Targets of requests without their own; infinity: no target."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf

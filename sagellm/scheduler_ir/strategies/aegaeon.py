@@ -18,8 +18,8 @@ MAX_ROUND_S = 30.0  # held for longer than a minute, a request counts as starved
 def quotas(token_s: list[float], tpot_s: list[float], switch_s: float, max_turn_s: float) -> list[float]:
     """Seconds of each batch's turn in a round.
 
-    With n = `tpot_s` / `token_s`, tokens that are made in the time in which one is owed, and s the sum of 1 / n, a turn of
-    c / (n * (a - s)) seconds gives each batch the same share 1 / a of what it is owed in the round, switches c included. The
+    n = `tpot_s` / `token_s` is the number of tokens made in the time in which one is owed, s the sum of 1 / n over the batches,
+    c the seconds of all switches. A turn of c / (n * (a - s)) seconds gives each batch the same share 1 / a of its due. The
     least a that keeps turns within `max_turn_s` is taken, and at least 1/2: twice as fast as owed is enough.
 
     Source: Aegaeon (Xiang et al., SOSP 2025), weighted round robin of decoding batches.
@@ -46,9 +46,9 @@ class _Turn:
 
 
 class Aegaeon(SchedulingStrategy):
-    """Groups requests by `adapter`, the key of a model or instance. Between two turns prompts are computed, of one group, the
-    one whose oldest request has waited longest, at most `group_size` of them; then a batch of one group decodes for its turn
-    while all others are held. A turn ends with its quota (`quotas`), or when none of its requests is left.
+    """Groups requests by `adapter`, the key of a model or instance. Between two turns at most `group_size` prompts are
+    computed, of the group whose oldest request has waited longest. Then a batch of one group decodes for its turn, while all
+    others are held. A turn ends with its quota (`quotas`), or when none of its requests is left.
 
     With one model no switch costs anything and no group is held for another: up to `batch_size` requests simply decode, more
     than that in turns, round robin.

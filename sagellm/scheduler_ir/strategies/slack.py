@@ -29,7 +29,7 @@ class Ranked:
         due_s: when each one's next token should be there, less what comes after it where a deadline is near; on the engine's
             clock, infinity without a target.
         patience_s: how long a step of prompts may be put off so that the first that waits, and all that can, are in time each.
-        first_due_s: the least `due_s` of those that wait and can be in time; infinity if there is none.
+        first_due_s: the least `due_s` of those that wait and can be in time, or infinity.
     """
 
     waiting: list[RequestView]
@@ -50,8 +50,8 @@ class Ranked:
 class SlackOrder:
     """Orders a queue by when each is due, as long as it can be in time.
 
-    A request that waits is behind those that can meet their target if it cannot any more, be it alone or after those that are
-    due before it; then the longest of these gives way (Moore and Hodgson's rule, which keeps the most jobs on time). Between
+    A waiting request that cannot meet its target any more goes after those that can. If it cannot after those that are due
+    before it, the longest of these gives way (Moore and Hodgson's rule, which keeps the most jobs on time). Between
     both are those that have no target. A deadline is that of the last token: the answer is taken to be as long as recent ones
     were, and no longer than its limit. To avoid starvation, each `rescue_every`-th step of prompts begins with the
     request that has waited longest: with n older ones waiting, after `rescue_every` * (n + 1) such steps at the latest.

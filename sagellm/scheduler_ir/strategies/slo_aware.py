@@ -14,8 +14,8 @@ __all__ = ["SloAware"]
 class SloAware(SchedulingStrategy):
     """Serves most requests within their targets.
 
-    Slack is the time until a target less the time that the work takes, by what steps took so far (`StepTimes`). Who goes
-    behind whom: `SlackOrder`; nothing is dropped. Prompts or streams next: `PhaseChoice`.
+    Slack is the time until a target less the time that the work takes, by what steps took so far (`StepTimes`).
+    `SlackOrder` orders the requests and drops none. `PhaseChoice` chooses between prompts and streams.
 
     Args:
         default_ttft_s, default_tpot_s: of requests that ask for none; None: they have no target.
