@@ -10,10 +10,11 @@ __all__ = ["PhaseChoice"]
 
 
 class PhaseChoice:
-    """Prompts go first, as many as the streams have time for. If they have no time, a decode step comes first if the most urgent
-    waiting request can afford it, or if more streams than waiting requests would be late. After `max_decodes` such steps
-    in a row prompts come first, so that no request waits for ever. While the streams are on the device and the waiting
-    requests can afford it, the answer is decode: an engine that asks that early puts the choice off until they are back.
+    """Prompts go first, as many as the streams have time for. If they have no time, a decode step comes first if the most
+    urgent waiting request can afford it, or if more streams than waiting requests would be late. After `max_decodes`
+    such steps in a row prompts come first, so that no request waits for ever. While the streams are on the device and
+    the waiting requests can afford it, the answer is decode: an engine that asks that early puts the choice off until
+    they are back.
 
     A step of prompts has no more tokens than are done when the first of those that can be in time is due.
     """
