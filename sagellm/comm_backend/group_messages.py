@@ -14,7 +14,7 @@ from sagellm.comm_backend.kv_transfer.layout import Model
 from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint
 
 __all__ = [
-    "Connect", "Done", "EngineFacts", "Fetch", "Held", "Hello", "Load", "PrefixChange", "Release", "Released", "StepCost",
+    "Capabilities", "Connect", "Done", "EngineFacts", "Fetch", "Held", "Hello", "Load", "PrefixChange", "Release", "Released", "StepCost",
     "Subscribe",
 ]  # fmt: skip
 
@@ -31,6 +31,17 @@ class Hello(Model):
 
     engine_id: str = Field(min_length=1)
     facts: "EngineFacts | None" = None
+
+
+class Capabilities(Model):
+    """Abilities of an engine on its machine, as it found them out; the names are those of `engines.base.CapabilityDescriptor`."""
+
+    dtypes: tuple[str, ...] = ()
+    quantization: tuple[str, ...] = ()
+    kv_tiers: tuple[str, ...] = ()
+    speculation: tuple[str, ...] = ()
+    roles: tuple[Role, ...] = ("prefill", "decode", "hybrid")
+    missing: dict[str, str] = Field(default_factory=dict)
 
 
 class EngineFacts(Model):
@@ -56,6 +67,7 @@ class EngineFacts(Model):
     num_blocks: int
     token_bytes: int
     timeout_s: float = Field(gt=0)
+    capabilities: Capabilities = Capabilities()
 
 
 class Connect(Model):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
+from sagellm.comm_backend.group_messages import Capabilities
 from sagellm.scheduler_ir.pd_costs import PDCosts
 
 __all__ = ["EngineView", "RouteDecision", "RouteKind", "RouteRequest", "RoutingPolicy"]
@@ -46,6 +47,7 @@ class EngineView:
         costs: as measured there, or the best guess (`OnlineCosts`); `links` are by "prefill id->decode id".
         sources: prefill engines whose keys and values it can read.
         timeout_s: it waits no longer for them, from when the request comes, and computes the prompt itself after that.
+        capabilities: as the engine found them out on its machine, for policies of groups whose engines differ.
     """
 
     engine_id: str
@@ -59,6 +61,7 @@ class EngineView:
     costs: PDCosts = field(default_factory=PDCosts)
     sources: frozenset[str] = frozenset()
     timeout_s: float = math.inf
+    capabilities: Capabilities = Capabilities()
 
     @property
     def load_s(self) -> float:

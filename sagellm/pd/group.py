@@ -143,7 +143,7 @@ class Group:
                 "resyncs": one.num_resyncs, "load": load,
                 "waiting_tokens": one.waiting_tokens(), "num_streams": one.num_streams,
                 "connected": sorted(self._sources(one)), "refused": dict(one.refused),
-                "costs": self.costs.report(one.url),
+                "costs": self.costs.report(one.url), "capabilities": one.facts.capabilities.model_dump(),
             })  # fmt: skip
         return {"engines": engines}
 
@@ -153,7 +153,7 @@ class Group:
             one.url, one.facts.role, cached, one.waiting_tokens(),
             max(load.num_running if load else 0, one.num_streams) if one.decodes else 0,
             load.free_blocks if load else one.facts.num_blocks, one.facts.block_size, one.facts.token_bytes,
-            self.costs.of(one.url), self._sources(one), one.facts.timeout_s,
+            self.costs.of(one.url), self._sources(one), one.facts.timeout_s, one.facts.capabilities,
         )  # fmt: skip
 
     def _sources(self, one: Engine) -> frozenset[str]:
@@ -176,6 +176,9 @@ class Group:
             facts = await connection.call(Hello(engine_id="proxy"), CALL_S, EngineFacts)
             if (facts.engine_id, facts.role) != (url, info.role):
                 raise NotTheOne(f"{url}, {info.role}: its engine says that it is {facts.engine_id}, {facts.role}.")
+            if facts.role not in (roles := facts.capabilities.roles):
+                why = facts.capabilities.missing.get("roles", f"it can be {', '.join(roles) or 'none of them'}")
+                raise NotTheOne(f"{url} is to be a {facts.role} engine and cannot: {why}.")
             engine = Engine(info, facts, connection, lambda one: self._spawn(self._resync(one)))
             receive[0] = lambda event: engine.on_event(event, self.costs)
             for event in early:

@@ -7,7 +7,7 @@ import time
 from aiohttp import web
 
 from sagellm.comm_backend.control import ControlServer, new_key
-from sagellm.comm_backend.group_messages import Connect, Done, EngineFacts, Hello, PrefixChange, Subscribe
+from sagellm.comm_backend.group_messages import Capabilities, Connect, Done, EngineFacts, Hello, PrefixChange, Subscribe
 from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVPart
 from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint
 from sagellm.core.errors import PeerError
@@ -24,6 +24,7 @@ class Below:
 
     is_silent = is_stuck = hangs = False
     refuses = ""
+    capabilities = Capabilities()
 
     def __init__(self, role="hybrid", weights="w", num_layers=1):
         self.role, self.weights, self.instance = role, weights, "one"
@@ -80,7 +81,7 @@ class Below:
         endpoint = TransferEndpoint(channel="shm", layout=self.layout, address={})
         return EngineFacts(
             engine_id=self.url, instance=self.instance, role=self.role, model="m", weights=self.weights, channel="shm",
-            endpoints=(endpoint,), block_size=4, num_blocks=4, token_bytes=16, timeout_s=10.0,
+            endpoints=(endpoint,), block_size=4, num_blocks=4, token_bytes=16, timeout_s=10.0, capabilities=self.capabilities,
         )  # fmt: skip
 
     async def _subscribe(self, *_):

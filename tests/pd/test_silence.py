@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from sagellm.pd.group import Group
+from sagellm.comm_backend.group_messages import Capabilities
+from sagellm.pd.group import Group, NotTheOne
 from tests.pd.below import KEY, Below
 
 
@@ -31,3 +32,25 @@ def test_an_engine_that_is_silent_below_a_healthy_server_is_given_up(falls_silen
             await below.close()
 
     assert asyncio.run(play()) == (falls_silent, not falls_silent)
+
+
+@pytest.mark.parametrize("roles", [("prefill",), ()])
+def test_an_engine_that_cannot_do_its_part_does_not_join(roles):
+    async def play():
+        below, group = Below("decode"), Group(KEY)
+        below.capabilities = Capabilities(roles=roles, missing={} if roles else {"roles": "no KV channel works here"})
+        await group.start()
+        await below.start()
+        try:
+            with pytest.raises(NotTheOne, match="is to be a decode engine and cannot: (it can be prefill|no KV channel)"):
+                await group.join(below.url)
+            assert not group.engines
+            below.capabilities = Capabilities(dtypes=("float32",))
+            await group.join(below.url)
+            (known,) = group.status()["engines"]
+            assert known["capabilities"]["dtypes"] == ("float32",)
+        finally:
+            await group.close()
+            await below.close()
+
+    asyncio.run(play())

@@ -13,6 +13,7 @@ import numpy as np
 
 from sagellm.comm_backend.control import ControlConnection, ControlServer, read_key
 from sagellm.comm_backend.group_messages import (
+    Capabilities,
     Connect,
     Done,
     EngineFacts,
@@ -26,6 +27,7 @@ from sagellm.comm_backend.group_messages import (
 )
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import PeerError, SageError
+from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
 from sagellm.engines.lmdeploy.pd.arrivals import Arrivals
 from sagellm.engines.lmdeploy.pd.distserve import DistServe
 from sagellm.engines.lmdeploy.pd.offers import Offers
@@ -59,6 +61,8 @@ class PrefillDecode(DistServe):
         self._key = read_key(self._config.key_file)
         self._is_server = hooks.run_dir is not None
         self._instance = uuid.uuid4().hex
+        found = pytorch_capabilities(engine.cache_config.device_type)
+        self._capabilities = Capabilities(**{name: getattr(found, name) for name in Capabilities.model_fields})
         self._workers = open_workers(engine.executor, self._config, self._is_server)
         self._changed = asyncio.Event()  # what may run, since the engine's last look
         allocator = self._scheduler.block_manager.allocator
@@ -83,7 +87,7 @@ class PrefillDecode(DistServe):
             engine_id=self._config.engine_id, instance=self._instance, role=self._config.role, model=self._model,
             weights=self._config.weights, channel=self._config.channel, endpoints=self._workers.endpoints(),
             block_size=cache.block_size, num_blocks=cache.num_gpu_blocks, token_bytes=self._workers.token_bytes(),
-            timeout_s=self._config.timeout_s,
+            timeout_s=self._config.timeout_s, capabilities=self._capabilities,
         )  # fmt: skip
 
     # ---- the engine's life
