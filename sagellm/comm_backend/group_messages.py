@@ -14,8 +14,8 @@ from sagellm.comm_backend.kv_transfer.layout import Model
 from sagellm.comm_backend.kv_transfer.plan import TransferEndpoint
 
 __all__ = [
-    "Capabilities", "Connect", "Done", "EngineFacts", "Fetch", "Held", "Hello", "Load", "PrefixChange", "Release", "Released", "StepCost",
-    "Subscribe",
+    "Capabilities", "Connect", "Done", "EngineFacts", "Fetch", "Held", "Hello", "Load", "PrefixChange", "Release", "Released",
+    "StepCost", "Subscribe",
 ]  # fmt: skip
 
 Role = Literal["prefill", "decode", "hybrid"]
@@ -34,7 +34,7 @@ class Hello(Model):
 
 
 class Capabilities(Model):
-    """Abilities of an engine on its machine, as it found them out; the names are those of `engines.base.CapabilityDescriptor`."""
+    """Abilities of an engine on its machine, as it found them out; for the fields see `engines.base.CapabilityDescriptor`."""
 
     dtypes: tuple[str, ...] = ()
     quantization: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ class EngineView:
     costs: PDCosts = field(default_factory=PDCosts)
     sources: frozenset[str] = frozenset()
     timeout_s: float = math.inf
-    capabilities: Capabilities = Capabilities()
+    capabilities: Capabilities = field(default_factory=Capabilities)
 
     @property
     def load_s(self) -> float:
