@@ -71,7 +71,9 @@ class LibCacheSimContestant:
     NAMES: ClassVar = dict(
         fifo="FIFO", lru="LRU", lfu="LFU", arc="ARC", sieve="Sieve", s3fifo="S3FIFO", twoq="TwoQ", gdsf="GDSF"
     )
-    LEAST_S3FIFO = 20  # its small queue has less than 2 places below, and it admits nothing or ends the process
+    # Below these capacities it is another policy. S3-FIFO: its small queue has less than 2 places, and it admits nothing or ends
+    # the process. 2Q: its first queue has no place. GDSF: it keeps an object that was found again, and admits no new one.
+    LEAST: ClassVar = {"s3fifo": 20, "twoq": 4, "gdsf": 3}
 
     def __init__(self) -> None:
         import libcachesim
@@ -88,7 +90,7 @@ class LibCacheSimContestant:
         self._numbers = keys.tolist()
 
     def hits(self, policy: str, capacity: int) -> NDArray[np.bool_] | None:
-        if policy == "s3fifo" and capacity < self.LEAST_S3FIFO:
+        if capacity < self.LEAST.get(policy, 1):
             return None
         get, request = self._get(policy, capacity)
         hits = np.zeros(len(self._numbers), bool)

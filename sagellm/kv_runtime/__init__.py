@@ -5,8 +5,8 @@ from sagellm.core.late_imports import late_imports
 _HOME = {
     "AllocationResult": "base", "FetchDecision": "base", "KVBackendProtocol": "base", "KVBlockInfo": "base",
     "MigrationPlan": "base", "MigrationResult": "base", "RoomDecision": "base", "TierStore": "base",
-    "BlockManager": "blocks", "DiskStore": "disk_store", "HierarchyManager": "hierarchy", "HostStore": "host_store",
-    "KVMigrator": "migrator", "KVPool": "pool", "MemoryBackend": "simulated_backend", "QuotaManager": "quota",
+    "BlockManager": "blocks", "DiskStore": "disk_store", "HierarchyManager": "hierarchy",
+    "KVMigrator": "migrator", "KVPool": "base", "MemoryBackend": "simulated_backend", "QuotaManager": "quota",
     "SimulatedBackend": "simulated_backend",
     "TierSpec": "tier_spec", "TieredBackendProtocol": "base",
 }  # fmt: skip

@@ -20,7 +20,7 @@ from sagellm.core.hooks import AllocationResult, KVBlockInfo, MigrationPlan, Mig
 from sagellm.kv_policy.base import BlockKey, CachedBlock
 
 __all__ = [
-    "AllocationResult", "BlockBytes", "BlockKey", "CachedBlock", "FetchDecision", "KVBackendProtocol", "KVBlockInfo",
+    "AllocationResult", "BlockBytes", "BlockKey", "CachedBlock", "FetchDecision", "KVBackendProtocol", "KVBlockInfo", "KVPool",
     "MigrationPlan", "MigrationResult", "RequestId", "RoomDecision", "StoreFullError", "StoredBlock", "Tier",
     "TierStore", "TieredBackendProtocol",
 ]  # fmt: skip
@@ -64,6 +64,29 @@ class FetchDecision(NamedTuple):
     tiers: tuple[Tier, ...]
     net_benefit_s: float
     reason: str
+
+
+class KVPool(Protocol):
+    """A pool that gives blocks out: LMDeploy's (`engines.lmdeploy.pool_backend.LMDeployPool`).
+
+    A plug-in reaches it through `EngineHandle.allocate_blocks`, `free_blocks`, `get_utilization` and `get_fragmentation`.
+    """
+
+    def allocate(self, count: int, owner: str = "") -> AllocationResult:
+        """Reserve free blocks for the owner. Raises CapacityError: fewer are free; nothing was reserved."""
+        ...
+
+    def free(self, block_ids: Sequence[int], owner: str = "") -> None:
+        """Give reserved blocks back. Raises PluginError: one that the owner did not reserve; nothing was freed."""
+        ...
+
+    def get_utilization(self) -> float:
+        """Return the share of blocks that are not free, 0 to 1."""
+        ...
+
+    def get_fragmentation(self) -> float:
+        """Return the share of token slots in allocated blocks that hold no token, 0 to 1."""
+        ...
 
 
 class KVBackendProtocol(Protocol):
@@ -116,8 +139,7 @@ class TierStore(Protocol):
     Prepared blocks cannot be found; committed ones are whole. Raises TierError when read-only, broken or closed, and for
     a key that is there, or on its way, already; StoreFullError, which is one, when full.
 
-    `capacity_bytes` may fall where a medium turns out to hold less (`DiskStore`). A store may have two things more, of which a
-    `KVMigrator` makes use: `in_memory`, true where no call waits for a device, and `read_each` (`HostStore`).
+    `capacity_bytes` may fall where a medium turns out to hold less (`DiskStore`).
     """
 
     tier: Tier

@@ -20,8 +20,6 @@ class LentStore:
     memory back then.
     """
 
-    in_memory = True
-
     def __init__(self, tier: Tier, capacity_bytes: int) -> None:
         self.tier = tier
         self.capacity_bytes = capacity_bytes

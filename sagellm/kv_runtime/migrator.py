@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
-import numpy as np
-
-from sagellm._core import stream_copy
 from sagellm.core.errors import TierError
 from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
 from sagellm.kv_policy.base import BlockKey
@@ -22,7 +19,6 @@ __all__ = ["KVMigrator", "MoveCount"]
 
 SPEED = {Tier.GPU: 0, Tier.CPU: 1, Tier.NVME: 2}  # fastest first
 NUM_SAMPLES = 256
-INLINE_BYTES = 4 << 20  # some 0.3 ms
 CHUNK_BLOCKS = 8  # go through their phases together: between two copies little else has to come into the caches
 TOO_LATE = Exception()  # of a block that was not read
 NO_DIGESTS: Mapping[BlockKey, bytes] = {}
@@ -52,13 +48,9 @@ class KVMigrator:
     A deadline also holds when a store hangs: the future ends in time, and what the hanging thread completes later is undone.
     Until then its blocks are in flight, and it cannot do other work.
 
-    Between stores that are `in_memory`, which wait for no device, a move of at most `INLINE_BYTES` is made before `migrate`
-    returns, ahead of those that are queued: to wake another thread can take longer than these copies do, much longer on a
-    machine whose cores are taken.
-
     Args:
         stores: that blocks are moved between; they stay their owner's, who closes them after the migrator.
-        num_threads: moves that can go on at a time, beside those that callers make.
+        num_threads: moves that can go on at a time.
         max_queued_bytes: of what was not finished; beyond it plans are refused, so that a slow device cannot pile them up.
 
     Raises:
@@ -104,7 +96,7 @@ class KVMigrator:
         digests: Mapping[BlockKey, bytes] = NO_DIGESTS,
         on_done: Callable[[MigrationResult], None] | None = None,
     ) -> Future[MigrationResult]:
-        """Move the blocks whose keys are `plan.block_ids`. Returns at once, or once a few bytes of memory are copied.
+        """Move the blocks whose keys are `plan.block_ids`. Returns at once.
 
         Args:
             deadline_s: seconds from now after which what is not moved is refused; None for none.
@@ -131,13 +123,10 @@ class KVMigrator:
         known_blocks = _describe(job, digests)
         with self._lock:
             self._accept(job, known_blocks)
-            is_queued = bool(job.blocks) and not (_is_in_memory(job) and job.num_bytes <= INLINE_BYTES)
-            if is_queued:
+            if job.blocks:
                 self._queue(job)
-        if is_queued:
+        if job.blocks:
             job.future.add_done_callback(lambda future: self._settle(job, "cancelled") if future.cancelled() else None)
-        elif job.blocks:
-            self._carry_out(job)
         else:
             self._settle(job, "")
         return job.future
@@ -279,10 +268,6 @@ class KVMigrator:
             self._settle(job, "deadline")
 
 
-def _is_in_memory(job: MigrationJob) -> bool:
-    return getattr(job.source, "in_memory", False) and getattr(job.target, "in_memory", False)
-
-
 def _describe(job: MigrationJob, digests: Mapping[BlockKey, bytes]) -> dict[BlockKey, StoredBlock]:
     """The blocks of the job's plan as the source has them; the others are refused."""
     blocks: dict[BlockKey, StoredBlock] = {}
@@ -327,40 +312,18 @@ def _copy_each(
     job: MigrationJob, rooms: list[tuple[BlockKey, StoredBlock, BlockBytes]]
 ) -> list[tuple[BlockKey, StoredBlock]]:
     """The blocks whose bytes are in their rooms now; the other rooms are given back."""
-    wanted = [(key, room, stored.digest) for key, stored, room in rooms]
-    read_each = getattr(job.source, "read_each", None)
-    try:
-        if read_each is None:
-            errors = _read_each(job.source, wanted, job.is_over)
-        else:
-            errors = read_each(wanted, job.is_over, stream_copy if _is_in_memory(job) else np.copyto)
-    except Exception as error:
-        errors = [error] * len(rooms)
     copied: list[tuple[BlockKey, StoredBlock]] = []
-    for (key, stored, _), error in itertools.zip_longest(rooms, errors, fillvalue=TOO_LATE):
-        if error is None:
-            copied.append((key, stored))
-            continue
-        if error is not TOO_LATE:
-            job.refuse(key, _reason(error))
+    for key, stored, room in rooms:
+        if not job.is_over():
+            try:
+                job.source.read(key, room, stored.digest)
+            except Exception as error:
+                job.refuse(key, _reason(error))
+            else:
+                copied.append((key, stored))
+                continue
         job.target.abort(key)
     return copied
-
-
-def _read_each(
-    source: TierStore, wanted: list[tuple[BlockKey, BlockBytes, bytes]], is_over: Callable[[], bool]
-) -> list[Exception | None]:
-    """As `HostStore.read_each`, for any store."""
-    errors: list[Exception | None] = []
-    for key, into, digest in wanted:
-        if is_over():
-            break
-        try:
-            source.read(key, into, digest)
-            errors.append(None)
-        except Exception as error:
-            errors.append(error)
-    return errors
 
 
 def _commit(job: MigrationJob, key: BlockKey) -> bool:

@@ -27,7 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "comm_transfer": {"mib": [], "rounds": 2, "pings": 20},
     "control_message": {"calls": 50, "at_once": 4},
     "hook_call": {"calls": 5, "notices_per_call": 2},
-    "kv_migration": {"mib": [], "rounds": 1, "disk_kib": 4, "disk_blocks": 2},
+    "kv_migration": {"disk_kib": 4, "disk_blocks": 2},
     "kv_policy": {"num_objects": 500, "num_requests": 2000, "num_rows": 50},
     "kv_transfer": {"mib": [], "blocks": 3},
     "pd_answers": {"requests": 6, "alone": 2},

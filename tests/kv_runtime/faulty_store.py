@@ -61,8 +61,6 @@ class FaultyStore:
     def remove(self, key: int) -> None:
         return self._call("remove", key, lambda: self.store.remove(key))
 
-    read_each = None  # so that each block is read by `read`
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
+from sagellm.kv_runtime.base import StoreFullError
 from sagellm.kv_runtime.disk_store import DiskStore
 from sagellm.kv_runtime.disk_store_format import record_bytes
-from sagellm.kv_runtime.host_store import HostStore
+from sagellm.kv_runtime.lent_store import LentStore
 from sagellm.kv_runtime.migrator import KVMigrator
-from sagellm.kv_runtime.pool import KVPool
 from tests.kv_runtime.faulty_store import LIMIT_S, FaultyStore
 from tests.kv_runtime.store_contract import BLOCK_BYTES, NUM_BLOCKS, content
 
@@ -20,11 +20,29 @@ SAVE = (Tier.CPU, Tier.NVME)
 LOAD = (Tier.NVME, Tier.CPU)
 
 
+class MemoryStore(LentStore):
+    """A `LentStore` that offers room by itself, for `NUM_BLOCKS` blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(Tier.CPU, NUM_BLOCKS * BLOCK_BYTES)
+
+    def prepare(self, block: Any, digest: bytes = b"") -> np.ndarray:
+        if self.used_bytes() + block.size_bytes > self.capacity_bytes:
+            raise StoreFullError("no room on tier cpu; remove a block.")
+        if block.key not in self._committed and block.key not in self._prepared:
+            self._offered[block.key] = np.empty(block.size_bytes, np.uint8)
+        return super().prepare(block, digest)
+
+    def abort(self, key: int) -> None:
+        super().abort(key)
+        self._offered.pop(key)
+
+
 class Setup:
     """A host store and one on disk that can be made to fail, and a migrator between them."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self.host = FaultyStore(HostStore(KVPool(NUM_BLOCKS, BLOCK_BYTES)))
+        self.host = FaultyStore(MemoryStore())
         self.disk = FaultyStore(DiskStore(folder, NUM_BLOCKS * record_bytes(BLOCK_BYTES), layout="a model"))
         self.migrator = KVMigrator([self.host, self.disk], **options)
 

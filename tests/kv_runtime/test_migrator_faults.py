@@ -166,14 +166,3 @@ def test_a_callback_that_raises_does_no_harm(setup: Setup, caplog: pytest.LogCap
     setup.outcome(SAVE, 1, on_done=lambda result: 1 // 0)
     assert setup.outcome(LOAD, 1).moved == (1,)
     assert "on_done of a migration raised" in caplog.text
-
-
-def test_a_source_whose_reading_fails_as_a_whole_leaves_no_room_taken(setup: Setup):
-    def fail(*args: object) -> list:
-        raise RuntimeError("no")
-
-    put(setup.host, 1)
-    put(setup.host, 2)
-    setup.host.read_each = fail
-    assert setup.outcome(SAVE, 1, 2).refused == {1: "failed: RuntimeError('no')", 2: "failed: RuntimeError('no')"}
-    assert sorted(setup.host.keys()) == [1, 2]

@@ -1,9 +1,8 @@
-"""Random calls on each store beside a dictionary; a restart of the disk store, and damage to its files, among them."""
+"""Random calls on the disk store beside a dictionary, among them restarts and damage to its files."""
 
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,8 +14,6 @@ from sagellm.core.errors import TierError
 from sagellm.kv_runtime.base import StoredBlock, StoreFullError
 from sagellm.kv_runtime.disk_store import DiskStore
 from sagellm.kv_runtime.disk_store_format import record_bytes
-from sagellm.kv_runtime.host_store import HostStore
-from sagellm.kv_runtime.pool import KVPool
 from tests.kv_runtime.store_contract import block, content, digest
 
 SIZES = (1, 4096, 5000)
@@ -24,7 +21,7 @@ CAPACITY = 4
 KEYS = st.sampled_from([0, 1, 2, 3, 2**63, 2**64 - 1])
 
 
-class StoreMachine(RuleBasedStateMachine):
+class DiskMachine(RuleBasedStateMachine):
     """`committed` and `prepared` are the twin: {key: size}."""
 
     def __init__(self) -> None:
@@ -32,12 +29,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.committed: dict[int, int] = {}
         self.prepared: dict[int, tuple[int, np.ndarray]] = {}
         self.store = self.open()
-
-    def open(self) -> Any:
-        raise NotImplementedError
-
-    def room(self, size: int) -> int:
-        raise NotImplementedError
 
     def used(self) -> int:
         return sum(map(self.room, [*self.committed.values(), *(size for size, _ in self.prepared.values())]))
@@ -100,20 +91,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert all(key in self.store for key in self.committed)
         assert self.store.used_bytes() == self.used() <= self.store.capacity_bytes
 
-    def teardown(self) -> None:
-        self.store.close()
-
-
-class HostMachine(StoreMachine):
-    def open(self) -> HostStore:
-        self.pool = KVPool(CAPACITY, max(SIZES))
-        return HostStore(self.pool)
-
-    def room(self, size: int) -> int:
-        return max(SIZES)
-
-
-class DiskMachine(StoreMachine):
     def open(self) -> DiskStore:
         self.folder = Path(tempfile.mkdtemp())
         return self.open_again()
@@ -151,10 +128,9 @@ class DiskMachine(StoreMachine):
         # Writing to a file is a use of it, as far as the next start can see: but for this one, nothing has changed.
 
     def teardown(self) -> None:
-        super().teardown()
+        self.store.close()
         shutil.rmtree(self.folder)
 
 
-TestHostMachine = HostMachine.TestCase
 TestDiskMachine = DiskMachine.TestCase
-TestHostMachine.settings = TestDiskMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestDiskMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

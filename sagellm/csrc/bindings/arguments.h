@@ -112,7 +112,6 @@ void bind_prefix_index(py::module_& module);
 void bind_indexed_pool(py::module_& module);
 void bind_turbomind(py::module_& module);
 void bind_policies(py::module_& module);
-void bind_stream_copy(py::module_& module);
 void bind_copy_pieces(py::module_& module);
 void bind_speculative(py::module_& module);
 void bind_shm(py::module_& module);

@@ -63,7 +63,6 @@ PYBIND11_MODULE(_core, module) {
   sage::python::bind_indexed_pool(module);
   sage::python::bind_turbomind(module);
   sage::python::bind_policies(module);
-  sage::python::bind_stream_copy(module);
   sage::python::bind_copy_pieces(module);
   sage::python::bind_speculative(module);
   sage::python::bind_shm(module);

@@ -10,7 +10,7 @@ import numpy as np
 from sagellm.core.errors import CapacityError, PluginError
 from sagellm.core.hooks import AllocationResult, MigrationPlan, MigrationResult, Tier
 from sagellm.engines.lmdeploy.requests import tenant_of
-from sagellm.kv_runtime.base import BlockKey, KVBackendProtocol
+from sagellm.kv_runtime.base import BlockKey, KVBackendProtocol, KVPool
 
 __all__ = ["LMDeployPool", "Latency"]
 
@@ -34,7 +34,7 @@ class Latency:
         return {"bounds_s": list(BOUNDS_S), "counts": list(self._counts), "sum_s": self._sum_s}
 
 
-class LMDeployPool(KVBackendProtocol):
+class LMDeployPool(KVPool, KVBackendProtocol):
     """Allocates from LMDeploy's own allocator, beside its requests.
 
     An allocated block is a reservation: it has one reference, no token and no request. LMDeploy has fewer blocks for
