@@ -71,8 +71,8 @@ class LibCacheSimContestant:
     NAMES: ClassVar = dict(
         fifo="FIFO", lru="LRU", lfu="LFU", arc="ARC", sieve="Sieve", s3fifo="S3FIFO", twoq="TwoQ", gdsf="GDSF"
     )
-    # Below these capacities it is another policy. S3-FIFO: its small queue has less than 2 places, and it admits nothing or ends
-    # the process. 2Q: its first queue has no place. GDSF: it keeps an object that was found again, and admits no new one.
+    # Below these capacities it is another policy. S3-FIFO: its small queue has less than 2 places, and it admits nothing or
+    # ends the process. 2Q: its first queue has no place. GDSF: it keeps an object that was found again and admits no new one.
     LEAST: ClassVar = {"s3fifo": 20, "twoq": 4, "gdsf": 3}
 
     def __init__(self) -> None:

@@ -20,7 +20,6 @@ __all__ = ["KVMigrator", "MoveCount"]
 SPEED = {Tier.GPU: 0, Tier.CPU: 1, Tier.NVME: 2}  # fastest first
 NUM_SAMPLES = 256
 CHUNK_BLOCKS = 8  # go through their phases together: between two copies little else has to come into the caches
-TOO_LATE = Exception()  # of a block that was not read
 NO_DIGESTS: Mapping[BlockKey, bytes] = {}
 
 
