@@ -29,11 +29,11 @@ from sagellm.core.scheduling import (
 from sagellm.core.victims import VictimRequest
 
 __all__ = [
-    "COALESCE_S", "COMM_HOOKS", "DECISIONS", "NOTICES", "AllocationResult", "BlockCounts", "BlockId", "BlockState", "CommOp",
-    "EngineHandle", "EvictionDecision", "EvictionNotice", "EvictionReason", "KVBlockInfo", "MigrationPlan", "MigrationResult",
-    "Phase", "Plugin", "PrefixMatch", "PrefixQuery", "PrefixRelease", "PrefixUpdate", "RequestId", "RequestMetadata",
-    "RequestView",
-    "ScheduleDecision", "ServiceLevel", "StepResult", "StepView", "Tier", "VictimRequest", "overrides",
+    "COALESCE_S", "COMM_HOOKS", "DECISIONS", "NOTICES", "AllocationResult", "BlockCounts", "BlockId", "BlockState",
+    "CommOp", "EngineHandle", "EvictionDecision", "EvictionNotice", "EvictionReason", "KVBlockInfo", "MigrationPlan",
+    "MigrationResult", "Phase", "Plugin", "PrefixCandidate", "PrefixMatch", "PrefixQuery", "PrefixRelease",
+    "PrefixUpdate", "RequestId", "RequestMetadata", "RequestView", "ScheduleDecision", "ServiceLevel", "StepResult",
+    "StepView", "Tier", "VictimRequest", "overrides",
 ]  # fmt: skip
 
 COALESCE_S = 0.01
@@ -194,6 +194,13 @@ class PrefixUpdate:
     time_s: float = 0.0
 
 
+class PrefixCandidate(NamedTuple):
+    """A cached beginning of a sequence: its blocks in order, and the tier of each."""
+
+    block_ids: tuple[int, ...]
+    tiers: tuple[Tier, ...]
+
+
 class PrefixRelease(NamedTuple):
     """A request holds only the first `num_kept` of its cached blocks now: it ended, lost blocks, or the pool lacked room.
 
@@ -305,6 +312,17 @@ class EngineHandle(Protocol):
 
     def record(self, event: str, **fields: object) -> None:
         """Write a line into the engine's event log, if it keeps one."""
+        ...
+
+    def prefix_candidates(self, token_ids: Sequence[int] | np.ndarray, namespace: str) -> list[PrefixCandidate]:
+        """Return the matches of a sequence, longest first: on the pool alone, and on the pool and the host tier.
+
+        A match is among them only if it is longer than the one before. `lookup_prefix` may answer the blocks of any of them:
+        the longest saves the most tokens, and the one on the pool needs no copy.
+
+        Raises:
+            PluginError: the engine keeps no index here.
+        """
         ...
 
     def request_tokens(self, request_id: RequestId) -> tuple[np.ndarray, str]:

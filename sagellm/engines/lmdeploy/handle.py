@@ -16,6 +16,7 @@ from sagellm.core.hooks import (
     KVBlockInfo,
     MigrationPlan,
     MigrationResult,
+    PrefixCandidate,
     Tier,
 )
 from sagellm.engines.lmdeploy.kv_manager import KVManager
@@ -95,6 +96,9 @@ class Handle:
         if not self._guard.is_calling:
             raise PluginError(OUTSIDE)
         self._recorder.write(event, **fields)
+
+    def prefix_candidates(self, token_ids: Sequence[int] | np.ndarray, namespace: str) -> list[PrefixCandidate]:
+        return self._ask(self._kv.prefix_candidates, np.array(token_ids, np.int64), str(namespace))
 
     def request_tokens(self, request_id: int) -> tuple[np.ndarray, str]:
         return self._ask(self._requests.tokens_of, int(request_id))

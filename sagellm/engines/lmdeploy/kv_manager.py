@@ -25,6 +25,7 @@ from sagellm.core.hooks import (
     KVBlockInfo,
     MigrationPlan,
     MigrationResult,
+    PrefixCandidate,
     Tier,
     VictimRequest,
 )
@@ -33,6 +34,7 @@ from sagellm.engines.lmdeploy.host_blocks import HostBlocks
 from sagellm.engines.lmdeploy.host_memory import BlockBytes, HostCache, open_host_cache
 from sagellm.engines.lmdeploy.pool_backend import LMDeployPool
 from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache
+from sagellm.prefix_reuse.base import TIERS
 
 BUILT_IN = "lru"
 ABOVE_WENT = "the block above it went"
@@ -114,6 +116,11 @@ class KVManager:
     def on_device(self, ids: BlockIds) -> np.ndarray:
         """bool [n]: whether each block lies in the pool."""
         return self._cache.on_device(ids)
+
+    def prefix_candidates(self, tokens: np.ndarray, namespace: str) -> list[PrefixCandidate]:
+        """Matches of the tokens on the pool alone and on all tiers, longest first."""
+        hits = self._cache.index.lookup_tiers(tokens, namespace) if self._cache.enabled else []
+        return [PrefixCandidate(tuple(hit.kv_block_ids.tolist()), tuple(TIERS[place] for place in hit.tiers)) for hit in hits]
 
     def note_tenant(self, block_ids: Sequence[int], tenant: str) -> None:
         """Remember whose request computed these blocks, which are cached from now on."""

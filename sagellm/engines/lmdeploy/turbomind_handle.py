@@ -18,6 +18,7 @@ from sagellm.core.hooks import (
     KVBlockInfo,
     MigrationPlan,
     MigrationResult,
+    PrefixCandidate,
     Tier,
 )
 
@@ -96,6 +97,9 @@ class Handle:
         if not self._guard.is_calling:
             raise PluginError("the engine handle works inside a hook only, on the thread that runs the hook.")
         self._hooks.recorder.write(event, **fields)
+
+    def prefix_candidates(self, token_ids: Sequence[int] | np.ndarray, namespace: str) -> list[PrefixCandidate]:
+        raise PluginError("TurboMind looks prefixes up on its own threads; use the PyTorch engine.")
 
     def request_tokens(self, request_id: int) -> tuple[np.ndarray, str]:
         raise PluginError("TurboMind tells no tokens of requests that wait.")

@@ -2,11 +2,12 @@
 
 import time
 
+import numpy as np
 import pytest
 
-from sagellm.core.config import KVConfig
+from sagellm.core.config import KVConfig, PluginSpec
 from sagellm.core.errors import ConfigError, SageError
-from sagellm.core.hooks import Tier
+from sagellm.core.hooks import MigrationPlan, Plugin, Tier
 from sagellm.engines.base import SamplingParams
 from sagellm.replay.verify import verify_log
 from tests.engines.lmdeploy.test_exactness import CROWD, NUM_NEW, answers
@@ -139,3 +140,35 @@ def test_a_second_engine_on_the_same_folder_is_refused(start_engine, tmp_path):
     disk_engine(start_engine, tmp_path / "tier")
     with pytest.raises(SageError, match="tier"):
         disk_engine(start_engine, tmp_path / "tier")
+
+class Chooses(Plugin):
+    """Answers the candidate at this place: the longest first."""
+
+    def __init__(self, place):
+        self.place, self.seen = place, []
+
+    def attach(self, engine):
+        self.engine = engine
+
+    def lookup_prefix(self, query):
+        self.seen.append(self.engine.prefix_candidates(query.token_ids, query.namespace))
+        return self.seen[-1][self.place].block_ids if self.seen[-1] else ()
+
+
+@pytest.mark.parametrize("place, num_back, num_hits", [(0, 2, 4), (1, 0, 2)])
+def test_a_plugin_chooses_among_the_matches_on_all_tiers(start_engine, reference, place, num_back, num_hits):
+    prompt = make_prompts((70,), seed=9)
+    engine = start_engine(PluginSpec(name=f"{__name__}:Chooses", options={"place": place}), host_kv_blocks=8)
+    assert answers(engine, prompt) == reference(prompt, 40)
+    path = tuple(engine.hooks.cache.path(np.array(prompt[0][:64]), "").tolist())
+
+    async def move():
+        return engine.hooks.kv.migrate(MigrationPlan(Tier.GPU, Tier.CPU, path[2:]))
+
+    assert engine._on_loop(move()).moved == path[2:]
+    assert answers(engine, prompt) == reference(prompt, 40)
+    longest, on_pool = plugin_of(engine).seen[-1]
+    assert longest.block_ids == path and longest.tiers == (Tier.GPU, Tier.GPU, Tier.CPU, Tier.CPU)
+    assert on_pool.block_ids == path[:2] and on_pool.tiers == (Tier.GPU, Tier.GPU)
+    report = engine.hooks.report()
+    assert report["migrated"]["gpu"] == num_back and report["prefix"]["hit_blocks"] == num_hits and not report["faults"]
