@@ -1,5 +1,6 @@
 """Runs plans on any engine that has the `schedule` hook."""
 
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -79,10 +80,13 @@ class PlanRunner(Plugin):
         self._lock = threading.RLock()
         self._active: dict[str, PlanProgress] = {}  # with open nodes, in the order of submission
         self._finished: dict[str, PlanProgress] = {}  # oldest first
+        # Changes from outside since the last step was chosen. They count from the next choice on, where the record has them.
+        self._submitted: dict[str, PlanProgress] = {}
+        self._cancelled: list[PlanProgress] = []
         self._owner: dict[RequestId, PlanProgress] = {}
         self._requests: dict[RequestId, RequestProgress] = {}
         self._ended: dict[RequestId, None] = {}  # the latest last
-        self._is_closed = self._is_new = False
+        self._is_closed = False
         self._num_plans = self._num_refused = self._num_given_up = 0
 
     # ---- ExecutorAPI
@@ -93,12 +97,11 @@ class PlanRunner(Plugin):
         with self._lock:
             self._check(plan)
             progress = PlanProgress(plan, self._devices)
-            self._is_new = True
             self._num_plans += 1
-            self._active[plan.plan_id] = progress
-            for request in plan.request_ids:
-                self._owner[request] = progress
-            self._retire()
+            if progress.open:
+                self._submitted[plan.plan_id] = progress
+            else:  # every node is refused
+                self._finish(progress)
             return progress.status()
 
     def cancel(self, plan_id: str) -> PlanStatus:
@@ -108,8 +111,7 @@ class PlanRunner(Plugin):
             if state in (PlanState.DONE, PlanState.CANCELLED):
                 raise PlanError(f"plan {plan_id} is {state.value}; only one that is queued or running can be cancelled.")
             progress.cancel("the plan was cancelled")
-            self._disown(progress)
-            self._retire()
+            self._cancelled.append(progress)
             return progress.status()
 
     def status(self, plan_id: str) -> PlanStatus:
@@ -123,6 +125,7 @@ class PlanRunner(Plugin):
 
     def schedule(self, view: StepView) -> ScheduleDecision | None:
         with self._lock:
+            self.take_changes()
             rows = {row.request_id: row for row in view.requests}
             self._take_view(view, rows)
             works = self._choose(rows)
@@ -169,6 +172,7 @@ class PlanRunner(Plugin):
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
+            self.take_changes()
             for plan in self._active.values():
                 plan.cancel("the engine has ended, or the runner was switched off", with_running=True)
             self._retire()
@@ -176,8 +180,8 @@ class PlanRunner(Plugin):
     def report(self) -> dict[str, Any]:
         with self._lock:
             own = {
-                "plans": self._num_plans, "active": len(self._active), "nodes_refused": self._num_refused,
-                "requests_given_up": self._num_given_up,
+                "plans": self._num_plans, "active": len(self._active) + len(self._submitted),
+                "nodes_refused": self._num_refused, "requests_given_up": self._num_given_up,
             }  # fmt: skip
             return own if self._strategy is None else {**own, "strategy": self._strategy.report()}
 
@@ -191,11 +195,39 @@ class PlanRunner(Plugin):
 
     # ---- plans
 
+    def take_changes(self) -> None:
+        """Let plans that were submitted or cancelled since the last choice of a step count from now on."""
+        if not (self._submitted or self._cancelled):
+            return
+        for name, progress in self._submitted.items():
+            self._active[name] = progress
+            for request in progress.plan.request_ids:
+                self._owner[request] = progress
+            if not self._can_check():
+                why = "this engine checks no proposed tokens; start it with a speculative strategy"
+                progress.refuse(NodeType.VERIFY, why)
+            for request in progress.plan.request_ids:
+                if request in self._ended:
+                    progress.end(request)
+            self._note("submit", plan=json.loads(progress.plan.to_json()), checks_drafts=self._can_check())
+        for progress in self._cancelled:
+            self._disown(progress)
+            self._note("cancel", plan_id=progress.plan.plan_id)
+        self._submitted, self._cancelled = {}, []
+        self._retire()
+
+    def _can_check(self) -> bool:
+        return self._engine is not None and self._engine.checks_drafts
+
+    def _note(self, event: str, **fields: Any) -> None:
+        if self._engine is not None and self._engine.is_recording and not self._is_closed:
+            self._engine.record(event, **fields)
+
     def _check(self, plan: ExecutionPlan) -> None:
         name = f"plan {plan.plan_id}"
         if self._is_closed:
             raise PlanError(f"{name}: the engine has ended, or the runner was switched off; see the log of the engine.")
-        if plan.plan_id in self._active or plan.plan_id in self._finished:
+        if any(plan.plan_id in known for known in (self._submitted, self._active, self._finished)):
             raise PlanError(f"{name} was submitted before; give each plan an id of its own.")
         if plan.target_instance_id not in ("", self.instance_id):
             raise PlanError(
@@ -205,8 +237,11 @@ class PlanRunner(Plugin):
             known = self._requests.get(request)
             if request in self._ended if known is None else known.has_ended:
                 raise PlanError(f"{name}: request {request} has ended; leave it out.")
-            if request in self._owner:
-                other = self._owner[request].plan.plan_id
+            owners = [one for one in self._submitted.values() if request in one.plan.request_ids]
+            if request in self._owner and not self._owner[request].is_cancelled:
+                owners.append(self._owner[request])
+            if owners:
+                other = owners[0].plan.plan_id
                 raise PlanError(f"{name}: request {request} is of plan {other}; cancel that, or wait until it is done.")
             if known is None and not self._may_wait:
                 raise PlanError(
@@ -215,7 +250,7 @@ class PlanRunner(Plugin):
                 )
 
     def _find(self, plan_id: str) -> PlanProgress:
-        found = self._active.get(plan_id) or self._finished.get(plan_id)
+        found = self._submitted.get(plan_id) or self._active.get(plan_id) or self._finished.get(plan_id)
         if found is None:
             raise PlanError(f"unknown plan {plan_id!r}; submit it first. Of finished plans {self._keep_plans} are kept.")
         return found
@@ -231,8 +266,11 @@ class PlanRunner(Plugin):
             if not plan.open:
                 del self._active[name]
                 self._disown(plan)
-                self._finished[name] = plan
-                self._num_refused += len(plan.status().refused())
+                self._finish(plan)
+
+    def _finish(self, plan: PlanProgress) -> None:
+        self._finished[plan.plan.plan_id] = plan
+        self._num_refused += len(plan.status().refused())
         while len(self._finished) > self._keep_plans:
             del self._finished[next(iter(self._finished))]
 
@@ -253,10 +291,6 @@ class PlanRunner(Plugin):
                 )
                 self._ended.pop(request, None)
             seen[request] = known.view(row)
-        if self._is_new and not (self._engine is not None and self._engine.checks_drafts):
-            for plan in self._active.values():
-                plan.refuse(NodeType.VERIFY, "this engine checks no proposed tokens; start it with a speculative strategy")
-        self._is_new = False
         for plan in list(self._active.values()):
             for run in plan.arriving():
                 if (request := run.node.requests[0]) in rows:

@@ -57,6 +57,7 @@ class StrategyPlugin(PlanRunner):
         self._num_decisions = self._num_left = self._num_nodes = 0
 
     def schedule(self, view: StepView) -> ScheduleDecision | None:
+        self.take_changes()
         decision = self._with_plans(view) if self._active else self._of_strategy(view)
         if decision is not None:
             self._outcomes.expect(view, decision)

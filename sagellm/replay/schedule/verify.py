@@ -6,12 +6,13 @@ the recorded one.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sagellm.core.answers import check_schedule
-from sagellm.core.errors import TraceError
+from sagellm.core.errors import PlanError, TraceError
 from sagellm.core.events import FORMAT
 from sagellm.core.hooks import Phase, RequestId, ScheduleDecision, StepResult
 from sagellm.core.schedule_lines import LEFT
@@ -23,6 +24,7 @@ from sagellm.replay.traces.json_lines import member
 from sagellm.replay.traces.lines import Broken
 from sagellm.replay.traces.rows import seconds, whole
 from sagellm.scheduler_ir.from_views import StrategyFromViews
+from sagellm.scheduler_ir.plan import ExecutionPlan
 from sagellm.scheduler_ir.strategy_plugin import StrategyPlugin
 
 __all__ = ["ScheduleReport", "verify_schedule"]
@@ -31,7 +33,16 @@ PLUG_IN = f"{StrategyPlugin.__module__}:{StrategyPlugin.__qualname__}"
 FROM_VIEWS = f"{StrategyFromViews.__module__}:{StrategyFromViews.__qualname__}"
 NAME_ONE = "name a strategy with --strategy"
 
-Told = StepResult | RequestId  # by a line `step`, by a line `end`
+class Submitted(NamedTuple):
+    """A plan from outside, and as much of the engine handle as it needs."""
+
+    plan: ExecutionPlan
+    checks_drafts: bool
+    is_recording: bool = False
+
+
+# By a line `step`, by a line `end`, by a line `submit`, and by a line `cancel` (the id of the plan).
+Told = StepResult | RequestId | Submitted | str
 
 
 @dataclass(slots=True)
@@ -40,7 +51,7 @@ class ScheduleReport(Checked):
     strategies: who was asked, in the order of their processes in the log.
     num_decisions: questions that were asked again; of these `num_left` were left to the engine, and of `num_unsent` no step
         came.
-    num_steps, num_ends: what the strategy was told between.
+    num_steps, num_ends, num_plans: what the executor was told between.
     """
 
     strategies: tuple[str, ...] = ()
@@ -49,12 +60,14 @@ class ScheduleReport(Checked):
     num_unsent: int = 0
     num_steps: int = 0
     num_ends: int = 0
+    num_plans: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             **Checked.to_dict(self), "strategies": list(self.strategies), "decisions": self.num_decisions,
             "left_to_engine": self.num_left, "unsent": self.num_unsent, "steps": self.num_steps, "ends": self.num_ends,
+            "plans": self.num_plans,
         }  # fmt: skip
 
 
@@ -106,8 +119,8 @@ def verify_schedule(
                         _tell(process, *earlier, report)
                 if process.num_differences < max_differences:
                     _ask(process, number, line, reader, report)
-            elif event in ("step", "end") and process.plugins is not None:
-                told = _result(line) if event == "step" else whole(member(line, "request"), "request", MAX_KEY)
+            elif event in TOLD and process.plugins is not None:
+                told = TOLD[event](line)
                 if process.asked is None:
                     early[pid].append((number, told))
                 elif process.num_differences < max_differences:
@@ -146,7 +159,7 @@ def _who(process: _Process, strategy: str | None, options: dict[str, Any] | None
     for spec in process.plugins or ():
         given = spec.get("options")
         if spec.get("name") == process.policy == PLUG_IN and type(given) is dict and type(given.get("strategy")) is str:
-            return StrategyPlugin(given["strategy"], given.get("options"), record="none"), given["strategy"]
+            return StrategyPlugin(**{**given, "record": "none"}), given["strategy"]
     raise Broken(f"{shortened(process.policy)} decided, which is no strategy of this log's open line alone; {NAME_ONE}.")
 
 
@@ -171,16 +184,22 @@ def _ask(process: _Process, number: int, line: dict[str, Any], reader: DecisionR
 
 
 def _tell(process: _Process, number: int, told: Told, report: ScheduleReport) -> None:
-    is_step = isinstance(told, StepResult)
-    report.num_steps += is_step
-    report.num_ends += not is_step
+    asked = process.asked
     try:
-        if is_step:
-            process.asked.on_step_end(told)
+        if isinstance(told, StepResult):
+            report.num_steps += 1
+            asked.on_step_end(told)
+        elif isinstance(told, Submitted):
+            report.num_plans += 1
+            asked.attach(told)  # of its engine a plan needs to know no more
+            asked.submit_plan(told.plan)
+        elif isinstance(told, str):
+            asked.cancel(told)
         else:
-            process.asked.on_request_end(told)
+            report.num_ends += 1
+            asked.on_request_end(told)
     except Exception as error:
-        _note(process, report, Difference(number, "step" if is_step else "end", "", None, _raised(error)))
+        _note(process, report, Difference(number, type(told).__name__, "", None, _raised(error)))
 
 
 def _note(process: _Process, report: ScheduleReport, difference: Difference) -> None:
@@ -203,6 +222,17 @@ def _choice(decision: ScheduleDecision | None) -> dict[str, Any]:
     }))  # fmt: skip
 
 
+def _submitted(line: dict[str, Any]) -> Submitted:
+    try:
+        return Submitted(ExecutionPlan.from_json(json.dumps(member(line, "plan"))), member(line, "checks_drafts") is True)
+    except PlanError as error:
+        raise Broken(str(error)) from None
+
+
+def _ended(line: dict[str, Any]) -> RequestId:
+    return RequestId(whole(member(line, "request"), "request", MAX_KEY))
+
+
 def _result(line: dict[str, Any]) -> StepResult:
     """Raises Broken."""
     if "end_s" not in line:
@@ -221,3 +251,8 @@ def _result(line: dict[str, Any]) -> StepResult:
         number, Phase(phase), requests, tokens, end_s, duration_s, context, bytes_in, bytes_out, swap_s,
         computed_rows(member(line, "computed")), tuple([(int(key), str(why)) for key, why in refused.items()]),
     )  # fmt: skip
+
+
+TOLD: dict[str, Callable[[dict[str, Any]], Told]] = {
+    "step": _result, "end": _ended, "submit": _submitted, "cancel": lambda line: str(member(line, "plan_id")),
+}  # fmt: skip

@@ -170,14 +170,15 @@ def decode(request, tokens, after):
     )
 
 
-def test_a_plan_is_carried_out_node_by_node(start_engine, reference):
+def test_a_plan_is_carried_out_node_by_node(start_engine, reference, tmp_path):
     """The later request first; then parts of the other prompt, a decode step between them."""
     prompts = PROMPTS[:3:2]  # of 40 and 20 tokens
     nodes = [
         prefill(1, 0, 20), decode(1, 21, "kv:1:20"), prefill(0, 0, 16, "kv:1:21"), decode(1, 22, "kv:0:16"),
         prefill(0, 16, 16, "kv:1:22"), decode(1, 23, "kv:0:32"), prefill(0, 32, 8, "kv:1:23"),
     ]  # fmt: skip
-    engine = start_engine(LISTENER, together(2), strategy="fifo", decode_round=1, prefix_caching=False)
+    record = tmp_path / "events.jsonl"
+    engine = start_engine(LISTENER, together(2), strategy="fifo", decode_round=1, prefix_caching=False, record=record)
     plans = engine.executor
     plans.submit_plan(ExecutionPlan("by hand", IRGraph(nodes), (0, 1)))
     assert answers(engine, prompts, SHORT) == reference(prompts, 12)
@@ -193,6 +194,9 @@ def test_a_plan_is_carried_out_node_by_node(start_engine, reference):
         plans.submit_plan(ExecutionPlan("by hand", IRGraph(nodes), (0, 1)))
     with pytest.raises(PlanError):
         plans.cancel("by hand")
+    engine.close()
+    found = verify_schedule(record)
+    assert found.agrees and found.num_plans == 1 and found.num_decisions > 7
 
 
 def test_a_plan_stores_blocks_of_a_request_that_ends(start_engine, reference):
@@ -261,9 +265,10 @@ def test_a_plan_asks_for_guesses_of_an_engine_that_makes_none(start_engine, refe
     assert "start it with a speculative strategy" in engine.executor.status("p").refused()["check"]
 
 
-def test_a_plan_from_another_thread_is_cancelled_while_the_strategy_goes_on(start_engine, reference):
+def test_a_plan_from_another_thread_is_cancelled_while_the_strategy_goes_on(start_engine, reference, tmp_path):
     """The plan holds request 0 until one that never comes; cancelled, it leaves the request to the strategy."""
-    engine = start_engine(together(2), strategy="shortest", decode_round=1, prefix_caching=False)
+    record = tmp_path / "events.jsonl"
+    engine = start_engine(together(2), strategy="shortest", decode_round=1, prefix_caching=False, record=record)
     nodes = [prefill(0, 0, 16), prefill(9, 0, 16, "kv:0:16"), prefill(0, 16, 24, "kv:9:16")]
     queued = engine.executor.submit_plan(ExecutionPlan("held", IRGraph(nodes), (0, 9)))
     assert queued.state.value == "queued"
@@ -288,6 +293,10 @@ def test_a_plan_from_another_thread_is_cancelled_while_the_strategy_goes_on(star
     assert answers(engine, PROMPTS[:1], SHORT) == reference(PROMPTS[:1], 12)
     settle(engine)
     assert engine.executor.status("after").state.value == "done" and not engine.executor.status("after").refused()
+    engine.close()
+    found = verify_schedule(record)
+    assert found.agrees, found.differences[:3]
+    assert found.num_plans == 2
 
 
 def test_an_engine_without_a_strategy_says_how_to_get_an_executor(start_engine):
