@@ -11,7 +11,9 @@ from sagellm.scheduler_ir.nodes import IRNode, NodeType
 __all__ = ["is_done", "lower"]
 
 
-def lower(graph: IRGraph, view: StepView, device: str | None = None) -> ScheduleDecision:
+def lower(
+    graph: IRGraph, view: StepView, device: str | None = None, *, made_from: ScheduleDecision | None = None
+) -> ScheduleDecision:
     """Return the decision that the graph wants for the step of `view`.
 
     The progress of the graph is read from the view. A chunk is done once its tokens have keys and values. A decode step
@@ -28,6 +30,8 @@ def lower(graph: IRGraph, view: StepView, device: str | None = None) -> Schedule
     Args:
         device: only nodes on it, and those that say none, are for this engine; None takes all. Others' nodes count as done
             once the view shows what they give.
+        made_from: the decision that the graph was built from. A graph says who does what, and when; the reasons and the
+            limits of guesses are those of this decision.
 
     Raises:
         PlanError: a cycle.
@@ -55,10 +59,14 @@ def lower(graph: IRGraph, view: StepView, device: str | None = None) -> Schedule
         hold.difference_update(present)
     for names in (*later, requests):
         order.update(dict.fromkeys(name for name in names if name in requests))
-    return ScheduleDecision(
-        order=tuple(order), hold=frozenset(hold), token_budget=min(budgets, default=None), phase=_phase(ready, requests),
-        chunk_tokens=chunks, reason=f"{ready[0].node_id} is the first that is ready" if ready else "no node is ready",
-    )  # fmt: skip
+    lowered = tuple(order), frozenset(hold), min(budgets, default=None)
+    phase = _phase(ready, requests)
+    if made_from is not None:
+        return ScheduleDecision(
+            *lowered, made_from.reason, phase, chunks, made_from.reasons, made_from.draft_tokens
+        )
+    reason = f"{ready[0].node_id} is the first that is ready" if ready else "no node is ready"
+    return ScheduleDecision(*lowered, reason, phase, chunks)
 
 
 def is_done(node: IRNode, requests: Mapping[int, RequestView]) -> bool:

@@ -1,6 +1,5 @@
 """The executor of an engine: decisions of a strategy and plans from outside reach the engine through one plug-in."""
 
-from dataclasses import replace
 from typing import Any, Literal
 
 from sagellm.core.errors import PlanError
@@ -83,10 +82,7 @@ class StrategyPlugin(PlanRunner):
         self._num_decisions += 1
         self._num_nodes += len(graph)
         self._write(view, decision, graph)
-        # A graph says who does what, and when; why it is so the strategy knows.
-        return replace(
-            lower(graph, view), reason=decision.reason, reasons=decision.reasons, draft_tokens=decision.draft_tokens
-        )
+        return lower(graph, view, made_from=decision)
 
     def on_step_end(self, result: StepResult) -> None:
         self._outcomes.result(result)
