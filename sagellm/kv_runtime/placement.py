@@ -38,7 +38,8 @@ class Placement:
         tenant = self._books.block(key).tenant_id
         self._books.remove(key, tier)
         self._policies[tier].on_remove(key, evicted)
-        self.history[tier].forget(key)
+        if self.history[tier].is_kept:
+            self.history[tier].forget(key)
         self._quota.release(tenant, tier)
 
     def shift(self, key: BlockKey, src: Tier, dst: Tier, *, evicted: bool = False) -> None:
@@ -46,7 +47,8 @@ class Placement:
         block = self._books.block(key)
         self._books.move(key, src, dst)
         self._policies[src].on_remove(key, evicted)
-        self.history[src].forget(key)
+        if self.history[src].is_kept:
+            self.history[src].forget(key)
         self._policies[dst].on_insert(block)
         self._quota.release(block.tenant_id, src)
         self._quota.charge(block.tenant_id, dst)

@@ -214,7 +214,8 @@ class PrefixReplay:
             if parent in self._resident:
                 self._unpin(parent)
             self._policy.on_remove(BlockKey(key), True)
-            self._history.forget(BlockKey(key))
+            if self._history.is_kept:
+                self._history.forget(BlockKey(key))
         self._evictions.left(victims)
         if len(victims) < count and self._num_evictable:
             raise PolicyError(

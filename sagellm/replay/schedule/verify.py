@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from sagellm.core.answers import check_schedule
 from sagellm.core.errors import PlanError, TraceError
 from sagellm.core.events import FORMAT
-from sagellm.core.hooks import Phase, RequestId, ScheduleDecision, StepResult
+from sagellm.core.hooks import BlockCounts, Phase, RequestId, ScheduleDecision, StepResult
 from sagellm.core.schedule_lines import LEFT
 from sagellm.replay.base import MAX_KEY, shortened
 from sagellm.replay.record_lines import Checked, Difference, check_number, record_lines
@@ -34,11 +34,23 @@ FROM_VIEWS = f"{StrategyFromViews.__module__}:{StrategyFromViews.__qualname__}"
 NAME_ONE = "name a strategy with --strategy"
 
 class Submitted(NamedTuple):
-    """A plan from outside, and as much of the engine handle as it needs."""
+    """A plan from outside, as an engine took it."""
 
     plan: ExecutionPlan
     checks_drafts: bool
+
+
+class _Handle(NamedTuple):
+    """Answers of an engine to its executor. No decision depends on those that a log does not have."""
+
+    checks_drafts: bool
     is_recording: bool = False
+
+    def transfer_state(self, request_id: RequestId) -> str:
+        return ""
+
+    def block_counts(self) -> BlockCounts:
+        return BlockCounts(0, 0, 0, 0)
 
 
 # By a line `step`, by a line `end`, by a line `submit`, and by a line `cancel` (the id of the plan).
@@ -191,7 +203,7 @@ def _tell(process: _Process, number: int, told: Told, report: ScheduleReport) ->
             asked.on_step_end(told)
         elif isinstance(told, Submitted):
             report.num_plans += 1
-            asked.attach(told)  # of its engine a plan needs to know no more
+            asked.attach(_Handle(told.checks_drafts))
             asked.submit_plan(told.plan)
         elif isinstance(told, str):
             asked.cancel(told)

@@ -1,6 +1,7 @@
 """A plan that is split over a prefill and a decode engine: each carries out its part, transfers included."""
 
 from sagellm.core.config import PluginSpec
+from sagellm.replay.schedule.verify import verify_schedule
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.nodes import IRNode, NodeType, kv_value, token_value
 from sagellm.scheduler_ir.pd_costs import PDCosts
@@ -36,7 +37,9 @@ def executor(name: str) -> PluginSpec:
 
 def test_a_split_plan_is_carried_out_by_both_engines(start_engine, tmp_path, reference):
     prompts = make_prompts((PROMPT, PROMPT), seed=8)
-    engines = Pair(start_engine, tmp_path, decode_config={"plugins": (executor("d0"),)}, plugins=(executor("p0"),))
+    record = tmp_path / "events.jsonl"
+    decode = {"plugins": (executor("d0"),), "record": record}
+    engines = Pair(start_engine, tmp_path, decode_config=decode, plugins=(executor("p0"),))
     parts = split_plan(0)
     for name, engine in (("p0", engines.prefill), ("d0", engines.decode)):
         assert not plugin_of(engine).submit_plan(parts[name]).refused()
@@ -53,3 +56,6 @@ def test_a_split_plan_is_carried_out_by_both_engines(start_engine, tmp_path, ref
     assert tokens_of(engines.ask(prompts[1:], to_prefill=False)) == reference(prompts[1:], NEW)
     refused = plugin_of(engines.decode).status(parts["d0"].plan_id).refused()
     assert refused and all("what is missing is computed here" in why for why in refused.values())
+    engines.decode.close()
+    found = verify_schedule(record)
+    assert found.agrees and found.num_plans == 2, found.differences[:3]
