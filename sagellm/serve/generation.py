@@ -55,7 +55,7 @@ def _overlap(text: str, word: str) -> int:
     return 0
 
 
-class Generation:
+class GuardedGeneration:
     """Stands before `engine.generate`. `on_dead` is called when the engine turns out to have stopped working."""
 
     def __init__(self, engine: Any, on_dead: Callable[[], None]) -> None:

@@ -238,7 +238,7 @@ class _Launch:
         from lmdeploy.serve.openai.api_server import VariableInterface
         from starlette.middleware import Middleware
 
-        from sagellm.serve.generation import Generation
+        from sagellm.serve.generation import GuardedGeneration
         from sagellm.serve.token_texts import by_token
         from sagellm.serve.validation import RequestValidation
 
@@ -249,7 +249,7 @@ class _Launch:
         )  # fmt: skip
         app.user_middleware.append(middleware)
         engine.tokenizer.detokenize_incrementally = by_token(engine.tokenizer.detokenize_incrementally)
-        engine.generate = Generation(engine, self.watch.report_dead_loop)
+        engine.generate = GuardedGeneration(engine, self.watch.report_dead_loop)
         self.backend.extend(engine)
 
 

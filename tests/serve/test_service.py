@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sagellm.core.service import LONGEST_MS, ServiceRequest
-from sagellm.serve.generation import Generation
+from sagellm.serve.generation import GuardedGeneration
 from sagellm.serve.parameters import Refused
 from sagellm.serve.service import ALLOWED, HEADERS, LONGEST_WAIT_S, SERVICE, take_service
 from tests.serve.harness import ServerProcess, wait_until
@@ -165,7 +165,7 @@ def test_it_outlives_what_happens_to_the_configuration_of_a_generation():
     engine = SimpleNamespace(generate=generate, id2step={}, id2inst={})
 
     async def run(gen_config):
-        async for _ in Generation(engine, lambda: None)([], 1, gen_config):
+        async for _ in GuardedGeneration(engine, lambda: None)([], 1, gen_config):
             pass
 
     for text in ('{"priority":3}', None):

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from sagellm.core.config import KVConfig, SageConfig, read_config
 from sagellm.core.errors import ConfigError
-from sagellm.engines.lmdeploy.kv_tiers import check_tiers
+from sagellm.engines.lmdeploy.kv_tiers import check_tier_settings
 from sagellm.serve.command import serve
 from sagellm.serve.metrics import families
 from sagellm.serve.objects import PART_OF, with_objects
@@ -103,8 +103,8 @@ def test_tiers_of_a_server_that_is_started_again(launch, tmp_path):
 
 def test_quotas_of_a_tier_that_is_not_there_are_refused():
     with pytest.raises(ConfigError, match="team-a.*no tier cpu"):
-        check_tiers(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}, "team-a": {"cpu": 3}})))
-    check_tiers(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}, "team-a": {"gpu": 3}})))
+        check_tier_settings(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}, "team-a": {"cpu": 3}})))
+    check_tier_settings(SageConfig(kv=KVConfig(quotas={"": {"gpu": 0.5}, "team-a": {"gpu": 3}})))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_quotas_of_a_tier_that_is_not_there_are_refused():
 )
 def test_settings_of_tiers_that_are_not_there_are_refused(values, word):
     with pytest.raises(ConfigError, match=word):
-        check_tiers(SageConfig(**values))
+        check_tier_settings(SageConfig(**values))
 
 
 def test_every_part_has_a_flag_and_no_folder_is_not_the_current_one():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sagellm.core.host import START_REFUSED
-from sagellm.serve.generation import Generation, StopStrings
+from sagellm.serve.generation import GuardedGeneration, StopStrings
 from sagellm.serve.lifecycle import EngineWatch
 from sagellm.serve.logs import ClientLeft
 from sagellm.serve.parameters import Refused
@@ -64,7 +64,7 @@ def out(text, reason=None):
 def collect(engine, on_dead=lambda: None, take=None):
     async def run():
         texts = []
-        generator = Generation(engine, on_dead)("x", 1)
+        generator = GuardedGeneration(engine, on_dead)("x", 1)
         async for item in generator:
             texts.append(item.response)
             if len(texts) == take:
@@ -120,7 +120,7 @@ def test_a_client_that_leaves_in_the_moment_of_a_token(num_turns):
     engine = Waiting()
 
     async def run():
-        generator = Generation(engine, lambda: None)("x", 1)
+        generator = GuardedGeneration(engine, lambda: None)("x", 1)
         come.set()
         await anext(generator)
         come.set()

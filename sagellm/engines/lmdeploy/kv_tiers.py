@@ -19,7 +19,7 @@ def tier_plugins(config: SageConfig) -> list[PluginSpec]:
     return [PluginSpec(name=name, options=config.kv.model_dump(mode="json"), required=True)]
 
 
-def check_tiers(config: SageConfig) -> None:
+def check_tier_settings(config: SageConfig) -> None:
     """Refuse what would end the engine process after the model is loaded, or serve without a word of it.
 
     Raises:

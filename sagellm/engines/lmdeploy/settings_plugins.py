@@ -3,7 +3,7 @@
 from sagellm.accel.speculative.registry import engine_method
 from sagellm.core.config import PluginSpec, SageConfig, SpeculativeSpec
 from sagellm.core.errors import ConfigError
-from sagellm.engines.lmdeploy.kv_tiers import check_tiers, tier_plugins
+from sagellm.engines.lmdeploy.kv_tiers import check_tier_settings, tier_plugins
 from sagellm.engines.lmdeploy.speculative.methods import check_method
 from sagellm.engines.lmdeploy.speculative.reserve import check_lookahead
 
@@ -27,12 +27,12 @@ def check_settings_plugins(config: SageConfig) -> None:
     """Refuse what would end the engine process after the model is loaded, or serve without a word of it.
 
     Raises:
-        ConfigError, PolicyError, TierError: as `check_tiers`; or options of no strategy.
+        ConfigError, PolicyError, TierError: as `check_tier_settings`; or options of no strategy.
         PlanError: an unknown strategy, or options that it does not take.
         SpeculationError: an unknown speculative strategy or option, a lookahead beyond the pool, or a method that the
             device cannot run.
     """
-    check_tiers(config)
+    check_tier_settings(config)
     if config.strategy is not None:
         from sagellm.scheduler_ir.strategies.registry import make_strategy
 
