@@ -67,6 +67,20 @@ KINDS = (
         example="sagellm.kv_policy.migration.always:Always",
     ),
     Kind(
+        name="lifetime", what="lifetime predictor", key="lifetime", docs="sagellm/kv_policy/README.md",
+        base="sagellm.kv_policy.base:LifetimePredictor",
+        registry="sagellm.kv_policy.registry:LIFETIMES",
+        suite="sagellm.kv_policy.contract.lifetime:SUITE",
+        example="sagellm.kv_policy.lifetime.exponential:ExponentialLifetime",
+    ),
+    Kind(
+        name="routing", what="routing policy of a prefill/decode group", key="routing", docs="sagellm/pd/README.md",
+        base="sagellm.pd.base:RoutingPolicy",
+        registry="sagellm.pd.routing:POLICIES",
+        suite="sagellm.pd.contract:SUITE",
+        example="sagellm.pd.routing:PDPolicy",
+    ),
+    Kind(
         name="strategy", what="scheduling strategy", key="strategy", docs="sagellm/scheduler_ir/README.md",
         base="sagellm.scheduler_ir.strategies.base:SchedulingStrategy",
         registry="sagellm.scheduler_ir.strategies.registry:STRATEGIES",

@@ -13,7 +13,7 @@ from sagellm.scheduler_ir.pd_costs import PDCosts
 from sagellm.scheduler_ir.pd_separator import Estimate, Instance, PDSeparator, Role
 from sagellm.scheduler_ir.plan import ExecutionPlan
 
-__all__ = ["AlwaysSplit", "NeverSplit", "PDPolicy", "Router", "find_policy", "policy_names"]
+__all__ = ["POLICIES", "AlwaysSplit", "NeverSplit", "PDPolicy", "Router", "check_decision", "find_policy", "policy_names"]
 
 logger = logging.getLogger("sagellm.pd")
 
@@ -156,7 +156,7 @@ class Router:
             raise PolicyError("no engine decodes; start one with --role decode or hybrid.")
         try:
             decision = self.policy.choose(request, engines)
-            _check(decision, request, engines)
+            check_decision(decision, request, engines)
             return decision
         except Exception as error:
             if type(self.policy) is PDPolicy:  # ours: a fault of it is no reason to lose the request either
@@ -173,7 +173,8 @@ class Router:
             return self.choose(request, engines)
 
 
-def _check(decision: RouteDecision, request: RouteRequest, engines: Sequence[EngineView]) -> None:
+def check_decision(decision: RouteDecision, request: RouteRequest, engines: Sequence[EngineView]) -> None:
+    """Raises PolicyError: engines that were not offered, or a split that is not allowed."""
     if not isinstance(decision, RouteDecision):
         raise PolicyError(f"got {decision!r}; give a RouteDecision.")
     decoder = next((one for one in engines if one.engine_id == decision.decode_on and one.role != "prefill"), None)

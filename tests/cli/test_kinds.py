@@ -16,12 +16,15 @@ from sagellm.core.registry import Registry
 ROOT = Path(__file__).parents[2]
 
 MINE = """
+from dataclasses import replace
 from sagellm.comm_backend.kv_transfer.shm import ShmChannel
 from sagellm.comm_backend.memory import MemoryBackend
 from sagellm.core.hooks import MigrationPlan, Plugin, ScheduleDecision
 from sagellm.kv_policy.base import MigrationDecision
 from sagellm.kv_policy.eviction.lru import Lru
+from sagellm.kv_policy.lifetime.exponential import ExponentialLifetime
 from sagellm.kv_policy.migration.always import Always
+from sagellm.pd.routing import PDPolicy
 from sagellm.scheduler_ir.strategies.fifo import Fifo
 
 class FewVictims(Lru):
@@ -51,6 +54,14 @@ class Fickle(Always):
         self.count += 1
         keys = tuple(block.key for block in context.blocks)[: self.count % 2]
         return MigrationDecision(MigrationPlan(context.src_tier, context.dst_tier, keys), 0.0, "now and then")
+class Hasty(ExponentialLifetime):
+    def predict_ttl(self, key, time_s, quantile=0.5):
+        return 1 - quantile
+class Anywhere(PDPolicy):
+    def choose(self, request, engines):
+        decision = super().choose(request, engines)
+        prefill = next((one.engine_id for one in engines if one.role == "prefill"), None)
+        return decision if request.can_split else replace(decision, prefill_on=prefill)
 class FromZero(MemoryBackend):
     def _start_broadcast(self, tensor, src, timeout_s):
         return super()._start_broadcast(tensor, 0, timeout_s)
@@ -133,6 +144,8 @@ def test_facts_of_a_list():
         ["check", "policy", "S3-FIFO", "--options", '{"small_ratio": 0.2}', "--reference"],
         ["policy", "check", "S3-FIFO"],
         ["check", "migration", "cost", "--options", '{"lifetime": "history"}'],
+        ["check", "lifetime", "history"],
+        ["check", "routing", "pd"],
         ["strategy", "check", "Slo-Aware", "--options", '{"default_ttft_s": 0.2}'],
         ["speculative", "check", "Prompt-Lookup", "--no-engine"],
         ["comm", "check", "Memory", "--ranks", "2"],
@@ -154,6 +167,8 @@ def test_a_good_one(arguments):
         ("policy", "Exits", "raises_nothing", "SystemExit"),
         ("migration", "Holes", "first", "leaves one before them out"),
         ("migration", "Fickle", "asking", "answered otherwise"),
+        ("lifetime", "Hasty", "quantile", "the times must not fall"),
+        ("routing", "Anywhere", "splits", "cannot be split"),
         ("strategy", "Forgets", "names_all", ""),
         ("strategy", "SizedStrategy", "options", ""),
         ("backend", "FromZero", "broadcast", "broadcast from 1 gave"),
