@@ -96,6 +96,11 @@ class PlanRunner(Plugin):
         out are refused in the returned status; the rest runs."""
         with self._lock:
             self._check(plan)
+            return self.take_plan(plan)
+
+    def take_plan(self, plan: ExecutionPlan) -> PlanStatus:
+        """As `submit_plan`, without its checks: for a plan that an engine took, when its record is replayed."""
+        with self._lock:
             progress = PlanProgress(plan, self._devices)
             self._num_plans += 1
             if progress.open:
@@ -164,6 +169,11 @@ class PlanRunner(Plugin):
                 for run in plan.leaving(request_id):
                     plan.moved(run, *self._leave(run.node, request_id))
                 plan.end(request_id)
+            for name, plan in list(self._submitted.items()):  # one may have come too late for any further step
+                if all(map(self._has_ended, plan.plan.request_ids)):
+                    del self._submitted[name]
+                    self._end_all(plan)
+                    self._finish(plan)
             self._retire()
             self._forget_ended()
             if self._strategy is not None:
@@ -206,15 +216,22 @@ class PlanRunner(Plugin):
             if not self._can_check():
                 why = "this engine checks no proposed tokens; start it with a speculative strategy"
                 progress.refuse(NodeType.VERIFY, why)
-            for request in progress.plan.request_ids:
-                if request in self._ended:
-                    progress.end(request)
+            self._end_all(progress)
             self._note("submit", plan=json.loads(progress.plan.to_json()), checks_drafts=self._can_check())
-        for progress in self._cancelled:
-            self._disown(progress)
-            self._note("cancel", plan_id=progress.plan.plan_id)
+        for name in [each.plan.plan_id for each in self._cancelled]:
+            if name in self._active:
+                self._note("cancel", plan_id=name)
         self._submitted, self._cancelled = {}, []
         self._retire()
+
+    def _has_ended(self, request: RequestId) -> bool:
+        known = self._requests.get(request)
+        return request in self._ended if known is None else known.has_ended
+
+    def _end_all(self, plan: PlanProgress) -> None:
+        """Tell the plan which of its requests have ended by now."""
+        for request in filter(self._has_ended, plan.plan.request_ids):
+            plan.end(request)
 
     def _can_check(self) -> bool:
         return self._engine is not None and self._engine.checks_drafts
@@ -234,8 +251,7 @@ class PlanRunner(Plugin):
                 f"{name} is for instance {plan.target_instance_id!r}; this one is {self.instance_id!r}. Submit it there."
             )
         for request in plan.request_ids:
-            known = self._requests.get(request)
-            if request in self._ended if known is None else known.has_ended:
+            if self._has_ended(request):
                 raise PlanError(f"{name}: request {request} has ended; leave it out.")
             owners = [one for one in self._submitted.values() if request in one.plan.request_ids]
             if request in self._owner and not self._owner[request].is_cancelled:
@@ -243,7 +259,7 @@ class PlanRunner(Plugin):
             if owners:
                 other = owners[0].plan.plan_id
                 raise PlanError(f"{name}: request {request} is of plan {other}; cancel that, or wait until it is done.")
-            if known is None and not self._may_wait:
+            if request not in self._requests and not self._may_wait:
                 raise PlanError(
                     f"{name}: request {request} is unknown; submit the plan when the engine has it, or build the runner with "
                     "wait_for_requests=True."
@@ -263,7 +279,7 @@ class PlanRunner(Plugin):
     def _retire(self) -> None:
         """Plans that have come to their end give their requests back."""
         for name, plan in list(self._active.items()):
-            if not plan.open:
+            if not plan.open and plan not in self._cancelled:  # those leave with the next choice of a step
                 del self._active[name]
                 self._disown(plan)
                 self._finish(plan)

@@ -204,7 +204,7 @@ def _tell(process: _Process, number: int, told: Told, report: ScheduleReport) ->
         elif isinstance(told, Submitted):
             report.num_plans += 1
             asked.attach(_Handle(told.checks_drafts))
-            asked.submit_plan(told.plan)
+            asked.take_plan(told.plan)
         elif isinstance(told, str):
             asked.cancel(told)
         else:
