@@ -63,6 +63,7 @@ def test_policies_are_exchanged_while_requests_run(start_engine, tmp_path, refer
             else:
                 engine.exchange_policy(name)
             assert answer.result(60) == reference(CROWD, NUM_NEW)
+            assert answers(engine, CROWD) == reference(CROWD, NUM_NEW)  # wholly by the new one
     assert engine.exchange_policy("s3fifo", "cpu", small_ratio=0.2) == "lru"
     for options, message in (
         ({"policy": "no-such"}, "no-such"), ({"policy": "lru", "tier": "nvme"}, "no tier nvme here; the tiers are gpu, cpu"),
