@@ -182,7 +182,8 @@ class PlanRunner(Plugin):
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            self.take_changes()
+            self._active |= self._submitted
+            self._submitted, self._cancelled = {}, []
             for plan in self._active.values():
                 plan.cancel("the engine has ended, or the runner was switched off", with_running=True)
             self._retire()
@@ -237,7 +238,7 @@ class PlanRunner(Plugin):
         return self._engine is not None and self._engine.checks_drafts
 
     def _note(self, event: str, **fields: Any) -> None:
-        if self._engine is not None and self._engine.is_recording and not self._is_closed:
+        if self._engine is not None and self._engine.is_recording:
             self._engine.record(event, **fields)
 
     def _check(self, plan: ExecutionPlan) -> None:
@@ -254,10 +255,9 @@ class PlanRunner(Plugin):
             if self._has_ended(request):
                 raise PlanError(f"{name}: request {request} has ended; leave it out.")
             owners = [one for one in self._submitted.values() if request in one.plan.request_ids]
-            if request in self._owner and not self._owner[request].is_cancelled:
-                owners.append(self._owner[request])
-            if owners:
-                other = owners[0].plan.plan_id
+            owners += [self._owner[request]] if request in self._owner else []
+            if others := [one.plan.plan_id for one in owners if not one.is_cancelled]:
+                other = others[0]
                 raise PlanError(f"{name}: request {request} is of plan {other}; cancel that, or wait until it is done.")
             if request not in self._requests and not self._may_wait:
                 raise PlanError(

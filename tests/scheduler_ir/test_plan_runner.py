@@ -367,3 +367,18 @@ class _Counted(int):
     def __eq__(self, other):
         self.num_compared += 1
         return int(self) == other
+
+
+def test_a_plan_that_was_cancelled_before_any_step_leaves_its_requests_to_others():
+    runner, fake = start(plan("p", prefill("a", 1, 0, 60)), requests=[(1, 100)])
+    assert runner.cancel("p").state is PlanState.CANCELLED
+    runner.submit_plan(plan("q", prefill("b", 1, 0, 100)))
+    fake.run()
+    assert fake.steps[0] == (PREFILL, {1: 100}) and states(runner, "q") == {"b": "done"}
+    assert runner.status("p").state is PlanState.CANCELLED
+
+
+def test_a_runner_that_is_closed_ends_plans_that_no_step_has_seen():
+    runner, _ = start(plan("p", prefill("a", 1, 0, 60)), requests=[])
+    runner.close()
+    assert runner.status("p").state is PlanState.CANCELLED and "has ended" in detail(runner, "a")
