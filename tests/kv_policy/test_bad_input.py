@@ -59,10 +59,17 @@ def test_none_is_the_usual_half_life_and_no_other_option(reference):
 
 
 @both
-@pytest.mark.parametrize("capacity", [0, 2**30 + 1, 10**20, 1.5])
+@pytest.mark.parametrize("capacity", [0, -1, 2**30 + 1, 10**20, 1.5, True, None])
 def test_capacities(capacity, reference):
     with pytest.raises(PolicyError, match="a policy needs room"):
         make_policy("lru", capacity, reference=reference)
+
+
+@both
+@pytest.mark.parametrize("options", [{}, {"future": 3}])
+def test_belady_needs_the_keys_to_come(options, reference):
+    with pytest.raises(PolicyError):
+        make_policy("belady", 8, reference=reference, **options)
 
 
 @both

@@ -1,4 +1,4 @@
-"""The replay of prefixes in C++: each rule on a case made by hand, and all of them at once against plain books."""
+"""The replay of prefixes in C++: each rule on a case made by hand. All of them at once: `test_native_and_twin`."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,8 @@ import pytest
 from sagellm import _core
 from sagellm.core.errors import CapacityError, PolicyError
 from sagellm.kv_policy.eviction.native import NATIVE
-from tests.kv_policy.native_books import PlainReplay
 
 ONLINE = [name for name in NATIVE if name != "belady"]
-TOTALS = ("num_evicted", "num_evicted_soon", "num_preempted", "num_oversized")
-ARRAYS = ("hit_blocks", "retries", "retry_hit_blocks", "retry_blocks")
 
 
 def replay(name: str, capacity: int, rows: list[list[int]], **how):
@@ -90,20 +87,6 @@ def test_outputs_take_room_and_the_last_one_admitted_gives_way():
 def test_requests_that_preempt_each_other_for_good_are_refused():
     with pytest.raises(CapacityError, match="preempt each other for good with capacity 3; give more"):
         replay("lru", 3, [[1, 2, 3], [1, 2, 3]], running=2, output_blocks=[1, 1])
-
-
-@pytest.mark.parametrize("name", ONLINE)
-@pytest.mark.parametrize(("capacity", "running", "most"), [(6, 1, 0), (12, 1, 0), (20, 3, 0), (14, 4, 3), (30, 4, 6)])
-def test_it_is_the_replay_on_plain_books(name: str, capacity: int, running: int, most: int):
-    """The same policy knows the pins in one and asks for them in the other."""
-    rows = tree_rows(capacity, 150)
-    outputs = np.random.default_rng(capacity).integers(0, most + 1, len(rows)).astype(np.int32)
-    plain = PlainReplay(NATIVE[name](capacity), rows, running, outputs.tolist() if most else [])
-    done = replay(name, capacity, rows, running=running, output_blocks=outputs if most else None)
-    for array in ARRAYS:
-        assert getattr(done, array).tolist() == getattr(plain, array), array
-    assert {total: getattr(done, total) for total in TOTALS} == {total: getattr(plain, total) for total in TOTALS}
-    assert done.num_evicted > 50 and (most == 0 or capacity > 14 or done.num_preempted > 0)
 
 
 def test_nobody_hits_more_than_belady():
