@@ -1,10 +1,10 @@
 """Which block is on which tiers, what continues it there, and which requests hold it."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from sagellm.core.errors import PolicyError
-from sagellm.core.hooks import BlockId, BlockState, KVBlockInfo, RequestId, Tier
+from sagellm.core.hooks import RequestId, Tier
 from sagellm.kv_policy.base import BlockKey, BlockView, CachedBlock
 
 __all__ = ["BlockManager"]
@@ -15,14 +15,13 @@ _FAST = (Tier.GPU, Tier.CPU)
 class _Entry:
     """A block that is on at least one tier. `num_locks`: requests that hold it, on gpu or cpu; `num_reads`: of its file."""
 
-    __slots__ = ("block", "last_access", "num_locks", "num_reads", "tiers")
+    __slots__ = ("block", "num_locks", "num_reads", "tiers")
 
     def __init__(self, block: CachedBlock) -> None:
         self.block = block
         self.tiers: list[Tier] = []
         self.num_locks = 0
         self.num_reads = 0
-        self.last_access = 0
 
 
 class _Below:
@@ -72,7 +71,6 @@ class BlockManager:
         self._recency: dict[tuple[Tier, str | None], OrderedDict[BlockKey, None]] = {}
         self._num_bytes = dict.fromkeys(Tier, 0)
         self._num_unlocked = dict.fromkeys(_FAST, 0)
-        self._tick = 0
         self._views = {tier: _View(self, tier) for tier in Tier}
 
     # what there is
@@ -314,8 +312,6 @@ class BlockManager:
     def touch(self, key: BlockKey) -> None:
         """The block was used: it is the most recent one of its tiers."""
         entry = self._entries[key]
-        self._tick += 1
-        entry.last_access = self._tick
         for tier in entry.tiers:
             self._recency[tier, None].move_to_end(key)
             self._recency[tier, entry.block.tenant_id].move_to_end(key)
@@ -342,29 +338,6 @@ class BlockManager:
             del below.children[key]
             if not below.children:
                 del self._below[parent]
-
-    # reports
-
-    def get_block_info(self, keys: Iterable[BlockKey] | None = None) -> list[KVBlockInfo]:
-        """A row for each tier that a block is on; `block_id` is its key. Raises KeyError: a key on no tier."""
-        rows = []
-        for key in self._entries if keys is None else keys:
-            entry = self._entries[key]
-            for tier in entry.tiers:
-                locks = 0 if tier is Tier.NVME else entry.num_locks
-                state = BlockState.ACTIVE if locks else BlockState.CACHED
-                rows.append(
-                    KVBlockInfo(
-                        BlockId(key),
-                        tier,
-                        state,
-                        entry.block.size_bytes,
-                        locks,
-                        entry.last_access,
-                        entry.block.tenant_id,
-                    )
-                )
-        return rows
 
     def check(self) -> None:
         """Raises AssertionError where an invariant does not hold. O(blocks)."""

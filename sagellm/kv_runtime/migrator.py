@@ -160,12 +160,6 @@ class KVMigrator:
         with self._lock:
             return self._queued_bytes[src_tier, dst_tier]
 
-    def bandwidth(self, src_tier: Tier, dst_tier: Tier) -> float | None:
-        """Bytes a second of the last moves between these tiers, the time in the stores alone; None before the first."""
-        samples = self.samples(src_tier, dst_tier)
-        seconds = sum(taken for _, taken in samples)
-        return sum(num_bytes for num_bytes, _ in samples) / seconds if seconds else None
-
     def samples(self, src_tier: Tier, dst_tier: Tier) -> list[tuple[int, float]]:
         """(bytes, seconds) of the last moves of a few blocks between these tiers, at most `NUM_SAMPLES`, oldest first."""
         with self._lock:

@@ -55,9 +55,6 @@ class QuotaManager:
         if not self._usage[tenant_id, tier]:
             del self._usage[tenant_id, tier]
 
-    def usage(self, tenant_id: str, tier: Tier) -> int:
-        return self._usage[tenant_id, tier]
-
     def limit(self, tenant_id: str, tier: Tier) -> int | None:
         """Blocks; None where there is no limit."""
         return self._limits.get((tenant_id, tier))
@@ -70,11 +67,6 @@ class QuotaManager:
     def tenants(self, tier: Tier) -> list[str]:
         """Those that have a limit there, in order of the configuration."""
         return [tenant for tenant, on in self._limits if on is tier]
-
-    def over(self, tier: Tier) -> list[tuple[str, int]]:
-        """(tenant, blocks above its limit) of those that have too many. O(tenants that have a limit)."""
-        rows = [(tenant, self.excess(tenant, tier)) for tenant in self.tenants(tier)]
-        return [row for row in rows if row[1]]
 
 
 def _tier(tenant: str, name: str, capacities: Mapping[Tier, int]) -> Tier:

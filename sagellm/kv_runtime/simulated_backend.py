@@ -1,10 +1,8 @@
-"""An engine's tiers without an engine: which blocks are where, and how long moves would take. No bytes are kept."""
+"""An engine's tiers without an engine: which blocks are where. No bytes are kept."""
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from itertools import count
 
 from sagellm.core.errors import CapacityError, TierError
 from sagellm.core.hooks import MigrationPlan, MigrationResult, Tier
@@ -19,32 +17,24 @@ Fault = Callable[[str, BlockKey], str | None]
 class SimulatedBackend(TieredBackendProtocol):
     """Holds keys by tier, with the capacities, refusals and futures of a real backend.
 
-    Moves between gpu and cpu are done when the call returns. Saves and loads of a block take its bytes over
-    `bytes_per_s` of the pair of tiers, one after another, on a virtual clock that `advance` moves; without a rate they are
-    done at once. A copy that would end behind its deadline is refused at the deadline.
+    Every move is done when its call returns. A save or a load whose deadline has passed is refused.
 
     Args:
         capacities: tier -> blocks.
-        bytes_per_s: (source, target) -> rate; a pair that is missing takes no time.
         fault: asked with ("migrate", "save" or "load", key) for a reason to refuse; None lets it pass.
     """
 
     def __init__(
         self, capacities: dict[Tier, int], *, block_size: int = 1, block_bytes: int = 1,
-        bytes_per_s: dict[tuple[Tier, Tier], float] | None = None, fault: Fault | None = None,
+        fault: Fault | None = None,
     ) -> None:  # fmt: skip
         self.block_size = block_size
         self.block_bytes = block_bytes
-        self.now_s = 0.0
         self.moved_bytes: Counter[tuple[Tier, Tier]] = Counter()
         self._capacities = {Tier(tier): blocks for tier, blocks in capacities.items()}
-        self._rates = bytes_per_s or {}
         self._fault = fault or (lambda call, key: None)
         self._held: dict[Tier, dict[BlockKey, None]] = {tier: {} for tier in self._capacities}
         self._reserved: Counter[Tier] = Counter()
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = count()
-        self._busy_until_s: dict[tuple[Tier, Tier], float] = {}
         self._loaded: list[tuple[BlockKey, Tier]] = []
 
     # what there is
@@ -113,48 +103,26 @@ class SimulatedBackend(TieredBackendProtocol):
             self._on(tier)[key] = None
         return tuple(key for key, _ in loaded)
 
-    # the clock
-
-    def advance(self, time_s: float) -> None:
-        """Let the virtual clock come to this moment: what is done by then is done. It never goes back."""
-        while self._queue and self._queue[0][0] <= time_s:
-            self.now_s, _, finish = heapq.heappop(self._queue)
-            finish()
-        self.now_s = max(self.now_s, time_s)
-
     def _copy(
         self, call: str, keys: Sequence[BlockKey], src: Tier, dst: Tier, deadline_s: float
     ) -> Future[MigrationResult]:
-        self._on(dst)
-        done: Future[MigrationResult] = Future()
-        asked, refused = [], {}
+        held = self._on(dst)
+        moved: list[int] = []
+        refused: dict[int, str] = {}
         for key in keys:
             sources = (Tier.GPU, Tier.CPU) if call == "save" else (Tier.NVME,)
-            if why := self._why_not(call, key, sources, dst):
+            if why := self._why_not(call, key, sources, dst) or ("deadline" if deadline_s < 0 else ""):
                 refused[key] = why
-            else:
-                asked.append(key)
+                continue
+            moved.append(key)
+            if call == "load":  # found after `commit_loads` only; the room is taken
                 self._reserved[dst] += 1
-        rate = self._rates.get((src, dst))
-        duration_s = len(asked) * self.block_bytes / rate if rate else 0.0
-        end_s = max(self._busy_until_s.get((src, dst), 0.0), self.now_s) + duration_s
-        is_late = end_s > self.now_s + deadline_s
-        if not is_late:
-            self._busy_until_s[src, dst] = end_s
-
-        def finish() -> None:
-            if is_late:
-                refused.update(dict.fromkeys(asked, "deadline"))
-                self._reserved[dst] -= len(asked)
+                self._loaded.append((key, dst))
             else:
-                self._land(call, asked, src, dst)
-            done.set_result(MigrationResult(() if is_late else tuple(asked), refused))
-
-        when_s = self.now_s + deadline_s if is_late else end_s
-        if when_s <= self.now_s:
-            finish()
-        else:
-            heapq.heappush(self._queue, (when_s, next(self._order), finish))
+                held[key] = None
+        self.moved_bytes[src, dst] += len(moved) * self.block_bytes
+        done: Future[MigrationResult] = Future()
+        done.set_result(MigrationResult(tuple(moved), refused))
         return done
 
     def _why_not(self, call: str, key: BlockKey, sources: Sequence[Tier], dst: Tier) -> str | None:
@@ -166,19 +134,12 @@ class SimulatedBackend(TieredBackendProtocol):
             return "no free block on the other tier"
         return self._fault(call, key)
 
-    def _land(self, call: str, keys: Sequence[BlockKey], src: Tier, dst: Tier) -> None:
-        self.moved_bytes[src, dst] += len(keys) * self.block_bytes
-        if call == "load":  # found after `commit_loads` only; the room stays taken
-            self._loaded += [(key, dst) for key in keys]
-        else:
-            self._reserved[dst] -= len(keys)
-            self._on(dst).update(dict.fromkeys(keys))
-
     def _on(self, tier: Tier) -> dict[BlockKey, None]:
         if tier not in self._held:
             raise TierError(
                 f"there is no tier {tier.value} here; there are {', '.join(on.value for on in self._held)}."
             )
         return self._held[tier]
+
 
 MemoryBackend = SimulatedBackend  # the name of earlier versions, which `comm_backend` has for another thing

@@ -1,49 +1,16 @@
 """Eviction and migration policies of the tests, as small as they can be."""
 
-from collections import OrderedDict
-
 from sagellm.core.hooks import EvictionDecision, MigrationPlan
-from sagellm.kv_policy.base import EvictionPolicy, MigrationDecision, MigrationPolicy
-
-
-class Lru(EvictionPolicy):
-    name = "lru"
-
-    def __init__(self, capacity, **options):
-        super().__init__(capacity, **options)
-        self.order = OrderedDict()
-
-    def on_insert(self, block):
-        assert block.key not in self.order
-        self.order[block.key] = None
-
-    def on_hit(self, key, time_s=0.0):
-        self.order.move_to_end(key)
-
-    def on_remove(self, key, evicted=True):
-        del self.order[key]
-
-    def select_victims(self, context):
-        context.take_in_order(self.order, lambda key: "least recently used")
-        return context.decision()
-
-
-class Fifo(Lru):
-    name = "fifo"
-
-    def on_hit(self, key, time_s=0.0):
-        assert key in self.order
-
-    def select_victims(self, context):
-        context.take_in_order(self.order, lambda key: "inserted first")
-        return context.decision()
+from sagellm.kv_policy.base import MigrationDecision, MigrationPolicy
+from sagellm.kv_policy.eviction.fifo import Fifo
+from sagellm.kv_policy.eviction.lru import Lru
 
 
 class Newest(Lru):
     name = "newest"
 
     def select_victims(self, context):
-        context.take_in_order(list(self.order)[::-1], lambda key: f"place {len(self.order)}")
+        context.take_in_order(list(self._queue)[::-1], lambda key: f"place {len(self._queue)}")
         return context.decision()
 
 
@@ -69,7 +36,7 @@ class Locked(Lru):
     name = "locked"
 
     def select_victims(self, context):
-        return EvictionDecision(tuple(list(self.order)[::-1][: context.count]))
+        return EvictionDecision(tuple(list(self._queue)[::-1][: context.count]))
 
 
 class Raising(Lru):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sagellm.core.errors import PolicyError
-from sagellm.core.hooks import BlockState, Tier
+from sagellm.core.hooks import Tier
 from sagellm.kv_runtime.blocks import BlockManager
 from tests.kv_runtime.workload import chain
 
@@ -115,18 +115,6 @@ def test_recency_by_tier_and_tenant(books):
     assert list(books.recency(GPU, "a")) == [2, 3, 1] and list(books.recency(CPU)) == []
     assert books.tenants(GPU) == {"a": 3, "b": 1}
     assert books.num_bytes(GPU) == 40
-
-
-def test_information_on_blocks(books):
-    books.lock(7, 0, [1])
-    books.add(books.block(1), NVME)
-    rows = books.get_block_info([1])
-    assert [(row.tier, row.state, row.ref_count, row.tenant_id, row.size_bytes) for row in rows] == [
-        (GPU, BlockState.ACTIVE, 1, "a", 10), (NVME, BlockState.CACHED, 0, "a", 10),
-    ]  # fmt: skip
-    assert len(books.get_block_info()) == 4
-    with pytest.raises(KeyError):
-        books.get_block_info([77])
 
 
 def test_how_many_of_a_sequence_are_resident(books):

@@ -19,11 +19,11 @@ def test_usage_and_excess():
     quota = QuotaManager({"a": {"gpu": 3}, "b": {"gpu": 1}}, CAPACITIES)
     quota.charge("a", Tier.GPU, 5)
     quota.charge("c", Tier.GPU, 100)
-    assert quota.usage("a", Tier.GPU) == 5 and quota.excess("a", Tier.GPU) == 2 and quota.excess("c", Tier.GPU) == 0
+    assert quota.excess("a", Tier.GPU) == 2 and quota.excess("c", Tier.GPU) == 0
     assert quota.excess("b", Tier.GPU, incoming=3) == 2
-    assert quota.over(Tier.GPU) == [("a", 2)] and quota.over(Tier.CPU) == []
+    assert quota.tenants(Tier.GPU) == ["a", "b"] and quota.tenants(Tier.CPU) == []
     quota.release("a", Tier.GPU, 2)
-    assert quota.over(Tier.GPU) == []
+    assert quota.excess("a", Tier.GPU) == 0
 
 
 @pytest.mark.parametrize(

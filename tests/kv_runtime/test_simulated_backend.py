@@ -1,4 +1,4 @@
-"""The backend in memory: the contract of every backend, and its own clock and faults."""
+"""The backend in memory: the contract of every backend, and its own faults."""
 
 import pytest
 
@@ -17,42 +17,10 @@ def filled(**options):
     return backend
 
 
-class TestAtOnce(BackendContract):
+class TestContract(BackendContract):
     @pytest.fixture
     def backend(self):
         return filled()
-
-
-class TestAtARate(BackendContract):
-    @pytest.fixture
-    def backend(self):
-        return filled(bytes_per_s={(GPU, NVME): 50.0, (NVME, CPU): 100.0})
-
-    def wait(self, backend, future):
-        backend.advance(backend.now_s + 100.0)
-        return future.result(timeout=0)
-
-
-def test_copies_take_their_time_one_after_another():
-    backend = filled(bytes_per_s={(GPU, NVME): 50.0})
-    first, second = backend.save((1,), NVME, 10.0), backend.save((2,), NVME, 10.0)
-    backend.advance(1.9)
-    assert not first.done()
-    backend.advance(2.0)
-    assert first.done() and not second.done() and backend.num_free(NVME) == 0
-    backend.advance(4.0)
-    assert second.result(0).moved == (2,) and backend.moved_bytes[GPU, NVME] == 200
-    backend.advance(1.0)
-    assert backend.now_s == 4.0
-
-
-def test_a_late_copy_is_refused_at_its_deadline():
-    backend = filled(bytes_per_s={(GPU, NVME): 50.0})
-    late, next_one = backend.save((1,), NVME, 1.5), backend.save((2,), NVME, 2.0)
-    backend.advance(1.5)
-    assert late.result(0).refused == {1: "deadline"} and backend.num_free(NVME) == 1
-    backend.advance(2.0)
-    assert next_one.result(0).moved == (2,), "what is late did not keep the others"
 
 
 def test_faults():
