@@ -84,15 +84,15 @@ def test_flat(name, capacity):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("running, outputs", [(1, False), (3, False), (4, True)])
-def test_prefixes(name, running, outputs):
+@pytest.mark.parametrize("running, outputs, soon", [(1, False, None), (3, False, 5), (4, True, 40)])
+def test_prefixes(name, running, outputs, soon):
     for seed, capacity in ((1, 12), (2, 30), (3, 31), (4, 100)):
         keys, offsets = forest(seed, 400, 4, 9)
         answers = np.random.default_rng(seed).integers(0, 4, 400).astype(np.int32) if outputs else None
-        found = _core.replay_prefix(name, capacity, keys, offsets, running=running, output_blocks=answers)
+        found = _core.replay_prefix(name, capacity, keys, offsets, running=running, soon=soon, output_blocks=answers)
         twin = replay_prefix_reference(
             make_policy(name, capacity, reference=True), keys, offsets, capacity=capacity, running=running,
-            output_blocks=answers,
+            soon=soon, output_blocks=answers,
         )  # fmt: skip
         assert found.hit_blocks.tolist() == twin.hit_blocks.tolist()
         for total in TOTALS:
