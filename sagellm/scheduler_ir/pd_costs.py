@@ -99,7 +99,7 @@ def fit_costs(
 
     Args:
         steps: as `read_steps` gives them; such with no `seconds` are left out.
-        transfers: (bytes, seconds), such as `KVMigrator.samples`, or bytes per second, such as `KVMigrator.bandwidth`.
+        transfers: (bytes, seconds), such as `KVMigrator.samples`, or bytes per second.
         known: other fields of `PDCosts`.
 
     Raises:
