@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.cli.lazy import LazyGroup
 from sagellm.cli.tables import show_rows
 from sagellm.cli.values import LONGEST_LIMIT_S, Finite, read_options
 from sagellm.core.contract import ContractReport, Flag
+from sagellm.core.current_folder import look_in_current_folder
 from sagellm.core.errors import SageError
 from sagellm.core.kinds import KINDS, Kind
 

@@ -10,7 +10,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.cli.replay_schedule import (
     OWN_OPTIONS,
     SHARED_OPTIONS,
@@ -21,6 +20,7 @@ from sagellm.cli.replay_schedule import (
 )
 from sagellm.cli.replay_verify import verify_kv, verify_strategy
 from sagellm.cli.values import Finite, options_by_name
+from sagellm.core.current_folder import look_in_current_folder
 from sagellm.core.errors import SageError
 from sagellm.replay.base import DEFAULT_BLOCK_SIZE, MAX_BLOCKS, Semantics, num_blocks, shortened
 

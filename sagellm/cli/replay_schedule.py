@@ -9,8 +9,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from sagellm.cli.current_folder import look_in_current_folder
 from sagellm.cli.values import Finite, options_by_name
+from sagellm.core.current_folder import look_in_current_folder
 
 __all__ = ["OWN_OPTIONS", "SHARED_OPTIONS", "VERIFY_OPTIONS", "one_strategy", "run_schedule", "schedule_options"]
 

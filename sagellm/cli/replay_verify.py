@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from sagellm.cli.current_folder import look_in_current_folder
+from sagellm.core.current_folder import look_in_current_folder
 
 __all__ = ["verify_kv", "verify_strategy"]
 
@@ -17,6 +17,7 @@ def verify_kv(log: Path, as_json: bool) -> int:
     """Verify evictions and lookups, and return the exit code. Raises SageError if the log cannot be used."""
     from sagellm.replay.verify import verify_log
 
+    look_in_current_folder()
     found = verify_log(log)
     return _show(
         found, as_json,

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 import sagellm
 from sagellm.cli import main
+from sagellm.core.events import EventLog
 
 ROOT = Path(sagellm.__file__).parents[1]
 RECENCY = "tests.replay.policies:Recency"
@@ -281,8 +282,22 @@ def test_a_policy_of_the_current_folder(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from sagellm.kv_policy.eviction.fifo import Fifo\n\n\nclass Mine(Fifo):\n    name = 'mine'\n"
     )
-    code = f"import sys; sys.path[0] = {str(ROOT)!r}; from sagellm.cli import main; main()"
-    words = ["replay", "--trace", "zipf:requests=20", "--capacity", "90", "--policy", "mine:Mine", "--json"]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["rows"][0]["policy"] == "mine:Mine"
+
+    def replay(*words):
+        code = f"import sys; sys.path[0] = {str(ROOT)!r}; from sagellm.cli import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code, "replay", *words], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    found = replay("--trace", "zipf:requests=20", "--capacity", "90", "--policy", "mine:Mine", "--json")
+    assert found["rows"][0]["policy"] == "mine:Mine"
+    log = EventLog(tmp_path / "log.jsonl")
+    log.write("open", format=2)
+    tier = {"tier": "gpu", "capacity": 4, "policy": "mine:Mine", "options": {}}
+    migration = {"name": "cost", "options": {}}
+    log.write("kv_open", format=2, tiers=[tier], migration=migration, quotas={}, block_size=4, block_bytes=64)
+    log.write("close")
+    log.close()
+    assert replay("--verify", "log.jsonl", "--json")["differences"] == []
