@@ -54,7 +54,8 @@ def test_requests_that_preempt_each_other_for_good_are_refused():
         replay("lru", 3, [[1, 2, 3], [1, 2, 3]], running=2, output_blocks=[1, 1])
 
 
-def test_nobody_hits_more_than_belady():
+def test_belady_hits_most_on_these_requests():
+    """Of these requests alone: in prefix mode Belady is a good policy and no bound."""
     rows = tree_rows(3, 400)
     best = replay("belady", 12, rows).hit_blocks.sum()
     assert all(replay(name, 12, rows).hit_blocks.sum() <= best for name in ONLINE)
