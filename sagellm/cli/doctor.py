@@ -25,7 +25,7 @@ def examine(port: int) -> list[Finding]:
         checks.kv_channels,
         checks.processor,
         checks.memory,
-        checks.disk_and_demo_model,
+        checks.disk_and_models,
         lambda: checks.port(port),
         checks.extensions,
     )

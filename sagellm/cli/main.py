@@ -7,6 +7,7 @@ from sagellm.cli.lazy import LazyGroup, at
 COMMANDS = {
     "serve": (at("sagellm.serve.command:serve"), "Serve a model over the OpenAI API."),
     "patches": (at("sagellm.cli.patches:patches"), "Apply, check, show or reverse the patches on LMDeploy."),
+    "model": (at("sagellm.cli.model:model"), "List, get, describe and remove models."),
     "demo-model": (at("sagellm.demo_model.command:demo_model"), "Build the demo model, or print its folder."),
     "list": (at("sagellm.cli.kinds:list_kinds"), "List the kinds of plug-ins, or the plug-ins of one kind."),
     "check": (at("sagellm.cli.kinds:check"), "Check a plug-in against the contract of its kind."),

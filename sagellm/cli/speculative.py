@@ -43,7 +43,7 @@ class _Counts(click.ParamType):
     "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="JSON file to write the table to."
 )
 @click.option(
-    "--model", type=click.Path(path_type=Path), help="Local Hugging Face folder of the model. Default: the demo model."
+    "--model", type=click.Path(path_type=Path), help="Model: name, folder, .gguf file or hub id. Default: smollm2."
 )
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
 @click.option(
@@ -132,11 +132,11 @@ def recommend(table: Path, acceptance: float, target_ms: float | None, batch: in
 def _measure(given: dict[str, Any]) -> Any:
     from sagellm.accel.speculative.planning import profile as planning
     from sagellm.core.config import SageConfig
-    from sagellm.demo_model.cache import ensure_demo_model
     from sagellm.engines.base import SamplingParams
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
+    from sagellm.models import find_model, prepare_model
 
-    model = given["model"] or ensure_demo_model()
+    model = prepare_model(find_model(given["model"]))
     batches, context = given["batches"], given["context"]
     axis = sorted({0, *given["lookaheads"]})
     num_tokens = planning.tokens_needed(axis, given["steps"])

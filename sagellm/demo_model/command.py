@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
+from sagellm.core.cached_folder import default_cache_dir
 from sagellm.core.errors import SageError
 from sagellm.demo_model.base import DemoRecipe
-from sagellm.demo_model.cache import build_at, default_cache_dir
+from sagellm.demo_model.cache import build_at
 
 
 @click.command()

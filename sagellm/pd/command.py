@@ -92,7 +92,7 @@ def proxy(as_json: bool, **flags: Any) -> None:
 )
 @click.option("--port", type=int, default=8000, show_default=True, help="Port of the proxy.")
 @click.option(
-    "--model", type=click.Path(path_type=Path), help="Local Hugging Face folder of the model. Default: a demo model."
+    "--model", type=click.Path(path_type=Path), help="Model: name, folder, .gguf file or hub id. Default: smollm2."
 )
 @click.option("--pin", is_flag=True, help="Give each engine cores of its own.")
 @click.option("--no-restart", is_flag=True, help="End the whole group if one process ends.")

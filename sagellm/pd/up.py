@@ -21,6 +21,7 @@ from sagellm.comm_backend.topology.placement import Place, available_cores, plac
 from sagellm.core.config import Model
 from sagellm.core.early import STOP_SIGNALS
 from sagellm.core.errors import CommError, ConfigError, EngineError
+from sagellm.models import find_model, prepare_model
 from sagellm.pd.child import Child
 from sagellm.pd.ports import free_ports, listen
 
@@ -76,14 +77,9 @@ def run_up(config: UpConfig, as_json: bool = False) -> int:
     listener = listen(HOST, config.port)
     run_dir = Path(tempfile.mkdtemp(prefix="sagellm-pd-"))  # mode 700
     try:
-        if config.model is None:
-            from sagellm.demo_model import ensure_demo_model
-
-            model, names = ensure_demo_model(), ("--model-name", "sagellm-demo")
-            if "--model-name" in config.serve_flags:
-                names = ()
-        else:
-            model, names = config.model, ()
+        source = find_model(config.model)
+        model = prepare_model(source)
+        names = () if "--model-name" in config.serve_flags else ("--model-name", source.name)
         key_file = run_dir / "key"
         key_file.touch(0o600)
         key_file.write_bytes(new_key())
@@ -101,8 +97,7 @@ def _check(config: UpConfig) -> None:
         raise ConfigError("no engine decodes: --decode and --hybrid are both 0; give at least one of them.")
     if config.prefill and config.decode + config.hybrid and config.policy == "never-split":
         print("note: with --policy never-split the prefill engines have nothing to do", file=sys.stderr, flush=True)
-    if config.model is not None and not config.model.is_dir():
-        raise ConfigError(f"--model {config.model} is no folder; give a local Hugging Face folder.")
+    find_model(config.model)
     for word in config.serve_flags:
         if (name := word.partition("=")[0]) in OURS:
             raise ConfigError(f"{name} is set for each engine by pd up; leave it out behind --.")

@@ -14,8 +14,8 @@ from sagellm.serve.objects import with_objects
 
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), help="YAML file with any of the settings below.")
-@click.option("--model", type=click.Path(path_type=Path), help="Local Hugging Face folder. Default: a demo model.")
-@click.option("--model-name", help="Name in the API. Default: the folder's name.")
+@click.option("--model", type=click.Path(path_type=Path), help="Name, folder, .gguf file, or hub id. Default: smollm2.")
+@click.option("--model-name", help="Name in the API. Default: the name of the model.")
 @click.option("--engine", type=click.Choice(ENGINES), help="LMDeploy's engine. Default: pytorch. turbomind needs a build.")
 @click.option("--device", type=click.Choice(DEVICES), help="Device. Default: auto (cuda if there is a GPU, else cpu).")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Type of weights. Default: auto (as stored; bfloat16 on a CPU).")

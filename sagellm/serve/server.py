@@ -23,6 +23,7 @@ from sagellm.engines.lmdeploy.settings_plugins import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
 from sagellm.kv_policy.registry import policy_names
+from sagellm.models import find_model, prepare_model
 from sagellm.serve.backends import Backend, backend_of
 from sagellm.serve.following import EngineProcesses, loading_libraries
 from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from sagellm.serve.group import Membership
     from sagellm.serve.registration import Registration
 
-DEMO_NAME = "sagellm-demo"
 MAX_SOCKET_NAME = 107  # bytes that the kernel takes for the path of a local socket
 
 
@@ -44,8 +44,9 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     Raises:
         SageError: before anything was started: unpatched LMDeploy, port in use, too much memory asked for, bad plug-in.
     """
-    if config.pd is not None:  # its engine process tells others its name
-        config = config.model_copy(update={"model_name": _name(config)})
+    source = find_model(config.model)
+    # An engine process of a group tells others its name.
+    config = config.model_copy(update={"model_name": config.model_name or source.name})
     backend = backend_of(config)
     device = backend.require()
     _check_plugins(config)
@@ -60,13 +61,13 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     loading = Loading(clean_up)
     try:
         run_dir.mkdir(0o700)  # not before there is somebody to take it away again
-        model, name = _model(config)
+        model = prepare_model(source)
         sizes = size_engine(config, model, device)
         engine_config = backend.engine_config(model, sizes, device, run_dir, member.hooks if member else None)
-        banner = _Banner(config, name, device, sizes, as_json, claim_stdout())
+        banner = _Banner(config, device, sizes, as_json, claim_stdout())
         watch = EngineWatch(clean_up, run_dir)
         return _Launch(
-            config, backend, model, name, engine_config, listener, banner, loading, watch, run_dir, member
+            config, backend, model, engine_config, listener, banner, loading, watch, run_dir, member
         ).serve()
     finally:
         if member is not None:
@@ -132,19 +133,7 @@ def _membership(config: SageConfig, device: str) -> "Membership | None":
         return None
     from sagellm.serve.group import join_group  # loads torch, which others do without here
 
-    return join_group(config, config.pd, device, _name(config))
-
-
-def _name(config: SageConfig) -> str:
-    return config.model_name or (DEMO_NAME if config.model is None else config.model.resolve().name)
-
-
-def _model(config: SageConfig) -> tuple[Path, str]:
-    if config.model is not None:
-        return config.model, _name(config)
-    from sagellm.demo_model import ensure_demo_model
-
-    return ensure_demo_model(), _name(config)
+    return join_group(config, config.pd, device, config.model_name)
 
 
 def _policies(config: SageConfig) -> tuple[str, ...]:
@@ -168,7 +157,6 @@ class _Launch:
     config: SageConfig
     backend: Backend
     model: Path
-    name: str
     engine_config: Any
     listener: socket.socket
     banner: "_Banner"
@@ -198,7 +186,7 @@ class _Launch:
         try:
             api_server.serve(
                 str(self.model),
-                model_name=self.name,
+                model_name=self.config.model_name,
                 backend=self.backend.name,
                 backend_config=self.engine_config,
                 speculative_config=speculative_config(self.config),
@@ -286,8 +274,8 @@ class _Server(uvicorn.Server):
 class _Banner:
     """The message of a server that is ready."""
 
-    def __init__(self, config: SageConfig, name: str, device: str, sizes: Sizes, as_json: bool, out: TextIO) -> None:
-        self._config, self._name, self._device, self._sizes = config, name, device, sizes
+    def __init__(self, config: SageConfig, device: str, sizes: Sizes, as_json: bool, out: TextIO) -> None:
+        self._config, self._name, self._device, self._sizes = config, config.model_name, device, sizes
         self._as_json, self._out = as_json, out
 
     def show(self) -> None:
@@ -303,7 +291,7 @@ class _Banner:
                 {
                     "model": self._name,
                     "stream": True,
-                    "messages": [{"role": "user", "content": "Write a function `add`."}],
+                    "messages": [{"role": "user", "content": "What is the capital of France?"}],
                 }
             )
             self._say(f"\nReady: {self._name} on {self._device} at {url}")

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from sagellm.core.cached_folder import default_cache_dir
 from sagellm.demo_model import DemoModelError, DemoRecipe, ensure_demo_model
 from sagellm.demo_model import cache as cache_module
 from sagellm.demo_model.base import RECORD_NAME, read_record
-from sagellm.demo_model.cache import build_at, default_cache_dir
+from sagellm.demo_model.cache import build_at
 
 # Builds the recipe given as JSON in a process of its own; says "training" once the training has begun.
 CHILD = """

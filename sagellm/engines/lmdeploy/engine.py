@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sagellm.comm_backend.config import RENDEZVOUS
+from sagellm.core.cached_folder import default_cache_dir
 from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.registry import find_plugin
 from sagellm.core.service import NOTHING_ASKED
 from sagellm.core.tasks import end_tasks
-from sagellm.demo_model.cache import default_cache_dir
 from sagellm.engines.base import BaseEngine, EngineInfo, Generation, SamplingParams
 from sagellm.engines.lmdeploy import patch_state
+from sagellm.engines.lmdeploy.architecture import check_architecture
 from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
 from sagellm.engines.lmdeploy.kv_tiers import check_sizes
 from sagellm.engines.lmdeploy.layout import layout_of, weights_of
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins, speculative_spec
 from sagellm.engines.lmdeploy.sizing import Sizes, gpu_share, resolve_device, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
+from sagellm.models import find_model, prepare_model
 
 if TYPE_CHECKING:
     from sagellm.scheduler_ir.plan import ExecutorAPI
@@ -69,6 +71,7 @@ def build_engine_config(
     check_sizes(config, sizes)
     known: dict[str, Any] = {"block_bytes": sizes.schema.block_bytes}
     if model is not None:
+        check_architecture(model, device, sizes.schema.dtype)
         known["model"] = config.model_name or model.resolve().name
         folder = config.kv.disk if config.kv is not None else None
         if folder is not None or config.plugins:  # no other setting keeps bytes, and reading all weights takes a while
@@ -129,10 +132,7 @@ class LMDeployEngine(BaseEngine):
     def __init__(self, config: SageConfig, model: Path | None = None, pd: PDHooks | None = None) -> None:
         require_patched()
         check_settings_plugins(config)
-        model = model or config.model
-        if model is None:
-            raise ConfigError("no model: pass a folder, or set `model`; `sagellm demo-model` builds one.")
-        model = Path(model)
+        model = prepare_model(find_model(model or config.model))
         device = resolve_device(config.device)
         sizes = size_engine(config, model, device)
         set_threads(config, device)

@@ -1,14 +1,12 @@
 """Description of the bytes of a KV block in one line: everything they depend on besides its tokens."""
 
 import hashlib
-import json
-import os
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 from sagellm import __version__
 from sagellm.core.config import SageConfig
+from sagellm.core.file_hashes import hash_files
 from sagellm.engines.lmdeploy.sizing import Sizes
 
 # Other files of a model's folder may be weights, or code that computes with them.
@@ -24,7 +22,6 @@ NO_PART = (
     "license",
 )
 NO_PART_SUFFIXES = (".md", ".txt", ".jinja", ".png", ".jpg", ".pdf")
-CACHE_NAME = "weights.json"
 
 
 def weights_of(model: Path, sizes: Sizes, cache_dir: Path | None = None) -> str:
@@ -47,17 +44,10 @@ def layout_of(model: Path, config: SageConfig, sizes: Sizes, device: str, cache_
 
 
 def _digest(model: Path, cache_dir: Path | None) -> str:
-    known = _read(cache_dir)
-    digests: dict[str, str] = {}
+    files = _files(model)
     total = hashlib.sha256()
-    for file in _files(model):
-        status = file.stat()
-        times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
-        identity = f"{file.resolve()} {status.st_dev} {status.st_ino} {status.st_size} {times}"
-        digests[identity] = known.get(identity) or _hash(file)
-        total.update(f"{file.relative_to(model)} {digests[identity]}\n".encode())
-    if cache_dir is not None and digests.keys() - known.keys():
-        _write(cache_dir, digests)
+    for file, digest in zip(files, hash_files(files, cache_dir), strict=True):
+        total.update(f"{file.relative_to(model)} {digest}\n".encode())
     return total.hexdigest()[:32]
 
 
@@ -69,32 +59,3 @@ def _files(model: Path) -> list[Path]:
 def _is_no_part(file: Path) -> bool:
     name = file.name.lower()
     return name.startswith((".", *NO_PART)) or name.endswith(NO_PART_SUFFIXES)
-
-
-def _hash(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb", buffering=0) as content:
-        while piece := content.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def _read(cache_dir: Path | None) -> dict[str, str]:
-    if cache_dir is None:
-        return {}
-    try:
-        content = json.loads((cache_dir / CACHE_NAME).read_text())
-        return {str(identity): str(digest) for identity, digest in content.items()}
-    except (OSError, ValueError, AttributeError):  # missing, or not ours: everything is hashed again
-        return {}
-
-
-def _write(cache_dir: Path, digests: dict[str, str]) -> None:
-    part = cache_dir / f"{CACHE_NAME}.{os.getpid()}"
-    with suppress(OSError):  # the next start takes as long as this one
-        try:
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(digests))
-            part.rename(cache_dir / CACHE_NAME)
-        finally:
-            part.unlink(missing_ok=True)

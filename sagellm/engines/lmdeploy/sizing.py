@@ -7,8 +7,8 @@ from typing import Any
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.engines.base import KVCacheSchema
-from sagellm.engines.lmdeploy.model_folder import text_config
 from sagellm.engines.lmdeploy.speculative.draft_folder import check_draft
+from sagellm.models.folder import num_weights, text_config
 
 # On a CPU the pool comes out of the memory that everything else lives in, so the default takes a modest part of it.
 DEFAULT_CPU_SHARE = 0.25
@@ -63,8 +63,7 @@ def size_engine(config: SageConfig, model: Path, device: str) -> Sizes:
         SpeculationError: a draft model that cannot guess for this one.
     """
     text = text_config(model)
-    dtype = _dtype(config.dtype, text, device)
-    schema = _schema(text, dtype, config)
+    dtype, schema = schema_of(text, config, device)
     longest = int(text.get("max_position_embeddings", DEFAULT_CPU_CONTEXT))
     context = config.context_length or (min(longest, DEFAULT_CPU_CONTEXT) if device == "cpu" else longest)
     if context > longest:
@@ -108,9 +107,22 @@ def _draft(config: SageConfig, model: Path, dtype: str) -> DraftSizes | None:
     weights = block = 0
     for folder in folders:
         check_draft(folder, model)
-        weights += _weight_bytes(folder, dtype)
+        weights += weight_bytes(folder, dtype)
         block += _schema(text_config(folder), dtype, config).block_bytes
     return DraftSizes(weights, block)
+
+
+def schema_of(text: dict[str, Any], config: SageConfig, device: str) -> tuple[str, KVCacheSchema]:
+    """Return the type of the weights and the shape of KV blocks.
+
+    Args:
+        text: as `text_config` returns it.
+
+    Raises:
+        ConfigError: a type that the device does not have, heads that cannot be shared out, an incomplete config.json.
+    """
+    dtype = _dtype(config.dtype, text, device)
+    return dtype, _schema(text, dtype, config)
 
 
 def _dtype(wanted: str, hf: dict[str, Any], device: str) -> str:
@@ -161,7 +173,7 @@ def _fit(config: SageConfig, model: Path, sizes: Sizes) -> Sizes:
     from sagellm.engines.lmdeploy.cpu.runtime import memory_bytes
 
     available, total = memory_bytes()
-    weights = _weight_bytes(model, sizes.schema.dtype) + (sizes.draft.weight_bytes if sizes.draft else 0)
+    weights = weight_bytes(model, sizes.schema.dtype) + (sizes.draft.weight_bytes if sizes.draft else 0)
     extra = operators.extra_bytes(text_config(model), sizes.schema.dtype, sizes.context_length)
     room = available - weights - extra
     # With tensor parallelism each of the workers on this machine holds its part of every block.
@@ -186,11 +198,14 @@ def _fit(config: SageConfig, model: Path, sizes: Sizes) -> Sizes:
     return replace(sizes, num_blocks=blocks)
 
 
-def _weight_bytes(model: Path, dtype: str) -> int:
-    files = [*model.glob("*.safetensors"), *model.glob("pytorch_model*.bin")]
-    stored = sum(file.stat().st_size for file in files)
-    # Weights may be stored in 16 bits and computed in 32.
-    return 2 * stored if dtype == "float32" else stored
+def weight_bytes(model: Path, dtype: str) -> int:
+    """Return the bytes of the weights in `dtype`, whatever type they are stored in."""
+    width = 4 if dtype == "float32" else 2
+    number = num_weights(model)
+    if number is not None:
+        return width * number
+    stored = sum(file.stat().st_size for file in model.glob("pytorch_model*.bin"))
+    return 2 * stored if width == 4 else stored
 
 
 def _mib(num_bytes: int) -> str:

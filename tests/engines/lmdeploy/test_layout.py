@@ -6,8 +6,9 @@ import os
 import pytest
 
 from sagellm.core.config import SageConfig
+from sagellm.core.file_hashes import CACHE_NAME
 from sagellm.engines.lmdeploy import layout
-from sagellm.engines.lmdeploy.layout import CACHE_NAME, layout_of
+from sagellm.engines.lmdeploy.layout import layout_of
 from sagellm.engines.lmdeploy.sizing import size_engine
 
 SHAPE = dict(num_attention_heads=2, num_hidden_layers=1, hidden_size=64, max_position_embeddings=256, dtype="float32")

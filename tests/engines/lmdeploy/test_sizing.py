@@ -8,8 +8,8 @@ import pytest
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.engines.lmdeploy.cpu import operators
-from sagellm.engines.lmdeploy.model_folder import read_hf_config
 from sagellm.engines.lmdeploy.sizing import resolve_device, size_engine
+from sagellm.models.folder import read_hf_config
 
 MIB = 2**20
 # 2 (keys and values) * 4 layers * 64 tokens * 2 heads * 32 * 4 bytes

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.errors import SpeculationError
-from sagellm.engines.lmdeploy.model_folder import text_config
+from sagellm.models.folder import text_config
 
 __all__ = ["check_draft", "check_folder"]
 

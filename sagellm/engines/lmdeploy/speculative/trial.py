@@ -12,8 +12,8 @@ from sagellm.accel.speculative.contract.exactness import Guesser
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import SpeculationError
 from sagellm.engines.base import SamplingParams
-from sagellm.engines.lmdeploy.model_folder import text_config
 from sagellm.engines.lmdeploy.speculative.draft_folder import check_folder
+from sagellm.models.folder import text_config
 
 __all__ = ["EngineTrial"]
 

@@ -1,0 +1,1 @@
+"""Texts, GGUF files and measures of quality of models."""

@@ -1,0 +1,100 @@
+"""Whether LMDeploy's PyTorch engine has a model's architecture, and the CPU device its operators."""
+
+from pathlib import Path
+from typing import Any
+
+from sagellm.models import ModelError
+from sagellm.models.folder import read_hf_config
+
+__all__ = ["check_architecture", "missing_operators"]
+
+
+# The CPU device has all operators of these; others are tried, which takes a second.
+COMPLETE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+
+
+def check_architecture(model: Path, device: str, dtype: str) -> None:
+    """Check what would end the engine process.
+
+    Args:
+        dtype: type of the weights.
+
+    Raises:
+        ModelError: LMDeploy's PyTorch engine does not have the architecture, or the CPU device lacks one of its operators.
+    """
+    config = read_hf_config(model)
+    names = config.get("architectures") or []
+    if COMPLETE.issuperset(names):
+        return
+    from lmdeploy.pytorch.models.module_map import MODULE_MAP
+
+    own_code = {str(each).rpartition(".")[2] for each in config.get("auto_map", {}).values()}
+    if not {*names, *own_code} & set(MODULE_MAP):
+        raise ModelError(
+            f"{model} has architecture {', '.join(names)}, which LMDeploy 0.11.0's PyTorch engine does not have."
+        )
+    missing = missing_operators(model, dtype) if device == "cpu" else {}
+    if missing:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
+        raise ModelError(f"{model} has architecture {', '.join(names)}, which the CPU device cannot run: {reasons}")
+
+
+def missing_operators(model: Path, dtype: str) -> dict[str, str]:
+    """Build the model's layers without weights, and collect what the CPU device cannot build.
+
+    Args:
+        dtype: type of the weights.
+
+    Returns:
+        Reasons by operator of LMDeploy; empty if the CPU device can run the model.
+    """
+    import torch
+    from lmdeploy.pytorch.config import ModelConfig
+    from lmdeploy.pytorch.models.patch import BuildModelContext, build_patched_model
+
+    from sagellm.engines.lmdeploy.cpu.backend import CpuOpsBackend
+
+    found: dict[str, str] = {}
+    original = CpuOpsBackend.__dict__["get_layer_impl_builder"]
+
+    def builder(backend: type[CpuOpsBackend], operator: Any) -> Any:
+        try:
+            return _Recorder(original.__func__(backend, operator), operator.name, found)
+        except Exception as error:
+            found[operator.name] = str(error)
+            return _Stub()
+
+    CpuOpsBackend.init()
+    CpuOpsBackend.get_layer_impl_builder = classmethod(builder)
+    try:
+        config = ModelConfig.from_pretrained(str(model), dtype=dtype)
+        build_patched_model(config, torch.device("meta"), build_model_ctx=BuildModelContext())
+    except Exception as error:
+        found.setdefault("model", str(error) or type(error).__name__)
+    finally:
+        CpuOpsBackend.get_layer_impl_builder = original
+    return found
+
+
+class _Recorder:
+    """A builder of LMDeploy that notes its refusals instead of raising them."""
+
+    def __init__(self, builder: Any, name: str, found: dict[str, str]) -> None:
+        self._builder, self._name, self._found = builder, name, found
+
+    def build(self, *arguments: Any, **named: Any) -> Any:
+        try:
+            return self._builder.build(*arguments, **named)
+        except Exception as error:
+            self._found[self._name] = str(error)
+            return _Stub()
+
+
+class _Stub:
+    """Takes the place of an operator that cannot be built, so that the others are still tried."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self
