@@ -107,6 +107,7 @@ def write_gguf(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if architecture in ("qwen3", "gemma", "gemma2"):
         writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     if architecture == "gemma2":
         writer.add_sliding_window(config.sliding_window)
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

@@ -1,9 +1,8 @@
 """From what `--model` was given to a folder that LMDeploy loads."""
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sagellm.models import packaged
 from sagellm.models.base import ModelError
@@ -17,8 +16,7 @@ DEMO, DEMO_NAME = "demo", "sagellm-demo"
 FORMS = "allowed are smollm2, demo, a Hugging Face folder, a .gguf file, or a hub id org/name[@revision]"
 
 
-@dataclass(frozen=True)
-class ModelSource:
+class ModelSource(NamedTuple):
     """Where a model comes from.
 
     Attributes:

@@ -26,7 +26,7 @@ def test_help_lists_the_commands_and_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "[]"
-    for name in ("serve", "patches", "demo-model", "doctor"):
+    for name in ("serve", "patches", "model", "demo-model", "doctor"):
         assert name in done.stdout
 
 
@@ -62,7 +62,7 @@ def test_doctor_finds_a_machine_that_can_serve():
     assert done.exit_code == 0 and document["ready"]
     found = {check["name"]: check["state"] for check in document["checks"]}
     assert found["python"] == found["lmdeploy"] == found["patches"] == found["torch"] == found["devices"] == OK
-    assert {"gpu", "turbomind", "cpu", "memory", "disk", "demo model", "port", "plug-ins"} <= set(found)
+    assert {"gpu", "turbomind", "cpu", "memory", "disk", "default model", "demo model", "port", "plug-ins"} <= set(found)
     (turbomind,) = [check for check in document["checks"] if check["name"] == "turbomind"]
     if turbomind["state"] != OK:
         assert "TurboMind" in turbomind["text"] and "the PyTorch engine serves" in turbomind["text"]

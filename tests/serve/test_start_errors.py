@@ -96,7 +96,7 @@ def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
         (["--plugin", f"{HERE}:Evicting"], ["Evicting", "size"]),
         (["--plugin", f"{HERE}:Counting", "--plugin", f"{HERE}:Counting"], ["named twice"]),
         (["--record", "/no/such/folder/record"], ["--record", "No such file"]),
-        (["--model", "/no/such/model"], ["/no/such/model is not a folder"]),
+        (["--model", "/no/such/model"], ["/no/such/model: there is no such folder or file", "hub id"]),
         (["--device", "cpu", "--dtype", "float16"], ["float16", "bfloat16"]),
         (["--context-length", 4096], ["4096", "2048"]),
         (["--block-size", 17], ["17 is not a power of two"]),

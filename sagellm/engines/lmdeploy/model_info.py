@@ -1,4 +1,4 @@
-"""What a model is, what of it the CPU device lacks, and what memory it needs."""
+"""Describes a model: its sizes, the operators that the CPU device lacks, the memory that it needs."""
 
 import json
 from pathlib import Path

@@ -19,6 +19,7 @@ from sagellm.engines.lmdeploy.settings_plugins import check_settings_plugins
 from sagellm.engines.lmdeploy.sizing import gpu_share, size_engine
 from sagellm.engines.lmdeploy.speculative import draft_folder
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
+from sagellm.models.folder import num_weights
 from tests.accel.speculative.contract import bad_drafts
 from tests.conftest import SHAPE
 from tests.pool import settle
@@ -319,7 +320,7 @@ def test_its_memory_is_counted(monkeypatch, model_folder, other):
     sizes = size_engine(both, target, "cpu")
     # One layer of two heads of 8, against two layers of two heads of 16; float32 weights could be twice what is stored.
     assert sizes.draft.block_bytes == sizes.schema.block_bytes // 4
-    assert sizes.draft.weight_bytes == 2 * (other / "model.safetensors").stat().st_size
+    assert sizes.draft.weight_bytes == 4 * num_weights(other)
     blocks = size_engine(alone, target, "cpu").num_blocks
     assert sizes.num_blocks == pytest.approx(blocks * 4 / 5, abs=1)
     with pytest.raises(CapacityError):

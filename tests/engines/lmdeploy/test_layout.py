@@ -5,11 +5,13 @@ import os
 
 import pytest
 
+from sagellm.core import file_hashes
 from sagellm.core.config import SageConfig
 from sagellm.core.file_hashes import CACHE_NAME
 from sagellm.engines.lmdeploy import layout
 from sagellm.engines.lmdeploy.layout import layout_of
 from sagellm.engines.lmdeploy.sizing import size_engine
+from tests.engines.lmdeploy.test_sizing import write_weights
 
 SHAPE = dict(num_attention_heads=2, num_hidden_layers=1, hidden_size=64, max_position_embeddings=256, dtype="float32")
 
@@ -19,7 +21,8 @@ def model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE))
-    for name in ("model.safetensors", "old.pt", "some.gguf", "modeling.py", "tokenizer.json"):
+    write_weights(folder / "model.safetensors", 1 << 20)
+    for name in ("old.pt", "some.gguf", "modeling.py", "tokenizer.json"):
         (folder / name).write_bytes(bytes(1 << 20))
     return folder
 
@@ -55,8 +58,8 @@ def test_what_computes_counts_and_a_tokenizer_does_not(model, monkeypatch):
 
 def test_what_has_not_changed_is_read_once(model, tmp_path, monkeypatch):
     cache, hashed = tmp_path / "new", []
-    real = layout._hash
-    monkeypatch.setattr(layout, "_hash", lambda file: hashed.append(file.name) or real(file))
+    real = file_hashes._hash
+    monkeypatch.setattr(file_hashes, "_hash", lambda file: hashed.append(file.name) or real(file))
     first = line(model, cache)
     assert len(hashed) == 5
     assert line(model, cache) == first and len(hashed) == 5

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -20,12 +21,19 @@ SHAPE = dict(
 )  # fmt: skip
 
 
+def write_weights(file: Path, num_bytes: int) -> None:
+    """Write a safetensors file with one tensor of zeros in 16 bits."""
+    tensor = {"dtype": "BF16", "shape": [num_bytes // 2], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"weights": tensor}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+
+
 @pytest.fixture
 def model(tmp_path):
     def write(weights=MIB, **change):
         shape = {name: value for name, value in (SHAPE | change).items() if value is not None}
         (tmp_path / "config.json").write_text(json.dumps(shape))
-        (tmp_path / "model.safetensors").write_bytes(bytes(weights))
+        write_weights(tmp_path / "model.safetensors", weights)
         return tmp_path
 
     return write

@@ -1,0 +1,175 @@
+"""What `--model` takes, what is said about the rest, and the models on this machine."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+from huggingface_hub import constants
+
+from sagellm.cli import main
+from sagellm.models import ModelError, find_model, packaged, prepare_model
+from sagellm.models.folder import check_folder, num_weights
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["model", *map(str, arguments)])
+
+
+def test_names_folders_and_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "mine.gguf").write_bytes(b"GGUF")
+    file = packaged.packaged_file()
+    assert find_model(None)[:3] == find_model("smollm2")[:3] == ("packaged", "smollm2", str(file))
+    assert find_model("./smollm2")[:2] == ("folder", "smollm2")
+    assert find_model("demo")[:2] == ("demo", "sagellm-demo")
+    assert find_model("mine.gguf")[:2] == ("gguf", "mine")
+    assert find_model("org/name@main")[:3] == ("hub", "org/name", "org/name@main")
+    with pytest.raises(ModelError, match=r"no such folder or file; allowed are smollm2, demo, a Hugging Face folder"):
+        find_model("nothing.gguf")
+    with pytest.raises(ModelError, match="no such folder or file"):
+        find_model("folder/nothing.gguf")
+
+
+def test_without_the_package_the_demo_model_takes_its_place(monkeypatch, capsys, tmp_path, model_folder):
+    monkeypatch.setattr(packaged, "packaged_file", lambda: None)
+    monkeypatch.setattr("sagellm.demo_model.ensure_demo_model", lambda quiet: model_folder("llama"))
+    with pytest.raises(ModelError, match="not installed; run `sagellm model get smollm2`"):
+        find_model("smollm2")
+    source = find_model(None)
+    assert (source.kind, source.name) == ("demo", "sagellm-demo")
+    assert prepare_model(source) == model_folder("llama")
+    said = capsys.readouterr().err
+    assert "smollm2 is not installed; the demo model" in said and said.count("\n") == 1 and packaged.GET in said
+
+
+def test_a_hub_id_without_a_network(monkeypatch, tmp_path):
+    """In a process of its own: the hub's library reads its settings when it is imported."""
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "sagellm.serve", "--model", "org/name", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and done.stdout == ""
+    assert said == [
+        "error: org/name is not on this machine, and Hugging Face cannot be reached. Connect to the network, or give --model a "
+        "local folder or a .gguf file."
+    ]
+
+
+def test_a_hub_id_in_the_cache_needs_no_network(monkeypatch, tmp_path, model_folder):
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(model_folder("llama"))
+    (tmp_path / "models--org--name" / "refs").mkdir()
+    (tmp_path / "models--org--name" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert prepare_model(find_model("org/name")) == snapshot
+    with pytest.raises(ModelError, match="org/name@other is not on this machine"):
+        prepare_model(find_model("org/name@other"))
+
+
+@pytest.fixture
+def folder(tmp_path, model_folder):
+    """A copy of a good folder that a test may spoil."""
+    path = tmp_path / "model"
+    path.mkdir()
+    for file in model_folder("llama").iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    check_folder(path)
+    return path
+
+
+def edit(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def cut(file, size):
+    file.write_bytes(file.read_bytes()[:size])
+
+
+SPOILED = {
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "configuration": (lambda folder: (folder / "config.json").write_text("[1]"), "holds a list, not an object"),
+    "no architecture": (lambda folder: edit(folder / "config.json", architectures=None), "names no `architectures`"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+    "cut weights": (lambda folder: cut(folder / "model.safetensors", 5000), "truncated or damaged: 5000 bytes"),
+    "cut header": (lambda folder: cut(folder / "model.safetensors", 50), "its header cannot be read"),
+    "empty": (lambda folder: cut(folder / "model.safetensors", 0), "its header cannot be read"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
+    "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "no tokenizer that the tokenizers library"),
+    "small embedding": (lambda folder: edit(folder / "config.json", vocab_size=300), "tokenizer of 320 tokens and an embed"),
+    "index": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}'),
+        "lacks 1 files of its index, such as model-2.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_spoiled_folders_are_refused(folder, name):
+    spoil, words = SPOILED[name]
+    spoil(folder)
+    with pytest.raises(ModelError, match=words) as caught:
+        check_folder(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_are_counted(model_folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    assert num_weights(model_folder("llama")) == sum(values.numel() for values in model.parameters())
+
+
+def test_get_info_list_and_remove(monkeypatch, tmp_path):
+    from benchmarks.models.gguf_files import write_gguf
+    from tests.models.test_gguf import random_model
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    write_gguf(tmp_path / "tiny.gguf", random_model("llama"), "llama")
+    names = {row["name"]: row for row in json.loads(run("list", "--json").output)}
+    assert names["smollm2"]["folder"] is None and "tiny" not in names
+    made = run("get", tmp_path / "tiny.gguf")
+    assert made.exit_code == 0
+    names = {row["name"]: row for row in json.loads(run("list", "--json").output)}
+    assert names["tiny"]["folder"] == made.output.strip()
+    facts = json.loads(run("info", tmp_path / "tiny.gguf", "--json").stdout)
+    assert facts["architecture"] == "LlamaForCausalLM" and facts["chat_template"] == "of the model"
+    assert facts["stop_tokens"] == ["<|im_end|>"] and facts["missing_on_cpu"] == {}
+    parameters = sum(values.numel() for values in random_model("llama").parameters())
+    assert (facts["parameters"], facts["weight_bytes"]) == (parameters, 4 * parameters)
+    assert facts["kv_bytes"] == 128 * 2 * 2 * 32 * 4, "two blocks of 64 tokens, keys and values of two layers"
+    shown = run("info", tmp_path / "tiny.gguf").output
+    assert "CPU device lacks" in shown and "nothing" in shown
+    assert run("remove", "tiny").exit_code == 0 and run("remove", "tiny").exit_code == 2
+    assert (tmp_path / "tiny.gguf").exists() and not os.path.exists(made.output.strip())
+
+
+def test_info_names_the_operators_that_the_cpu_device_lacks(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from sagellm.demo_model.tokenizer import byte_tokenizer
+    from tests.models.test_gguf import SHAPE
+
+    config = MixtralConfig(**SHAPE | {"num_hidden_layers": 1})
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer(320, 128).save_pretrained(tmp_path)
+    facts = json.loads(run("info", tmp_path, "--json").stdout)
+    assert "not supported" in facts["missing_on_cpu"]["FusedMoE"]
+    refused = CliRunner().invoke(main, ["serve", "--model", str(tmp_path), "--device", "cpu"])
+    assert refused.exit_code == 2
+    assert "MixtralForCausalLM, which the CPU device cannot run: FusedMoE" in refused.stderr
+    edit(tmp_path / "config.json", architectures=["MartianForCausalLM"])
+    refused = CliRunner().invoke(main, ["serve", "--model", str(tmp_path), "--device", "cpu"])
+    assert refused.exit_code == 2 and "MartianForCausalLM, which LMDeploy 0.11.0's PyTorch engine does not" in refused.stderr
+
+
+def test_errors_are_one_sentence_and_code_2():
+    for words in (("info", "nothing"), ("get", "nothing"), ("remove", "nothing")):
+        done = run(*words)
+        assert done.exit_code == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,34 @@
+"""A server without `--model`, as a new user starts it, and one on the demo model."""
+
+import subprocess
+import sys
+
+import pytest
+
+ASK = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def test_the_default_model_holds_a_conversation(launch):
+    server = launch(model=None).ready()
+    assert server.model == "smollm2"
+    with server.client() as client:
+        answer = client.chat.completions.create(model=server.model, messages=ASK, max_tokens=40, temperature=0)
+        (choice,) = answer.choices
+        assert "Paris" in choice.message.content and choice.finish_reason == "stop"
+        assert answer.usage.prompt_tokens == 37, "the template brings the only BOS"
+        ids = server.post("/v1/encode", {"input": "<|im_start|>user\nHi<|im_end|>", "add_bos": True}).json()["input_ids"]
+        assert ids.count(1) == 1
+    server.end()
+
+
+@pytest.mark.slow
+def test_the_demo_model_answers_with_python(launch):
+    subprocess.run([sys.executable, "-m", "sagellm.demo_model"], check=True)  # longer than a server may take to start
+    server = launch("--model", "demo", model=None).ready()
+    ask = [{"role": "user", "content": "Write a function that returns the sum of two numbers."}]
+    with server.client() as client:
+        answer = client.chat.completions.create(model=server.model, messages=ask, max_tokens=60, temperature=0)
+    (choice,) = answer.choices
+    assert server.model == "sagellm-demo"
+    assert "def " in choice.message.content and "\N{REPLACEMENT CHARACTER}" not in choice.message.content
+    server.end()
