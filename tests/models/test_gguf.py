@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from lmdeploy import tokenizer as lmdeploy_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -128,7 +129,7 @@ def test_the_engine_answers_as_transformers_does(file, start_engine):
     assert list(answer.token_ids) == expected[0, len(prompt[0]) :].tolist()
 
 
-def test_end_of_answers_and_chat_template(file):
+def test_end_of_answers_and_chat_template(file, caplog):
     folder = convert_gguf(file, "tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", "<|im_start|>")
@@ -136,6 +137,8 @@ def test_end_of_answers_and_chat_template(file):
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer(text).input_ids.count(1) == 2, "no BOS is added to the one of the template"
+    assert lmdeploy_tokenizer.Tokenizer(str(folder)).encode(text) == tokenizer(text).input_ids
+    assert "duplicate bos" not in caplog.text
 
 
 KINDS = json.loads((Path(token_ids.__file__).parent / "results" / "token_ids.json").read_text())["tokenizers"]
