@@ -1,6 +1,7 @@
 """Runs a benchmark from a configuration and writes one result: JSON, samples, a report and plots.
 
     python -m benchmarks.runner --config FILE | --preset NAME | --scenario NAME  --out DIR
+    python -m benchmarks.runner quality [--llama PYTHON] [--out DIR]       # see benchmarks/quality.py
 
 Contestants are all up at once and asked in turn (A B B A), so that what else the machine does hits all alike. Ctrl-C and a
 server that dies leave a valid partial result. Exit codes: 0 complete, 1 partial, failed or nothing valid, 2 misuse.
@@ -330,4 +331,8 @@ def main(
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["quality"]:
+        from benchmarks.quality import main as quality
+
+        quality(sys.argv[2:], prog_name="python -m benchmarks.runner quality")
     main()

@@ -21,7 +21,7 @@ LAYERS = (
     {"scheduler_ir", "comm_backend", "accel"},
     {"replay"},
     {"engines"},
-    {"serve"},
+    {"serve", "evaluate"},
     {"pd"},
     {"cli"},
 )

@@ -18,6 +18,7 @@ COMMANDS = {
     "pd": (at("sagellm.pd.command:pd"), "Run prefill and decode on engines of their own, with a proxy."),
     "topology": (at("sagellm.cli.topology:topology"), "Show how the devices of this machine are connected."),
     "replay": (at("sagellm.cli.replay:replay"), "Replay a trace or a recorded log without an engine."),
+    "evaluate": (at("sagellm.cli.evaluate:evaluate"), "Measure the quality of a model, or of an engine's settings."),
     "doctor": (at("sagellm.cli.doctor:doctor"), "Report what this machine can run and what is missing."),
 }
 

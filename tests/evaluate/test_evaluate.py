@@ -1,0 +1,196 @@
+"""Quality of a model: figures against plain formulas, and planted faults that they must show."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+from sagellm.cli import main
+from sagellm.core.config import SageConfig
+from sagellm.core.errors import ConfigError, EngineError
+from sagellm.evaluate.models import EngineModel, ScoredModel, TransformersModel
+from sagellm.evaluate.report import QualityReport, compare_reports, markdown
+from sagellm.evaluate.run import Options, divergence, evaluate
+from sagellm.evaluate.texts import chunks, fixed_texts, prompts
+
+SMALL = Options(tokens=512, chunk=64, answers=6, answer_tokens=8)
+
+
+class Changed(ScoredModel):
+    """A model whose scores are changed."""
+
+    def __init__(self, model, change):
+        self.name, self._model, self._change = "changed", model, change
+
+    def logits(self, tokens):
+        return self._change(self._model.logits(tokens).copy())
+
+    def answers(self, prompts, num_tokens):
+        found = []
+        for prompt in prompts:
+            tokens = list(prompt)
+            for _ in range(num_tokens):
+                tokens.append(int(self.logits(tokens)[-1].argmax()))
+            found.append(tokens[len(prompt) :])
+        return found
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def reference(model_folder):
+    return TransformersModel("reference", model_folder("llama"), "float32")
+
+
+def test_the_engine_scores_as_transformers_does(start_engine, reference):
+    engine = start_engine(prefix_caching=False)
+    tokens = list(range(30, 130))
+    logits = engine.prompt_logits(tokens)
+    assert logits.shape == (100, 320) and logits.dtype == np.float32
+    assert np.allclose(logits, reference.logits(tokens), atol=1e-4)
+    for prompt in ([], [5] * 5000):
+        with pytest.raises(EngineError, match="allowed are 1 to 512"):
+            engine.prompt_logits(prompt)
+    with pytest.raises(EngineError, match="needs prefix_caching=False"):
+        start_engine().prompt_logits(tokens)
+
+
+def test_figures_are_those_of_the_plain_formulas(model_folder, reference):
+    other = Changed(reference, lambda scores: 0.9 * scores)
+    report = evaluate("tiny", model_folder("llama"), [reference, other], SMALL)
+    texts = fixed_texts()
+    model = AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    losses, kls, same = {"prose": [], "code": []}, [], []
+    for name in losses:
+        tokens = list(getattr(texts, name).encode())[:256]
+        ids = [report_token(model_folder, token) for token in tokens]
+        for piece in chunks(ids, 64, None):
+            with torch.no_grad():
+                scores = model(torch.tensor([piece])).logits[0, :-1].double()
+            ours, theirs = scores.log_softmax(-1), (0.9 * scores).log_softmax(-1)
+            losses[name].append(torch.nn.functional.nll_loss(ours, torch.tensor(piece[1:])).item())
+            kls.append((ours.exp() * (ours - theirs)).sum(-1))
+            same.append(ours.argmax(-1) == theirs.argmax(-1))
+    found = report.of("changed")
+    for name, values in losses.items():
+        assert report.of("reference").perplexity[name] == pytest.approx(np.exp(np.mean(values)), rel=1e-5)
+    assert found.kl_mean == pytest.approx(torch.cat(kls).mean().item(), rel=1e-4)
+    assert found.kl_p999 == pytest.approx(torch.cat(kls).quantile(0.999).item(), rel=1e-4)
+    assert found.same_top == torch.cat(same).double().mean().item() == 1.0
+    assert found.same_answers == 1.0 and found.parted_at == []
+    assert report.of("reference").kl_mean == 0.0 and report.of("reference").same_answers is None
+    assert report.text.tokens == {"prose": 4 * 63, "code": 4 * 63}
+
+
+def report_token(model_folder, byte):
+    """The id of a byte in the tokenizer of the tests."""
+    from transformers import AutoTokenizer
+
+    if not hasattr(report_token, "ids"):
+        tokenizer = AutoTokenizer.from_pretrained(model_folder("llama"))
+        report_token.ids = {value: tokenizer(chr(value), add_special_tokens=False).input_ids[0] for value in range(128)}
+    return report_token.ids[byte]
+
+
+def test_a_planted_fault_shows(model_folder, reference):
+    def swap(scores):
+        """Where the third-likeliest token would be near, it wins."""
+        if len(scores) > 20:
+            best = scores.argmax(axis=1)
+            scores[20:, 7] = scores.max(axis=1)[20:] + 1
+            assert (scores.argmax(axis=1)[:20] == best[:20]).all()
+        return scores
+
+    report = evaluate("tiny", model_folder("llama"), [reference, Changed(reference, swap)], SMALL)
+    found = report.of("changed")
+    assert found.kl_mean > 0.1 and found.kl_p999 > found.kl_mean
+    assert 20 / 63 <= found.same_top < 0.5 and found.same_answers < 0.5
+    assert len(found.parted_at) == round((1 - found.same_answers) * 6) and max(found.parted_at) < 8
+    generated = Options(tokens=512, chunk=64, answers=6, answer_tokens=8, generated=True)
+    strict = evaluate("tiny", model_folder("llama"), [reference, Changed(reference, swap)], generated).of("changed")
+    assert (strict.same_answers, strict.parted_at) == (found.same_answers, found.parted_at), "checked as generated"
+
+
+def test_divergence_of_equal_rows_is_nothing():
+    rows = np.log(np.array([[0.5, 0.25, 0.25], [1 / 3] * 3], dtype=np.float32))
+    assert divergence(rows, rows).tolist() == [0.0, 0.0]
+    other = np.log(np.array([[0.25, 0.5, 0.25], [1 / 3] * 3], dtype=np.float32))
+    assert divergence(rows, other) == pytest.approx([0.25 * np.log(2), 0.0], abs=1e-7)
+
+
+def test_texts_are_long_enough_and_the_same():
+    texts = fixed_texts()
+    assert texts == fixed_texts() and len(texts.sha256) == 64
+    assert len(texts.prose) == 160_000 and len(texts.code) == 120_000
+    assert chunks(list(range(10)), 4, None) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert chunks(list(range(10)), 4, 99) == [[99, 0, 1, 2], [99, 3, 4, 5], [99, 6, 7, 8]]
+    assert prompts(list(range(1000)), 3) == prompts(list(range(1000)), 3) != prompts(list(range(1000)), 3, seed=1)
+
+
+def test_the_default_texts_have_fifty_thousand_tokens_of_the_default_model():
+    from transformers import AutoTokenizer
+
+    from sagellm.models import find_model
+
+    tokenizer = AutoTokenizer.from_pretrained(find_model("smollm2").prepare())
+    texts = fixed_texts()
+    for text in (texts.prose, texts.code):
+        assert len(tokenizer(text, verbose=False).input_ids) >= 25_000 + 512
+
+
+def test_reports_on_different_texts_are_not_compared(model_folder, reference):
+    other = Changed(reference, lambda scores: 0.5 * scores)
+    one = evaluate("tiny", model_folder("llama"), [reference, other], Options(tokens=128, chunk=32, answers=0))
+    rows = compare_reports(one, one)
+    assert {row[0] for row in rows} == {"reference", "changed"} and all(row[2] == row[3] for row in rows)
+    assert one.of("changed").same_answers is None
+    newer = one.model_copy(update={"text": one.text.model_copy(update={"python": "3.99.0"})})
+    with pytest.raises(ConfigError, match="about different texts: Python .* and 3.99.0"):
+        compare_reports(one, newer)
+    with pytest.raises(ConfigError, match="the report has no model 'x'; it has reference, changed"):
+        one.of("x")
+
+
+def test_models_that_cannot_be_compared(model_folder, reference):
+    with pytest.raises(ConfigError, match="same name"):
+        evaluate("tiny", model_folder("llama"), [reference, reference], SMALL)
+    smaller = Changed(reference, lambda scores: scores[:, :300])
+    with pytest.raises(ConfigError, match="vocabulary of 300 tokens, reference one of 320"):
+        evaluate("tiny", model_folder("llama"), [reference, smaller], SMALL)
+    with pytest.raises(ConfigError, match="chunk is 600; allowed are 2 to 512"):
+        evaluate("tiny", model_folder("llama"), [reference], Options(chunk=600))
+
+
+def test_the_command_writes_report_and_plots(model_folder, tmp_path):
+    words = ["evaluate", model_folder("llama"), "--tokens", 1024, "--answers", 4, "--answer-tokens", 6, "--out", tmp_path]
+    done = CliRunner().invoke(main, [str(word) for word in (*words, "--device", "cpu", "--json")])
+    assert done.exit_code == 0, done.output
+    report = QualityReport.model_validate_json((tmp_path / "quality.json").read_text())
+    assert json.loads(done.stdout)["reference"] == report.reference == "transformers float32"
+    assert report.models[1].kl_mean < 1e-6 and report.models[1].same_answers == 1.0
+    assert (tmp_path / "quality.md").read_text() == markdown(report)
+    for name in ("kl.png", "answers.png"):
+        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+    against = [*words, "--against", model_folder("qwen2"), "--device", "cpu"]
+    done = CliRunner().invoke(main, [str(word) for word in against])
+    assert done.exit_code == 0 and "qwen2 float32" in done.stdout
+    refused = CliRunner().invoke(main, ["evaluate", "nothing"])
+    assert refused.exit_code == 2 and refused.stderr.startswith("error: ")
+
+
+@pytest.mark.slow
+def test_the_default_model_in_float32_answers_as_transformers_generates():
+    """Forty answers of 64 tokens; the benchmark has two hundred."""
+    from sagellm.models import find_model
+
+    folder = find_model("smollm2").prepare()
+    with (
+        TransformersModel("transformers", folder, "float32") as expected,
+        EngineModel("engine", SageConfig(model=folder, dtype="float32", device="cpu")) as engine,
+    ):
+        report = evaluate("smollm2", folder, [expected, engine], Options(1024, answers=40, generated=True))
+    assert report.of("engine").same_answers == 1.0 and report.of("engine").kl_mean < 1e-6
