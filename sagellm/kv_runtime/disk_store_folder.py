@@ -4,6 +4,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,8 @@ ADVICE = {
     errno.EEXIST: "it is a file; name a folder",
     errno.EMFILE: "this process has too many open files; raise the limit (ulimit -n)",
     errno.ENFILE: "this machine has too many open files; raise the limit (fs.file-max)",
+    errno.ELOOP: "a symbolic link is where the store has a file or its folder; remove the link, or name another folder",
+    errno.ENXIO: "a pipe or device is where the store has a file; remove it, or name another folder",
     errno.EIO: "the device fails; look at the system's log, or name another folder",
 }
 
@@ -89,9 +92,13 @@ class LockedFolder:
         parent = multiprocessing.parent_process()
         self._owner = owner or f"process {self._pid if parent is None else parent.pid}"
         with tier_errors(f"disk tier {path}"):
-            path.mkdir(parents=True, exist_ok=True)
-            self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            if path.is_symlink():  # the system would say that it is no folder
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
+                self._check_owner()
                 self._lock = self.open(LOCK_NAME, os.O_RDWR | os.O_CREAT)
                 try:
                     self._take()
@@ -104,8 +111,12 @@ class LockedFolder:
                 raise
 
     def open(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """A file descriptor of a file in the folder. Raises OSError."""
-        return os.open(name, flags, 0o600, dir_fd=self._folder)
+        """Return a file descriptor of a plain file in the folder. Raises OSError for a link, a pipe or a device."""
+        file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._folder)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+        return file
 
     def rename(self, old: str, new: str) -> None:
         """Raises OSError."""
@@ -126,6 +137,24 @@ class LockedFolder:
         found, mine = os.stat(LOCK_NAME, dir_fd=self._folder), os.fstat(self._lock)
         if (found.st_ino, found.st_dev) != (mine.st_ino, mine.st_dev):
             raise FileNotFoundError(errno.ENOENT, "the lock was removed")
+
+    def _check_owner(self) -> None:
+        """Check that nobody else can put files or links into the folder.
+
+        Raises:
+            TierError: the folder belongs to another user, or others may write to it.
+        """
+        found = os.fstat(self._folder)
+        if found.st_uid != os.geteuid():
+            raise TierError(
+                f"disk tier {self.path} belongs to user {found.st_uid}, this process runs as {os.geteuid()}; name a folder of "
+                "this user."
+            )
+        if found.st_mode & 0o022:
+            raise TierError(
+                f"disk tier {self.path} has mode {found.st_mode & 0o777:o}: others can write to it. Run chmod go-w on it, or "
+                "name another folder."
+            )
 
     def _take(self) -> None:
         try:

@@ -134,7 +134,13 @@ class TieredKVWithDisk(TieredKV):
                 self._opening.abandon()
 
     def report(self) -> dict[str, Any]:
-        return {**super().report(), **(self._link.report() if self._link is not None else {})}
+        found = super().report()
+        if self._link is None:
+            return found
+        # The store has lowered its bound if the device was full.
+        room = self._link.store.capacity_blocks(self._engine.block_bytes)
+        capacity = found["capacity_blocks"] | {Tier.NVME.value: min(self._capacity, room)}
+        return {**found, "capacity_blocks": capacity, **self._link.report()}
 
     def _copies(self) -> Copies:
         return self._link.samples() if self._link is not None else {}

@@ -54,6 +54,45 @@ def test_what_cannot_be_used_is_said_at_opening(
     store.close()
 
 
+@pytest.mark.parametrize("name", ["probe.tmp", "lock"])
+@pytest.mark.parametrize("plant", ["link", "dangling link", "pipe"])
+def test_nothing_is_written_through_a_link(written: Path, tmp_path: Path, name: str, plant: str):
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    (written / name).unlink(missing_ok=True)
+    if plant == "pipe":
+        os.mkfifo(written / name)
+    else:
+        (written / name).symlink_to(target if plant == "link" else tmp_path / "nothing")
+    with pytest.raises(TierError, match="symbolic link is where|a pipe or device is where"):
+        open_store(written)
+    assert target.read_text() == "precious" and not (tmp_path / "nothing").exists()
+    (written / name).unlink()
+    store = open_store(written)
+    assert store.keys() == [1, 2], "no block was lost"
+    store.close()
+
+
+def test_the_folder_is_this_users_alone(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    open_store(tmp_path / "new" / "folder").close()
+    assert (tmp_path / "new" / "folder").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(written)
+    with pytest.raises(TierError, match="symbolic link is where"):
+        open_store(tmp_path / "link")
+    for mode in (0o770, 0o702):
+        written.chmod(mode)
+        with pytest.raises(TierError, match=f"has mode {mode:o}: others can write to it. Run chmod go-w"):
+            open_store(written)
+    written.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(TierError, match="this process runs as 54321; name a folder of this user"):
+        open_store(written)
+    monkeypatch.undo()
+    store = open_store(written)
+    assert store.keys() == [1, 2]
+    store.close()
+
+
 @pytest.mark.parametrize(("call", "after"), [("writev", 0), ("open", 0), ("rename", 0), ("utime", 0), ("close", 0)])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EROFS])
 def test_a_failed_write_is_refused_and_the_store_goes_on(
@@ -104,7 +143,7 @@ def small_device(tmp_path: Path) -> Iterator[Path]:
     """A file system of 200 KiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k,mode=700", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
         pytest.skip("mounting a small file system is not allowed here")
     yield folder

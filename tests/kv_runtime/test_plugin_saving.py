@@ -34,6 +34,7 @@ def test_a_full_disk_stops_saving_for_a_while(start, monkeypatch):
 def test_on_a_full_device_old_files_make_way(start, monkeypatch):
     engine = start()
     plugin = engine.plugin
+    assert plugin.report()["capacity_blocks"]["nvme"] == plugin._capacity
     push_out(engine)
     settle(engine)
 
@@ -55,6 +56,7 @@ def test_on_a_full_device_old_files_make_way(start, monkeypatch):
     plugin._catch_up()
     room = plugin._link.store.capacity_blocks(engine.block_bytes)
     assert plugin._manager.num_occupied(Tier.NVME) == plugin._capacity - room > 0
+    assert plugin.report()["capacity_blocks"]["nvme"] == room
     plugin._saver._paused_until_s = 0.0
     saved = plugin.report()["events"]["saved"]
     serve_again(70)
