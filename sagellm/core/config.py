@@ -187,6 +187,8 @@ class SageConfig(Model):
         strategy: scheduling strategy: name or `module:Class`; None leaves scheduling to the engine.
         speculative: speculative strategy: name, `dynamic:NAME` or `module:Class`; None decodes without guesses.
         pd: settings of a server in a prefill/decode group.
+        max_body_mib: size of the largest body of a request, in MiB; a larger one is answered with 413.
+        hold_limit_s: seconds that a plug-in may hold or not admit a request; longer is a fault of the plug-in.
     """
 
     model: Path | None = None
@@ -218,6 +220,8 @@ class SageConfig(Model):
     record: Path | None = None
     comm_metrics: bool = False
     pd: PDConfig | None = None
+    max_body_mib: float = Field(8.0, gt=0, le=1024)
+    hold_limit_s: float = Field(60.0, gt=0, le=3600)
     drain_timeout_s: float = Field(10.0, ge=0)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 

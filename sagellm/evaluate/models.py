@@ -149,7 +149,7 @@ class LlamaCppModel(ScoredModel):
 
     def __init__(self, name: str, python: str, file: Path) -> None:
         self.name = name
-        self._folder = tempfile.TemporaryDirectory(prefix="sagellm-llama-")
+        self._folder = tempfile.TemporaryDirectory(prefix="llama-scores-")
         self._scores = Path(self._folder.name) / "scores.npy"
         command = [python, "-c", LLAMA_CODE, file, self._scores, str(CHUNK)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

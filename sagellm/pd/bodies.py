@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["BadBody", "Body", "error_body", "read_body", "relayed_headers"]
 
-MAX_BODY_BYTES = 32 << 20  # as the engines' servers
+MAX_BODY_BYTES = 8 << 20  # as the engines' servers
 TCP = 1  # lmdeploy's MigrationProtocol.TCP
 # The proxy adds and signs these: a client that could send them would have engines read each other's blocks.
 OURS = ("migration_request", "with_cache", "preserve_cache")

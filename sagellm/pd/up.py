@@ -21,6 +21,7 @@ from sagellm.comm_backend.topology.placement import Place, available_cores, plac
 from sagellm.core.config import Model
 from sagellm.core.early import STOP_SIGNALS
 from sagellm.core.errors import CommError, ConfigError, EngineError
+from sagellm.core.run_folder import hold, remove_abandoned
 from sagellm.models import find_model, prepare_model
 from sagellm.pd.child import Child
 from sagellm.pd.ports import free_ports, listen
@@ -76,6 +77,8 @@ def run_up(config: UpConfig, as_json: bool = False) -> int:
     _check(config)
     listener = listen(HOST, config.port)
     run_dir = Path(tempfile.mkdtemp(prefix="sagellm-pd-"))  # mode 700
+    hold(run_dir)
+    remove_abandoned("sagellm-pd-*")
     try:
         source = find_model(config.model)
         model = prepare_model(source)

@@ -1,13 +1,12 @@
 """The command line of the server: a YAML file, and flags that go before it."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from sagellm.core.config import DEVICES, DTYPES, ENGINES, ROLES, read_config
-from sagellm.core.early import stop_at_once
+from sagellm.core.early import end, stop_at_once
 from sagellm.core.errors import SageError
 from sagellm.serve.objects import with_objects
 
@@ -66,6 +65,8 @@ from sagellm.serve.objects import with_objects
 @click.option(
     "--pd-trust-proxy", is_flag=True, default=None, help="Trust unsigned requests of LMDeploy's own proxy; loopback only."
 )
+@click.option("--max-body-mib", type=float, help="Largest body of a request, in MiB. Default: 8.")
+@click.option("--hold-limit-s", type=float, help="Longest time that a strategy may hold all requests, in seconds. Default: 60.")
 @click.option("--drain-timeout-s", type=float, help="Time for running requests at shutdown, in seconds. Default: 10.")
 @click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), help="Log level. Default: WARNING.")
 @click.option("--json", "as_json", is_flag=True, help="Print the readiness line as JSON.")
@@ -81,4 +82,4 @@ def serve(config: Path | None, as_json: bool, **flags: Any) -> None:
     except SageError as error:
         click.echo(f"error: {error}", err=True)
         code = 2
-    sys.exit(code)
+    end(code)

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from sagellm.core.early import end, skip_teardown
 
 POLL_S = 0.5
 
@@ -27,6 +29,11 @@ class FollowingProcess(SpawnProcess):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (type(self),), self.__dict__  # the state comes after the call
+
+    def _bootstrap(self, *args: Any, **options: Any) -> NoReturn:
+        code = super()._bootstrap(*args, **options)
+        skip_teardown()
+        end(code)
 
     def run(self) -> None:
         _keep_libraries()

@@ -1,6 +1,7 @@
 """Guided decoding: a format that does not compile must be found here, since in the engine it ends every request."""
 
 import json
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
@@ -12,6 +13,7 @@ from sagellm.serve.parameters import Refused
 MAX_SCHEMA_CHARS = 65536
 MAX_SCHEMA_DEPTH = 64
 MAX_PATTERN_DEPTH = 64
+SOURCE_OF_ERROR = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time, file and line, with which xgrammar begins its messages
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # keywords whose schemas describe the same value, not a part of it
 
 
@@ -35,8 +37,8 @@ def check_format(request: Any) -> None:
             xgrammar.Grammar.from_json_schema(_schema_text(wanted.json_schema))
         elif wanted.type == "regex_schema":
             xgrammar.Grammar.from_regex(_pattern(wanted.regex_schema or "", "regex_schema"))
-    except RuntimeError as error:  # xgrammar's own; the first part names a file of its sources
-        raise Refused(f"response_format cannot be compiled: {str(error).rpartition(': ')[2].strip()}") from None
+    except RuntimeError as error:
+        raise Refused(f"response_format cannot be compiled: {SOURCE_OF_ERROR.sub('', str(error)).strip()}") from None
 
 
 def _schema_text(wanted: Any) -> str:

@@ -62,6 +62,12 @@ class GuardedGeneration:
         self._engine = engine
         self._generate = engine.generate
         self._on_dead = on_dead
+        self._open: set[asyncio.Queue] = set()  # of requests in the engine
+
+    def end_all(self, reason: str) -> None:
+        """End every answer with an error; clients learn the reason."""
+        for outputs in self._open:
+            outputs.put_nowait(HTTPException(503, reason))
 
     async def __call__(
         self, messages: Any, session_id: int, gen_config: Any = None, **options: Any
@@ -114,6 +120,7 @@ class GuardedGeneration:
     ) -> None:
         texts: list[str] = []
         TEXTS.set(texts)  # for this task alone, in which `inner` runs
+        self._open.add(outputs)
         try:
             async for out in inner:
                 if left.is_set():  # the engine's wait drops a cancellation that comes in the same moment as a token
@@ -127,6 +134,15 @@ class GuardedGeneration:
         finally:
             await inner.aclose()
             self._forget(session_id)
+            self._open.discard(outputs)
+            self._count_finished()
+
+    def _count_finished(self) -> None:
+        """Count requests whose client has left as finished; LMDeploy counts only those that it answered to the end."""
+        from lmdeploy.metrics.metrics_processor import get_current_scheduler_stats
+
+        stats = get_current_scheduler_stats()
+        stats.num_finished_reqs = max(stats.num_finished_reqs, stats.num_total_reqs - len(self._open))
 
     def _forget(self, session_id: int) -> None:
         """LMDeploy keeps a step for every session that there ever was; one that is over stands at 0, which says nothing."""

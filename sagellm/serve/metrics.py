@@ -1,7 +1,8 @@
 """Counters of the engine process, among LMDeploy's own Prometheus metrics."""
 
+import logging
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -17,6 +18,11 @@ from sagellm.core.hooks import BlockCounts
 from sagellm.prefix_reuse import PrefixReuseMetrics
 from sagellm.serve.comm_metrics import comm_families
 from sagellm.serve.pd_metrics import pd_families
+
+logger = logging.getLogger("sagellm")
+
+MAX_REPORTED = 2000  # numbers of a plug-in; a page of 200,000 takes seconds
+_CUT: set[str] = set()  # plug-ins that were said to report more
 
 
 def register(engine: Any) -> None:
@@ -106,12 +112,17 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
 def _reported(plugins: dict[str, dict[str, Any]]) -> Metric:
     """Reports of plug-ins: `kind` is the outermost key, `key` the others, joined.
 
-    Counters and gauges alike, which a report does not tell apart; so the type is unknown.
+    Counters and gauges alike, which a report does not tell apart; so the type is unknown. Of each plug-in the first
+    `MAX_REPORTED` numbers are shown.
     """
     family = UnknownMetricFamily("sagellm_plugin_value", "What plug-ins report.", labels=["plugin", "kind", "key"])
     for plugin, values in plugins.items():
-        for path, value in _leaves(values):
+        leaves = _leaves(values)
+        for path, value in islice(leaves, MAX_REPORTED):
             family.add_metric([plugin, path[0], "/".join(path[1:])], value)
+        if next(leaves, None) is not None and plugin not in _CUT:
+            _CUT.add(plugin)
+            logger.warning("plug-in %s reports more than %d numbers; /metrics shows the first", plugin, MAX_REPORTED)
     return family
 
 

@@ -3,7 +3,10 @@
 A value that the engine cannot use ends its loop, and with it every request, so it must be found here.
 """
 
+import json
 import math
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 MAX_LOGPROBS = 20  # OpenAI's limit; a number beyond the vocabulary would end the engine's loop
@@ -19,7 +22,18 @@ COUNTS = (
     ("top_logprobs", 0, MAX_LOGPROBS),
     ("logprobs", 0, MAX_LOGPROBS),
 )
-FOREIGN = ("image_data", "logit_bias", "return_routed_experts")
+# Fields that no answer is built for: refused with any value that asks for something.
+FOREIGN = (
+    "image_data", "logit_bias", "return_routed_experts", "presence_penalty", "frequency_penalty", "suffix", "echo", "functions",
+    "function_call", "audio", "prediction", "web_search_options", "verbosity",
+)  # fmt: skip
+# Fields of OpenAI's API that change no answer, and the values that are taken; None takes any.
+WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
+    "user": None, "metadata": None, "safety_identifier": None, "prompt_cache_key": None, "prompt_cache_retention": None,
+    "store": (False,), "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False), "modalities": (["text"],),
+}  # fmt: skip
+PENALTIES = ("presence_penalty", "frequency_penalty")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class Refused(Exception):
@@ -30,15 +44,43 @@ class Refused(Exception):
         self.status = status
 
 
+def check_fields(raw: dict[str, Any], known: Iterable[str]) -> None:
+    """Check that nothing is asked for that would be ignored.
+
+    Args:
+        raw: JSON of the request, without fields that are null.
+        known: fields that the server reads.
+
+    Raises:
+        Refused: a field is unknown or has no effect here.
+    """
+    allowed = {*known, *WITHOUT_EFFECT, *FOREIGN, "session_id", "best_of"}
+    if unknown := sorted(raw.keys() - allowed):
+        near = get_close_matches(unknown[0], sorted(set(known)), 1)
+        hint = f"did you mean {near[0]}?" if near else "leave it out."
+        raise Refused(f"{unknown[0]} is not a field of this request; {hint}")
+    for name in PENALTIES:
+        _check_penalty(name, raw.get(name, 0))
+    for name in FOREIGN:
+        if raw.get(name):
+            raise Refused(f"{name} is not supported by this server; leave it out.")
+    for name, values in WITHOUT_EFFECT.items():
+        if values is not None and name in raw and raw[name] not in values:
+            raise Refused(f"{name} is {json.dumps(raw[name])}; allowed: {', '.join(map(json.dumps, values))}.")
+
+
+def _check_penalty(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and -2 <= value <= 2):
+        raise Refused(f"{name} is {json.dumps(value)}; allowed: -2 to 2.")
+
+
 def check_parameters(request: Any, raw: dict[str, Any], vocab_size: int) -> None:
     """Check a request of LMDeploy's pydantic model; `raw` is its JSON, with the fields the model does not know.
 
     Raises:
         Refused: the first value that is out of range.
     """
-    for name in FOREIGN:
-        if raw.get(name):
-            raise Refused(f"{name} is not supported by this server; leave it out.")
     if raw.get("session_id", -1) != -1:
         raise Refused("session_id is given by the server; leave it out.")
     if raw.get("best_of", 1) != 1:
@@ -47,6 +89,8 @@ def check_parameters(request: Any, raw: dict[str, Any], vocab_size: int) -> None
         raise Refused("tool_choice 'required' is not supported by this server; send 'auto', 'none' or a function.")
     for name, lowest, highest in COUNTS:
         _check_count(name, getattr(request, name, None), lowest, highest)
+    if getattr(request, "stream_options", None) and not request.stream:
+        raise Refused("stream_options needs stream: true.")
     if getattr(request, "top_logprobs", None) and not request.logprobs:
         raise Refused("top_logprobs needs logprobs: true.")
     _check_sampling(request, vocab_size)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from sagellm.serve.parameters import Refused
+from sagellm.serve.parameters import ROLES, Refused
 
 # Tokenizing takes about a second a megabyte, and the event loop would stand still; a thread costs a tenth of a millisecond.
 THREAD_FROM_BYTES = 64 << 10
@@ -137,7 +137,11 @@ def check_messages(messages: Any) -> None:
     if not messages:
         raise Refused("messages is empty; send at least one message.")
     for number, message in enumerate([] if isinstance(messages, str) else messages):
-        content = message.get("content")
+        content, role = message.get("content"), message.get("role")
+        if role not in ROLES:
+            raise Refused(f"messages[{number}].role is {json.dumps(role)}; allowed are {', '.join(ROLES)}.")
+        if content is None and role != "assistant":
+            raise Refused(f"messages[{number}] of role {role} has no content; send a string.")
         if content is None or isinstance(content, str):
             continue
         for part in content if isinstance(content, list) else [content]:

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 from lmdeploy.serve.openai.protocol import ChatCompletionRequest, CompletionRequest, EncodeRequest, GenerateReqInput
 from pydantic import BaseModel, ConfigDict, Field
 
+from sagellm import __version__
 from sagellm.core.errors import ConfigError
 from sagellm.serve.group import INFO, Membership
 from sagellm.serve.parameters import Refused
@@ -92,6 +93,27 @@ async def exchange_policy(server: Server, request: Request) -> Answer:
     return {"tier": wanted.tier, "policy": wanted.policy, "former": former}
 
 
+async def describe(server: Server, request: Request) -> Answer:
+    """Describe the routes that are served; LMDeploy's application has more."""
+    paths: dict[str, Any] = {}
+    schemas: dict[str, Any] = {}
+    for route in ROUTES.values():
+        if route.access == "group":
+            continue
+        operation: dict[str, Any] = {"responses": {"200": {"description": "The answer."}}}
+        if route.model is not None:
+            schema = route.model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= schema.pop("$defs", {}) | {route.model.__name__: schema}
+            reference = {"$ref": f"#/components/schemas/{route.model.__name__}"}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
+        if route.access != "all":
+            operation["security"] = [{"key": []}]
+        paths[route.path] = {method.lower(): operation for method in route.methods if method != "HEAD"}
+    keys = {"key": {"type": "http", "scheme": "bearer"}}
+    info = {"title": "sageLLM", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas, "securitySchemes": keys}}
+
+
 async def group_info(server: Server, request: Request) -> Answer:
     assert server.member is not None
     return server.member.info
@@ -113,7 +135,7 @@ ROUTES = {
         Route("/health", READ, "all"),
         Route("/metrics", READ, "all"),
         Route("/metrics/", READ, "all"),
-        Route("/openapi.json", READ, "all"),
+        Route("/openapi.json", ("GET",), "key", handler=describe),
         Route("/v1/models", READ, "all"),
         Route(CHAT, ("POST",), "key", ChatCompletionRequest),
         Route(COMPLETION, ("POST",), "key", CompletionRequest),

@@ -1,7 +1,6 @@
 """Brings the server up, tells when it is ready, and takes it down without leaving anything behind."""
 
-import atexit
-import gc
+import asyncio
 import inspect
 import json
 import os
@@ -12,13 +11,16 @@ import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 import uvicorn
 
 from sagellm.core.config import SageConfig
+from sagellm.core.early import skip_teardown
 from sagellm.core.errors import ConfigError, PeerError, PluginError
 from sagellm.core.registry import check_owners, find_plugin
+from sagellm.core.run_folder import hold, remove_abandoned
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
@@ -32,9 +34,13 @@ from sagellm.serve.logs import claim_stdout, quiet_disconnects
 from sagellm.serve.speculation import with_guesses
 
 if TYPE_CHECKING:
+    from sagellm.serve.generation import GuardedGeneration
     from sagellm.serve.group import Membership
     from sagellm.serve.registration import Registration
 
+RUN_PREFIX = "sagellm-"
+ENDING = "the server is shutting down"
+LAST_WORDS_S = 2.0  # for error events on their way to clients
 MAX_SOCKET_NAME = 107  # bytes that the kernel takes for the path of a local socket
 
 
@@ -61,6 +67,8 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     loading = Loading(clean_up)
     try:
         run_dir.mkdir(0o700)  # not before there is somebody to take it away again
+        hold(run_dir)
+        remove_abandoned(f"{RUN_PREFIX}????????")
         model = prepare_model(source)
         sizes = size_engine(config, model, device)
         engine_config = backend.engine_config(model, sizes, device, run_dir, member.hooks if member else None)
@@ -83,7 +91,7 @@ def _run_dir() -> Path:
     Raises:
         ConfigError: the temporary directory is so deep that the sockets in it could have no name.
     """
-    run_dir = Path(tempfile.gettempdir(), f"sagellm-{secrets.token_hex(4)}")
+    run_dir = Path(tempfile.gettempdir(), f"{RUN_PREFIX}{secrets.token_hex(4)}")
     longest = len(os.fsencode(run_dir / "manager0"))
     if longest > MAX_SOCKET_NAME:
         raise ConfigError(
@@ -171,8 +179,7 @@ class _Launch:
             from lmdeploy import sage_server
             from lmdeploy.serve.openai import api_server, protocol
 
-        # At its end the interpreter searches every object of every library for cycles, which takes a second, for nothing.
-        atexit.register(gc.freeze)
+        skip_teardown()
         quiet_disconnects()
         processes = EngineProcesses(self.run_dir)
 
@@ -206,9 +213,10 @@ class _Launch:
         self._extend(app, engine)
         self.loading.done()
         log_level = "info" if self.config.log_level in ("DEBUG", "INFO") else "warning"
-        # uvicorn's annotation says int; it hands the value to asyncio, which takes fractions.
-        settings = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=self.config.drain_timeout_s)
-        server = _Server(settings, self.banner, self.watch)
+        # uvicorn's annotation says int; it hands the value to asyncio, which takes fractions. Answers are ended before.
+        longest_s = self.config.drain_timeout_s + LAST_WORDS_S
+        settings = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=longest_s)
+        server = _Server(settings, self.banner, self.watch, engine.generate, self.config.drain_timeout_s)
         if self.member is not None:
             from sagellm.serve.registration import Registration
 
@@ -234,6 +242,7 @@ class _Launch:
         middleware = Middleware(
             RequestValidation, engine=engine, interface=VariableInterface, member=self.member,
             policies=_policies(self.config), command=partial(self.backend.command, engine),
+            max_body_bytes=int(self.config.max_body_mib * 2**20),
         )  # fmt: skip
         app.user_middleware.append(middleware)
         engine.tokenizer.detokenize_incrementally = by_token(engine.tokenizer.detokenize_incrementally)
@@ -242,14 +251,26 @@ class _Launch:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, banner: "_Banner", watch: EngineWatch) -> None:
+    """Ends answers that are not finished with an error event, after the drain time, a second signal, or the engine's death.
+
+    Args:
+        generation: the layer that has the answers.
+        drain_s: seconds that answers may take once the server is to end.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, banner: "_Banner", watch: EngineWatch, generation: "GuardedGeneration", drain_s: float
+    ) -> None:
         super().__init__(config)
         self._banner = banner
         self._watch = watch
+        self._generation, self._drain_s = generation, drain_s
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.registration: Registration | None = None  # of an engine of a group
         watch.on_death(self._engine_died)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._banner.show()
@@ -260,15 +281,28 @@ class _Server(uvicorn.Server):
         self._watch.stop()  # from here on the engine process ends because it is told to
         if self.registration is not None:
             await self.registration.end()
+        asyncio.get_running_loop().call_later(self._drain_s, self._generation.end_all, ENDING)
         await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:  # a second signal: whoever sent it does not want to wait
+            self._end_answers(ENDING)
+        self._captured_signals.append(sig)
+        self.should_exit = True
 
     def leave(self) -> None:
         """An orderly end, as by a signal."""
         self.should_exit = True
 
     def _engine_died(self) -> None:
+        self._end_answers("the engine has stopped")
         self.should_exit = True
-        self.force_exit = True  # its requests can never finish
+        if self._loop is not None:  # other handlers may wait for the engine without a limit
+            self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORDS_S, setattr, self, "force_exit", True)
+
+    def _end_answers(self, reason: str) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._generation.end_all, reason)
 
 
 class _Banner:

@@ -5,23 +5,26 @@ Paths that belong to other kinds of deployment, which could do the same, are not
 """
 
 import json
+import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from fastapi import HTTPException
 from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 
 from sagellm.serve.formats import check_format
-from sagellm.serve.group import GroupGate, Membership, unsplit
-from sagellm.serve.parameters import Refused, check_parameters
+from sagellm.serve.group import FIELDS, GroupGate, Membership, unsplit
+from sagellm.serve.parameters import Refused, check_fields, check_parameters
 from sagellm.serve.prompts import Prompts
 from sagellm.serve.routes import CHAT, GENERATE, Request, Route, Server, route_of
-from sagellm.serve.service import SERVICE, take_service
+from sagellm.serve.service import ALLOWED, SERVICE, take_service
+from sagellm.serve.speculation import FIELD as USAGE_FIELD
 from sagellm.serve.speculation import USAGE, take_wish
 
-MAX_BODY_BYTES = 32 << 20
+logger = logging.getLogger("sagellm")
 
 
 class RequestValidation:
@@ -32,14 +35,16 @@ class RequestValidation:
         interface: the state that LMDeploy's handlers share.
         member: the server's part in a prefill/decode group, if it has one.
         policies, command: see `Server`.
+        max_body_bytes: size of the largest body that is read.
     """
 
     def __init__(
         self, app: Callable[..., Awaitable[None]], engine: Any, interface: Any, member: Membership | None = None,
-        policies: tuple[str, ...] = (), command: Callable[..., Awaitable[Any]] | None = None,
+        policies: tuple[str, ...] = (), command: Callable[..., Awaitable[Any]] | None = None, max_body_bytes: int = 8 << 20,
     ) -> None:  # fmt: skip
         self._app, self._engine, self._interface = app, engine, interface
         self._gate = GroupGate(member)
+        self._max_body_bytes = max_body_bytes
         self._server = Server(Prompts(engine), member, policies, command)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
@@ -52,7 +57,7 @@ class RequestValidation:
             route = route_of(scope["method"], scope["path"])
             if route.access != "all":
                 self._check_access(route, headers, is_trusted)  # before the body is read: strangers may send any amount
-                body = await _read(receive)
+                body = await self._read(headers, receive)
                 is_signed = self._gate.check_signature(scope, headers, body)
                 request, replaced = await self._request(route, headers, body, is_signed, is_trusted)
                 if route.handler is not None:
@@ -64,14 +69,38 @@ class RequestValidation:
             document = {"object": "error", **error, "error": error} | self._gate.answer_of_refusal(is_trusted)
             await _answer(send, refused.status, document)
             return
-        await self._app(scope, receive, send)
+        await self._passed_on(scope, receive, send)
+
+    async def _passed_on(self, scope: dict, receive: Callable, send: Callable) -> None:
+        """Let LMDeploy's application answer. A stream that fails half-way ends with an error event."""
+        in_stream = False
+
+        async def watched(message: dict) -> None:
+            nonlocal in_stream
+            if message["type"] == "http.response.start":
+                kind = dict(message.get("headers", ())).get(b"content-type", b"")
+                in_stream = kind.startswith(b"text/event-stream")
+            elif not message.get("more_body"):
+                in_stream = False
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if not in_stream:
+                raise
+            reason = _reason(error)
+            logger.warning("a stream ended with an error: %s", reason)
+            event = json.dumps({"error": {"message": reason, "type": "server_error", "param": None, "code": 503}})
+            await send({"type": "http.response.body", "body": f"data: {event}\n\ndata: [DONE]\n\n".encode()})
 
     def _check_access(self, route: Route, headers: Headers, is_trusted: bool) -> None:
         if route.access == "group":
             self._gate.check_path(route.path, headers, is_trusted)
         else:
             self._check_key(headers)
-            _check_media_type(headers)
+            if route.model is not None:
+                _check_media_type(headers)
 
     async def _request(
         self, route: Route, headers: Headers, body: bytes, is_signed: bool, is_trusted: bool
@@ -85,12 +114,35 @@ class RequestValidation:
         if is_trusted and not is_signed:
             raw = unsplit(raw)
         request = self._model(route, raw)
+        if route.access == "key":
+            check_fields(raw, {*route.model.model_fields, *ALLOWED, *FIELDS, USAGE_FIELD, "model"})
         if route.handler is not None:
             return Request(request, len(body)), b""
         # Also where nothing is asked for: a pipelined request begins in the context of the one before it.
         SERVICE.set(take_service(raw, headers.raw))
         USAGE.set(take_wish(raw))
         return Request(request, len(body)), json.dumps(await self._checked(route.path, raw, request, len(body))).encode()
+
+    async def _read(self, headers: Headers, receive: Callable) -> bytes:
+        """Return the body.
+
+        Raises:
+            Refused: it is too large, by its header or by what came; the rest is not read.
+        """
+        parts, size = [], 0
+        announced = headers.get("content-length", "")
+        is_large = announced.isdecimal() and int(announced) > self._max_body_bytes
+        while not is_large:
+            message = await receive()
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            is_large = size > self._max_body_bytes
+            if not message.get("more_body") or message["type"] == "http.disconnect":
+                break
+        if is_large:
+            limit = self._max_body_bytes / 2**20
+            raise Refused(f"the body is larger than {limit:g} MiB, the limit of this server (--max-body-mib).", 413)
+        return b"".join(parts)
 
     def _check_key(self, headers: Headers) -> None:
         """LMDeploy's own check, with the same parser: where two of them differ, a body would pass unchecked."""
@@ -150,6 +202,17 @@ class RequestValidation:
         return fields
 
 
+def _reason(error: BaseException) -> str:
+    """Return the detail of the HTTP error that led to `error`, or what there is to say of it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, HTTPException):
+            return str(cause.detail)
+        inner = getattr(cause, "exceptions", None)
+        cause = inner[0] if inner else cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {error}"
+
+
 def _check_media_type(headers: Headers) -> None:
     media = headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
@@ -175,18 +238,6 @@ def _explain(error: ValidationError) -> str:
     """One sentence a field."""
     lines = {".".join(str(part) for part in item["loc"][:1]): item["msg"] for item in error.errors()}
     return "; ".join(f"{name}: {message}" for name, message in lines.items()) + "."
-
-
-async def _read(receive: Callable) -> bytes:
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > MAX_BODY_BYTES:
-            raise Refused(f"the body is larger than {MAX_BODY_BYTES} bytes.", 413)
-        if not message.get("more_body") or message["type"] == "http.disconnect":
-            return b"".join(parts)
 
 
 def _replay(body: bytes, receive: Callable) -> Callable:

@@ -4,6 +4,7 @@ started anyway; `test_lifecycle.py` has those of a server that is not ready."""
 import json
 import signal
 import threading
+import time
 
 import httpx
 import psutil
@@ -55,11 +56,35 @@ def interrupted(server: ServerProcess) -> None:
 
 
 def terminated_while_streaming(server: ServerProcess) -> None:
-    """It has a short time to drain, and ends within it."""
+    """It has a short time to drain, and ends within it. The client learns why its stream ends."""
     stream = Stream(server, 2000)
     server.end(signal.SIGTERM)
+    check_error_event(stream, "the server is shutting down")
+    check_quiet(server)
+
+
+def hurried(server: ServerProcess) -> None:
+    """A second signal ends a server that would drain for long."""
+    stream = Stream(server, 4000)
+    server.send(signal.SIGTERM)
+    wait_until("new connections are refused", lambda: refuses(server))
+    assert not stream.complete
+    start = time.monotonic()
+    server.end(signal.SIGTERM)
+    assert time.monotonic() - start < 8, "the drain time is ten seconds"
+    check_error_event(stream, "the server is shutting down")
+    check_quiet(server)
+
+
+def check_error_event(stream: Stream, message: str) -> None:
     stream.join(10)
-    assert not stream.is_alive() and not stream.complete
+    assert not stream.is_alive() and stream.complete
+    assert stream.events[-1] == {"error": {"message": message, "type": "server_error", "param": None, "code": 503}}
+
+
+def check_quiet(server: ServerProcess) -> None:
+    for noise in ("Traceback", "CancelledError", "nanobind", "exceeded"):
+        assert noise not in server.stderr, server.stderr
 
 
 def killed(server: ServerProcess, num_processes: int) -> None:
@@ -75,5 +100,5 @@ def engine_killed(server: ServerProcess) -> None:
     server.engine_process().kill()
     server.end(None, code=1)
     assert "error: the engine process ended with code -9" in server.stderr
-    stream.join(10)
-    assert not stream.complete
+    check_error_event(stream, "the engine has stopped")
+    assert "Traceback" not in server.stderr, server.stderr

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.serve.endings import hurried
+
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -18,7 +20,7 @@ def test_the_default_model_holds_a_conversation(launch):
         assert answer.usage.prompt_tokens == 37, "the template brings the only BOS"
         ids = server.post("/v1/encode", {"input": "<|im_start|>user\nHi<|im_end|>", "add_bos": True}).json()["input_ids"]
         assert ids.count(1) == 1
-    server.end()
+    hurried(server)
 
 
 @pytest.mark.slow

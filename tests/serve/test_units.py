@@ -14,6 +14,7 @@ from sagellm.core.host import START_REFUSED
 from sagellm.serve.generation import GuardedGeneration, StopStrings
 from sagellm.serve.lifecycle import EngineWatch
 from sagellm.serve.logs import ClientLeft
+from sagellm.serve.metrics import MAX_REPORTED, _reported
 from sagellm.serve.parameters import Refused
 from sagellm.serve.prompts import Prompts
 
@@ -233,3 +234,14 @@ def test_why_an_engine_refuses_to_start_is_said_and_is_code_2(monkeypatch, tmp_p
     watch.report_dead_loop()
     assert ended.wait(30) and codes == [2]
     assert capsys.readouterr().err == "error: plug-in x raised: TierError: disk tier /d is in use by process 7\n"
+
+
+def test_a_report_of_many_numbers_is_cut(caplog):
+    report = {"mine": {"values": {str(number): number for number in range(3 * MAX_REPORTED)}}, "other": {"a": 1}}
+    samples = _reported(report).samples
+    assert len([one for one in samples if one.labels["plugin"] == "mine"]) == MAX_REPORTED
+    assert samples[-1].labels == {"plugin": "other", "kind": "a", "key": ""}
+    assert len(_reported(report).samples) == MAX_REPORTED + 1
+    assert [record.message for record in caplog.records] == [
+        f"plug-in mine reports more than {MAX_REPORTED} numbers; /metrics shows the first"
+    ], "said once"

@@ -57,7 +57,8 @@ def require_patched() -> None:
 def hook_config(config: SageConfig, run_dir: Path | None = None, pd: PDHooks | None = None) -> HookConfig:
     feed = () if pd is None else (PluginSpec(name=FEED),)
     return HookConfig(
-        plugins=(*all_plugins(config), *feed), time_limit_s=config.plugin_time_limit_s, record=config.record, run_dir=run_dir,
+        plugins=(*all_plugins(config), *feed), time_limit_s=config.plugin_time_limit_s,
+        hold_limit_s=config.hold_limit_s, record=config.record, run_dir=run_dir,
         comm_metrics=config.comm_metrics, speculative=speculative_spec(config), pd=pd,
     )
 

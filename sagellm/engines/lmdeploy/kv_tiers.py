@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from sagellm.core.config import HookConfig, KVConfig, PluginSpec, SageConfig
+from sagellm.core.config import KVConfig, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.hooks import Tier
 from sagellm.engines.lmdeploy.sizing import Sizes
@@ -61,7 +61,7 @@ def _check_disk(config: SageConfig, kv: KVConfig, folder: Path) -> None:
             f"kv.disk {folder}: with tensor_parallel {config.tensor_parallel} each worker process has a part of every block, "
             "which the engine cannot read; use --tensor-parallel 1, or leave the disk tier out."
         )
-    longest_s = HookConfig.model_fields["hold_limit_s"].default - 1  # the answer that it is late takes a moment
+    longest_s = config.hold_limit_s - 1  # the answer that it is late takes a moment
     if kv.deadline_s > longest_s:
         raise ConfigError(
             f"kv.deadline_s {kv.deadline_s:g}: a request that waits for its blocks for so long would be taken for a fault of "

@@ -1,6 +1,7 @@
 """What a client may send by mistake: a clear 4xx, and a server that goes on as before."""
 
 import json
+import re
 import socket
 
 import httpx
@@ -13,6 +14,7 @@ CHAT, COMPLETION, GENERATE, ENCODE = "/v1/chat/completions", "/v1/completions", 
 POLICY = "/sagellm/policy"
 NO = {"model": "no-such-model"}
 
+MANY_ITEMS = {"type": "array", "minItems": 5000}
 CHAT_CASES = {
     "max_tokens 0": ({"max_tokens": 0}, "max_tokens is 0"),
     "max_tokens -5": ({"max_tokens": -5}, "max_tokens is -5"),
@@ -52,6 +54,18 @@ CHAT_CASES = {
     "top_k -1": ({"top_k": -1}, "top_k is -1"),
     "repetition_penalty 0": ({"repetition_penalty": 0}, "repetition_penalty"),
     "logit_bias": ({"logit_bias": {"5": 1.0}}, "logit_bias is not supported"),
+    "presence_penalty": ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
+    "frequency_penalty out of range": ({"frequency_penalty": 77}, "frequency_penalty is 77; allowed: -2 to 2"),
+    "stop_token_ids": ({"stop_token_ids": [3]}, "stop_token_ids is not a field of this request"),
+    "input_ids": ({"input_ids": [3]}, "input_ids is not a field"),
+    "unknown field": ({"temprature": 1}, "temprature is not a field of this request; did you mean temperature?"),
+    "store": ({"store": True}, "store is true; allowed: false"),
+    "no content": ({"messages": [{"role": "user"}]}, "messages[0] of role user has no content"),
+    "stream_options": ({"stream_options": {"include_usage": True}}, "stream_options needs stream: true"),
+    "a schema of many items": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": MANY_ITEMS}}},
+        "minItems is greater than the number of prefixItems, but additional items are not allowed: 5000 > 0",
+    ),
     "stop empty": ({"stop": ""}, "stop"),
     "stop a number": ({"stop": [5]}, "stop"),
     "session_id": ({"session_id": 1}, "session_id"),
@@ -69,6 +83,16 @@ CHAT_CASES = {
 }
 OTHER_CASES = {
     "prompt empty": (COMPLETION, {"prompt": ""}, "prompt"),
+    "one empty prompt": (COMPLETION, {"prompt": ["a", ""]}, "the prompt is empty"),
+    "raw prompt empty": (GENERATE, {"prompt": ""}, "the prompt is empty"),
+    "suffix": (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix is not supported"),
+    "echo": (COMPLETION, {"prompt": "a", "echo": True}, "echo is not supported"),
+    "format of a completion": (COMPLETION, {"prompt": "a", "response_format": {"type": "json_object"}}, "is not a field"),
+    "raw n": (GENERATE, {"prompt": "a", "n": 3}, "n is not a field"),
+    "raw seed": (GENERATE, {"prompt": "a", "seed": 3}, "seed is not a field"),
+    "raw logprobs": (GENERATE, {"prompt": "a", "logprobs": 3}, "logprobs is not a field"),
+    "raw min_new_tokens": (GENERATE, {"prompt": "a", "min_new_tokens": 3}, "min_new_tokens is not a field"),
+    "encode unknown": (ENCODE, {"input": "a", "normalise": True, "max_tokens": None, "model": None}, "normalise is not a"),
     "prompt of ids": (COMPLETION, {"prompt": [1, 2]}, "token ids"),
     "best_of": (COMPLETION, {"prompt": "a", "best_of": 2}, "best_of is not supported"),
     "prompts none": (COMPLETION, {"prompt": []}, "prompt"),
@@ -178,6 +202,28 @@ def test_without_a_key_no_body_is_read(server):
         connection.sendall("\r\n".join((*lines, "", "")).encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 401 ")
     check_alive(server)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_beyond_the_limit(server, announced):
+    """The rest of it is not read, whether its size is announced or not."""
+    body = json.dumps({"input": "word " * 2_000_000}).encode()
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    content = body if announced else (body[at : at + (1 << 20)] for at in range(0, len(body), 1 << 20))
+    answer = httpx.post(server.url + ENCODE, headers=headers, content=content, timeout=10)
+    check(server, answer, "larger than 8 MiB, the limit of this server (--max-body-mib)", 413)
+
+
+def test_the_description_has_the_served_routes_and_needs_the_key(server):
+    assert httpx.get(f"{server.url}/openapi.json").status_code == 401
+    document = httpx.get(f"{server.url}/openapi.json", headers={"Authorization": f"Bearer {KEY}"}).json()
+    assert document["openapi"].startswith("3.") and CHAT in document["paths"] and POLICY in document["paths"]
+    for path, operations in document["paths"].items():
+        for method in operations:
+            answer = httpx.request(method, server.url + path, headers={"Authorization": f"Bearer {KEY}"})
+            assert answer.status_code not in (404, 405), path
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert references <= set(document["components"]["schemas"])
 
 
 def test_an_unknown_model(server):

@@ -73,4 +73,5 @@ def test_many_leave_at_once_and_one_stays(server, client):
     for thread in leavers:
         thread.join()
     server.wait_idle()
+    server.wait_for_metric("nothing unfinished", lambda n: n == 0, "lmdeploy:num_requests_unfinished")
     assert "CancelledError" not in server.stderr
