@@ -161,7 +161,7 @@ def start_engine(model_folder: Callable[[str], Path]) -> Iterator[Callable]:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """`limits(hold_limit_s=..., run_dir=...)` changes settings of the engine that users cannot set."""
+    """`limits(run_dir=..., comm_metrics=...)` changes settings of the engine that users cannot set."""
     import sagellm.engines.lmdeploy.engine as module
 
     original = module.hook_config

@@ -1,4 +1,4 @@
-"""What is evaluated: a model in this engine, in transformers, or in llama.cpp."""
+"""Models that are evaluated: in this engine, in transformers, or in llama.cpp."""
 
 import json
 import subprocess

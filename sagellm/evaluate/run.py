@@ -40,7 +40,7 @@ class Options:
 
 @dataclass
 class _Sums:
-    """What is known of one model so far."""
+    """Sums of one model so far."""
 
     loss: dict[str, float] = field(default_factory=dict)
     kl: list[np.ndarray] = field(default_factory=list)

@@ -139,7 +139,7 @@ class LockedFolder:
             raise FileNotFoundError(errno.ENOENT, "the lock was removed")
 
     def _check_owner(self) -> None:
-        """Check that nobody else can put files or links into the folder.
+        """Check that no other user can put files or links into the folder.
 
         Raises:
             TierError: the folder belongs to another user, or others may write to it.

@@ -112,8 +112,8 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
 def _reported(plugins: dict[str, dict[str, Any]]) -> Metric:
     """Reports of plug-ins: `kind` is the outermost key, `key` the others, joined.
 
-    Counters and gauges alike, which a report does not tell apart; so the type is unknown. Of each plug-in the first
-    `MAX_REPORTED` numbers are shown.
+    Counters and gauges alike, which a report does not tell apart; so the type is unknown. The first
+    `MAX_REPORTED` numbers of a plug-in are shown.
     """
     family = UnknownMetricFamily("sagellm_plugin_value", "What plug-ins report.", labels=["plugin", "kind", "key"])
     for plugin, values in plugins.items():

@@ -285,7 +285,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:  # a second signal: whoever sent it does not want to wait
+        if self.should_exit:  # a second signal: the sender does not want to wait
             self._end_answers(ENDING)
         self._captured_signals.append(sig)
         self.should_exit = True

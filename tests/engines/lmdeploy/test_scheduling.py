@@ -192,10 +192,9 @@ def test_steps_carry_the_numbers_under_which_they_were_chosen(start_engine, refe
     assert [(step.step, step.num_requests, step.num_tokens) for step in plugin_of(engine).steps] == sent
 
 
-def test_holding_now_and_then_is_no_fault(start_engine, reference, limits):
+def test_holding_now_and_then_is_no_fault(start_engine, reference):
     """The clock of a held request stands still while the request runs."""
-    limits(hold_limit_s=0.6)
-    engine = start_engine("tests.plugins:LastFirst", decode_round=1)
+    engine = start_engine("tests.plugins:LastFirst", decode_round=1, hold_limit_s=0.6)
     plugin, calls = plugin_of(engine), []
 
     def schedule(view):
@@ -225,9 +224,8 @@ def test_numbers_of_other_libraries_are_numbers(start_engine, reference):
 @pytest.mark.parametrize(
     ("name", "hook"), [("tests.plugins:HoldForever", "schedule"), ("tests.plugins:NeverAdmit", "admit")]
 )
-def test_waiting_has_an_end(start_engine, reference, limits, name, hook):
-    limits(hold_limit_s=0.3)
-    engine = start_engine(name)
+def test_waiting_has_an_end(start_engine, reference, name, hook):
+    engine = start_engine(name, hold_limit_s=0.3)
     assert answers(engine, PROMPTS, SHORT) == reference(PROMPTS, 12)
     assert engine.hooks.report()["faults"] == [[name, hook, "nonsense", 1]]
     assert engine.hooks.report()["enabled"] == {name: False}
