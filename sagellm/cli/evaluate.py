@@ -19,7 +19,7 @@ from sagellm.core.errors import SageError
     "--against-dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Type of the other's weights."
 )
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
-@click.option("--tokens", type=click.IntRange(1024), default=50_000, show_default=True, help="Tokens of text to score.")
+@click.option("--tokens", type=click.IntRange(1024), default=52_000, show_default=True, help="Tokens of text to score.")
 @click.option("--answers", type=click.IntRange(0), default=50, show_default=True, help="Greedy answers to compare.")
 @click.option("--answer-tokens", type=click.IntRange(1, 400), default=64, show_default=True, help="Tokens of an answer.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for quality.json, .md and plots.")

@@ -30,7 +30,7 @@ class Options:
             be its own choice after the tokens before it, which is the same up to the first difference and much faster.
     """
 
-    tokens: int = 50_000
+    tokens: int = 52_000
     chunk: int = CHUNK
     answers: int = 200
     answer_tokens: int = 64

@@ -75,6 +75,10 @@ def write_tokenizer(file: GGUFFile, folder: Path, longest: int) -> None:
         "clean_up_tokenization_spaces": False,
         **special,
     }
+    # Tokens that are left out of the text of answers, beside those that have a name.
+    types = file.get("tokenizer.ggml.token_type", [])
+    control = [token for token, kind in zip(tokens, types, strict=False) if kind == CONTROL]
+    config["additional_special_tokens"] = [token for token in control if token not in special.values()]
     if template := file.get("tokenizer.chat_template"):
         config["chat_template"] = template
     _write(folder / "tokenizer_config.json", json.dumps(config, indent=1))

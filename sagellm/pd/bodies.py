@@ -54,6 +54,11 @@ class Body:
         prompt = self.raw.get("prompt")
         return len(prompt) if isinstance(prompt, list) else 1
 
+    @property
+    def num_answers(self) -> int:
+        found = [self.raw.get(name) for name in ("n", "best_of")]
+        return max([1, *(number for number in found if type(number) is int)])
+
     def for_decode(self, prefill_url: str, transfer_id: int) -> bytes:
         """For the engine that decodes, which fetches the prompt's keys and values under this id."""
         return json.dumps(self.raw | {"migration_request": _migration(prefill_url, transfer_id)}).encode()
@@ -61,7 +66,9 @@ class Body:
     def for_prefill(self, decode_url: str, transfer_id: int) -> bytes:
         """For the prefill engine, which computes the prompt and keeps its keys and values under this id."""
         kept = {name: value for name, value in self.raw.items() if name not in NOT_FOR_PREFILL}
-        if self.raw.get("min_new_tokens"):  # the first token may be drawn there, and then not one that ends the answer
+        kept.pop("min_tokens", None)
+        # The first token may be drawn there, and then not one that ends the answer.
+        if self.raw.get("min_new_tokens") or self.raw.get("min_tokens"):
             kept["min_new_tokens"] = 1
         added = {
             "max_tokens": 1, "stream": False, "with_cache": True, "preserve_cache": True,

@@ -30,6 +30,15 @@ def check_format(request: Any) -> None:
         raise Refused(
             "response_format cannot be combined with ignore_eos or min_new_tokens: the format says where to end."
         )
+    compile_format(wanted)
+
+
+def compile_format(wanted: Any) -> None:
+    """Check that a `ResponseFormat` compiles.
+
+    Raises:
+        Refused: it does not.
+    """
     import xgrammar
 
     try:

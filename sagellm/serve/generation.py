@@ -14,9 +14,11 @@ from typing import Any
 
 from fastapi import HTTPException
 
+from sagellm.serve.choices import BEGUN
 from sagellm.serve.service import SERVICE
 from sagellm.serve.speculation import add_guesses
 from sagellm.serve.token_texts import TEXTS
+from sagellm.serve.wishes import apply
 
 END = object()
 LOOP_IS_DEAD = "HANDLER_NOT_EXIST"  # LMDeploy's name for a request that is never computed
@@ -77,6 +79,7 @@ class GuardedGeneration:
         Raises:
             HTTPException: 500, where LMDeploy would put the text of its error into the answer.
         """
+        gen_config = apply(session_id, gen_config)
         words = list(gen_config.stop_words or []) if gen_config is not None else []
         stops = StopStrings(words, bool(words) and gen_config.include_stop_str_in_output)
         if words:
@@ -96,6 +99,8 @@ class GuardedGeneration:
                 if isinstance(out, BaseException):
                     raise out
                 self._check(out)
+                if is_first and (begun := BEGUN.get()) is not None:
+                    begun.set()
                 if is_first and gen_config is not None and gen_config.with_cache:
                     # LMDeploy's handler fails where the first piece has no token: an answer that ends at once. Engines of a
                     # group tell each other which one was drawn; it is not read here.

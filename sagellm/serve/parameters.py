@@ -11,21 +11,23 @@ from typing import Any
 
 MAX_LOGPROBS = 20  # OpenAI's limit; a number beyond the vocabulary would end the engine's loop
 MAX_COUNT = 2**31 - 1
+MAX_ANSWERS = 128  # of one prompt, as OpenAI allows
 MAX_STOPS = 16
 MIN_TEMPERATURE = 1e-5  # below it scores divided by it leave the range of the numbers, and the answer is noise
 # (name, lowest, highest) of whole numbers
 COUNTS = (
     ("max_tokens", 1, MAX_COUNT),
     ("max_completion_tokens", 1, MAX_COUNT),
-    ("n", 1, 1),
+    ("n", 1, MAX_ANSWERS),
+    ("best_of", 1, MAX_ANSWERS),
     ("min_new_tokens", 0, MAX_COUNT),
     ("top_logprobs", 0, MAX_LOGPROBS),
     ("logprobs", 0, MAX_LOGPROBS),
 )
 # Fields that no answer is built for: refused with any value that asks for something.
 FOREIGN = (
-    "image_data", "logit_bias", "return_routed_experts", "presence_penalty", "frequency_penalty", "suffix", "echo", "functions",
-    "function_call", "audio", "prediction", "web_search_options", "verbosity",
+    "image_data", "return_routed_experts", "suffix", "echo", "functions", "function_call", "audio", "prediction",
+    "web_search_options", "verbosity",
 )  # fmt: skip
 # Fields of OpenAI's API that change no answer, and the values that are taken; None takes any.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
@@ -54,7 +56,7 @@ def check_fields(raw: dict[str, Any], known: Iterable[str]) -> None:
     Raises:
         Refused: a field is unknown or has no effect here.
     """
-    allowed = {*known, *WITHOUT_EFFECT, *FOREIGN, "session_id", "best_of"}
+    allowed = {*known, *WITHOUT_EFFECT, *FOREIGN, "session_id"}
     if unknown := sorted(raw.keys() - allowed):
         near = get_close_matches(unknown[0], sorted(set(known)), 1)
         hint = f"did you mean {near[0]}?" if near else "leave it out."
@@ -83,12 +85,13 @@ def check_parameters(request: Any, raw: dict[str, Any], vocab_size: int) -> None
     """
     if raw.get("session_id", -1) != -1:
         raise Refused("session_id is given by the server; leave it out.")
-    if raw.get("best_of", 1) != 1:
-        raise Refused("best_of is not supported by this server; leave it out.")
     if getattr(request, "tool_choice", None) == "required":
         raise Refused("tool_choice 'required' is not supported by this server; send 'auto', 'none' or a function.")
     for name, lowest, highest in COUNTS:
-        _check_count(name, getattr(request, name, None), lowest, highest)
+        _check_count(name, getattr(request, name, raw.get(name)), lowest, highest)
+    wanted, best_of = raw.get("n", 1), raw.get("best_of")
+    if best_of is not None and (best_of < wanted or (request.stream and best_of > wanted)):
+        raise Refused(f"best_of is {best_of} with n {wanted}; it must not be less, and in a stream not more.")
     if getattr(request, "stream_options", None) and not request.stream:
         raise Refused("stream_options needs stream: true.")
     if getattr(request, "top_logprobs", None) and not request.logprobs:
@@ -102,7 +105,9 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
 
 
 def _check_count(name: str, value: Any, lowest: int, highest: int) -> None:
-    if value is None or isinstance(value, bool) or lowest <= value <= highest:
+    if value is None or isinstance(value, bool):
+        return
+    if isinstance(value, int) and lowest <= value <= highest:
         return
     allowed = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
     raise Refused(f"{name} is {value}; allowed: {allowed}.")

@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import HTTPException
@@ -15,14 +16,17 @@ from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 
+from sagellm.serve.choices import MAX_SEED, Plan, answer_several
 from sagellm.serve.formats import check_format
 from sagellm.serve.group import FIELDS, GroupGate, Membership, unsplit
 from sagellm.serve.parameters import Refused, check_fields, check_parameters
 from sagellm.serve.prompts import Prompts
-from sagellm.serve.routes import CHAT, GENERATE, Request, Route, Server, route_of
+from sagellm.serve.routes import CHAT, COMPLETION, GENERATE, Request, Route, Server, route_of
 from sagellm.serve.service import ALLOWED, SERVICE, take_service
 from sagellm.serve.speculation import FIELD as USAGE_FIELD
 from sagellm.serve.speculation import USAGE, take_wish
+from sagellm.serve.wishes import FIELDS as WISH_FIELDS
+from sagellm.serve.wishes import set_wishes, take_wishes
 
 logger = logging.getLogger("sagellm")
 
@@ -53,6 +57,7 @@ class RequestValidation:
             return
         headers = Headers(scope=scope)
         is_trusted = self._gate.is_trusted(scope, headers)
+        app = self._app
         try:
             route = route_of(scope["method"], scope["path"])
             if route.access != "all":
@@ -63,36 +68,16 @@ class RequestValidation:
                 if route.handler is not None:
                     await _answer(send, 200, await route.handler(self._server, request))
                     return
-                receive = _replay(replaced, receive)
+                if isinstance(replaced, Plan):
+                    app = partial(answer_several, app, replaced)
+                else:
+                    receive = _replay(replaced, receive)
         except Refused as refused:
             error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.status}
             document = {"object": "error", **error, "error": error} | self._gate.answer_of_refusal(is_trusted)
             await _answer(send, refused.status, document)
             return
-        await self._passed_on(scope, receive, send)
-
-    async def _passed_on(self, scope: dict, receive: Callable, send: Callable) -> None:
-        """Let LMDeploy's application answer. A stream that fails half-way ends with an error event."""
-        in_stream = False
-
-        async def watched(message: dict) -> None:
-            nonlocal in_stream
-            if message["type"] == "http.response.start":
-                kind = dict(message.get("headers", ())).get(b"content-type", b"")
-                in_stream = kind.startswith(b"text/event-stream")
-            elif not message.get("more_body"):
-                in_stream = False
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        except Exception as error:
-            if not in_stream:
-                raise
-            reason = _reason(error)
-            logger.warning("a stream ended with an error: %s", reason)
-            event = json.dumps({"error": {"message": reason, "type": "server_error", "param": None, "code": 503}})
-            await send({"type": "http.response.body", "body": f"data: {event}\n\ndata: [DONE]\n\n".encode()})
+        await _passed_on(app, scope, receive, send)
 
     def _check_access(self, route: Route, headers: Headers, is_trusted: bool) -> None:
         if route.access == "group":
@@ -104,8 +89,8 @@ class RequestValidation:
 
     async def _request(
         self, route: Route, headers: Headers, body: bytes, is_signed: bool, is_trusted: bool
-    ) -> tuple[Request, bytes]:
-        """Return the checked request, and the body that LMDeploy's handler gets. Raises Refused."""
+    ) -> tuple[Request, bytes | Plan]:
+        """Return the checked request, and what LMDeploy's handler gets: a body, or several. Raises Refused."""
         if route.model is None:
             return Request(None, len(body)), body
         raw = {name: value for name, value in _parse(body).items() if value is not None}  # null: the default
@@ -115,13 +100,15 @@ class RequestValidation:
             raw = unsplit(raw)
         request = self._model(route, raw)
         if route.access == "key":
-            check_fields(raw, {*route.model.model_fields, *ALLOWED, *FIELDS, USAGE_FIELD, "model"})
+            own = WISH_FIELDS.get(route.path, frozenset())
+            extra = {"best_of"} if route.path == COMPLETION else set()
+            check_fields(raw, {*route.model.model_fields, *ALLOWED, *FIELDS, *own, *extra, USAGE_FIELD, "model"})
         if route.handler is not None:
             return Request(request, len(body)), b""
         # Also where nothing is asked for: a pipelined request begins in the context of the one before it.
         SERVICE.set(take_service(raw, headers.raw))
         USAGE.set(take_wish(raw))
-        return Request(request, len(body)), json.dumps(await self._checked(route.path, raw, request, len(body))).encode()
+        return Request(request, len(body)), await self._plan(route.path, raw, request, len(body))
 
     async def _read(self, headers: Headers, receive: Callable) -> bytes:
         """Return the body.
@@ -169,8 +156,8 @@ class RequestValidation:
             raise Refused(f"The model {name!r} does not exist.", 404)
         return request
 
-    async def _checked(self, path: str, raw: dict[str, Any], request: Any, num_bytes: int) -> dict[str, Any]:
-        """The JSON that the handler gets.
+    async def _plan(self, path: str, raw: dict[str, Any], request: Any, num_bytes: int) -> bytes | Plan:
+        """Return the body that LMDeploy's handler gets, or the bodies of several answers.
 
         Raises:
             Refused: it must not get any.
@@ -179,27 +166,88 @@ class RequestValidation:
         if path == CHAT:
             check_format(request)
         prompts = await self._server.prompts.tokens(request, num_bytes)
+        wishes = take_wishes(path, raw, prompts, self._server.prompts.vocab_size)
+        if self._engine.backend == "turbomind" and any(wish.keys() & {"logits_processors"} for wish in wishes):
+            raise Refused("logit_bias and penalties are not supported by the engine turbomind; leave them out.")
         if request.stream and len(prompts) > 1:
             raise Refused(f"stream with {len(prompts)} prompts is not supported; send one prompt a request.")
-        if raw.get("migration_request") and (len(prompts) > 1 or raw.get("n", 1) != 1):
+        num_kept = raw.pop("n", 1) if path != GENERATE else 1
+        num_answers = raw.pop("best_of", num_kept)
+        if raw.get("migration_request") and (len(prompts) > 1 or num_answers != 1):
             raise Refused("migration_request is of one prompt and one answer; split requests have no more.")
         if raw.get("preserve_cache") and len(prompts) > 1:
             raise Refused("preserve_cache is of one prompt; send one.")
-        return {**raw, **self._amended(path, request, len(prompts), bool(raw.get("preserve_cache")))}
+        if num_answers > 1 and USAGE.get() is not None:
+            raise Refused(f"{USAGE_FIELD} is of one answer; leave it out, or n and best_of.")
+        bodies = [
+            {**raw, **self._amended(path, request, len(prompts), bool(raw.get("preserve_cache")), number)}
+            for number in range(num_answers)
+        ]
+        usage_chunk = bool(request.stream and (raw.get("stream_options") or {}).get("include_usage"))
+        if num_answers == 1 and not usage_chunk:
+            set_wishes(bodies[0]["session_id"], wishes)
+            return json.dumps(bodies[0]).encode()
+        keeps_logprobs = bool(raw.get("logprobs")) or num_kept == num_answers
+        if not keeps_logprobs:
+            bodies = [{**body, "logprobs": 1} for body in bodies]
+        return Plan(
+            bodies, num_kept, bool(request.stream), usage_chunk, keeps_logprobs,
+            before=lambda number: set_wishes(bodies[number]["session_id"], wishes),
+        )  # fmt: skip
 
-    def _amended(self, path: str, request: Any, num_prompts: int, is_prompt: bool) -> dict[str, Any]:
-        """Fields that LMDeploy would take differently from what OpenAI's API says. `is_prompt`: the prompt alone is to be
-        computed, for another engine."""
+    def _amended(self, path: str, request: Any, num_prompts: int, is_prompt: bool, number: int = 0) -> dict[str, Any]:
+        """Return fields that LMDeploy would take differently from what OpenAI's API says.
+
+        Args:
+            is_prompt: whether the prompt alone is to be computed, for another engine.
+            number: of the answer among several, each of which has a seed of its own.
+        """
         # LMDeploy counts requests but uses one id a prompt, so that ids of concurrent requests would collide.
         fields: dict[str, Any] = {"session_id": self._interface.session_id + 1}
         self._interface.session_id += num_prompts
-        if getattr(request, "seed", None) == 0:
-            fields["seed"] = 1 << 32  # 0 would mean none; the engine uses the low 32 bits
+        if (seed := getattr(request, "seed", None)) is not None:
+            fields["seed"] = (seed + number) % MAX_SEED or MAX_SEED  # 0 would mean none; the engine uses the low 32 bits
         if path == CHAT and request.logprobs and not request.top_logprobs:
             fields["top_logprobs"] = 1  # without it the chosen token's would be left out too
         if is_prompt and getattr(request, "min_new_tokens", None):
             fields["min_new_tokens"] = 1  # one token is drawn there; a minimum above that would count as none
         return fields
+
+
+async def _passed_on(app: Callable[..., Awaitable[None]], scope: dict, receive: Callable, send: Callable) -> None:
+    """Let LMDeploy's application answer.
+
+    A stream that fails half-way ends with an error event. Errors after the client has left are dropped: LMDeploy's handler
+    then builds an answer from nothing.
+    """
+    in_stream = has_left = False
+
+    async def watched(message: dict) -> None:
+        nonlocal in_stream
+        if message["type"] == "http.response.start":
+            kind = dict(message.get("headers", ())).get(b"content-type", b"")
+            in_stream = kind.startswith(b"text/event-stream")
+        elif not message.get("more_body"):
+            in_stream = False
+        await send(message)
+
+    async def heard() -> dict:
+        nonlocal has_left
+        message = await receive()
+        has_left = has_left or message["type"] == "http.disconnect"
+        return message
+
+    try:
+        await app(scope, heard, watched)
+    except Exception as error:
+        if has_left:
+            return
+        if not in_stream:
+            raise
+        reason = _reason(error)
+        logger.warning("a stream ended with an error: %s", reason)
+        event = json.dumps({"error": {"message": reason, "type": "server_error", "param": None, "code": 503}})
+        await send({"type": "http.response.body", "body": f"data: {event}\n\ndata: [DONE]\n\n".encode()})
 
 
 def _reason(error: BaseException) -> str:

@@ -136,6 +136,7 @@ def test_end_of_answers_and_chat_template(file, caplog):
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2]
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode([3, 1, *tokenizer("hello").input_ids, 2], skip_special_tokens=True) == "hello"
     assert tokenizer(text).input_ids.count(1) == 2, "no BOS is added to the one of the template"
     assert lmdeploy_tokenizer.Tokenizer(str(folder)).encode(text) == tokenizer(text).input_ids
     assert "duplicate bos" not in caplog.text

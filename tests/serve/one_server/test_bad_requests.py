@@ -16,6 +16,7 @@ NO = {"model": "no-such-model"}
 
 MANY_ITEMS = {"type": "array", "minItems": 5000}
 CHAT_CASES = {
+    "best_of of a chat": ({"best_of": 2}, "best_of is not a field of this request"),
     "max_tokens 0": ({"max_tokens": 0}, "max_tokens is 0"),
     "max_tokens -5": ({"max_tokens": -5}, "max_tokens is -5"),
     "max_tokens as text": ({"max_tokens": "-5"}, "max_tokens is -5"),
@@ -53,10 +54,7 @@ CHAT_CASES = {
     "top_k as text": ({"top_k": "1000000"}, "top_k is 1000000"),
     "top_k -1": ({"top_k": -1}, "top_k is -1"),
     "repetition_penalty 0": ({"repetition_penalty": 0}, "repetition_penalty"),
-    "logit_bias": ({"logit_bias": {"5": 1.0}}, "logit_bias is not supported"),
-    "presence_penalty": ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
     "frequency_penalty out of range": ({"frequency_penalty": 77}, "frequency_penalty is 77; allowed: -2 to 2"),
-    "stop_token_ids": ({"stop_token_ids": [3]}, "stop_token_ids is not a field of this request"),
     "input_ids": ({"input_ids": [3]}, "input_ids is not a field"),
     "unknown field": ({"temprature": 1}, "temprature is not a field of this request; did you mean temperature?"),
     "store": ({"store": True}, "store is true; allowed: false"),
@@ -87,14 +85,11 @@ OTHER_CASES = {
     "raw prompt empty": (GENERATE, {"prompt": ""}, "the prompt is empty"),
     "suffix": (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix is not supported"),
     "echo": (COMPLETION, {"prompt": "a", "echo": True}, "echo is not supported"),
-    "format of a completion": (COMPLETION, {"prompt": "a", "response_format": {"type": "json_object"}}, "is not a field"),
     "raw n": (GENERATE, {"prompt": "a", "n": 3}, "n is not a field"),
-    "raw seed": (GENERATE, {"prompt": "a", "seed": 3}, "seed is not a field"),
     "raw logprobs": (GENERATE, {"prompt": "a", "logprobs": 3}, "logprobs is not a field"),
     "raw min_new_tokens": (GENERATE, {"prompt": "a", "min_new_tokens": 3}, "min_new_tokens is not a field"),
     "encode unknown": (ENCODE, {"input": "a", "normalise": True, "max_tokens": None, "model": None}, "normalise is not a"),
     "prompt of ids": (COMPLETION, {"prompt": [1, 2]}, "token ids"),
-    "best_of": (COMPLETION, {"prompt": "a", "best_of": 2}, "best_of is not supported"),
     "prompts none": (COMPLETION, {"prompt": []}, "prompt"),
     "prompts mixed": (COMPLETION, {"prompt": ["a", None]}, "prompt"),
     "logprobs 1000": (COMPLETION, {"prompt": "a", "logprobs": 1000}, "logprobs is 1000"),

@@ -1,0 +1,200 @@
+"""Several answers to one request (`n`, `best_of`), each an LMDeploy request of its own, merged into one response.
+
+The others begin when the first one has its first token: its prompt is cached by then, and they share its blocks.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar, copy_context
+from typing import Any, NamedTuple
+
+__all__ = ["BEGUN", "MAX_SEED", "Plan", "answer_several"]
+
+App = Callable[..., Awaitable[None]]
+MAX_SEED = 1 << 32
+# Set by the generation of the first answer at its first token.
+BEGUN: ContextVar[asyncio.Event | None] = ContextVar("sagellm_begun", default=None)
+
+
+class Plan(NamedTuple):
+    """How a request is answered.
+
+    Attributes:
+        bodies: body of each sub-request.
+        num_kept: number of answers that the client gets, the likeliest ones.
+        stream: whether the client reads a stream.
+        usage_chunk: whether the stream ends with a chunk of usage, as `stream_options.include_usage` asks.
+        keeps_logprobs: whether the client asked for log probabilities; otherwise they only rank.
+        before: called before each sub-request, in its context.
+    """
+
+    bodies: list[dict[str, Any]]
+    num_kept: int
+    stream: bool
+    usage_chunk: bool
+    keeps_logprobs: bool
+    before: Callable[[int], None]
+
+
+async def answer_several(app: App, plan: Plan, scope: dict, receive: Callable, send: Callable) -> None:
+    """Run the sub-requests through `app` and answer with what they say together.
+
+    The first one that fails answers for all.
+    """
+    gone, begun = asyncio.Event(), asyncio.Event()
+    watch = asyncio.create_task(_watch(receive, gone))
+    merged = _Stream(plan, send) if plan.stream else _Whole(plan, send)
+
+    async def run(number: int) -> None:
+        plan.before(number)
+        if number == 0:
+            BEGUN.set(begun)
+        else:
+            BEGUN.set(None)
+            await begun.wait()
+        try:
+            await app(scope, _receiver(plan.bodies[number], gone), merged.sender(number))
+        finally:
+            begun.set()
+
+    tasks = [asyncio.create_task(run(number), context=copy_context()) for number in range(len(plan.bodies))]
+    try:
+        await asyncio.gather(*tasks)
+        await merged.finish()
+    finally:
+        for task in (watch, *tasks):
+            task.cancel()
+        await asyncio.gather(watch, *tasks, return_exceptions=True)
+
+
+async def _watch(receive: Callable, gone: asyncio.Event) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    gone.set()
+
+
+def _receiver(body: dict[str, Any], gone: asyncio.Event) -> Callable:
+    content = [json.dumps(body).encode()]
+
+    async def receive() -> dict:
+        if content:
+            return {"type": "http.request", "body": content.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+class _Whole:
+    """Merges answers that are not streamed."""
+
+    def __init__(self, plan: Plan, send: Callable) -> None:
+        self._plan, self._send = plan, send
+        self._starts: list[dict] = [{} for _ in plan.bodies]
+        self._parts: list[list[bytes]] = [[] for _ in plan.bodies]
+
+    def sender(self, number: int) -> Callable:
+        async def send(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                self._starts[number] = message
+            else:
+                self._parts[number].append(message.get("body", b""))
+
+        return send
+
+    async def finish(self) -> None:
+        bodies = [b"".join(parts) for parts in self._parts]
+        start, body = self._starts[0], bodies[0]
+        failed = next((number for number, each in enumerate(self._starts) if each["status"] != 200), None)
+        if failed is not None:
+            start, body = self._starts[failed], bodies[failed]
+        else:
+            body = json.dumps(self._merged([json.loads(each) for each in bodies])).encode()
+        headers = [pair for pair in start["headers"] if pair[0] != b"content-length"]
+        await self._send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    def _merged(self, answers: list[dict[str, Any]]) -> dict[str, Any]:
+        choices = []
+        for prompt in range(len(answers[0]["choices"])):
+            own = [answer["choices"][prompt] for answer in answers]
+            if self._plan.num_kept < len(own):
+                own = sorted(own, key=_likelihood, reverse=True)[: self._plan.num_kept]
+            choices += own
+        for number, choice in enumerate(choices):
+            choice["index"] = number
+            if not self._plan.keeps_logprobs:
+                choice["logprobs"] = None
+        return answers[0] | {"choices": choices, "usage": merged_usage([answer["usage"] for answer in answers])}
+
+
+class _Stream:
+    """Merges streams: events as they come, each with the index of its answer; one end, and usage in a chunk of its own."""
+
+    def __init__(self, plan: Plan, send: Callable) -> None:
+        self._plan, self._send = plan, send
+        self._started = False
+        self._refused_by: int | None = None
+        self._rest = [b""] * len(plan.bodies)
+        self._usage: list[dict[str, Any]] = []
+        self._head: dict[str, Any] = {}
+
+    def sender(self, number: int) -> Callable:
+        async def send(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                if not self._started:
+                    self._started = True
+                    # An answer that is no stream refuses the request; it answers for all.
+                    kind = dict(message.get("headers", ())).get(b"content-type", b"")
+                    self._refused_by = None if kind.startswith(b"text/event-stream") else number
+                    await self._send(message)
+                return
+            if self._refused_by is not None:
+                if number == self._refused_by:
+                    await self._send(message)
+                return
+            *lines, self._rest[number] = (self._rest[number] + message.get("body", b"")).split(b"\n\n")
+            for line in lines:
+                await self._event(number, line)
+
+        return send
+
+    async def _event(self, number: int, line: bytes) -> None:
+        if line == b"data: [DONE]":
+            return
+        event = json.loads(line.removeprefix(b"data: "))
+        for choice in event.get("choices", ()):
+            choice["index"] = number
+        if self._plan.usage_chunk:
+            if usage := event.get("usage"):
+                self._usage.append(usage)
+            event["usage"] = None
+        self._head = self._head or {name: event.get(name) for name in ("id", "object", "created", "model")}
+        await self._write(event | self._head)
+
+    async def finish(self) -> None:
+        if self._refused_by is not None:
+            return
+        if self._plan.usage_chunk and self._usage:
+            await self._write({**self._head, "choices": [], "usage": merged_usage(self._usage)})
+        await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _write(self, event: dict[str, Any]) -> None:
+        body = f"data: {json.dumps(event)}\n\n".encode()
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def merged_usage(usages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add up the usage of several answers to the same prompts, which count once."""
+    if len(usages) == 1:
+        return usages[0]
+    prompt = usages[0]["prompt_tokens"]
+    completion = sum(usage["completion_tokens"] for usage in usages)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _likelihood(choice: dict[str, Any]) -> float:
+    """Mean log probability of a token of the answer, as OpenAI's `best_of` ranks."""
+    found = [value for value in ((choice.get("logprobs") or {}).get("token_logprobs") or []) if value is not None]
+    return sum(found) / len(found) if found else float("-inf")

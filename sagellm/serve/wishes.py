@@ -1,0 +1,110 @@
+"""Fields of a request that LMDeploy's handlers do not pass on to the engine.
+
+They travel beside the handlers in a context variable, as in `service`, and `GuardedGeneration` puts them into the request's
+`GenerationConfig`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from lmdeploy.serve.openai.protocol import ResponseFormat
+from pydantic import ValidationError
+
+from sagellm.engines.lmdeploy.adjust import ScoreChanges
+from sagellm.serve.parameters import MAX_COUNT, Refused
+
+__all__ = ["FIELDS", "WISHES", "apply", "set_wishes", "take_wishes"]
+
+# By session id of a prompt: fields of `GenerationConfig`.
+WISHES: ContextVar[dict[int, dict[str, Any]] | None] = ContextVar("sagellm_wishes", default=None)
+
+CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+_SCORES = frozenset({"presence_penalty", "frequency_penalty", "logit_bias"})
+FIELDS = {
+    CHAT: frozenset({"min_tokens", "stop_token_ids"}) | _SCORES,
+    COMPLETION: frozenset({"min_tokens", "stop_token_ids", "response_format"}) | _SCORES,
+    GENERATE: frozenset({"min_tokens", "seed", "response_format"}) | _SCORES,
+}
+MAX_BIASED = 1024  # tokens
+MAX_BIAS = 100.0
+
+
+def take_wishes(path: str, raw: dict[str, Any], prompts: Sequence[list[int]], vocab_size: int) -> list[dict[str, Any]]:
+    """Take the fields out of `raw`, check them, and return those of `GenerationConfig` for each prompt.
+
+    Args:
+        prompts: token ids of each prompt.
+
+    Raises:
+        Refused: a value is out of range.
+    """
+    given = {name: raw.pop(name) for name in FIELDS.get(path, ()) if name in raw}
+    wishes: dict[str, Any] = {}
+    if (count := given.get("min_tokens")) is not None:
+        wishes["min_new_tokens"] = _whole("min_tokens", count, 0, MAX_COUNT)
+    if (seed := given.get("seed")) is not None:
+        # LMDeploy takes 0 for none, and uses the low 32 bits.
+        wishes["random_seed"] = _whole("seed", seed, -(2**63), 2**63 - 1) or 1 << 32
+    if (tokens := given.get("stop_token_ids")) is not None:
+        if not isinstance(tokens, list):
+            raise Refused(f"stop_token_ids is {json.dumps(tokens)[:60]}; send a list of token ids.")
+        wishes["stop_token_ids"] = [_whole("stop_token_ids", token, 0, vocab_size - 1) for token in tokens]
+    if (wanted := given.get("response_format")) is not None and wanted != {"type": "text"}:
+        if raw.get("ignore_eos") or wishes.get("min_new_tokens"):
+            raise Refused("response_format cannot be combined with ignore_eos or min_tokens: the format says where to end.")
+        wishes["response_format"] = _format(wanted)
+    presence, frequency = (float(given.get(name, 0)) for name in ("presence_penalty", "frequency_penalty"))
+    bias = _bias(given.get("logit_bias") or {}, vocab_size)
+    if not (presence or frequency or bias):
+        return [wishes] * len(prompts)
+    return [
+        wishes | {"logits_processors": [ScoreChanges.of(presence, frequency, bias, prompt)]} for prompt in prompts
+    ]
+
+
+def set_wishes(session_id: int, wishes: Sequence[dict[str, Any]]) -> None:
+    """Let the generations of this context have what `take_wishes` returned.
+
+    Args:
+        session_id: of the first prompt; those of the others follow.
+    """
+    WISHES.set({session_id + number: each for number, each in enumerate(wishes) if each} or None)
+
+
+def apply(session_id: int, gen_config: Any) -> Any:
+    """Return the configuration with what the request wishes, or the given one."""
+    wishes = (WISHES.get() or {}).get(session_id)
+    return gen_config if not wishes else dataclasses.replace(gen_config, **wishes)
+
+
+def _whole(name: str, value: Any, lowest: int, highest: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        raise Refused(f"{name} holds {json.dumps(value)[:60]}; allowed are whole numbers from {lowest} to {highest}.")
+    return value
+
+
+def _format(wanted: Any) -> dict[str, Any]:
+    from sagellm.serve.formats import compile_format
+
+    try:
+        model = ResponseFormat.model_validate(wanted)
+    except ValidationError as error:
+        raise Refused(f"response_format cannot be read: {error.errors()[0]['msg']}.") from None
+    compile_format(model)
+    return model.model_dump()
+
+
+def _bias(given: Any, vocab_size: int) -> dict[int, float]:
+    if not isinstance(given, dict) or len(given) > MAX_BIASED:
+        raise Refused(f"logit_bias must be an object with at most {MAX_BIASED} token ids.")
+    found = {}
+    for key, value in given.items():
+        if not key.isdecimal() or int(key) >= vocab_size:
+            raise Refused(f"logit_bias has the key {key[:20]!r}; allowed are token ids from 0 to {vocab_size - 1}.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_BIAS <= value <= MAX_BIAS:
+            raise Refused(f"logit_bias of {key} is {json.dumps(value)[:20]}; allowed: -{MAX_BIAS:g} to {MAX_BIAS:g}.")
+        found[int(key)] = float(value)
+    return found

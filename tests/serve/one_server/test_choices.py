@@ -1,0 +1,126 @@
+"""Several answers to one request, and fields that LMDeploy's own handlers leave out."""
+
+import httpx
+import pytest
+
+from tests.serve.harness import KEY
+
+CHAT = [{"role": "user", "content": 20 * "Write a function that adds two numbers, and one that multiplies them. "}]
+WHOLE = {"extra_body": {"ignore_eos": True}}
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+def test_answers_share_the_prompt_and_have_seeds_of_their_own(server, client):
+    server.wait_idle()
+    before = prefix_hits(server)
+    options = dict(model=server.model, messages=CHAT, max_tokens=12, temperature=1.0, seed=3, **WHOLE)
+    answer = client.chat.completions.create(n=3, **options)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) == 3
+    assert prefix_hits(server) >= before + 2 * 256, "the others found the prompt of the first"
+    alone = client.chat.completions.create(**options | {"seed": 4})
+    assert alone.choices[0].message.content == texts[1], "the second answer has the next seed"
+    assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+    assert answer.usage.completion_tokens == 36 and answer.usage.total_tokens == 36 + answer.usage.prompt_tokens
+    server.wait_idle()
+
+
+def prefix_hits(server):
+    return server.metric("sagellm_prefix_tokens_total", kind="hit")
+
+
+def test_streams_are_merged(server, client):
+    options = dict(model=server.model, messages=CHAT, max_tokens=8, temperature=1.0, seed=3, **WHOLE)
+    whole = [choice.message.content for choice in client.chat.completions.create(n=2, **options).choices]
+    texts, usages, ids = ["", ""], [], set()
+    for chunk in client.chat.completions.create(n=2, stream=True, stream_options={"include_usage": True}, **options):
+        ids.add(chunk.id)
+        if not chunk.choices:
+            usages.append(chunk.usage)
+            continue
+        assert not usages and chunk.usage is None
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == whole and len(ids) == 1
+    assert [usage.completion_tokens for usage in usages] == [16]
+
+
+def test_the_likeliest_answers_are_kept(server, client):
+    options = dict(model=server.model, prompt=["import os\n", "def f("], max_tokens=6, temperature=1.0, seed=11, **WHOLE)
+    every = client.completions.create(n=4, logprobs=1, **options).choices
+    best = client.completions.create(n=2, best_of=4, **options)
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    for prompt in range(2):
+        own = every[4 * prompt : 4 * prompt + 4]
+        ranked = sorted(own, key=lambda choice: -sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs))
+        assert [choice.text for choice in best.choices[2 * prompt : 2 * prompt + 2]] == [choice.text for choice in ranked[:2]]
+    assert best.choices[0].logprobs is None and best.usage.completion_tokens == 2 * 4 * 6
+
+
+def test_a_client_that_leaves_ends_all_answers(server):
+    body = {"model": server.model, "messages": CHAT, "max_tokens": 1500, "n": 4, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=60) as response:
+        next(response.iter_bytes())
+        server.wait_for_metric("active blocks", lambda n: n > 0, "sagellm_kv_blocks", state="active")
+    server.wait_idle()
+    refused = server.post("/v1/chat/completions", body | {"messages": [], "n": 2})
+    assert refused.status_code == 400
+
+
+def tokens_of(server, text):
+    return server.post("/v1/encode", {"input": text, "add_bos": False}).json()["input_ids"]
+
+
+def test_bias_and_penalties(server, client):
+    (wanted,) = tokens_of(server, " import")[-1:]
+    options = dict(model=server.model, prompt="x = ", max_tokens=6, temperature=0)
+    text = client.completions.create(logit_bias={str(wanted): 100}, **options)
+    answer = server.post("/generate", {"prompt": "x = ", "max_tokens": 6, "temperature": 0, "logit_bias": {str(wanted): 100}})
+    assert answer.json()["output_ids"] == [wanted] * 6 and text.usage.completion_tokens == 6
+    plain = server.post("/generate", {"prompt": "x = ", "max_tokens": 24, "temperature": 0, "ignore_eos": True}).json()
+    varied = {"prompt": "x = ", "max_tokens": 24, "temperature": 0, "ignore_eos": True, "presence_penalty": 2}
+    varied = server.post("/generate", varied | {"frequency_penalty": 2}).json()
+    assert len(set(varied["output_ids"])) >= len(set(plain["output_ids"]))
+    banned = {str(token): -100 for token in set(plain["output_ids"][:4])}
+    other = {"prompt": "x = ", "max_tokens": 8, "temperature": 0, "logit_bias": banned}
+    assert not set(server.post("/generate", other).json()["output_ids"]) & set(map(int, banned))
+
+
+def test_fields_that_lmdeploys_handlers_leave_out(server, client):
+    raw = {"prompt": "import ", "max_tokens": 8, "temperature": 1.0}
+    answers = [server.post("/generate", raw | {"seed": seed}).json()["output_ids"] for seed in (5, 5, 6)]
+    assert answers[0] == answers[1] != answers[2]
+    ends = server.post("/generate", {"prompt": "import ", "max_tokens": 8, "temperature": 0}).json()["output_ids"]
+    body = {"model": server.model, "prompt": "import ", "max_tokens": 8, "temperature": 0}
+    cut = server.post("/v1/completions", body | {"stop_token_ids": [ends[3]]}).json()
+    assert cut["choices"][0]["finish_reason"] == "stop" and cut["usage"]["completion_tokens"] <= 4
+    longer = server.post("/v1/completions", body | {"stop_token_ids": [ends[0]], "min_tokens": 5}).json()
+    assert longer["usage"]["completion_tokens"] >= 5
+    wanted = {"type": "regex_schema", "regex_schema": "[a-c]{5}"}
+    text = server.post("/v1/completions", body | {"response_format": wanted, "max_tokens": 40}).json()["choices"][0]["text"]
+    assert len(text) == 5 and set(text) <= set("abc")
+    answer = server.post("/generate", {"prompt": "x", "max_tokens": 60, "response_format": wanted, "temperature": 0})
+    assert set(answer.json()["text"]) <= set("abc")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"n": 129}, "n is 129; allowed: 1 to 128"),
+        ({"n": 3, "best_of": 2}, "best_of is 2 with n 3"),
+        ({"best_of": 2, "stream": True}, "in a stream not more"),
+        ({"best_of": 2.5}, "best_of is 2.5"),
+        ({"logit_bias": {"x": 1}}, "logit_bias has the key 'x'"),
+        ({"logit_bias": {"5": 101}}, "logit_bias of 5 is 101; allowed: -100 to 100"),
+        ({"logit_bias": {"99999999": 1}}, "allowed are token ids from 0 to"),
+        ({"min_tokens": -1}, "min_tokens holds -1"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids holds 1000000"),
+        ({"n": 2, "speculation_usage": True}, "speculation_usage is of one answer"),
+        ({"response_format": {"type": "xml"}}, "response_format cannot be read"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "cannot be combined with ignore_eos or min_tokens"),
+    ],
+)
+def test_values_out_of_range(server, fields, words):
+    answer = server.post("/v1/completions", {"model": server.model, "prompt": "a", "max_tokens": 4} | fields)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"]
