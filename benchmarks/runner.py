@@ -41,6 +41,7 @@ from benchmarks.scenarios import component, component_names
 from benchmarks.scenarios.serve import ServeScenario, Subject
 from benchmarks.server import Server, interpreter
 from sagellm.core.errors import SageError
+from sagellm.models import ModelError, find_model, prepare_model
 
 UNITS = 1000  # of the progress bar, a run
 T = TypeVar("T")
@@ -232,10 +233,11 @@ def _found_models(config: BenchmarkConfig) -> BenchmarkConfig:
     def found(server: dict[str, Any], whose: str) -> dict[str, Any]:
         if server.get("model") is None or config.workload is None:
             return server
-        model = Path(server["model"]).expanduser().resolve()
-        if not (model / "config.json").is_file():
-            raise BenchmarkError(f"{whose}server.model {model} is no folder with a Hugging Face model (config.json)")
-        return server | {"model": str(model)}
+        try:
+            folder = prepare_model(find_model(server["model"]))
+        except ModelError as error:
+            raise BenchmarkError(f"{whose}server.model: {error}") from None
+        return server | {"model": str(folder.resolve())}
 
     sides = tuple(
         side.model_copy(update={"server": found(side.server, f"{side.name}: ")}) for side in config.contestants

@@ -1,19 +1,27 @@
-"""Time until `python -m sagellm.serve` is ready with a cached demo model, and its memory at rest.
+"""Time from the start of `python -m sagellm.serve` to its first answer, and its memory at rest.
 
     python -m benchmarks.serve_startup [--rounds 5] [--out FILE]
 
-Memory: proportional set size of the server and all processes below it, three seconds after readiness, one request served.
+Three starts take turns: the default model with an empty cache, which converts it; the default model; the demo model. Memory:
+proportional set size of the server and all processes below it, three seconds after an answer.
 """
 
 import json
+import sys
+import tempfile
 import time
 import urllib.request
+from pathlib import Path
 
 import click
 
 from benchmarks.contestants import summary
 from benchmarks.output import Output, spread, table, with_output
-from benchmarks.pd.group import single_server
+from benchmarks.processes import ServerProcess, free_port
+
+MODELS = {"first start": ("smollm2", True), "later start": ("smollm2", False), "demo model": ("demo", False)}
+CONTENT = "What is the capital of France?"
+FIGURES = ("ready_s", "answer_s", "memory_mb")
 
 
 @click.command()
@@ -21,30 +29,43 @@ from benchmarks.pd.group import single_server
 @with_output
 def main(rounds: int, output: Output) -> None:
     """Measure, print, and write the result."""
-    from sagellm.demo_model import ensure_demo_model
+    from sagellm.models import find_model
 
-    ensure_demo_model()
-    runs = [_run() for _ in range(rounds)]
-    found = {metric: summary([run[metric] for run in runs]) for metric in ("ready_s", "memory_mb")}
-    output.say(table(["figure", "median (quartiles)"], [(name, spread(values, ".1f")) for name, values in found.items()]))
-    output.finish({"rounds": rounds} | found)
-
-
-def _run() -> dict[str, float]:
-    start = time.perf_counter()
-    with single_server() as server:
-        ready_s = time.perf_counter() - start
-        _one_request(server.url)
-        time.sleep(3)
-        memory = sum(process.memory_full_info().pss for process in server.family())
-    return {"ready_s": ready_s, "memory_mb": memory / 1e6}
+    for model in ("smollm2", "demo"):
+        find_model(model).prepare()
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in MODELS}
+    for number in range(rounds):
+        for name in list(MODELS)[:: 1 if number % 2 == 0 else -1]:
+            runs[name].append(_run(*MODELS[name]))
+    found = {name: {figure: summary([run[figure] for run in runs[name]]) for figure in FIGURES} for name in MODELS}
+    rows = [(name, *(spread(values[figure], ".1f") for figure in FIGURES)) for name, values in found.items()]
+    output.say(table(["start", "ready, s", "first answer, s", "memory, MB"], rows))
+    output.finish({"rounds": rounds, "starts": found})
 
 
-def _one_request(url: str) -> None:
-    body = json.dumps(
-        {"model": "sagellm-demo", "max_tokens": 32, "messages": [{"role": "user", "content": "Write a function `add`."}]}
-    ).encode()
-    request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+def _run(model: str, with_empty_cache: bool) -> dict[str, float]:
+    port = free_port()
+    command = [sys.executable, "-m", "sagellm.serve", "--model", model, "--port", port, "--json"]
+    with tempfile.TemporaryDirectory() as scratch:
+        env = {"XDG_CACHE_HOME": str(Path(scratch) / "cache")} if with_empty_cache else None
+        start = time.perf_counter()
+        server = ServerProcess(command, port, Path(scratch) / "server", env=env)
+        try:
+            name = server.ready()["model"]
+            ready_s = time.perf_counter() - start
+            _one_request(server.url, name)
+            answer_s = time.perf_counter() - start
+            time.sleep(3)
+            memory = sum(process.memory_full_info().pss for process in server.family())
+        finally:
+            server.close()
+    return {"ready_s": ready_s, "answer_s": answer_s, "memory_mb": memory / 1e6}
+
+
+def _one_request(url: str, model: str) -> None:
+    body = {"model": model, "max_tokens": 16, "temperature": 0, "messages": [{"role": "user", "content": CONTENT}]}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     urllib.request.urlopen(request).read()
 
 

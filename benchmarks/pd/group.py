@@ -30,14 +30,12 @@ class Group(ServerProcess):
 def pd_group(flags: Sequence[str] = (), *, serve: Sequence[str] = ()) -> Group:
     """Start `sagellm pd up` with the demo model; `serve`: flags of its engines."""
     port = free_port()
-    command = [sys.executable, "-m", "sagellm.pd", "up", "--port", port, "--json", *flags]
+    command = [sys.executable, "-m", "sagellm.pd", "up", "--model", "demo", "--port", port, "--json", *flags]
     return Group([*command, "--", *serve] if serve else command, port)
 
 
 def single_server(flags: Sequence[str] = (), cores: Sequence[int] = ()) -> Group:
     """Start `sagellm serve`: one engine with the demo model."""
-    from sagellm.demo_model import ensure_demo_model
-
     port = free_port()
-    command = [sys.executable, "-m", "sagellm.serve", "--model", ensure_demo_model(), "--model-name", "sagellm-demo"]
+    command = [sys.executable, "-m", "sagellm.serve", "--model", "demo"]
     return Group([*command, "--port", port, "--json", *flags], port, cores=cores)

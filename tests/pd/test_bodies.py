@@ -15,3 +15,13 @@ def test_the_copy_for_a_prefill_engine():
         "stop": ["x"], "with_cache": True, "preserve_cache": True,
     }  # fmt: skip
     assert "min_new_tokens" not in json.loads(Body(b"", {"prompt": "a"}).for_prefill("http://127.0.0.1:1", 7))
+
+
+def test_a_minimum_of_tokens_is_for_the_engine_that_decodes():
+    copy = json.loads(Body(b"", {"prompt": "a", "min_tokens": 9}).for_prefill("http://127.0.0.1:1", 7))
+    assert copy["min_new_tokens"] == 1 and "min_tokens" not in copy
+
+
+def test_several_answers_are_counted():
+    for raw, count in (({}, 1), ({"n": 3}, 3), ({"n": 2, "best_of": 5}, 5), ({"n": "x"}, 1)):
+        assert Body(b"", raw).num_answers == count
