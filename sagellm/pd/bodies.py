@@ -52,7 +52,8 @@ class Body:
     @property
     def num_prompts(self) -> int:
         prompt = self.raw.get("prompt")
-        return len(prompt) if isinstance(prompt, list) else 1
+        is_several = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)
+        return len(prompt) if is_several else 1
 
     @property
     def num_answers(self) -> int:

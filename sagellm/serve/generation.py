@@ -79,7 +79,9 @@ class GuardedGeneration:
         Raises:
             HTTPException: 500, where LMDeploy would put the text of its error into the answer.
         """
-        gen_config = apply(session_id, gen_config)
+        gen_config, tokens = apply(session_id, gen_config)
+        if tokens is not None:
+            messages, options = None, options | {"input_ids": tokens}
         words = list(gen_config.stop_words or []) if gen_config is not None else []
         stops = StopStrings(words, bool(words) and gen_config.include_stop_str_in_output)
         if words:

@@ -47,7 +47,10 @@ class Prompts:
             texts = [] if request.prompt is None else [request.prompt]
             prompts = [await in_turn(num_bytes, self.encode, text) for text in texts] or [request.input_ids]
         else:
-            prompts = [await in_turn(num_bytes, self.encode, text) for text in _texts(request.prompt)]
+            given = split_prompt(request.prompt)
+            prompts = [
+                prompt if isinstance(prompt, list) else await in_turn(num_bytes, self.encode, prompt) for prompt in given
+            ]
         for tokens in prompts:
             self.check_tokens(tokens)
         return prompts
@@ -153,10 +156,20 @@ def check_messages(messages: Any) -> None:
                 )
 
 
-def _texts(prompt: Any) -> list[str]:
-    prompts = [prompt] if isinstance(prompt, str) else prompt
-    if prompts and all(isinstance(item, int) for item in prompts):
-        raise Refused("prompt is a list of token ids; send text, or use /generate with input_ids.")
-    if not prompts or not all(isinstance(item, str) for item in prompts):
-        raise Refused("prompt must be a string, or a list of at least one string.")
-    return prompts
+def split_prompt(prompt: Any) -> list[str | list[int]]:
+    """Return the prompts of a completion, each as text or as token ids.
+
+    Raises:
+        Refused: it is neither of the four forms of OpenAI's API.
+    """
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    if prompts and all(_is_id(item) for item in prompts):
+        return [prompts]
+    for form in (lambda item: isinstance(item, str), lambda item: isinstance(item, list) and all(map(_is_id, item))):
+        if prompts and all(map(form, prompts)):
+            return prompts
+    raise Refused("prompt must be a string, a list of strings, a list of token ids, or a list of such lists.")
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)

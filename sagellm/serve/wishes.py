@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from sagellm.engines.lmdeploy.adjust import ScoreChanges
 from sagellm.serve.parameters import MAX_COUNT, Refused
+from sagellm.serve.prompts import split_prompt
 
 __all__ = ["FIELDS", "WISHES", "apply", "set_wishes", "take_wishes"]
 
@@ -28,6 +29,7 @@ FIELDS = {
     COMPLETION: frozenset({"min_tokens", "stop_token_ids", "response_format"}) | _SCORES,
     GENERATE: frozenset({"min_tokens", "seed", "response_format"}) | _SCORES,
 }
+TOKENS = "input_ids"  # of a prompt; no field of `GenerationConfig`
 MAX_BIASED = 1024  # tokens
 MAX_BIAS = 100.0
 
@@ -56,12 +58,18 @@ def take_wishes(path: str, raw: dict[str, Any], prompts: Sequence[list[int]], vo
         if raw.get("ignore_eos") or wishes.get("min_new_tokens"):
             raise Refused("response_format cannot be combined with ignore_eos or min_tokens: the format says where to end.")
         wishes["response_format"] = _format(wanted)
+    every = [wishes] * len(prompts)
+    if path == COMPLETION and not all(isinstance(prompt, str) for prompt in split_prompt(raw["prompt"])):
+        # LMDeploy's handler takes texts alone; the generation replaces these.
+        raw["prompt"] = [""] * len(prompts)
+        every = [wishes | {TOKENS: prompt} for prompt in prompts]
     presence, frequency = (float(given.get(name, 0)) for name in ("presence_penalty", "frequency_penalty"))
     bias = _bias(given.get("logit_bias") or {}, vocab_size)
     if not (presence or frequency or bias):
-        return [wishes] * len(prompts)
+        return every
     return [
-        wishes | {"logits_processors": [ScoreChanges.of(presence, frequency, bias, prompt)]} for prompt in prompts
+        own | {"logits_processors": [ScoreChanges.of(presence, frequency, bias, prompt)]}
+        for own, prompt in zip(every, prompts, strict=True)
     ]
 
 
@@ -74,10 +82,11 @@ def set_wishes(session_id: int, wishes: Sequence[dict[str, Any]]) -> None:
     WISHES.set({session_id + number: each for number, each in enumerate(wishes) if each} or None)
 
 
-def apply(session_id: int, gen_config: Any) -> Any:
-    """Return the configuration with what the request wishes, or the given one."""
-    wishes = (WISHES.get() or {}).get(session_id)
-    return gen_config if not wishes else dataclasses.replace(gen_config, **wishes)
+def apply(session_id: int, gen_config: Any) -> tuple[Any, list[int] | None]:
+    """Return the configuration with what the request wishes, and the prompt if it was given in token ids."""
+    wishes = dict((WISHES.get() or {}).get(session_id, {}))
+    tokens = wishes.pop(TOKENS, None)
+    return (dataclasses.replace(gen_config, **wishes) if wishes else gen_config), tokens
 
 
 def _whole(name: str, value: Any, lowest: int, highest: int) -> int:

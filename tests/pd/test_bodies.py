@@ -23,5 +23,7 @@ def test_a_minimum_of_tokens_is_for_the_engine_that_decodes():
 
 
 def test_several_answers_are_counted():
+    for prompt, count in (("a", 1), (["a", "b"], 2), ([1, 2, 3], 1), ([[1], [2]], 2)):
+        assert Body(b"", {"prompt": prompt}).num_prompts == count
     for raw, count in (({}, 1), ({"n": 3}, 3), ({"n": 2, "best_of": 5}, 5), ({"n": "x"}, 1)):
         assert Body(b"", raw).num_answers == count

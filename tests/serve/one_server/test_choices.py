@@ -124,3 +124,17 @@ def test_fields_that_lmdeploys_handlers_leave_out(server, client):
 def test_values_out_of_range(server, fields, words):
     answer = server.post("/v1/completions", {"model": server.model, "prompt": "a", "max_tokens": 4} | fields)
     assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+
+
+def test_prompts_of_token_ids(server, client):
+    texts = ["import os\n", "def f(x):"]
+    ids = server.post("/v1/encode", {"input": texts}).json()["input_ids"]
+    options = dict(model=server.model, max_tokens=6, temperature=0)
+    expected = [client.completions.create(prompt=text, **options) for text in texts]
+    one = client.completions.create(prompt=ids[0], **options)
+    both = client.completions.create(prompt=ids, **options)
+    assert [one.choices[0].text] == [expected[0].choices[0].text]
+    assert [choice.text for choice in both.choices] == [answer.choices[0].text for answer in expected]
+    assert both.usage.prompt_tokens == sum(map(len, ids)) and one.usage == expected[0].usage
+    streamed = client.completions.create(prompt=ids[0], stream=True, **options)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == one.choices[0].text
