@@ -113,7 +113,7 @@ class BaseEngine(ABC):
             [tokens, vocabulary], float32; row i scores the token at i + 1.
 
         Raises:
-            EngineError: prefix caching is on (cached tokens have no scores), or the prompt is longer than one step takes.
+            EngineError: the prompt is longer than one step takes.
         """
 
     @abstractmethod

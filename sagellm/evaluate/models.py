@@ -52,14 +52,14 @@ class EngineModel(ScoredModel):
     """A model in LMDeploy's PyTorch engine, with whatever the configuration plugs in.
 
     Args:
-        config: settings of the engine; prefix caching is switched off, since cached tokens have no scores.
+        config: settings of the engine; its sizes are set here.
     """
 
     def __init__(self, name: str, config: SageConfig) -> None:
         from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
         self.name = name
-        sizes = {"prefix_caching": False, "max_prefill_tokens": CHUNK, "block_size": BLOCK_SIZE, "max_batch_size": BATCH}
+        sizes = {"max_prefill_tokens": CHUNK, "block_size": BLOCK_SIZE, "max_batch_size": BATCH}
         sizes["kv_blocks"] = 2 * BATCH * (CHUNK // BLOCK_SIZE + 1)
         self._engine = LMDeployEngine(config.model_copy(update=sizes))
 

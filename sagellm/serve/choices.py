@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar, copy_context
 from typing import Any, NamedTuple
 
+from sagellm.serve.echo import Echo, with_echo
+
 __all__ = ["BEGUN", "MAX_SEED", "Plan", "answer_several"]
 
 App = Callable[..., Awaitable[None]]
@@ -27,6 +29,8 @@ class Plan(NamedTuple):
         usage_chunk: whether the stream ends with a chunk of usage, as `stream_options.include_usage` asks.
         keeps_logprobs: whether the client asked for log probabilities; otherwise they only rank.
         before: called before each sub-request, in its context.
+        echo: makes the echo of each prompt, with which its answers begin.
+        keeps_answer: whether more than the echo was asked for.
     """
 
     bodies: list[dict[str, Any]]
@@ -35,6 +39,8 @@ class Plan(NamedTuple):
     usage_chunk: bool
     keeps_logprobs: bool
     before: Callable[[int], None]
+    echo: Callable[[], Awaitable[list[Echo]]] | None = None
+    keeps_answer: bool = True
 
 
 async def answer_several(app: App, plan: Plan, scope: dict, receive: Callable, send: Callable) -> None:
@@ -44,7 +50,8 @@ async def answer_several(app: App, plan: Plan, scope: dict, receive: Callable, s
     """
     gone, begun = asyncio.Event(), asyncio.Event()
     watch = asyncio.create_task(_watch(receive, gone))
-    merged = _Stream(plan, send) if plan.stream else _Whole(plan, send)
+    echoes = [] if plan.echo is None else await plan.echo()
+    merged = _Stream(plan, send) if plan.stream else _Whole(plan, send, echoes)
 
     async def run(number: int) -> None:
         plan.before(number)
@@ -89,8 +96,8 @@ def _receiver(body: dict[str, Any], gone: asyncio.Event) -> Callable:
 class _Whole:
     """Merges answers that are not streamed."""
 
-    def __init__(self, plan: Plan, send: Callable) -> None:
-        self._plan, self._send = plan, send
+    def __init__(self, plan: Plan, send: Callable, echoes: list[Echo]) -> None:
+        self._plan, self._send, self._echoes = plan, send, echoes
         self._starts: list[dict] = [{} for _ in plan.bodies]
         self._parts: list[list[bytes]] = [[] for _ in plan.bodies]
 
@@ -121,12 +128,17 @@ class _Whole:
             own = [answer["choices"][prompt] for answer in answers]
             if self._plan.num_kept < len(own):
                 own = sorted(own, key=_likelihood, reverse=True)[: self._plan.num_kept]
+            if self._echoes:
+                own = [with_echo(choice, self._echoes[prompt], self._plan.keeps_answer) for choice in own]
             choices += own
         for number, choice in enumerate(choices):
             choice["index"] = number
             if not self._plan.keeps_logprobs:
                 choice["logprobs"] = None
-        return answers[0] | {"choices": choices, "usage": merged_usage([answer["usage"] for answer in answers])}
+        usage = merged_usage([answer["usage"] for answer in answers])
+        if not self._plan.keeps_answer:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return answers[0] | {"choices": choices, "usage": usage}
 
 
 class _Stream:

@@ -26,7 +26,7 @@ COUNTS = (
 )
 # Fields that no answer is built for: refused with any value that asks for something.
 FOREIGN = (
-    "image_data", "return_routed_experts", "suffix", "echo", "functions", "function_call", "audio", "prediction",
+    "image_data", "return_routed_experts", "suffix", "functions", "function_call", "audio", "prediction",
     "web_search_options", "verbosity",
 )  # fmt: skip
 # Fields of OpenAI's API that change no answer, and the values that are taken; None takes any.

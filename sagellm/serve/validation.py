@@ -4,6 +4,7 @@ Some of them would stop the engine for all clients: a token id outside the vocab
 Paths that belong to other kinds of deployment, which could do the same, are not served; `routes.py` lists the others.
 """
 
+import asyncio
 import json
 import logging
 import secrets
@@ -17,10 +18,11 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers
 
 from sagellm.serve.choices import MAX_SEED, Plan, answer_several
+from sagellm.serve.echo import Echo, echo_of
 from sagellm.serve.formats import check_format
 from sagellm.serve.group import FIELDS, GroupGate, Membership, unsplit
 from sagellm.serve.parameters import Refused, check_fields, check_parameters
-from sagellm.serve.prompts import Prompts
+from sagellm.serve.prompts import Prompts, split_prompt
 from sagellm.serve.routes import CHAT, COMPLETION, GENERATE, Request, Route, Server, route_of
 from sagellm.serve.service import ALLOWED, SERVICE, take_service
 from sagellm.serve.speculation import FIELD as USAGE_FIELD
@@ -162,6 +164,9 @@ class RequestValidation:
         Raises:
             Refused: it must not get any.
         """
+        echoes, keeps_answer = path == COMPLETION and bool(raw.pop("echo", False)), True
+        if echoes and raw.get("max_tokens") == 0:  # LMDeploy generates one token at least
+            raw["max_tokens"], request.max_tokens, keeps_answer = 1, 1, False
         check_parameters(request, raw, self._server.prompts.vocab_size)
         if path == CHAT:
             check_format(request)
@@ -184,7 +189,8 @@ class RequestValidation:
             for number in range(num_answers)
         ]
         usage_chunk = bool(request.stream and (raw.get("stream_options") or {}).get("include_usage"))
-        if num_answers == 1 and not usage_chunk:
+        echo = self._echo(request, prompts) if echoes else None
+        if num_answers == 1 and not usage_chunk and echo is None:
             set_wishes(bodies[0]["session_id"], wishes)
             return json.dumps(bodies[0]).encode()
         keeps_logprobs = bool(raw.get("logprobs")) or num_kept == num_answers
@@ -192,8 +198,38 @@ class RequestValidation:
             bodies = [{**body, "logprobs": 1} for body in bodies]
         return Plan(
             bodies, num_kept, bool(request.stream), usage_chunk, keeps_logprobs,
-            before=lambda number: set_wishes(bodies[number]["session_id"], wishes),
+            before=lambda number: set_wishes(bodies[number]["session_id"], wishes), echo=echo, keeps_answer=keeps_answer,
         )  # fmt: skip
+
+    def _echo(self, request: Any, prompts: list[list[int]]) -> Callable[[], Awaitable[list[Echo]]]:
+        """Return what makes the echoes of the prompts.
+
+        Raises:
+            Refused: a stream, or prompts whose log probabilities cannot be computed.
+        """
+        if request.stream:
+            raise Refused("echo in a stream is not supported; leave out one of them.")
+        if request.logprobs is not None:
+            if self._engine.backend == "turbomind":
+                raise Refused("echo with logprobs is not supported by the engine turbomind; leave out one of them.")
+            longest = self._engine.backend_config.max_prefill_token_num
+            if any(len(prompt) > longest for prompt in prompts):
+                raise Refused(
+                    f"echo with logprobs takes prompts of up to {longest} tokens, what one step computes; shorten them, or "
+                    "start the server with a larger --max-prefill-tokens."
+                )
+        given = split_prompt(request.prompt)
+        first = self._interface.session_id + 1
+        self._interface.session_id += len(prompts)
+
+        async def make() -> list[Echo]:
+            texts = [prompt if isinstance(prompt, str) else None for prompt in given]
+            rows = enumerate(zip(prompts, texts, strict=True))
+            return await asyncio.gather(
+                *(echo_of(self._engine, tokens, text, request.logprobs, first + place) for place, (tokens, text) in rows)
+            )
+
+        return make
 
     def _amended(self, path: str, request: Any, num_prompts: int, is_prompt: bool, number: int = 0) -> dict[str, Any]:
         """Return fields that LMDeploy would take differently from what OpenAI's API says.

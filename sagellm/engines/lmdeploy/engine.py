@@ -204,9 +204,7 @@ class LMDeployEngine(BaseEngine):
         return self._on_loop(self._generate(prompts, every, delays))
 
     def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":
-        caching, longest = self.engine.cache_config.enable_prefix_caching, self.engine.cache_config.max_prefill_token_num
-        if caching:
-            raise EngineError("prompt_logits needs prefix_caching=False: cached tokens have no scores.")
+        longest = self.engine.cache_config.max_prefill_token_num
         if not 0 < len(prompt) <= longest:
             raise EngineError(f"prompt_logits got {len(prompt)} tokens; allowed are 1 to {longest} (max_prefill_tokens).")
         return self._on_loop(self._prompt_logits(list(prompt))).float().numpy()

@@ -62,6 +62,8 @@ class PrefixHooks:
         try:
             # One token must be left to compute, or there is nothing to sample from.
             limit = min(num_shareable(seq), seq.num_valid_ids - 1) // self._block_size
+            if seq.return_logits:  # cached tokens are not computed, so they would have no scores
+                limit = 0
             source = BUILT_IN
             if self._host.plugins and not num_blocks and (answer := self._ask(seq)):
                 source, limit = answer[0], min(limit, answer[1])

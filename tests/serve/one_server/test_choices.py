@@ -2,6 +2,8 @@
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.serve.harness import KEY
 
@@ -138,3 +140,29 @@ def test_prompts_of_token_ids(server, client):
     assert both.usage.prompt_tokens == sum(map(len, ids)) and one.usage == expected[0].usage
     streamed = client.completions.create(prompt=ids[0], stream=True, **options)
     assert "".join(chunk.choices[0].text for chunk in streamed) == one.choices[0].text
+
+
+def test_the_prompt_is_echoed_with_the_scores_of_a_forward_pass(server, client, demo_model):
+    prompts = ["import os\n\ndef f(x):", "class A:"]
+    ids = server.post("/v1/encode", {"input": prompts}).json()["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    options = dict(model=server.model, temperature=0, logprobs=2, echo=True)
+    for max_tokens in (0, 3):
+        answer = client.completions.create(prompt=prompts, max_tokens=max_tokens, **options)
+        assert answer.usage.completion_tokens == 2 * max_tokens
+        for choice, prompt, tokens in zip(answer.choices, prompts, ids, strict=True):
+            found = choice.logprobs
+            assert choice.text.startswith(prompt) and (max_tokens or choice.text == prompt)
+            assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(tokens) + max_tokens
+            assert found.token_logprobs[0] is None and "".join(found.tokens)[: len(prompt)] == prompt
+            with torch.no_grad():
+                scores = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+            expected = [scores[place, token].item() for place, token in enumerate(tokens[1:])]
+            assert found.token_logprobs[1 : len(tokens)] == pytest.approx(expected, abs=1e-3)
+            assert max(found.top_logprobs[1].values()) == pytest.approx(scores[0].max().item(), abs=1e-3)
+            places = zip(found.text_offset, found.tokens, strict=True)
+            assert [choice.text[at:][: len(piece)] for at, piece in places] == found.tokens
+    plain = client.completions.create(model=server.model, prompt=ids[0], echo=True, max_tokens=3, temperature=0)
+    assert plain.choices[0].text.startswith(prompts[0]) and plain.choices[0].logprobs is None
+    several = client.completions.create(model=server.model, prompt="a = ", echo=True, max_tokens=3, n=2, temperature=1.0)
+    assert all(choice.text.startswith("a = ") for choice in several.choices) and len(several.choices) == 2
