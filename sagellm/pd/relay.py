@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import time
@@ -28,6 +29,7 @@ logger = logging.getLogger("sagellm.pd")
 
 MAX_BACKOFF_S = 1.0
 DONE = b"data: [DONE]"
+ERROR_EVENT = b'data: {"error": '  # of an engine's server that ends a stream; quotes of generated text are escaped
 HANGS = "it does not answer any more"
 
 
@@ -289,6 +291,8 @@ class RelayedResponse(Response):
                 piece = await anext(pieces, b"")  # the headers alone promise nothing
                 if not piece:
                     raise Failed("empty", "its answer ended before it began")
+                if piece.startswith(ERROR_EVENT):
+                    raise Failed("error event", _engine_error(piece.removeprefix(ERROR_EVENT)))
                 second.computed(transfer_id)
                 self._note_first_byte()
                 shown = True
@@ -308,7 +312,11 @@ class RelayedResponse(Response):
         await _send_start(send, status, [(b"content-type", media.encode()), (b"cache-control", b"no-cache")])
         tail, words = b"", ""
         while piece:
+            piece, _, error = piece.partition(ERROR_EVENT)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if error:
+                words = _engine_error(error)
+                break
             tail = (tail + piece)[-64:]
             try:
                 piece = await anext(pieces, b"")
@@ -367,6 +375,13 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return "cannot connect"
     return "timeout" if isinstance(error, asyncio.TimeoutError) else "connection lost"
+
+
+def _engine_error(event: bytes) -> str:
+    """The message in the rest of an event that begins with `ERROR_EVENT`."""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(b'{"error": ' + event.split(b"\n\n")[0])["error"]["message"])
+    return "it reported an error"
 
 
 def _words(error: BaseException) -> str:

@@ -6,7 +6,7 @@ The others begin when the first one has its first token: its prompt is cached by
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from sagellm.serve.echo import Echo, with_echo
@@ -65,7 +65,8 @@ async def answer_several(app: App, plan: Plan, scope: dict, receive: Callable, s
         finally:
             begun.set()
 
-    tasks = [asyncio.create_task(run(number), context=copy_context()) for number in range(len(plan.bodies))]
+    # A task runs in a copy of the context that creates it.
+    tasks = [asyncio.create_task(run(number)) for number in range(len(plan.bodies))]
     try:
         await asyncio.gather(*tasks)
         await merged.finish()

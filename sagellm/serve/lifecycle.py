@@ -32,7 +32,7 @@ class Loading:
     """
 
     def __init__(self, clean_up: Callable[[], None]) -> None:
-        self._over = False
+        self._over = self._stops = False
         self._clean_up = clean_up
         # Its start unblocks SIGINT, so it must not come between the block and the start of the engine process.
         resource_tracker.ensure_running()
@@ -48,6 +48,11 @@ class Loading:
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
+    def wait_for_stop(self) -> None:
+        """Never return if a stop is on its way: what fails in the main thread then, fails because the children end."""
+        while self._stops:
+            time.sleep(POLL_S)
+
     def _watch(self) -> None:
         while not self._over:
             if signal.sigtimedwait({signal.SIGINT}, POLL_S) is not None:
@@ -55,6 +60,7 @@ class Loading:
 
     def _stop(self) -> None:
         if not self._over:
+            self._stops = True
             end_children()
             self._clean_up()
             os._exit(0)

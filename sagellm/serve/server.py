@@ -78,6 +78,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
             config, backend, model, engine_config, listener, banner, loading, watch, run_dir, member
         ).serve()
     finally:
+        loading.wait_for_stop()
         if member is not None:
             member.close()
         backend.close()

@@ -2,8 +2,8 @@
 
 It takes the flags of `sagellm serve` that the proxy's side of a group needs. Its tokens depend on the prompt and their number
 alone, so that any engine gives the same answer. A request may ask for trouble in the field `stand_in`: {"die_after": n} ends
-the process after n tokens; "status": answer with it; "delay_s": before each token; "hang_s": before the prompt; "on": the
-roles or URLs that this is meant for, all by default.
+the process after n tokens; "status": answer with it; "delay_s": before each token; "hang_s": before the prompt; "error_after":
+end the stream with an error event after n tokens; "on": the roles or URLs that this is meant for, all by default.
 """
 
 import argparse
@@ -191,6 +191,9 @@ class StandIn:
             for number, word in enumerate(words):
                 if trouble.get("die_after") == number and number:
                     os._exit(9)
+                if trouble.get("error_after") == number:
+                    yield b'data: {"error": {"message": "the engine has stopped", "code": 503}}\n\ndata: [DONE]\n\n'
+                    return
                 if "delay_s" in trouble:
                     await asyncio.sleep(trouble["delay_s"])
                 yield b"data: " + json.dumps({"loaded": loaded, "choices": [{"text": word}]}).encode() + b"\n\n"

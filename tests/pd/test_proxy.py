@@ -93,6 +93,20 @@ def test_streams_come_token_by_token(split):
     assert times[-2] - times[0] > 0.5  # not all at the end: three delays of 0.6 s lie between the tokens
 
 
+def test_an_error_event_of_an_engine_is_told_as_its_failure(split):
+    failures = split.metric("sagellm_proxy_failures_total", side="decode", cause="mid-stream")
+    body = {"model": "m", "prompt": LONG, "max_tokens": 8, "stream": True}
+    text = split.http.post("/v1/completions", json=body | {"stand_in": {"error_after": 3, "delay_s": 0.05}}).text
+    assert answer(LONG, 3)[:4] in text and "[DONE]" not in text and text.count('"error":') == 1
+    last = json.loads(text.strip().rsplit("data: ", 1)[1])
+    assert "failed in the middle of this answer (the engine has stopped)" in last["error"]["message"]
+    assert split.metric("sagellm_proxy_failures_total", side="decode", cause="mid-stream") == failures + 1
+    # Before the first token nothing was shown, so the request is sent again.
+    retries = split.metric("sagellm_proxy_retries_total", cause="error event")
+    split.http.post("/v1/completions", json=body | {"stand_in": {"error_after": 0, "on": ["decode"]}})
+    assert split.metric("sagellm_proxy_retries_total", cause="error event") > retries
+
+
 def test_headers_pass_and_signatures_of_clients_do_not(split):
     headers = {"Authorization": "Bearer mine", "x-sagellm-priority": "3", "x-sage-signature": "v1 forged"}
     split.http.post("/v1/completions", json={"model": "m", "prompt": "x y", "max_tokens": 1}, headers=headers)
