@@ -43,6 +43,9 @@ class Unwatched:
     def __init__(self, clean_up):
         pass
 
+    def wait_for_stop(self):
+        pass
+
 
 @pytest.fixture
 def refused_here(monkeypatch, model_folder, tmp_path):
