@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from sagellm.core.service import ServiceRequest
 
@@ -114,6 +114,24 @@ class BaseEngine(ABC):
 
         Raises:
             EngineError: the prompt is longer than one step takes.
+        """
+
+    @abstractmethod
+    def embed(
+        self, prompts: Sequence[Sequence[int]], pooling: Literal["mean", "last"] = "mean", normalize: bool = True
+    ) -> "np.ndarray":
+        """Compute embeddings: the last hidden states of each prompt, after the final norm, pooled to one vector.
+
+        Args:
+            prompts: token ids of each; one at least. The engine batches them.
+            pooling: "mean" over the tokens, or the "last" token's.
+            normalize: whether to scale each vector to length 1.
+
+        Returns:
+            [prompts, hidden size], float32.
+
+        Raises:
+            EngineError: a prompt is empty or longer than the context, or an unknown pooling.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sagellm.serve.echo import Echo, with_echo
 
-__all__ = ["BEGUN", "MAX_SEED", "Plan", "answer_several"]
+__all__ = ["BEGUN", "MAX_SEED", "Plan", "answer_several", "wait_left"]
 
 App = Callable[..., Awaitable[None]]
 MAX_SEED = 1 << 32
@@ -76,9 +76,14 @@ async def answer_several(app: App, plan: Plan, scope: dict, receive: Callable, s
         await asyncio.gather(watch, *tasks, return_exceptions=True)
 
 
-async def _watch(receive: Callable, gone: asyncio.Event) -> None:
+async def wait_left(receive: Callable) -> None:
+    """Return when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _watch(receive: Callable, gone: asyncio.Event) -> None:
+    await wait_left(receive)
     gone.set()
 
 

@@ -17,6 +17,7 @@ class Prompts:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self.model_name: str = engine.model_name
         # The rows of the embedding: a tokenizer's own count leaves out tokens that were added to it.
         self._context = engine.session_len
         if engine.backend == "turbomind":  # it has cut its own context to its pool
@@ -156,11 +157,15 @@ def check_messages(messages: Any) -> None:
                 )
 
 
-def split_prompt(prompt: Any) -> list[str | list[int]]:
-    """Return the prompts of a completion, each as text or as token ids.
+def split_prompt(prompt: Any, field: str = "prompt") -> list[str | list[int]]:
+    """Return the prompts of a request, each as text or as token ids.
+
+    Args:
+        prompt: one of the four forms of OpenAI's API.
+        field: name of the field that holds it, for errors.
 
     Raises:
-        Refused: it is neither of the four forms of OpenAI's API.
+        Refused: it has none of these forms.
     """
     prompts = prompt if isinstance(prompt, list) else [prompt]
     if prompts and all(_is_id(item) for item in prompts):
@@ -168,7 +173,7 @@ def split_prompt(prompt: Any) -> list[str | list[int]]:
     for form in (lambda item: isinstance(item, str), lambda item: isinstance(item, list) and all(map(_is_id, item))):
         if prompts and all(map(form, prompts)):
             return prompts
-    raise Refused("prompt must be a string, a list of strings, a list of token ids, or a list of such lists.")
+    raise Refused(f"{field} must be a string, a list of strings, a list of token ids, or a list of such lists.")
 
 
 def _is_id(item: Any) -> bool:

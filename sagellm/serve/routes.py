@@ -8,11 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from sagellm import __version__
 from sagellm.core.errors import ConfigError
+from sagellm.serve.embeddings import Embed, EmbeddingRequest, embeddings
 from sagellm.serve.group import INFO, Membership
 from sagellm.serve.parameters import Refused
 from sagellm.serve.prompts import Prompts, in_turn
 
-__all__ = ["CHAT", "COMPLETION", "GENERATE", "ROUTES", "PolicyExchange", "Request", "Route", "Server", "route_of"]
+__all__ = ["CHAT", "COMPLETION", "GENERATE", "ROUTES", "Answer", "PolicyExchange", "Request", "Route", "Server", "route_of"]
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 
@@ -35,12 +36,14 @@ class Server(NamedTuple):
         member: the server's part in a prefill/decode group, if it has one.
         policies: names of the eviction policies that clients may choose.
         command: `await command(name, **arguments)` asks the engine; raises ConfigError in the engine's words.
+        embed: computes embeddings.
     """
 
     prompts: Prompts
     member: Membership | None
     policies: tuple[str, ...]
     command: Callable[..., Awaitable[Any]]
+    embed: Embed
 
 
 class Request(NamedTuple):
@@ -76,6 +79,10 @@ async def encode(server: Server, request: Request) -> Answer:
         return await in_turn(request.num_bytes, server.prompts.encoded, request.body)
     except Exception as error:  # a template raises what it likes
         raise Refused(f"input cannot be encoded: {error}") from None
+
+
+async def embed(server: Server, request: Request) -> Answer:
+    return await embeddings(server.prompts, server.embed, request.body, request.num_bytes)
 
 
 async def exchange_policy(server: Server, request: Request) -> Answer:
@@ -140,6 +147,7 @@ ROUTES = {
         Route(CHAT, ("POST",), "key", ChatCompletionRequest),
         Route(COMPLETION, ("POST",), "key", CompletionRequest),
         Route(GENERATE, ("POST",), "key", GenerateReqInput),
+        Route("/v1/embeddings", ("POST",), "key", EmbeddingRequest, embed),
         Route("/v1/encode", ("POST",), "key", EncodeRequest, encode),
         Route("/sagellm/policy", ("POST",), "admin", PolicyExchange, exchange_policy),
         Route(INFO, ("GET",), "group", handler=group_info),

@@ -17,13 +17,14 @@ from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 
-from sagellm.serve.choices import MAX_SEED, Plan, answer_several
+from sagellm.serve.choices import MAX_SEED, Plan, answer_several, wait_left
 from sagellm.serve.echo import Echo, echo_of
+from sagellm.serve.embeddings import embed_with
 from sagellm.serve.formats import check_format
 from sagellm.serve.group import FIELDS, GroupGate, Membership, unsplit
 from sagellm.serve.parameters import Refused, check_fields, check_parameters
 from sagellm.serve.prompts import Prompts, split_prompt
-from sagellm.serve.routes import CHAT, COMPLETION, GENERATE, Request, Route, Server, route_of
+from sagellm.serve.routes import CHAT, COMPLETION, GENERATE, Answer, Request, Route, Server, route_of
 from sagellm.serve.service import ALLOWED, SERVICE, take_service
 from sagellm.serve.speculation import FIELD as USAGE_FIELD
 from sagellm.serve.speculation import USAGE, take_wish
@@ -51,7 +52,7 @@ class RequestValidation:
         self._app, self._engine, self._interface = app, engine, interface
         self._gate = GroupGate(member)
         self._max_body_bytes = max_body_bytes
-        self._server = Server(Prompts(engine), member, policies, command)
+        self._server = Server(Prompts(engine), member, policies, command, embed_with(engine, self._next_session))
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
@@ -68,7 +69,9 @@ class RequestValidation:
                 is_signed = self._gate.check_signature(scope, headers, body)
                 request, replaced = await self._request(route, headers, body, is_signed, is_trusted)
                 if route.handler is not None:
-                    await _answer(send, 200, await route.handler(self._server, request))
+                    answer = await _unless_left(route.handler(self._server, request), receive)
+                    if answer is not None:
+                        await _answer(send, 200, answer)
                     return
                 if isinstance(replaced, Plan):
                     app = partial(answer_several, app, replaced)
@@ -105,10 +108,10 @@ class RequestValidation:
             own = WISH_FIELDS.get(route.path, frozenset())
             extra = {"best_of"} if route.path == COMPLETION else set()
             check_fields(raw, {*route.model.model_fields, *ALLOWED, *FIELDS, *own, *extra, USAGE_FIELD, "model"})
-        if route.handler is not None:
-            return Request(request, len(body)), b""
         # Also where nothing is asked for: a pipelined request begins in the context of the one before it.
         SERVICE.set(take_service(raw, headers.raw))
+        if route.handler is not None:
+            return Request(request, len(body)), b""
         USAGE.set(take_wish(raw))
         return Request(request, len(body)), await self._plan(route.path, raw, request, len(body))
 
@@ -219,8 +222,7 @@ class RequestValidation:
                     "start the server with a larger --max-prefill-tokens."
                 )
         given = split_prompt(request.prompt)
-        first = self._interface.session_id + 1
-        self._interface.session_id += len(prompts)
+        first = self._next_session(len(prompts))
 
         async def make() -> list[Echo]:
             texts = [prompt if isinstance(prompt, str) else None for prompt in given]
@@ -239,8 +241,7 @@ class RequestValidation:
             number: of the answer among several, each of which has a seed of its own.
         """
         # LMDeploy counts requests but uses one id a prompt, so that ids of concurrent requests would collide.
-        fields: dict[str, Any] = {"session_id": self._interface.session_id + 1}
-        self._interface.session_id += num_prompts
+        fields: dict[str, Any] = {"session_id": self._next_session(num_prompts)}
         if (seed := getattr(request, "seed", None)) is not None:
             fields["seed"] = (seed + number) % MAX_SEED or MAX_SEED  # 0 would mean none; the engine uses the low 32 bits
         if path == CHAT and request.logprobs and not request.top_logprobs:
@@ -248,6 +249,12 @@ class RequestValidation:
         if is_prompt and getattr(request, "min_new_tokens", None):
             fields["min_new_tokens"] = 1  # one token is drawn there; a minimum above that would count as none
         return fields
+
+    def _next_session(self, count: int) -> int:
+        """Take so many session ids that follow each other, and return the first."""
+        first = self._interface.session_id + 1
+        self._interface.session_id += count
+        return first
 
 
 async def _passed_on(app: Callable[..., Awaitable[None]], scope: dict, receive: Callable, send: Callable) -> None:
@@ -284,6 +291,18 @@ async def _passed_on(app: Callable[..., Awaitable[None]], scope: dict, receive: 
         logger.warning("a stream ended with an error: %s", reason)
         event = json.dumps({"error": {"message": reason, "type": "server_error", "param": None, "code": 503}})
         await send({"type": "http.response.body", "body": f"data: {event}\n\ndata: [DONE]\n\n".encode()})
+
+
+async def _unless_left(work: Awaitable[Answer], receive: Callable) -> Answer | None:
+    """Return the answer, or None once the client has left, which ends the work."""
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(wait_left(receive))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for each in (task, left):
+            each.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
 
 
 def _reason(error: BaseException) -> str:

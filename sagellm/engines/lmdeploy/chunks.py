@@ -7,6 +7,8 @@ the request back to the queue before LMDeploy looks at it; full blocks are cache
 
 from typing import Any
 
+from sagellm.engines.lmdeploy.pooling import is_pooled
+
 __all__ = ["Chunks"]
 
 
@@ -43,6 +45,8 @@ class Chunks:
             return "its format is followed token by token, and the token behind a part would count"
         if seq.return_logits or seq.return_routed_experts:
             return "it wants the scores of every token, which are collected in one step"
+        if is_pooled(seq):
+            return "its embedding is pooled in one step"
         if not seq.history_multimodals.empty() or len(seq.history_embeddings):
             return "it has images"
         if type(seq).__name__ != "SchedulerSequenceDefault":

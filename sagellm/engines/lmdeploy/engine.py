@@ -25,6 +25,7 @@ from sagellm.engines.lmdeploy.architecture import check_architecture
 from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
 from sagellm.engines.lmdeploy.kv_tiers import check_sizes
 from sagellm.engines.lmdeploy.layout import layout_of, weights_of
+from sagellm.engines.lmdeploy.pooling import POOLINGS, PoolingKind, embed_prompt
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins, speculative_spec
 from sagellm.engines.lmdeploy.sizing import Sizes, gpu_share, resolve_device, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
@@ -209,6 +210,19 @@ class LMDeployEngine(BaseEngine):
             raise EngineError(f"prompt_logits got {len(prompt)} tokens; allowed are 1 to {longest} (max_prefill_tokens).")
         return self._on_loop(self._prompt_logits(list(prompt))).float().numpy()
 
+    def embed(
+        self, prompts: Sequence[Sequence[int]], pooling: PoolingKind = "mean", normalize: bool = True
+    ) -> "np.ndarray":
+        import numpy as np
+
+        if pooling not in POOLINGS:
+            raise EngineError(f"pooling {pooling!r}; allowed are {', '.join(POOLINGS)}.")
+        longest = self.engine.max_session_len - 1
+        for number, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= longest:
+                raise EngineError(f"prompts[{number}] has {len(prompt)} tokens; allowed are 1 to {longest}.")
+        return np.stack(self._on_loop(self._embed(prompts, pooling, normalize)))
+
     def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> str:
         from transformers import AutoTokenizer
 
@@ -281,6 +295,10 @@ class LMDeployEngine(BaseEngine):
         if logits is None:
             raise EngineError("the engine gave no scores for this prompt; its log says why.")
         return logits
+
+    async def _embed(self, prompts: Any, pooling: PoolingKind, normalize: bool) -> "list[np.ndarray]":
+        tasks = [embed_prompt(self.engine, next(self._sessions), list(each), pooling, normalize) for each in prompts]
+        return await asyncio.gather(*tasks)
 
     def _on_loop(self, coroutine: Any) -> Any:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

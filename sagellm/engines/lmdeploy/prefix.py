@@ -10,6 +10,7 @@ import numpy as np
 from sagellm.core.hooks import PrefixMatch, PrefixQuery, PrefixRelease, PrefixUpdate
 from sagellm.core.host import Nonsense, PluginHost
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
+from sagellm.engines.lmdeploy.pooling import needs_every_token
 from sagellm.engines.lmdeploy.prefix_cache import BlockIds, PrefixCache, namespace_of, num_shareable
 from sagellm.engines.lmdeploy.prefix_keys import PrefixKeys, hexadecimal
 from sagellm.engines.lmdeploy.requests import tenant_of
@@ -62,7 +63,7 @@ class PrefixHooks:
         try:
             # One token must be left to compute, or there is nothing to sample from.
             limit = min(num_shareable(seq), seq.num_valid_ids - 1) // self._block_size
-            if seq.return_logits:  # cached tokens are not computed, so they would have no scores
+            if seq.return_logits or needs_every_token(seq):  # cached tokens are not computed
                 limit = 0
             source = BUILT_IN
             if self._host.plugins and not num_blocks and (answer := self._ask(seq)):

@@ -237,7 +237,7 @@ def test_other_media_types_methods_and_paths(server):
     check(server, form, "application/json", 415)
     check(server, server.post("/health", {}), "does not take POST", 405)
     # Paths of other kinds of deployment: one of them would put the engine to sleep, one would end it.
-    for path in ("/sleep", "/update_weights", "/pooling", "/abort_request", "/v1/embeddings"):
+    for path in ("/sleep", "/update_weights", "/pooling", "/abort_request", "/v1/rerank"):
         check(server, server.post(path, {"input": [10**6]}), f"there is no {path}", 404)
 
 
