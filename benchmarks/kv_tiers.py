@@ -1,8 +1,9 @@
 """Conversations that do not fit the engine's blocks: first tokens with and without tiers below the pool.
 
-    python -m benchmarks.kv_tiers [--rounds 3] [--out FILE]
+    python -m benchmarks.kv_tiers [--model NAME] [--rounds 3] [--out FILE]
 
-Random weights of Qwen2.5-0.5B's shape in bfloat16 on the CPU engine. Conversations take turns, one request at a time, so that
+On the CPU engine, in bfloat16: random weights of Qwen2.5-0.5B's shape and random tokens, or a model, `smollm2` for example, and
+English. Conversations take turns, one request at a time, so that
 by the time one goes on the others have taken its blocks. Each turn repeats the conversation and adds to it. Contestants get
 the same prompts in the same order, turn by turn, and have the same pool:
 
@@ -27,6 +28,7 @@ import numpy as np
 
 from benchmarks.contestants import Contestant, paired_ratio, summary
 from benchmarks.cpu_engine import write_half_billion
+from benchmarks.models.real_text import RealText, model_folder
 from benchmarks.output import Output, spread, with_output
 from benchmarks.output import table as output_table
 
@@ -39,13 +41,15 @@ FIRST_TOKENS, TURN_TOKENS, NEW_TOKENS = 512, 128, 4
 
 
 @click.command()
+@click.option("--model", "name", help="Name or folder of a model; default: random weights of a 0.5B shape.")
 @click.option("--rounds", default=3, show_default=True, help="Rounds, each with new conversations.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
-def main(rounds: int, threads: int, output: Output) -> None:
+def main(name: str | None, rounds: int, threads: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
     with tempfile.TemporaryDirectory() as scratch:
-        model = write_half_billion(Path(scratch))
+        model = model_folder(name) if name else write_half_billion(Path(scratch))
+        text = RealText(model) if name else None
         contestants = [
             Contestant(NONE, build, str(model), threads, 0, None),
             Contestant(CPU, build, str(model), threads, HOST_BLOCKS, None),
@@ -55,13 +59,14 @@ def main(rounds: int, threads: int, output: Output) -> None:
         answers: dict[str, list[dict[str, Any]]] = {contestant.name: [] for contestant in contestants}
         try:
             for number, turn in itertools.product(range(rounds), range(TURNS)):
+                prompts = [_prompt(number, each, turn, text) for each in range(CONVERSATIONS)]
                 for contestant in contestants:
-                    answers[contestant.name].append(contestant.ask({"round": number, "turn": turn}))
+                    answers[contestant.name].append(contestant.ask({"prompts": prompts, "turn": turn}))
                 contestants = contestants[1:] + contestants[:1]  # each is the first one now and then
         finally:
             for contestant in contestants:
                 contestant.close()
-    result = report(answers)
+    result = {"model": name or "0.5B shape", **report(answers)}
     output.say(table(result))
     output.finish(result)
 
@@ -103,17 +108,14 @@ def build(model: str, threads: int, host_blocks: int, disk: str | None, bytes_pe
         _slow_down(bytes_per_s)
     kv = KVConfig(policy="lru", disk=disk) if host_blocks else None
     config = SageConfig(
-        device="cpu", threads=threads, context_length=2048, max_batch_size=1, block_size=BLOCK_SIZE, kv_blocks=KV_BLOCKS,
-        host_kv_blocks=host_blocks, kv=kv,
+        device="cpu", dtype="bfloat16", threads=threads, context_length=2048, max_batch_size=1,
+        block_size=BLOCK_SIZE, kv_blocks=KV_BLOCKS, host_kv_blocks=host_blocks, kv=kv,
     )  # fmt: skip
     engine = LMDeployEngine(config, Path(model))
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 
-    def answer(request: dict[str, int]) -> dict[str, Any]:
-        first_s = [
-            engine.generate([_prompt(request["round"], number, request["turn"])], params)[0].token_s[0]
-            for number in range(CONVERSATIONS)
-        ]
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        first_s = [engine.generate([prompt], params)[0].token_s[0] for prompt in request["prompts"]]
         found = engine.hooks.report()
         return {
             "turn": request["turn"], "first_s": first_s, "faults": len(found["faults"]),
@@ -140,9 +142,12 @@ def _slow_down(bytes_per_s: float) -> None:
     disk_store.DiskStore = SlowStore
 
 
-def _prompt(round_number: int, conversation: int, turn: int) -> list[int]:
+def _prompt(round_number: int, conversation: int, turn: int, text: RealText | None) -> list[int]:
+    num_tokens, most = FIRST_TOKENS + turn * TURN_TOKENS, FIRST_TOKENS + TURNS * TURN_TOKENS
+    if text is not None:
+        return text.prose(most, round_number, conversation)[:num_tokens]
     random = np.random.default_rng([round_number, conversation])
-    return random.integers(10, 150_000, FIRST_TOKENS + turn * TURN_TOKENS).tolist()
+    return random.integers(10, 150_000, most).tolist()[:num_tokens]
 
 
 if __name__ == "__main__":

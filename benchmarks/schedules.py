@@ -1,13 +1,16 @@
 """Strategies in the real engine, against LMDeploy's own scheduler and each other, on the same requests.
 
-    python -m benchmarks.schedules [--scene mixed,long,fair,burst] [--rounds 3] [--shape small] [--out FILE]
+    python -m benchmarks.schedules [--scene mixed,long,fair,models,burst] [--rounds 3] [--shape small] [--out FILE]
 
-Random weights in bfloat16 on the CPU engine, greedy, no prefix caching, so that a request costs the same wherever it runs. The
-contestants of a scene take turns, round by round, each round on new requests that all of them get alike. Scenes:
+In bfloat16 on the CPU engine, greedy, no prefix caching, so that a request costs the same wherever it runs: random weights and
+random tokens, or SmolLM2 and English. The contestants of a scene take turns, round by round, each round on new requests that
+all of them get alike. Scenes:
 
 - *mixed*: short chats with a target for the first token, and long documents, at the engine's highest load.
 - *long*: streams decode while a long prompt arrives. The figure is their inter-token latency until its first token.
 - *fair*: two tenants with requests waiting all the time; one sends ten times as many.
+- *models*: chats of two models on a device that has room for the weights of one; a step waits `SWITCH_S` for each model that
+  it needs and that is not there. Contestants: arrival order, whole requests of a model at a time, and turns of tokens.
 - *burst*: requests of all lengths at once. The recorded contestants show whether `fifo`, through graph, passes and
   lowering, decides each step as LMDeploy's own scheduler. The others show its cost: CPU time of the process, and of the
   threads beside the model's. With `--threads 1`, since several compute threads spin.
@@ -24,22 +27,36 @@ import click
 import numpy as np
 
 from benchmarks.contestants import Contestant, paired_ratio, summary
+from benchmarks.models.real_text import RealText
 from benchmarks.output import Output, json_text, with_output
 from benchmarks.scheduling.engine import ENGINE, build, write_shape
 from benchmarks.scheduling.measures import figures, gaps_during, shares
-from benchmarks.scheduling.workloads import Job, burst, long_prompt, mixed, two_tenants
+from benchmarks.scheduling.workloads import (
+    Job,
+    Source,
+    burst,
+    english,
+    long_prompt,
+    mixed,
+    models,
+    random_tokens,
+    two_tenants,
+)
 
 RECORDED = ", recorded"
-SCENES = ("mixed", "long", "fair", "burst")
+SCENES = ("mixed", "long", "fair", "models", "burst")
+BY_MODEL = "benchmarks.scheduling.by_model:ByModel"
 CONTESTANTS = {
     "mixed": ("fifo", "priority", "slo_aware", "hybrid"),
     "long": (ENGINE, "adaptive"),
     "fair": (ENGINE, "fair"),
+    "models": ("fifo", BY_MODEL, "aegaeon"),
     "burst": (ENGINE, "fifo", f"{ENGINE}{RECORDED}", f"fifo{RECORDED}"),
 }
 SECONDS, CHATS_PER_S, DOCUMENTS_PER_S = 40.0, 2.0, 0.8  # the highest load of the small shape on two cores
 STREAMS, STREAM_NEW, LONG_TOKENS, LONG_AT_S = 4, 160, 4096, 1.0
 LIGHT_JOBS = 60
+SWITCH_S, MODEL_CHATS_PER_S = 0.1, 0.5
 BURST = 48
 
 
@@ -47,8 +64,8 @@ BURST = 48
 @click.option("--scene", "scenes", default=",".join(SCENES), show_default=True, help="Scenes, separated by commas.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds of each contestant.")
 @click.option(
-    "--shape", type=click.Choice(["small", "0.5B"]), default="small", show_default=True,
-    help="Shape of the random model.",
+    "--shape", type=click.Choice(["small", "0.5B", "smollm2"]), default="small", show_default=True,
+    help="Shape of the random model, or a real one.",
 )
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @click.option("--chats-per-s", default=CHATS_PER_S, show_default=True, help="Short chats a second in the scene mixed.")
@@ -71,8 +88,9 @@ def main(
     result: dict[str, Any] = {"shape": shape, "threads": threads, "rounds": rounds}
     with tempfile.TemporaryDirectory() as scratch:
         model = write_shape(Path(scratch), shape)
+        source = english(RealText(model)) if shape == "smollm2" else random_tokens
         for scene in names:
-            settings = {name: _settings(Path(scratch), name) for name in CONTESTANTS[scene]}
+            settings = {name: _settings(Path(scratch), scene, name) for name in CONTESTANTS[scene]}
             contestants = [
                 Contestant(
                     name, build, str(model), threads, name.removesuffix(RECORDED), options.get(name.removesuffix(RECORDED), {}),
@@ -81,7 +99,10 @@ def main(
                 for name in CONTESTANTS[scene]
             ]
             try:
-                rows = [_round(contestants, _jobs(scene, seed, chats_per_s, documents_per_s), seed) for seed in range(rounds)]
+                rows = [
+                    _round(contestants, _jobs(scene, seed, chats_per_s, documents_per_s, source), seed)
+                    for seed in range(rounds)
+                ]
             finally:
                 for contestant in contestants:
                     contestant.close()
@@ -111,16 +132,20 @@ def read_options(text: str, scenes: Sequence[str]) -> dict[str, dict[str, Any]]:
     return options
 
 
-def _settings(scratch: Path, name: str) -> dict[str, Any]:
+def _settings(scratch: Path, scene: str, name: str) -> dict[str, Any]:
+    if scene == "models":
+        return {"switch_s": SWITCH_S}
     return {"record": str(scratch / f"{name}.jsonl")} if name.endswith(RECORDED) else {}
 
 
-def _jobs(scene: str, seed: int, chats_per_s: float, documents_per_s: float) -> list[Job]:
+def _jobs(scene: str, seed: int, chats_per_s: float, documents_per_s: float, source: Source) -> list[Job]:
     if scene == "mixed":
-        return mixed(seed, SECONDS, chats_per_s, documents_per_s)
+        return mixed(seed, SECONDS, chats_per_s, documents_per_s, source=source)
     if scene == "long":
-        return long_prompt(seed, STREAMS, STREAM_NEW, LONG_TOKENS, LONG_AT_S)
-    return two_tenants(seed, LIGHT_JOBS) if scene == "fair" else burst(seed, BURST)
+        return long_prompt(seed, STREAMS, STREAM_NEW, LONG_TOKENS, LONG_AT_S, source)
+    if scene == "models":
+        return models(seed, SECONDS, MODEL_CHATS_PER_S, source=source)
+    return two_tenants(seed, LIGHT_JOBS, source=source) if scene == "fair" else burst(seed, BURST, source)
 
 
 def _round(contestants: Sequence[Contestant], jobs: list[Job], seed: int) -> tuple[list[Job], dict[str, dict[str, Any]]]:
@@ -192,6 +217,17 @@ def report_fair(rows: Rows, _: Any) -> dict[str, Any]:
     return {name: {"light": summary([each["light"] for each in every])} for name, every in found.items()}
 
 
+def report_models(rows: Rows, _: Any) -> dict[str, Any]:
+    found = {name: [each["all"] for each in _each(rows, name)] for name in CONTESTANTS["models"]}
+    keys = ("met_share", "goodput_per_s", "ttft_p95_s", "itl_p50_s", "itl_p99_s", "tokens_per_s")
+    met = {name: [each["goodput_per_s"] for each in every] for name, every in found.items()}
+    return {
+        "switch_s": SWITCH_S, "jobs": [len(jobs) for jobs, _ in rows],
+        **{name: {key: summary([each[key] for each in every]) for key in keys} for name, every in found.items()},
+        "goodput_over": {name: _ratios(met["aegaeon"], met[name]) for name in (BY_MODEL,) if all(met[name])},
+    }  # fmt: skip
+
+
 def report_burst(rows: Rows, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     steps = {name: _steps(Path(values["record"])) for name, values in settings.items() if "record" in values}
     num_steps = [len(each) for each in steps.values()]
@@ -212,7 +248,7 @@ def _steps(record: Path) -> list[tuple[str, list[Any]]]:
     return [(line["phase"], line["computed"]) for line in lines if line["event"] == "step"]
 
 
-REPORTS = {"mixed": report_mixed, "long": report_long, "fair": report_fair, "burst": report_burst}
+REPORTS = {"mixed": report_mixed, "long": report_long, "fair": report_fair, "models": report_models, "burst": report_burst}
 
 if __name__ == "__main__":
     main()

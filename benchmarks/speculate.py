@@ -14,6 +14,9 @@ Models:
 question, its answer, and the question again; for half the questions at least half of the answer is in the prompt. Work
 *fresh*: a question that was not asked before. Work *random*: letters, answered at temperature 1. Answers of *copy* and
   *fresh* end where the model ends them;
+- *smollm2*: SmolLM2-135M-Instruct in bfloat16. Work *chat*: a question about a passage of English; *code*: code to be
+  continued; *copy*: a passage to be written again; *random*: chats, answered at temperature 1. Answers of *chat* and *copy*
+  end where the model ends them;
 - *0.5B*: Qwen2.5-0.5B's shape in bfloat16 with weights that follow a text (`speculation/chain_model.py`). Work *copy*: a text
   with 8% of its tokens changed, to be said without the changes; *random*: its tokens in random order, so that n-grams are
   always found and always wrong.
@@ -29,17 +32,22 @@ from typing import Any
 import click
 
 from benchmarks.contestants import Contestant, paired_ratio, summary
+from benchmarks.models.real_text import model_folder
 from benchmarks.output import Output, spread, table, with_output
 from benchmarks.speculation.engine import NONE, build
-from benchmarks.speculation.texts import ChainTexts, DemoTexts
+from benchmarks.speculation.texts import ChainTexts, DemoTexts, Texts
 from sagellm.accel.speculative.registry import find_speculator
 from sagellm.cli.values import read_options
 from sagellm.core.errors import SpeculationError
 
 STRATEGIES = ("ngram", "suffix", "dynamic:ngram", "dynamic:suffix", "draft")
-WORKS = {"demo": ("copy", "fresh", "random"), "0.5B": ("copy", "random")}
-NEW = {"copy": {"demo": 256, "0.5B": 96}, "fresh": {"demo": 256}, "random": {"demo": 128, "0.5B": 96}}
-A_ROUND = {"demo": 6, "0.5B": 1}  # prompts at least
+WORKS = {"demo": ("copy", "fresh", "random"), "smollm2": ("chat", "code", "copy", "random"), "0.5B": ("copy", "random")}
+NEW = {
+    "copy": {"demo": 256, "smollm2": 128, "0.5B": 96}, "fresh": {"demo": 256}, "chat": {"smollm2": 96}, "code": {"smollm2": 96},
+    "random": {"demo": 128, "smollm2": 96, "0.5B": 96},
+}  # fmt: skip
+A_ROUND = {"demo": 6, "smollm2": 2, "0.5B": 1}  # prompts at least
+WITHOUT_END = ("random", "code")
 VOCABULARY = 151_936
 
 
@@ -71,7 +79,7 @@ def main(
         folder = _model(model, Path(scratch))
         if "draft" in names and "model" not in given.get("draft", {}):
             given["draft"] = {"model": str(_draft(model))} | given.get("draft", {})
-        texts = ChainTexts(VOCABULARY) if model == "0.5B" else DemoTexts(folder)
+        texts = _texts(model, folder)
         for work in chosen:
             for batch in map(int, batches.split(",")):
                 # New engines for each, so that no strategy remembers what was said before.
@@ -111,9 +119,13 @@ def _model(model: str, scratch: Path) -> Path:
         from benchmarks.speculation.chain_model import write_chain_model
 
         return write_chain_model(write_half_billion(scratch))
-    from sagellm.demo_model import ensure_demo_model
+    return model_folder(model)
 
-    return ensure_demo_model()
+
+def _texts(model: str, folder: Path) -> ChainTexts | DemoTexts | Texts:
+    if model == "0.5B":
+        return ChainTexts(VOCABULARY)
+    return DemoTexts(folder) if model == "demo" else Texts(folder)
 
 
 def _draft(model: str) -> Path:
@@ -125,7 +137,7 @@ def _draft(model: str) -> Path:
 
 
 def _cell(
-    contestants: list[Contestant], model: str, texts: ChainTexts | DemoTexts, work: str, batch: int, rounds: int
+    contestants: list[Contestant], model: str, texts: ChainTexts | DemoTexts | Texts, work: str, batch: int, rounds: int
 ) -> dict[str, Any]:
     plain = contestants[0]
     texts.begin(work, functools.partial(_answers, plain, NEW[work][model], texts.ends))
@@ -134,8 +146,8 @@ def _cell(
         prompts = texts.prompts(work, batch * math.ceil(A_ROUND[model] / batch), number)
         request = {
             "batches": [prompts[start : start + batch] for start in range(0, len(prompts), batch)], "new": NEW[work][model],
-            "stop": () if work == "random" else texts.ends,
-            "temperature": 1.0 if model == "demo" and work == "random" else 0.0,
+            "stop": () if work in WITHOUT_END else texts.ends,
+            "temperature": 1.0 if model != "0.5B" and work == "random" else 0.0,
         }  # fmt: skip
         turn = number % len(contestants)
         told: dict[str, list[Any]] = {name: [] for name in answers}

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.models.real_text import RealText
 from benchmarks.speculation.chain_model import CYCLE, FIRST, successors
 
-__all__ = ["ChainTexts", "DemoTexts"]
+__all__ = ["ChainTexts", "DemoTexts", "Texts"]
 
 EDITED = 0.08  # of a text's tokens that stand otherwise in the prompt
 COPIED = 0.5  # of an answer's tokens
 RUN = 4  # tokens that count as copied together
+CODE_TOKENS = 256  # of code to be continued
 AT_ONCE = 32  # questions that are asked for copies
 
 Answer = Callable[[list[list[int]]], list[list[int]]]
@@ -123,6 +125,28 @@ class DemoTexts:
         roles = itertools.cycle(("user", "assistant"))
         chat = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
         return self._tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+
+
+class Texts:
+    """Prompts for a model that reads English and code. `ends`: tokens that end an answer.
+
+    Args:
+        model: folder of the model.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._text = RealText(model)
+        self.ends = self._text.ends
+
+    def begin(self, work: str, answer: Answer) -> None:
+        """Nothing to do: texts are many."""
+
+    def prompts(self, work: str, num: int, seed: int) -> list[list[int]]:
+        """Token ids of `num` prompts of a work; *random* has the prompts of *chat*."""
+        if work == "code":
+            return [self._text.completion(CODE_TOKENS, seed, number) for number in range(num)]
+        make = self._text.copy if work == "copy" else self._text.chat
+        return [make(seed, number) for number in range(num)]
 
 
 def _share(source: list[int], text: list[int]) -> float:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """`temperature` 0 is greedy; `top_k` 0 means all tokens; `seed` None draws a fresh one; `service` is for the scheduler."""
+    """`temperature` 0 is greedy; `top_k` 0 means all tokens; `seed` None draws a fresh one.
+
+    `service` is for the scheduler; so is `adapter`, the key of the model or LoRA adapter that the request belongs to.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -24,6 +27,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     service: ServiceRequest | None = None
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

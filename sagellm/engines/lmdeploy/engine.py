@@ -270,7 +270,8 @@ class LMDeployEngine(BaseEngine):
         times: list[float] = []
         status = None
         try:
-            async for output in instance.async_stream_infer(session, list(prompt), gen_config=_gen_config(params)):
+            options = {"gen_config": _gen_config(params), "adapter_name": params.adapter}
+            async for output in instance.async_stream_infer(session, list(prompt), **options):
                 status = output.status
                 tokens.extend(int(token) for token in output.token_ids)
                 times.extend([time.perf_counter() - start] * len(output.token_ids))
