@@ -2,8 +2,8 @@
 
     python -m benchmarks.cross_check --aiperf DIR/bin/aiperf --guidellm DIR/bin/guidellm [--rounds 6] [--out FILE]
 
-All send the same chats in a closed loop with connections kept open, to one running server without a prefix cache, in turn.
-Output lengths differ from request to request. With equal lengths the users of a closed loop march in step, and the
+All send the same chats in a closed loop with connections kept open, to one running server on SmolLM2 without a prefix cache,
+in turn. Output lengths differ from request to request. With equal lengths the users of a closed loop march in step, and the
 first milliseconds decide for a whole round whether their prompts meet in one prefill.
 
 The server has the first core to itself and the clients share the others: aiperf is ten processes, which would slow down the
@@ -42,14 +42,14 @@ from benchmarks.errors import BenchmarkError, ServerDied
 from benchmarks.load.plan import Plan, PlannedRequest
 from benchmarks.load.samples import read_samples
 from benchmarks.metrics import compute
+from benchmarks.models.real_text import model_folder
 from benchmarks.output import Output, with_output
 from benchmarks.server import Server
 from sagellm.core.config import PluginSpec, SageConfig
 from sagellm.core.hooks import Plugin, ScheduleDecision, StepView
-from sagellm.demo_model import ensure_demo_model
 
 VERSIONS = {"aiperf": "0.13.0", "guidellm": "0.8.1"}
-OURS, MODEL = "ours", "sagellm-demo"
+OURS, MODEL = "ours", "smollm2"
 CONCURRENCY, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 128, (32, 64)
 TOLERANCE, LIMIT_S, TRIES = 0.05, 600.0, 3
 METRICS = {"ttft_s": ("TTFT", "ms", 1e3), "itl_s": ("ITL", "ms", 1e3), "output_tokens_per_s": ("output", "tok/s", 1.0)}
@@ -211,10 +211,11 @@ def compete(binaries: dict[str, Path], rounds: int, count: int, wait_s: float) -
     """Name -> figures of each round."""
     paced = PluginSpec(name="benchmarks.cross_check:Paced", options={"wait_s": wait_s})
     config = SageConfig(
-        device="cpu", threads=1, block_size=16, kv_blocks=1024, prefix_caching=False, plugins=(paced,) if wait_s else ()
+        model=MODEL, device="cpu", threads=1, block_size=16, kv_blocks=1024, prefix_caching=False,
+        plugins=(paced,) if wait_s else (),
     )
     with tempfile.TemporaryDirectory(prefix="sagellm-cross-check-") as scratch:
-        workload = Workload(ensure_demo_model(), count, Path(scratch))
+        workload = Workload(model_folder(MODEL), count, Path(scratch))
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {min(cores)})  # what is started inherits it
         server = Server(config)

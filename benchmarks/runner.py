@@ -134,11 +134,6 @@ class BenchmarkRunner:
         self, config: BenchmarkConfig, result: Result, servers: contextlib.ExitStack, launch: int
     ) -> list[Subject]:
         """Servers that are ready, in the order of the config; none is always the first to start. Raises ServerDied."""
-        demo = None
-        if any(config.sage_config(side).model is None for side in config.contestants):
-            from sagellm.demo_model import ensure_demo_model
-
-            demo = ensure_demo_model()
         subjects: dict[str, Subject] = {}
         for side in _in_turn(config.contestants, launch):
             sage = config.sage_config(side)
@@ -154,7 +149,7 @@ class BenchmarkRunner:
             result.environment.setdefault("peak", {})[side.name] = {"flops": peak, "name": name}
             devices = 1 if key[0] == "cpu" else sage.tensor_parallel  # a CPU's workers share one machine
             subjects[side.name] = Subject(
-                side, server, facts, Path(sage.model or demo), sage.block_size, devices, peak, name
+                side, server, facts, Path(sage.model), sage.block_size, devices, peak, name
             )
         return [subjects[side.name] for side in config.contestants]
 
@@ -225,16 +220,16 @@ def require_empty(out: Path) -> None:
 
 
 def _found_models(config: BenchmarkConfig) -> BenchmarkConfig:
-    """The config with the whole paths of its models, which servers of other checkouts find as well.
+    """The config with the whole paths of its models: other checkouts may know other names, and another default.
 
     Raises BenchmarkError for one that no server could load, before one is started.
     """
 
     def found(server: dict[str, Any], whose: str) -> dict[str, Any]:
-        if server.get("model") is None or config.workload is None:
+        if config.workload is None or (whose and server.get("model") is None):
             return server
         try:
-            folder = prepare_model(find_model(server["model"]))
+            folder = prepare_model(find_model(server.get("model")))
         except ModelError as error:
             raise BenchmarkError(f"{whose}server.model: {error}") from None
         return server | {"model": str(folder.resolve())}

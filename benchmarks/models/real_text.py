@@ -22,8 +22,8 @@ AGAIN = "Write this text again, word for word:\n\n{}"
 ABOUT = "\n\nAnswer from the document above: what does it say about {}?"
 
 
-def model_folder(name: str) -> Path:
-    """Return the folder of a model that is named as `--model` of the server names it.
+def model_folder(name: str | Path | None) -> Path:
+    """Return the folder of a model that is named as `--model` of the server names it; None is the server's default.
 
     Raises:
         ConfigError, ModelError: there is no such model.

@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-MODEL = "sagellm-demo"
+from sagellm.models import find_model
 
 
 @dataclass
 class Request:
-    """`at_s`: when it is sent, after the start; None: as soon as there is a free place."""
+    """`at_s`: when it is sent, after the start; None: as soon as there is a free place. `model`: as `--model` names it."""
 
     prompt: str
     max_tokens: int
     at_s: float | None = None
+    model: str = "demo"
 
 
 @dataclass
@@ -56,7 +57,8 @@ async def _ask_all(url: str, requests: Sequence[Request], places: int, timeout_s
 
 async def ask(http: aiohttp.ClientSession, url: str, request: Request) -> Reply:
     """Never raises for what a server does."""
-    body = {"model": MODEL, "prompt": request.prompt, "max_tokens": request.max_tokens, "temperature": 0, "stream": True}
+    name = find_model(request.model).name
+    body = {"model": name, "prompt": request.prompt, "max_tokens": request.max_tokens, "temperature": 0, "stream": True}
     reply = Reply(sent_s=time.perf_counter())
     try:
         async with http.post(f"{url}/v1/completions", json=body | {"ignore_eos": True}) as answer:

@@ -27,15 +27,15 @@ class Group(ServerProcess):
         self.close()
 
 
-def pd_group(flags: Sequence[str] = (), *, serve: Sequence[str] = ()) -> Group:
-    """Start `sagellm pd up` with the demo model; `serve`: flags of its engines."""
+def pd_group(flags: Sequence[str] = (), *, serve: Sequence[str] = (), model: str = "demo") -> Group:
+    """Start `sagellm pd up`; `serve`: flags of its engines."""
     port = free_port()
-    command = [sys.executable, "-m", "sagellm.pd", "up", "--model", "demo", "--port", port, "--json", *flags]
+    command = [sys.executable, "-m", "sagellm.pd", "up", "--model", model, "--port", port, "--json", *flags]
     return Group([*command, "--", *serve] if serve else command, port)
 
 
-def single_server(flags: Sequence[str] = (), cores: Sequence[int] = ()) -> Group:
-    """Start `sagellm serve`: one engine with the demo model."""
+def single_server(flags: Sequence[str] = (), cores: Sequence[int] = (), model: str = "demo") -> Group:
+    """Start `sagellm serve`: one engine."""
     port = free_port()
-    command = [sys.executable, "-m", "sagellm.serve", "--model", "demo"]
+    command = [sys.executable, "-m", "sagellm.serve", "--model", model]
     return Group([*command, "--port", port, "--json", *flags], port, cores=cores)

@@ -9,11 +9,11 @@ from benchmarks.pd.prompts import mixed_requests
 from benchmarks.processes import metrics_of
 from benchmarks.result import Definition
 
-OPTIONS: dict[str, Any] = {"requests": 500, "places": 8, "channel": "shm", "alone": 20}
+OPTIONS: dict[str, Any] = {"requests": 500, "places": 8, "channel": "shm", "alone": 20, "model": "demo"}
 DEFINITIONS = {
     "pd_answers_equal": Definition(
         unit="1", better="higher",
-        text="Share of `requests` greedy answers (demo model, float32, prompts of 8 to 1,500 tokens, of which 40% share a "
+        text="Share of `requests` greedy answers (float32, prompts of 8 to 1,500 tokens, of which 40% share a "
         "beginning, prefix caching on both sides, `places` at a time, every prompt split) that are those of one engine, text "
         "and reason of the end.",
     ),
@@ -47,14 +47,14 @@ DEFINITIONS = {
 POOL = ("--dtype", "float32", "--kv-blocks", "512")
 
 
-def run(seed: int, requests: int, places: int, channel: str, alone: int) -> dict[str, float]:
-    asked = mixed_requests(requests, seed)
-    with single_server(POOL) as server:
+def run(seed: int, requests: int, places: int, channel: str, alone: int, model: str) -> dict[str, float]:
+    asked = mixed_requests(requests, seed, model=model)
+    with single_server(POOL, model=model) as server:
         expected = ask_all(server.url, asked, places)
     _check(expected)
-    with pd_group(["--policy", "always-split"], serve=(*POOL, "--kv-channel", channel)) as group:
+    with pd_group(["--policy", "always-split"], serve=(*POOL, "--kv-channel", channel), model=model) as group:
         decode = next(each["url"] for each in group.engines() if each["name"].startswith("decode"))
-        one_by_one = ask_all(group.url, mixed_requests(alone, seed + 1, lengths=(100, 1000), shared=0.0), 1)
+        one_by_one = ask_all(group.url, mixed_requests(alone, seed + 1, lengths=(100, 1000), shared=0.0, model=model), 1)
         _check(one_by_one)
         first = metrics_of(decode)
         found = ask_all(group.url, asked, places)

@@ -14,7 +14,9 @@ from benchmarks.pd.group import pd_group, single_server
 from benchmarks.pd.prompts import prompt
 from benchmarks.result import Definition
 
-OPTIONS: dict[str, Any] = {"streams": 4, "tokens": 1600, "prompts": 16, "prompt_tokens": 1950, "every_s": 0.5, "repeats": 2}
+OPTIONS: dict[str, Any] = {
+    "streams": 4, "tokens": 1600, "prompts": 16, "prompt_tokens": 1950, "every_s": 0.5, "repeats": 2, "model": "demo",
+}  # fmt: skip
 DEFINITIONS = {
     "pd_interference_gain": Definition(
         unit="1", better="higher",
@@ -36,7 +38,7 @@ POOL = ("--kv-blocks", "512")
 
 
 def run(
-    seed: int, streams: int, tokens: int, prompts: int, prompt_tokens: int, every_s: float, repeats: int
+    seed: int, streams: int, tokens: int, prompts: int, prompt_tokens: int, every_s: float, repeats: int, model: str
 ) -> dict[str, float]:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
@@ -44,12 +46,16 @@ def run(
     found: dict[str, list[dict[str, float]]] = {"hybrid": [], "pd": []}
     for number in range(repeats):
         source = random.Random(seed * 100 + number)
-        work = [Request(prompt(32, source), tokens, at_s=0.0) for _ in range(streams)]
-        work += [Request(prompt(prompt_tokens, source), 4, at_s=1.0 + every_s * each) for each in range(prompts)]
+        work = [Request(prompt(32, source, model), tokens, 0.0, model) for _ in range(streams)]
+        work += [Request(prompt(prompt_tokens, source, model), 4, 1.0 + every_s * each, model) for each in range(prompts)]
         for name in ("hybrid", "pd") if number % 2 == 0 else ("pd", "hybrid"):
-            server = single_server((*POOL, "--threads", "2"), cores) if name == "hybrid" else pd_group(["--pin"], serve=POOL)
+            if name == "hybrid":
+                server = single_server((*POOL, "--threads", "2"), cores, model)
+            else:
+                server = pd_group(["--pin"], serve=POOL, model=model)
             with server:
-                ask_all(server.url, [Request(prompt(200, source), 8) for _ in range(4)], 2)  # warm, and costs to route by
+                # Warm, and costs to route by.
+                ask_all(server.url, [Request(prompt(200, source, model), 8, model=model) for _ in range(4)], 2)
                 replies = ask_all(server.url, work)
             found[name].append(_figures(replies[:streams], replies[streams:]))
     median = {

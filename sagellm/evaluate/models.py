@@ -37,6 +37,10 @@ class ScoredModel(ABC):
     def answers(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """Continue prompts greedily by exactly `num_tokens` tokens each, whatever they are."""
 
+    def sampled(self, prompts: Sequence[Sequence[int]], num_tokens: int, together: bool) -> list[list[int]] | None:
+        """Continue prompts at temperature 1, each with a seed of its own, one by one or many at once; None: not measured."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Free the model."""
@@ -71,6 +75,19 @@ class EngineModel(ScoredModel):
 
         params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
         return [list(answer.token_ids) for answer in self._engine.generate(prompts, params)]
+
+    def sampled(self, prompts: Sequence[Sequence[int]], num_tokens: int, together: bool) -> list[list[int]] | None:
+        from sagellm.engines.base import SamplingParams
+
+        params = [
+            SamplingParams(max_new_tokens=num_tokens, ignore_eos=True, temperature=1.0, seed=number + 1)
+            for number in range(len(prompts))
+        ]
+        if together:
+            found = self._engine.generate(prompts, params)
+        else:
+            found = [self._engine.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
+        return [list(answer.token_ids) for answer in found]
 
     def close(self) -> None:
         self._engine.close()

@@ -43,6 +43,8 @@ class ModelQuality(_Model):
         same_top: share of positions with the reference's likeliest token.
         same_answers: share of greedy answers that are the reference's, token by token.
         parted_at: for each other answer, the number of its first tokens that are the reference's.
+        same_in_batch: share of answers with a seed that stay the same when many are computed at once; None where that was
+            not measured.
         seconds: time of scoring the texts.
     """
 
@@ -53,6 +55,7 @@ class ModelQuality(_Model):
     same_top: float
     same_answers: float | None
     parted_at: list[int]
+    same_in_batch: float | None = None
     seconds: float
 
 
@@ -114,14 +117,15 @@ def compare_reports(one: QualityReport, other: QualityReport) -> list[tuple[str,
 def _figures(model: ModelQuality) -> dict[str, float]:
     found = {f"perplexity, {name}": value for name, value in model.perplexity.items()}
     found |= {"mean KL": model.kl_mean, "99.9% KL": model.kl_p999, "same top token": model.same_top}
-    return found | ({} if model.same_answers is None else {"same answers": model.same_answers})
+    shares = {"same answers": model.same_answers, "same in a batch": model.same_in_batch}
+    return found | {name: share for name, share in shares.items() if share is not None}
 
 
 def markdown(report: QualityReport) -> str:
     """Return the report as a page with one table."""
     texts = list(report.text.tokens)
     heads = ["model", *(f"perplexity, {name}" for name in texts), "mean KL", "99.9% KL", "same top token", "same answers"]
-    heads += ["answers part at (median)", "s"]
+    heads += ["answers part at (median)", "same in a batch", "s"]
     lines = [
         f"# Quality of {report.model}",
         "",
@@ -137,11 +141,15 @@ def markdown(report: QualityReport) -> str:
         parted = sorted(model.parted_at)
         cells: list[Any] = [model.name, *(f"{model.perplexity[name]:.4f}" for name in texts)]
         cells += [f"{model.kl_mean:.3g}", f"{model.kl_p999:.3g}", f"{100 * model.same_top:.3f}%"]
-        cells += ["" if model.same_answers is None else f"{100 * model.same_answers:.1f}%"]
-        cells += [f"{parted[len(parted) // 2]}" if parted else "", f"{model.seconds:.0f}"]
+        cells += [_percent(model.same_answers)]
+        cells += [f"{parted[len(parted) // 2]}" if parted else "", _percent(model.same_in_batch), f"{model.seconds:.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", ", ".join(f"{name} {version}" for name, version in report.versions.items())]
     return "\n".join(lines) + "\n"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}%"
 
 
 def write_plots(report: QualityReport, folder: Path) -> list[Path]:

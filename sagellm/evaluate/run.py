@@ -15,6 +15,7 @@ from sagellm.evaluate.texts import chunks, fixed_texts, prompts
 
 __all__ = ["Options", "divergence", "evaluate"]
 
+ONE_OF = 4  # of so many prompts one is answered with a seed too
 LIBRARIES = ("lmdeploy", "torch", "transformers", "sagellm")
 
 
@@ -87,11 +88,13 @@ def evaluate(
         for number, piece in enumerate(pieces):
             tick(f"{name} {number + 1}/{len(pieces)}")
             _score(models, piece, name, sums)
-    same, parted = _answers(models, parts, begin, options, tick)
+    asked = _prompts(parts, begin, options)
+    same, parted = _answers(models, asked, options, tick)
+    in_batch = {model.name: _same_in_batch(model, asked[::ONE_OF], options, tick) for model in models}
     info = TextInfo(python=texts.python, sha256=texts.sha256, tokens=counts, chunk=options.chunk)
     return QualityReport(
         model=title, reference=models[0].name, text=info, answers=(options.answers, options.answer_tokens),
-        models=[_quality(model.name, sums[model.name], counts, same, parted) for model in models],
+        models=[_quality(model.name, sums[model.name], counts, same, parted, in_batch[model.name]) for model in models],
         versions={name: metadata.version(name) for name in LIBRARIES}
         | {model.name: version for model in models if (version := getattr(model, "version", ""))},
     )  # fmt: skip
@@ -133,19 +136,39 @@ def _score(models: Sequence[ScoredModel], piece: list[int], name: str, sums: dic
         found.positions += len(targets)
 
 
-def _answers(
-    models: Sequence[ScoredModel], parts: dict[str, list[int]], begin: int | None, options: Options, tick: Callable[[str], None]
-) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """Return, by model, how many greedy answers are the reference's, and where the others part from it."""
-    same: dict[str, int] = {}
-    parted: dict[str, list[int]] = {}
+def _prompts(parts: dict[str, list[int]], begin: int | None, options: Options) -> list[list[int]]:
+    """Return the prompts of the answers, half of them prose, half of them code."""
     if not options.answers:
-        return same, parted
+        return []
     half = options.answers // 2
     longest = min(96, CHUNK - options.answer_tokens - 1)
     asked = prompts(parts["prose"], options.answers - half, options.seed, (min(16, longest), longest))
     asked += prompts(parts["code"], half, options.seed + 1, (min(16, longest), longest))
-    asked = [prompt if begin is None else [begin, *prompt] for prompt in asked]
+    return [prompt if begin is None else [begin, *prompt] for prompt in asked]
+
+
+def _same_in_batch(
+    model: ScoredModel, asked: list[list[int]], options: Options, tick: Callable[[str], None]
+) -> float | None:
+    """Return the share of answers with a seed that are the same alone and in a batch."""
+    if not asked:
+        return None
+    tick(f"answers of {model.name} alone and in a batch")
+    together = model.sampled(asked, options.answer_tokens, together=True)
+    if together is None:
+        return None
+    alone = model.sampled(asked, options.answer_tokens, together=False) or []
+    return sum(one == other for one, other in zip(together, alone, strict=True)) / len(asked)
+
+
+def _answers(
+    models: Sequence[ScoredModel], asked: list[list[int]], options: Options, tick: Callable[[str], None]
+) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """Return, by model, how many greedy answers are the reference's, and where the others part from it."""
+    same: dict[str, int] = {}
+    parted: dict[str, list[int]] = {}
+    if not asked:
+        return same, parted
     reference = models[0]
     own = None
     if options.generated:
@@ -169,7 +192,7 @@ def _choices(model: ScoredModel, prompt: list[int], answer: list[int]) -> list[i
 
 
 def _quality(
-    name: str, sums: _Sums, counts: dict[str, int], same: dict[str, int], parted: dict[str, list[int]]
+    name: str, sums: _Sums, counts: dict[str, int], same: dict[str, int], parted: dict[str, list[int]], in_batch: float | None
 ) -> ModelQuality:
     kl = np.concatenate(sums.kl)
     places = parted.get(name, [])
@@ -177,5 +200,5 @@ def _quality(
     return ModelQuality(
         name=name, perplexity={text: float(np.exp(loss / counts[text])) for text, loss in sums.loss.items()},
         kl_mean=float(kl.mean()), kl_p999=float(np.quantile(kl, 0.999)), same_top=sums.same_top / sums.positions,
-        same_answers=count, parted_at=places, seconds=round(sums.seconds, 1),
+        same_answers=count, parted_at=places, same_in_batch=in_batch, seconds=round(sums.seconds, 1),
     )  # fmt: skip

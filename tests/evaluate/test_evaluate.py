@@ -171,6 +171,7 @@ def test_the_command_writes_report_and_plots(model_folder, tmp_path):
     report = QualityReport.model_validate_json((tmp_path / "quality.json").read_text())
     assert json.loads(done.stdout)["reference"] == report.reference == "transformers float32"
     assert report.models[1].kl_mean < 1e-6 and report.models[1].same_answers == 1.0
+    assert [each.same_in_batch for each in report.models] == [None, 1.0]
     assert (tmp_path / "quality.md").read_text() == markdown(report)
     for name in ("kl.png", "answers.png"):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
@@ -179,6 +180,16 @@ def test_the_command_writes_report_and_plots(model_folder, tmp_path):
     assert done.exit_code == 0 and "qwen2 float32" in done.stdout
     refused = CliRunner().invoke(main, ["evaluate", "nothing"])
     assert refused.exit_code == 2 and refused.stderr.startswith("error: ")
+
+
+def test_an_answer_that_a_batch_changes_is_counted(model_folder, reference):
+    class Batched(Changed):
+        def sampled(self, prompts, num_tokens, together):
+            return [[len(prompt), int(together and number == 0)] for number, prompt in enumerate(prompts)]
+
+    other = Batched(reference, lambda scores: scores)
+    report = evaluate("tiny", model_folder("llama"), [reference, other], Options(1024, answers=16, answer_tokens=2))
+    assert report.of(other.name).same_in_batch == 0.75
 
 
 @pytest.mark.slow
@@ -193,3 +204,4 @@ def test_the_default_model_in_float32_answers_as_transformers_generates():
     ):
         report = evaluate("smollm2", folder, [expected, engine], Options(1024, answers=40, generated=True))
     assert report.of("engine").same_answers == 1.0 and report.of("engine").kl_mean < 1e-6
+    assert report.of("engine").same_in_batch == 1.0
