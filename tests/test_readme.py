@@ -25,9 +25,13 @@ def cell(result: Any, batch: int, length: int) -> Any:
     return found
 
 
-def copied(result: Any) -> Any:
-    """Cell of batch 1 in which answers copy text of the prompt."""
-    return next(each for each in result["cells"] if (each["work"], each["batch"]) == ("copy", 1))
+def work(result: Any, name: str) -> Any:
+    """Cell of batch 1 of a kind of work."""
+    return next(each for each in result["cells"] if (each["work"], each["batch"]) == (name, 1))
+
+
+def quality(result: Any, name: str) -> Any:
+    return next(each for each in result["models"] if each["name"] == name)
 
 
 def prefix_us(result: Any, name: str) -> float:
@@ -36,10 +40,12 @@ def prefix_us(result: Any, name: str) -> float:
 
 
 FIGURES: list[tuple[str, str, Callable[[Any], float]]] = [
-    ("cpu_engine.json", "{:.0f} ms", lambda r: 1000 * cell(r, 1, 512)["first_mean_s"]["sagellm"]["median"]),
-    ("cpu_engine.json", "{:.0f} ms", lambda r: 1000 * cell(r, 1, 512)["first_mean_s"]["transformers"]["median"]),
-    ("cpu_engine.json", "{:.0f} tokens/s", lambda r: cell(r, 8, 512)["tokens_s"]["sagellm"]["median"]),
-    ("cpu_engine.json", "{:.0f} tokens/s", lambda r: cell(r, 8, 512)["tokens_s"]["transformers"]["median"]),
+    *(
+        ("cpu_engine_smollm2.json", "{:.0f} tokens/s", lambda r, name=name: cell(r, 8, 512)["tokens_s"][name]["median"])
+        for name in ("sagellm", "transformers", "vLLM")
+    ),
+    ("quality.json", "{:.5f}", lambda r: quality(r, "sagellm bfloat16")["kl_mean"]),
+    ("quality.json", "{:.5f}", lambda r: quality(r, "transformers bfloat16")["kl_mean"]),
     ("prefix_peers.json", "{:.1f} us", lambda r: prefix_us(r, "sagellm")),
     ("prefix_peers.json", "{:.1f} us", lambda r: prefix_us(r, "SGLang tree core (Rust)")),
     ("hook_overhead.json", "{:.3f}", lambda r: list(r["ratio"].values())[1]["median"]),
@@ -47,13 +53,14 @@ FIGURES: list[tuple[str, str, Callable[[Any], float]]] = [
     ("policy_peers.json", "{:.0f} different hits", lambda r: sum(each["num_different"] for each in r["agreement"])),
     ("kv_replay.json", "{:,.0f} evictions", lambda r: sum(each["victims"] for each in r["rows"])),
     ("kv_replay.json", "{:.0f} differences", lambda r: sum(each["differences"] for each in r["rows"])),
-    ("kv_tiers.json", "{:,.0f} ms", lambda r: 1000 * r["first_s"]["no tiers"]["mean"]),
-    ("kv_tiers.json", "{:,.0f} ms", lambda r: 1000 * r["first_s"]["cpu tier"]["mean"]),
-    ("schedules.json", "{:.1f} s", lambda r: r["scenes"]["mixed"]["medians"]["fifo"]["chat"]["ttft_p95_s"]),
-    ("schedules.json", "{:.1f} s", lambda r: r["scenes"]["mixed"]["medians"]["priority"]["chat"]["ttft_p95_s"]),
-    ("speculate.json", "{:.2f} times", lambda r: copied(r)["strategies"]["suffix"]["times_none"]["median"]),
-    ("pd.json", "{:.0f} ms", lambda r: r["metrics"]["pd_interference"]["pd_interference_hybrid_p99_ms"]),
-    ("pd.json", "{:.0f} ms", lambda r: r["metrics"]["pd_interference"]["pd_interference_pd_p99_ms"]),
+    ("kv_tiers_smollm2.json", "{:,.0f} ms", lambda r: 1000 * r["first_s"]["no tiers"]["mean"]),
+    ("kv_tiers_smollm2.json", "{:,.0f} ms", lambda r: 1000 * r["first_s"]["cpu tier"]["mean"]),
+    ("schedules_smollm2.json", "{:.1f} s", lambda r: r["mixed"]["medians"]["fifo"]["chat"]["ttft_p95_s"]),
+    ("schedules_smollm2.json", "{:.1f} s", lambda r: r["mixed"]["medians"]["hybrid"]["chat"]["ttft_p95_s"]),
+    ("speculate_smollm2.json", "{:.2f} times", lambda r: work(r, "chat")["strategies"]["suffix"]["times_none"]["median"]),
+    ("speculate_smollm2.json", "{:.2f} times", lambda r: work(r, "code")["strategies"]["suffix"]["times_none"]["median"]),
+    ("pd_smollm2.json", "{:.0f} ms", lambda r: r["metrics"]["pd_interference"]["pd_interference_hybrid_p99_ms"]),
+    ("pd_smollm2.json", "{:.0f} ms", lambda r: r["metrics"]["pd_interference"]["pd_interference_pd_p99_ms"]),
 ]
 
 
