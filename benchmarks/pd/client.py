@@ -19,6 +19,7 @@ class Request:
     max_tokens: int
     at_s: float | None = None
     model: str = "demo"
+    ignore_eos: bool = False
 
 
 @dataclass
@@ -59,6 +60,7 @@ async def ask(http: aiohttp.ClientSession, url: str, request: Request) -> Reply:
     """Never raises for what a server does."""
     name = find_model(request.model).name
     body = {"model": name, "prompt": request.prompt, "max_tokens": request.max_tokens, "temperature": 0, "stream": True}
+    body["ignore_eos"] = request.ignore_eos
     reply = Reply(sent_s=time.perf_counter())
     try:
         async with http.post(f"{url}/v1/completions", json=body | {"ignore_eos": True}) as answer:

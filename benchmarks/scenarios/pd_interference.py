@@ -46,7 +46,7 @@ def run(
     found: dict[str, list[dict[str, float]]] = {"hybrid": [], "pd": []}
     for number in range(repeats):
         source = random.Random(seed * 100 + number)
-        work = [Request(prompt(32, source, model), tokens, 0.0, model) for _ in range(streams)]
+        work = [Request(prompt(32, source, model), tokens, 0.0, model, True) for _ in range(streams)]
         work += [Request(prompt(prompt_tokens, source, model), 4, 1.0 + every_s * each, model) for each in range(prompts)]
         for name in ("hybrid", "pd") if number % 2 == 0 else ("pd", "hybrid"):
             if name == "hybrid":

@@ -34,7 +34,7 @@ class EmbeddingRequest(BaseModel):
 
 
 async def embeddings(prompts: Prompts, embed: Embed, request: EmbeddingRequest, num_bytes: int) -> dict[str, Any]:
-    """Answer a request.
+    """Return the answer to a request, without the name of the model.
 
     Args:
         num_bytes: size of its body.
@@ -64,7 +64,7 @@ async def embeddings(prompts: Prompts, embed: Embed, request: EmbeddingRequest, 
     ]  # fmt: skip
     num_tokens = sum(map(len, rows))
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return {"object": "list", "data": data, "model": prompts.model_name, "usage": usage}
+    return {"object": "list", "data": data, "usage": usage}
 
 
 def embed_with(engine: Any, next_session: Callable[[int], int]) -> Embed:

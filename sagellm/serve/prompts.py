@@ -17,7 +17,6 @@ class Prompts:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.model_name: str = engine.model_name
         # The rows of the embedding: a tokenizer's own count leaves out tokens that were added to it.
         self._context = engine.session_len
         if engine.backend == "turbomind":  # it has cut its own context to its pool

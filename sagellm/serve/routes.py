@@ -32,6 +32,7 @@ class Server(NamedTuple):
     """Parts of a server that handlers use.
 
     Attributes:
+        model_name: under which the model is served.
         prompts: renders and tokenizes.
         member: the server's part in a prefill/decode group, if it has one.
         policies: names of the eviction policies that clients may choose.
@@ -39,6 +40,7 @@ class Server(NamedTuple):
         embed: computes embeddings.
     """
 
+    model_name: str
     prompts: Prompts
     member: Membership | None
     policies: tuple[str, ...]
@@ -82,7 +84,8 @@ async def encode(server: Server, request: Request) -> Answer:
 
 
 async def embed(server: Server, request: Request) -> Answer:
-    return await embeddings(server.prompts, server.embed, request.body, request.num_bytes)
+    answer = await embeddings(server.prompts, server.embed, request.body, request.num_bytes)
+    return answer | {"model": server.model_name}
 
 
 async def exchange_policy(server: Server, request: Request) -> Answer:

@@ -52,7 +52,8 @@ class RequestValidation:
         self._app, self._engine, self._interface = app, engine, interface
         self._gate = GroupGate(member)
         self._max_body_bytes = max_body_bytes
-        self._server = Server(Prompts(engine), member, policies, command, embed_with(engine, self._next_session))
+        embed = embed_with(engine, self._next_session)
+        self._server = Server(engine.model_name, Prompts(engine), member, policies, command, embed)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
