@@ -79,7 +79,13 @@ def embed_with(engine: Any, next_session: Callable[[int], int]) -> Embed:
         if engine.backend == "turbomind":
             raise Refused("/v1/embeddings is not supported by the engine turbomind; start the server with --engine pytorch.")
         first, service = next_session(len(prompts)), SERVICE.get()
-        rows = enumerate(prompts, first)
-        return await asyncio.gather(*(embed_prompt(engine.engine, row, each, pooling, service=service) for row, each in rows))
+        # LMDeploy ends a request only when one of so many places is free, so others must not wait for one.
+        places = asyncio.Semaphore(engine.backend_config.max_batch_size)
+
+        async def one(session_id: int, prompt: list[int]) -> "np.ndarray":
+            async with places:
+                return await embed_prompt(engine.engine, session_id, prompt, pooling, service=service)
+
+        return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts, first)))
 
     return embed

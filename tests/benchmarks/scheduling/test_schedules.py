@@ -1,5 +1,7 @@
 """What the comparison of strategies says to options that make no sense, before anything is measured."""
 
+from types import SimpleNamespace
+
 import pytest
 from click.testing import CliRunner
 
@@ -9,7 +11,7 @@ from benchmarks import schedules
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--scene", "mixed,none"], "'none' is no scene; known are mixed, long, fair, burst"),
+        (["--scene", "mixed,none"], "'none' is no scene; known are mixed, long, fair, models, burst"),
         (["--strategy-options", "{"], "is not JSON"),
         (["--strategy-options", "[" * 100_000], "is not JSON"),
         (["--strategy-options", "[]"], "is a JSON list; give an object by strategy"),
@@ -27,3 +29,17 @@ def test_misuse(monkeypatch, arguments, message):
 
 def test_options_go_by_strategy():
     assert schedules.read_options('{"fair": {"a": 1}}', ["burst", "fair"]) == {"fair": {"a": 1}}
+
+
+def test_whole_requests_of_one_model_go_before_those_of_another():
+    from benchmarks.scheduling.by_model import ByModel
+
+    def view(*requests):
+        return SimpleNamespace(requests=[SimpleNamespace(request_id=n, adapter=a, arrival_s=t) for n, a, t in requests])
+
+    strategy = ByModel()
+    assert strategy.decide(view()) is None
+    first = strategy.decide(view((1, "a", 0.0), (2, "b", 0.1), (3, "a", 0.2)))
+    assert list(first.order) == [1, 3, 2] and first.hold == {2}
+    assert list(strategy.decide(view((2, "b", 0.1), (3, "a", 0.2))).order) == [3, 2], "a still has a request"
+    assert strategy.decide(view((2, "b", 0.1))).hold == frozenset()

@@ -66,6 +66,29 @@ def test_a_request_that_asks_for_nothing(start_engine):
     assert {row.service for row in seen} == {ServiceLevel()} and {row.max_new_tokens for row in seen} == {5}
 
 
+def test_the_model_or_adapter_that_a_request_names_is_seen_and_told_apart(start_engine):
+    """Without adapters the weights are the same, but blocks of the prefix cache are kept apart."""
+    engine = start_engine(SEES, kv={"policy": "lru"})
+    params = [SamplingParams(5, ignore_eos=True, adapter=name) for name in (None, "a", "b")]
+    found = [engine.generate([PROMPT], each)[0].token_ids for each in params]
+    assert found[0] == found[1] == found[2]
+    assert {row.adapter for row in engine.hooks._host.plugins[0][1].views} == {"", "a", "b"}
+    assert engine.hooks.report()["prefix"]["hit_tokens"] == 0
+
+
+def test_steps_wait_for_a_model_that_is_not_loaded(start_engine, monkeypatch):
+    """The baseline of `benchmarks.schedules`: a device with room for one model."""
+    from benchmarks.scheduling import engine as contestant
+
+    slept = []
+    monkeypatch.setattr(contestant.time, "sleep", slept.append)
+    engine = start_engine()
+    contestant.switching(engine.engine, 0.5)
+    for name in ("a", "a", "b"):
+        engine.generate([PROMPT], SamplingParams(3, ignore_eos=True, adapter=name))
+    assert [seconds for seconds in slept if seconds == 0.5] == [0.5, 0.5], "a, then b; a second time a is there"
+
+
 def test_what_it_asks_for_is_seen_everywhere(start_engine, tmp_path):
     record = tmp_path / "events.jsonl"
     engine = start_engine(SEES, record=record)
