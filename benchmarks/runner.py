@@ -57,7 +57,7 @@ class BenchmarkRunner:
     def run(self, config: BenchmarkConfig) -> Result:
         """Raises BenchmarkError before anything is measured; afterwards a result of status partial or failed tells."""
         components = {name: component(name, options) for name, options in config.components.items()}
-        config = _found_models(config)
+        given, config = config, _found_models(config)
         machine = environment({side.name: side.checkout for side in config.contestants})
         self._make_folder()
         names = self._contestant_names(config)
@@ -67,7 +67,7 @@ class BenchmarkRunner:
             reason="still running",
             started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             duration_s=0.0,
-            config=config.model_dump(mode="json"),
+            config=given.model_dump(mode="json"),  # names of models, not folders of this machine
             environment=machine,
             definitions={},
             runs=[],
