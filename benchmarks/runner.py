@@ -60,7 +60,6 @@ class BenchmarkRunner:
         given, config = config, _found_models(config)
         machine = environment({side.name: side.checkout for side in config.contestants})
         self._make_folder()
-        names = self._contestant_names(config)
         result = Result(
             name=config.name,
             status="partial",
@@ -75,7 +74,7 @@ class BenchmarkRunner:
         start_s = time.monotonic()
         try:
             with contextlib.ExitStack() as stack:
-                bar = stack.enter_context(_Bar(self._show, len(names) * config.rounds * config.launches))
+                bar = stack.enter_context(_Bar(self._show, self._num_runs(config)))
                 runs = stack.enter_context(contextlib.closing(self._runs(config, components, result, bar)))
                 for run, definitions in runs:
                     result.runs.append(run)
@@ -106,7 +105,7 @@ class BenchmarkRunner:
                     for run in self._rounds(config, subjects, launch, bar):
                         found = operation_definitions(run.metrics) | place_definitions(run.metrics)
                         yield run, definitions_with(config.workload.classes) | found
-        for number in range(config.rounds * config.launches):
+        for number in range(_component_runs(config)):
             for name, module in components.items():
                 options = {**module.OPTIONS, **config.components[name]}
                 for side in _in_turn(config.contestants, number):
@@ -163,10 +162,9 @@ class BenchmarkRunner:
             scenarios.append(ServeScenario(config, workload, f"serve@{users}", samples, point))
         return scenarios
 
-    def _contestant_names(self, config: BenchmarkConfig) -> list[str]:
-        """One entry for each run of a round."""
-        scenarios = ["serve"] * max(1, len(config.sweep)) if config.workload is not None else []
-        return [*scenarios, *config.components] * len(config.contestants)
+    def _num_runs(self, config: BenchmarkConfig) -> int:
+        served = max(1, len(config.sweep)) * config.rounds * config.launches if config.workload is not None else 0
+        return (served + len(config.components) * _component_runs(config)) * len(config.contestants)
 
     def _make_folder(self) -> None:
         require_empty(self._out)
@@ -271,6 +269,11 @@ def _run_component(checkout: Path | None, name: str, seed: int, options: dict[st
         words = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         raise BenchmarkError(f"{name} ended with code {done.returncode}: {words[0]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _component_runs(config: BenchmarkConfig) -> int:
+    """Each run of a component is a process of its own, so it counts as a launch."""
+    return max(config.rounds, config.launches)
 
 
 def _cores() -> int:

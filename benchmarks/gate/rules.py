@@ -30,6 +30,10 @@ DEFAULT_RULES: Rules = (
     Rule(metric="kv_hit_rate_tokens", better="higher", relative=0.005, absolute=0.002, interest=5, scale="difference"),
     Rule(metric="kv_hit_rate_blocks", better="higher", relative=0.005, absolute=0.002, interest=5, scale="difference"),
     Rule(metric="comm_share", better="lower", relative=0.02, absolute=0.002, interest=5, scale="difference"),
+    Rule(
+        scenario="comm_share", metric="comm_share_reported", better="lower", relative=0.02, absolute=0.002, interest=5,
+        scale="difference",
+    ),
     Rule(metric="cost_per_mtok", better="lower", relative=0.01, absolute=1e-6, interest=5),
     Rule(metric="device_s_per_mtok", better="lower", relative=0.01, absolute=0.1, interest=5),
 )

@@ -1,10 +1,14 @@
 """Ports of this host: taken at once, or free ones."""
 
+import contextlib
+import secrets
 import socket
 
 from sagellm.core.errors import ConfigError
 
 __all__ = ["free_ports", "listen"]
+
+FIXED_PORTS = range(12000, 20000)  # Linux takes 32768 and above for itself, IANA suggests 49152 and above
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -25,10 +29,20 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def free_ports(num: int, host: str = "127.0.0.1") -> list[int]:
-    """Return distinct ports that are free now."""
-    sockets = [listen(host, 0) for _ in range(num)]  # all at once, so that none comes twice
-    try:
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Return distinct ports that are free now.
+
+    They lie outside the range from which the kernel takes ports for outgoing connections and for sockets bound to port 0.
+    A port of that range could be gone before its server listens: a control connection of one engine has taken the
+    HTTP port of another.
+    """
+    start = secrets.randbelow(len(FIXED_PORTS))
+    found = []
+    for port in (*FIXED_PORTS[start:], *FIXED_PORTS[:start]):
+        if len(found) == num:
+            break
+        with contextlib.suppress(ConfigError):
+            listen(host, port).close()
+            found.append(port)
+    if len(found) < num:
+        raise ConfigError(f"only {len(found)} of the ports {FIXED_PORTS[0]} to {FIXED_PORTS[-1]} are free; {num} are needed.")
+    return found

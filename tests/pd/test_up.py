@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from sagellm.comm_backend.topology.placement import available_cores
 from sagellm.core.errors import EngineError
 from sagellm.pd.child import Child
 from sagellm.pd.command import pd
-from sagellm.pd.ports import listen
+from sagellm.pd.ports import free_ports, listen
 from sagellm.pd.up import UpConfig, _Supervisor
 from tests.pd.below import soon
 from tests.pd.harness import until
@@ -236,3 +237,12 @@ def test_lines_longer_than_any_buffer_stop_nobody(stream):
 
     asyncio.run(play())
     assert "[one] behind it" in said and said[-1] == "[one] " + "y" * (1 << 18)
+
+
+def test_ports_of_engines_are_none_that_the_kernel_gives_out():
+    """Otherwise the control port of one engine, which is any free one, may be the HTTP port of the next."""
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = free_ports(50)
+    assert len(set(ports)) == 50 and not any(low <= port <= high for port in ports)
+    with listen("127.0.0.1", ports[0]):
+        assert ports[0] not in free_ports(50)

@@ -165,7 +165,7 @@ def test_identical_code_passes_and_a_planted_slowdown_fails():
     assert (same.exit_code, same.verdict) == (PASSED, Verdict.PASS)
     assert (slow.exit_code, slow.verdict) == (REGRESSED, Verdict.REGRESSION)
     assert {metric.rule.name for metric in slow.of(Verdict.REGRESSION)} == {"ttft_p50_s", "ttft_p95_s"}
-    assert len(same.metrics) == len(DEFAULT_RULES) == len(same.noise)
+    assert len(same.metrics) == len([one for one in DEFAULT_RULES if one.scenario == "serve"]) == len(same.noise)
     assert json.dumps(slow.as_dict(), allow_nan=False)
 
 
@@ -177,6 +177,17 @@ def test_identical_code_passes_and_a_planted_slowdown_fails():
 def test_every_named_threshold_is_kept(metric, factor):
     assert [each.rule.name for each in judge(steady(head={metric: factor})).of(Verdict.REGRESSION)] == [metric]
     assert judge(steady(head={metric: 2 - factor})).exit_code == PASSED
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.1, Verdict.REGRESSION), (1.0, Verdict.PASS)])
+def test_communication_of_two_ranks_is_gated(factor, verdict):
+    result, rng = steady(), np.random.default_rng(0)
+    for run in list(result.runs):
+        share = rng.normal(0.6, 0.005) * (factor if run.contestant == "head" else 1)
+        metrics = {"comm_share_reported": share}
+        result.runs.append(run.model_copy(update={"scenario": "comm_share", "metrics": metrics}))
+    (found,) = (each for each in judge(result).metrics if each.rule.scenario == "comm_share")
+    assert found.verdict == verdict
 
 
 def test_noise_of_the_machine_comes_before_a_regression():
