@@ -633,3 +633,71 @@ class ShmGroup:
         """Break the group, unless it is broken already."""
 
     def close(self) -> None: ...
+
+class CpuTeam:
+    """Threads that compute the chunks of a step together; they sleep between two steps.
+
+    A thread that lost its time slice holds up nobody: another one computes its chunk again.
+    """
+
+    def __init__(self, threads: int) -> None:
+        """Raises ValueError: fewer than 1 or more than 1,024."""
+
+    @property
+    def threads(self) -> int: ...
+    @property
+    def repeated(self) -> int:
+        """Number of chunks that were computed again."""
+
+class CpuKernels:
+    """Kernels of one instruction set for weights of one dtype. Tensors come as addresses.
+
+    A packed weight is made of tiles of 32 outputs: [inputs][32] of float32, [inputs / 2][32][2] of bfloat16.
+    """
+
+    def __init__(self, dtype: str, isa: str = "") -> None:
+        """`dtype`: float32 or bfloat16. `isa`: plain, avx2, avx512 or avx512_bf16; the best of this processor if empty.
+
+        Raises ValueError: another name, or this processor lacks it.
+        """
+
+    @property
+    def isa(self) -> str: ...
+    def packed_bytes(self, outputs: int, inputs: int) -> int: ...
+    def pack(self, source: int, stride: int, outputs: int, inputs: int, packed: int) -> None:
+        """Pack [outputs, inputs], `stride` numbers from row to row."""
+
+    def multiply(
+        self, team: CpuTeam, matrix: dict[str, int], gate: str, input: int, rows: int, out: int, outputs: int, wide: bool
+    ) -> None:
+        """out[rows][outputs] = input[rows][inputs] weight^T + bias. `out` is float32 if `wide`.
+
+        Args:
+            matrix: weight and bias (addresses, bias 0 for none), outputs, inputs.
+            gate: silu or gelu: tiles of gates and of factors in turn; the result is act(gate) * factor. Else empty.
+        """
+
+class CpuDecoder:
+    """A decoder-only transformer over a paged KV cache, one call a step. `sagellm.engines.lmdeploy.cpu.compiled` makes one."""
+
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        shape: dict[str, int | float | str],
+        layers: list[dict[str, int | dict[str, int]]],
+        embedding: dict[str, int],
+        last_norm: int,
+    ) -> None: ...
+    def bind(
+        self, keys: list[int], values: list[int], num_blocks: int, block_size: int, block_stride: int, slot_stride: int
+    ) -> None:
+        """Use this cache: keys and values of each layer, [blocks, block size, key heads, head size], strides in bytes."""
+
+    def run(
+        self, team: CpuTeam, num_tokens: int, tokens: int, num_sequences: int, query_lengths: int, lengths: int, tables: int,
+        table_width: int, cos: int, sin: int, hidden: int,
+    ) -> None:
+        """Write the hidden states [tokens][hidden] of the sequences' new tokens, and their keys and values.
+
+        Raises ValueError: tokens, lengths or blocks outside of the model and the cache.
+        """

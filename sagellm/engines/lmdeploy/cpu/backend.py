@@ -5,7 +5,7 @@ from typing import Any
 from lmdeploy.pytorch.backends.base import OpType
 from lmdeploy.pytorch.backends.default import DefaultOpsBackend
 
-from sagellm.engines.lmdeploy.cpu.graph import EagerRunner
+from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner
 from sagellm.engines.lmdeploy.cpu.operators import builders
 from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionMetadata
 
@@ -44,4 +44,4 @@ class CpuOpsBackend(DefaultOpsBackend):
 
     @staticmethod
     def build_graph_runner(model, model_config, cache_config, backend_config, device):
-        return EagerRunner(model, model_config, cache_config, backend_config, device)
+        return CpuRunner(model, model_config, cache_config, backend_config, device)

@@ -16,7 +16,7 @@ import torch
 
 from sagellm.core.errors import ConfigError
 from sagellm.core.tasks import end_tasks
-from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, keep_few_kernels, keep_freed_memory, memory_bytes
+from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, keep_freed_memory, memory_bytes
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -62,7 +62,6 @@ class CpuDevice:
         # groups), so the default context must be ours as well.
         get_device_manager().set_context(DeviceContext(device_type="cpu"))
         keep_freed_memory()
-        keep_few_kernels()
         # The step's thread does the parallel work. OpenMP keeps a pool for every thread that ever did any, and once all
         # pools together have more threads than there are cores it stops spinning between two operators, which makes a
         # forward pass up to half as long again. So the thread that builds the model stays serial.

@@ -162,19 +162,3 @@ def keep_freed_memory(trim_bytes: int = 256 << 20, mmap_bytes: int = 32 << 20) -
         return False
     settings = ((M_ARENA_MAX, 1), (M_MMAP_THRESHOLD, mmap_bytes), (M_TRIM_THRESHOLD, trim_bytes))
     return all([mallopt(name, value) == 1 for name, value in settings])
-
-
-# A model's layers have about six shapes, so these are for the last twenty numbers of tokens that a step had.
-KERNELS, CALLS = 128, 16
-
-
-def keep_few_kernels() -> None:
-    """Bound what oneDNN and torch keep for each shape that a layer ever saw; what the user has set stays.
-
-    They are read when a process first uses oneDNN. Each number of tokens in a step is another shape. By default 1,024 kernels
-    are kept, and torch keeps 1,024 calls on top, each of which holds its kernel: prompts of all lengths take hundreds of MiB
-    of a server, and memory still grows after thousands of requests. To make a kernel anew costs 0.2 to 0.5 ms; a call
-    whose kernel is still there, a few us.
-    """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KERNELS))
-    os.environ.setdefault("LRU_CACHE_CAPACITY", str(CALLS))

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lmdeploy.pytorch.backends.base import OpType
 from lmdeploy.pytorch.backends.default.rotary_embedding import DefaultRotaryEmbeddingBuilder
 from lmdeploy.pytorch.backends.rotary_embedding import Llama3Parameters, RopeType, YarnParameters
@@ -12,9 +11,8 @@ from lmdeploy.pytorch.backends.rotary_embedding import Llama3Parameters, RopeTyp
 from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.cpu import operators
 from sagellm.engines.lmdeploy.cpu.backend import CpuOpsBackend
-from sagellm.engines.lmdeploy.cpu.graph import EagerRunner
+from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner
 from sagellm.engines.lmdeploy.cpu.operators.activation import CpuSiluAndMulImpl
-from sagellm.engines.lmdeploy.cpu.operators.linear import SMALL, CpuLinearImpl, GatedLinear, can_pack, pack
 from sagellm.engines.lmdeploy.cpu.operators.norm import CpuRMSNormImpl
 from sagellm.engines.lmdeploy.cpu.operators.rotary import (
     CpuApplyRotaryEmbImpl,
@@ -105,33 +103,6 @@ def test_rotary_embedding_is_that_of_lmdeploy(kind, options, dtype):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "size"), [(1, 48), (7, 48), (7, 2 * SMALL // 64)])
-def test_linear(bias, dtype, tokens, size):
-    x, weight = torch.randn(2, tokens, 64, dtype=dtype), torch.randn(size, 64, dtype=dtype)
-    b = torch.randn(size, dtype=dtype) if bias else None
-    is_worth_it = dtype is torch.bfloat16 or size > 48
-    assert can_pack(weight) == (is_worth_it and torch.backends.mkldnn.is_available()) and not can_pack(weight.half())
-    ready = pack(weight.clone()) if can_pack(weight) else weight
-    assert ready.is_mkldnn == can_pack(weight) and not can_pack(ready)
-    out = CpuLinearImpl().forward(x, ready, b)
-    assert out.shape == (2, tokens, size) and out.dtype is dtype
-    torch.testing.assert_close(out, F.linear(x, weight, b))
-    exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-4 if dtype is torch.float32 else 0.2)
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_gated_linear(tokens):
-    x, gate, up = (torch.randn(size, 64).bfloat16() for size in (tokens, 32, 32))
-    out = GatedLinear(gate, up)(x)
-    exact = F.silu(F.linear(x.double(), gate.double())) * F.linear(x.double(), up.double())
-    assert out.shape == (tokens, 32) and out.dtype is torch.bfloat16
-    torch.testing.assert_close(out.double(), exact, rtol=0.03, atol=0.1)
-
-
 def sample(scores, seeds, offsets=None, indices=None):
     offsets = torch.zeros_like(seeds) if offsets is None else offsets
     return CpuMultinomialSamplingImpl().forward(scores, seeds, offsets, indices)
@@ -198,7 +169,7 @@ FAMILY = OperatorFamily({OPERATOR: "builder"}, prepare=mark, extra_bytes=lambda 
         assert CpuOpsBackend.get_layer_impl_builder(OpType.LayerNorm) == "builder"
         model = torch.nn.Identity()
         model.ctx_mgr = None
-        EagerRunner(model, None, None, None, "cpu")
+        CpuRunner(model, None, None, None, "cpu")
         assert model.is_marked
         assert operators.extra_bytes(TEXT, "float32", 16) == known + 7 * 16
         (tmp_path / "again.py").write_text(source.replace("OPERATOR", repr("LayerNorm")))

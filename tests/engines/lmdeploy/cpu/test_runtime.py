@@ -68,48 +68,6 @@ def test_streams_and_events_are_always_done():
     assert usable_cores() == len(os.sched_getaffinity(0))
 
 
-STEPS_OF_ALL_SIZES = """
-import ctypes
-import sys
-
-import torch
-
-from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
-from sagellm.engines.lmdeploy.cpu.operators.linear import pack, packed_linear
-
-
-class Heap(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks used free keep".split()]
-
-
-read = ctypes.CDLL(None).mallinfo2
-read.restype = Heap
-if "bounded" in sys.argv:
-    CPU_DEVICE.activate()
-weight = pack(torch.randn(384, 768))
-used = []
-for number_of_tokens in range(1, 301):
-    packed_linear(torch.randn(number_of_tokens, 768), weight, None)
-    used.append(read().used)
-print((used[-1] - used[199]) / 2**20)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="a C library without mallinfo2")
-def test_steps_of_all_sizes_do_not_fill_memory():
-    """One weight, so 128 kernels are there after 200 steps; without a bound each of the next 100 leaves another."""
-
-    def grown_mib(*words: str) -> float:
-        environment = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
-        run = [sys.executable, "-c", STEPS_OF_ALL_SIZES, *words]
-        return float(subprocess.run(run, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout)
-
-    assert grown_mib("bounded") < 5
-    assert grown_mib() > 30
-
-
 def settings(**change):
     values = dict(
         dtype="auto", quant_policy=0, block_size=16, tp=1, dp=1, ep=1, num_gpu_blocks=0, num_cpu_blocks=0,

@@ -8,6 +8,7 @@ differing number.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -61,19 +62,16 @@ MAX_QUERIES = 65
 
 @dataclass
 class CpuAttentionMetadata(AttentionMetadata):
-    """Facts that every layer of one step needs, computed once."""
+    """Facts that every layer of one step needs, computed once, when the first layer that runs eagerly asks.
 
-    spans: list[Span] = field(default_factory=list)
-    write_slots: torch.Tensor | None = None  # [tokens] int64: the cache slot of each new token
-    batch: DecodeBatch | None = None
+    Attributes:
+        cache: keys of the first layer.
+    """
+
+    cache: torch.Tensor | None = None
 
     @classmethod
     def of_step(cls, context) -> "CpuAttentionMetadata":
-        q_lens, kv_lens = context.q_seqlens.tolist(), context.kv_seqlens.tolist()
-        cache, tables = context.kv_caches[0][0], context.block_offsets.numpy()
-        spans, writes = _plan(q_lens, kv_lens, tables, cache.shape[1])
-        is_decode = max(q_lens) == 1 or (context.is_decoding and max(q_lens) <= MAX_QUERIES)
-        batch = _decode_batch(q_lens, kv_lens, tables, cache) if is_decode else None
         return cls(
             context.is_decoding,
             context.block_offsets,
@@ -81,10 +79,31 @@ class CpuAttentionMetadata(AttentionMetadata):
             q_seqlens=context.q_seqlens,
             kv_seqlens=context.kv_seqlens,
             quant_policy=context.kv_quant_policy,
-            spans=spans,
-            write_slots=writes,
-            batch=batch,
+            cache=context.kv_caches[0][0],
         )
+
+    @cached_property
+    def _lengths(self) -> tuple[list[int], list[int]]:
+        return self.q_seqlens.tolist(), self.kv_seqlens.tolist()
+
+    @cached_property
+    def _planned(self) -> tuple[list[Span], torch.Tensor | None]:
+        return _plan(*self._lengths, self.block_offsets.numpy(), self.cache.shape[1])
+
+    @property
+    def spans(self) -> list[Span]:
+        return self._planned[0]
+
+    @property
+    def write_slots(self) -> torch.Tensor | None:
+        """[tokens] int64: the cache slot of each new token."""
+        return self._planned[1]
+
+    @cached_property
+    def batch(self) -> DecodeBatch | None:
+        q_lens, kv_lens = self._lengths
+        is_decode = max(q_lens) == 1 or (self.is_decoding and max(q_lens) <= MAX_QUERIES)
+        return _decode_batch(q_lens, kv_lens, self.block_offsets.numpy(), self.cache) if is_decode else None
 
 
 def _plan(q_lens: list[int], kv_lens: list[int], tables: np.ndarray, block_size: int):
@@ -144,7 +163,7 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
 
     def __init__(self, num_heads: int, head_size: int, **kwargs) -> None:
         super().__init__(num_heads, head_size, **kwargs)
-        self._window = _window(self.sliding_window)
+        self.window = _window(self.sliding_window)
 
     def forward(
         self,
@@ -169,7 +188,7 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         if key is not None:
             k_slots.index_copy_(0, attn_metadata.write_slots, key)
             v_slots.index_copy_(0, attn_metadata.write_slots, value)
-        if attn_metadata.batch is not None and self._window is None:
+        if attn_metadata.batch is not None and self.window is None:
             return self._decode_all(query, k_slots, v_slots, attn_metadata.batch)
         outputs = [self._attend(query[span.rows], k_slots, v_slots, span) for span in attn_metadata.spans]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -202,7 +221,7 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
 
     def _decode(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
         """One query against its whole past: the heads that share a key head become rows of one product."""
-        first = 0 if self._window is None else max(0, span.num_kv - self._window)
+        first = 0 if self.window is None else max(0, span.num_kv - self.window)
         keys, values = _read(k_slots, span, first), _read(v_slots, span, first)
         grouped = query.reshape(1, self.num_kv_heads, -1, self.head_size)
         out = F.scaled_dot_product_attention(grouped, keys, values, scale=self.scale)
@@ -212,11 +231,11 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         """A few queries behind a past, as guesses are: as in `_decode`, a key head is read once for all heads that share it."""
         q_len, share = query.shape[0], self.num_heads // self.num_kv_heads
         past = span.num_kv - q_len
-        first = 0 if self._window is None else max(0, past + 1 - self._window)
-        if (mask := span.few.get((self._window, share))) is None:
+        first = 0 if self.window is None else max(0, past + 1 - self.window)
+        if (mask := span.few.get((self.window, share))) is None:
             seen = self._mask(span, q_len, past - first).repeat_interleave(share, 0)
             mask = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
-            span.few[self._window, share] = mask
+            span.few[self.window, share] = mask
         keys, values = _read(k_slots, span, first), _read(v_slots, span, first)
         out = F.scaled_dot_product_attention(self._grouped(query[None]), keys, values, attn_mask=mask, scale=self.scale)
         return self._ungrouped(out)[0]
@@ -234,7 +253,7 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         """Many queries; what a prefix hit or an earlier chunk left in the cache comes before them."""
         q_len = query.shape[0]
         past = span.num_kv - q_len
-        first = 0 if self._window is None else max(0, past + 1 - self._window)
+        first = 0 if self.window is None else max(0, past + 1 - self.window)
         keys, values = _read(k_slots, span, first), _read(v_slots, span, first)
         mask = self._mask(span, q_len, past - first) if past > first or self._limits(q_len) else None
         out = F.scaled_dot_product_attention(
@@ -249,16 +268,16 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         return out[0].transpose(0, 1)
 
     def _limits(self, num_tokens: int) -> bool:
-        return self._window is not None and num_tokens > self._window
+        return self.window is not None and num_tokens > self.window
 
     def _mask(self, span: Span, q_len: int, past: int) -> torch.Tensor:
         """[q_len, past + q_len] bool, True where a query may look: not ahead, and not beyond the window."""
-        if (mask := span.masks.get(self._window)) is None:
+        if (mask := span.masks.get(self.window)) is None:
             distance = torch.arange(past, past + q_len)[:, None] - torch.arange(past + q_len)[None]
             mask = distance >= 0
-            if self._window is not None:
-                mask &= distance < self._window
-            span.masks[self._window] = mask
+            if self.window is not None:
+                mask &= distance < self.window
+            span.masks[self.window] = mask
         return mask
 
 

@@ -9,7 +9,7 @@ from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
 class CpuRMSNormImpl(RMSNormImpl):
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         self._size = hidden_size
-        self._eps = eps
+        self.epsilon = eps
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None):
         """`x`, `residual`: [..., hidden_size]. Returns the norm, and with a residual also the sum."""
@@ -22,7 +22,7 @@ class CpuRMSNormImpl(RMSNormImpl):
         """In float32. One reduction, and few calls: at a decode step's size their number is what they cost."""
         wide = x.float()
         scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = scale.square_().div_(self._size).add_(self._eps).rsqrt_()
+        scale = scale.square_().div_(self._size).add_(self.epsilon).rsqrt_()
         return (wide * scale).mul_(weight.float()).to(x.dtype)
 
 

@@ -1,0 +1,163 @@
+// `_core.CpuTeam`, `_core.CpuKernels` and `_core.CpuDecoder`. Tensors come as addresses; sagellm/engines/lmdeploy/cpu
+// checks their shapes and keeps them alive.
+
+#include "sagellm/decoder.h"
+
+#include "arguments.h"
+
+namespace sage::python {
+
+namespace {
+
+using Address = std::uintptr_t;
+
+template <typename T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Dtype dtype_of(const std::string& name) {
+  if (name == "float32") return Dtype::kFloat32;
+  if (name == "bfloat16") return Dtype::kBFloat16;
+  throw py::value_error("dtype is '" + name + "'; use float32 or bfloat16.");
+}
+
+Activation activation_of(const std::string& name) {
+  if (name.empty()) return Activation::kNone;
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  throw py::value_error("activation is '" + name + "'; use silu or gelu.");
+}
+
+Matrix matrix_of(const py::dict& given) {
+  Matrix matrix;
+  matrix.weight = at<const void>(given["weight"].cast<Address>());
+  matrix.bias = at<const float>(given["bias"].cast<Address>());
+  matrix.outputs = given["outputs"].cast<int>();
+  matrix.inputs = given["inputs"].cast<int>();
+  return matrix;
+}
+
+DecoderLayer layer_of(const py::dict& given) {
+  const auto numbers = [&](const char* name) { return at<const float>(given[name].cast<Address>()); };
+  DecoderLayer layer;
+  layer.qkv = matrix_of(given["qkv"]);
+  layer.out = matrix_of(given["out"]);
+  layer.gate_up = matrix_of(given["gate_up"]);
+  layer.down = matrix_of(given["down"]);
+  layer.attention_norm = numbers("attention_norm");
+  layer.feed_forward_norm = numbers("feed_forward_norm");
+  layer.after_attention = numbers("after_attention");
+  layer.after_feed_forward = numbers("after_feed_forward");
+  layer.query_norm = numbers("query_norm");
+  layer.key_norm = numbers("key_norm");
+  layer.window = given["window"].cast<int>();
+  return layer;
+}
+
+DecoderShape shape_of(const py::dict& given) {
+  DecoderShape shape;
+  shape.hidden = given["hidden"].cast<int>();
+  shape.heads = given["heads"].cast<int>();
+  shape.kv_heads = given["kv_heads"].cast<int>();
+  shape.head_size = given["head_size"].cast<int>();
+  shape.feed_forward = given["feed_forward"].cast<int>();
+  shape.vocabulary = given["vocabulary"].cast<int>();
+  shape.epsilon = given["epsilon"].cast<float>();
+  shape.attention_scale = given["attention_scale"].cast<float>();
+  shape.softcap = given["softcap"].cast<float>();
+  shape.embedding_scale = given["embedding_scale"].cast<float>();
+  shape.activation = activation_of(given["activation"].cast<std::string>());
+  return shape;
+}
+
+// A decoder and the cache that it was bound to.
+class BoundDecoder {
+ public:
+  BoundDecoder(const CpuKernels& kernels, const py::dict& shape, const py::list& layers, const py::dict& embedding,
+               Address last_norm)
+      : decoder_(kernels, shape_of(shape), layers_of(layers), matrix_of(embedding), at<const float>(last_norm)) {}
+
+  void bind(const std::vector<Address>& keys, const std::vector<Address>& values, int num_blocks, int block_size,
+            std::size_t block_stride, std::size_t slot_stride) {
+    cache_ = {};
+    for (const Address address : keys) cache_.keys.push_back(at<char>(address));
+    for (const Address address : values) cache_.values.push_back(at<char>(address));
+    cache_.num_blocks = num_blocks;
+    cache_.block_size = block_size;
+    cache_.block_stride = block_stride;
+    cache_.slot_stride = slot_stride;
+  }
+
+  void run(Team& team, int num_tokens, Address tokens, int num_sequences, Address query_lengths, Address lengths,
+           Address tables, int table_width, Address cos, Address sin, Address hidden) {
+    DecoderStep step;
+    step.num_tokens = num_tokens;
+    step.num_sequences = num_sequences;
+    step.table_width = table_width;
+    step.tokens = at<const std::int64_t>(tokens);
+    step.query_lengths = at<const std::int64_t>(query_lengths);
+    step.lengths = at<const std::int64_t>(lengths);
+    step.tables = at<const std::int64_t>(tables);
+    step.cos = at<const float>(cos);
+    step.sin = at<const float>(sin);
+    step.hidden = at<void>(hidden);
+    decoder_.run(team, cache_, step);
+  }
+
+ private:
+  static std::vector<DecoderLayer> layers_of(const py::list& given) {
+    std::vector<DecoderLayer> layers;
+    for (const py::handle layer : given) layers.push_back(layer_of(py::reinterpret_borrow<py::dict>(layer)));
+    return layers;
+  }
+
+  Decoder decoder_;
+  PagedCache cache_;
+};
+
+using Release = py::call_guard<py::gil_scoped_release>;
+
+}  // namespace
+
+void bind_decoder(py::module_& module) {
+  py::class_<Team>(module, "CpuTeam")
+      .def(py::init<int>(), py::arg("threads"))
+      .def_property_readonly("threads", &Team::threads)
+      .def_property_readonly("repeated", &Team::repeated);
+  py::class_<CpuKernels>(module, "CpuKernels")
+      .def(py::init([](const std::string& dtype, const std::string& isa) {
+             return std::make_unique<CpuKernels>(isa.c_str(), dtype_of(dtype));
+           }),
+           py::arg("dtype"), py::arg("isa") = "")
+      .def_property_readonly("isa", &CpuKernels::isa)
+      .def("packed_bytes", &CpuKernels::packed_bytes, py::arg("outputs"), py::arg("inputs"))
+      .def(
+          "pack",
+          [](const CpuKernels& kernels, Address source, std::size_t stride, int outputs, int inputs, Address packed) {
+            kernels.pack(at<const void>(source), stride, outputs, inputs, at<void>(packed));
+          },
+          py::arg("source"), py::arg("stride"), py::arg("outputs"), py::arg("inputs"), py::arg("packed"), Release())
+      .def(
+          "multiply",
+          [](const CpuKernels& kernels, Team& team, const py::dict& matrix, const std::string& gate, Address input,
+             int rows, Address out, int outputs, bool wide) {
+            const Matrix weight = matrix_of(matrix);
+            const Activation activation = activation_of(gate);
+            const py::gil_scoped_release release;
+            multiply(team, kernels, weight, activation, at<const void>(input), rows, at<void>(out), outputs, wide);
+          },
+          py::arg("team"), py::arg("matrix"), py::arg("gate"), py::arg("input"), py::arg("rows"), py::arg("out"),
+          py::arg("outputs"), py::arg("wide"));
+  py::class_<BoundDecoder>(module, "CpuDecoder")
+      .def(py::init<const CpuKernels&, const py::dict&, const py::list&, const py::dict&, Address>(),
+           py::arg("kernels"), py::arg("shape"), py::arg("layers"), py::arg("embedding"), py::arg("last_norm"),
+           py::keep_alive<1, 2>())
+      .def("bind", &BoundDecoder::bind, py::arg("keys"), py::arg("values"), py::arg("num_blocks"),
+           py::arg("block_size"), py::arg("block_stride"), py::arg("slot_stride"))
+      .def("run", &BoundDecoder::run, py::arg("team"), py::arg("num_tokens"), py::arg("tokens"),
+           py::arg("num_sequences"), py::arg("query_lengths"), py::arg("lengths"), py::arg("tables"),
+           py::arg("table_width"), py::arg("cos"), py::arg("sin"), py::arg("hidden"), Release());
+}
+
+}  // namespace sage::python

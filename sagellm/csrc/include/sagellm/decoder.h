@@ -1,0 +1,103 @@
+// A decoder-only transformer, one call a step: embedding, layers and last norm over LMDeploy's KV blocks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "sagellm/team.h"
+
+namespace sage {
+
+namespace cpu {
+struct Kernels;
+}
+
+enum class Dtype { kFloat32, kBFloat16 };
+
+// A packed weight [outputs, inputs] and its bias; the memory is the caller's.
+struct Matrix {
+  const void* weight = nullptr;
+  const float* bias = nullptr;
+  int outputs = 0, inputs = 0;
+};
+
+// Kernels of one instruction set and dtype of weights.
+class CpuKernels {
+ public:
+  // `isa`: plain, avx2, avx512, avx512_bf16, or "" for the best of this processor.
+  // Throws std::invalid_argument if it is unknown or the processor lacks it.
+  CpuKernels(const char* isa, Dtype weights);
+
+  const char* isa() const;
+  Dtype weights() const { return weights_; }
+  std::size_t packed_bytes(int outputs, int inputs) const;
+  // `source`: [outputs, inputs] with `stride` numbers from row to row.
+  void pack(const void* source, std::size_t stride, int outputs, int inputs, void* packed) const;
+  const cpu::Kernels& table() const { return *table_; }
+
+ private:
+  Dtype weights_;
+  const cpu::Kernels* table_;
+};
+
+enum class Activation { kNone, kSilu, kGelu };
+
+// out = input weight^T + bias, for [rows, inputs] to [rows, outputs]. With a gate the weight holds tiles of the gate
+// and of the other half in turn, and the result has half of the outputs: act(gate) * up. `input` has the weights'
+// dtype; `out` is float32 with `wide`.
+void multiply(Team& team, const CpuKernels& kernels, const Matrix& matrix, Activation gate, const void* input, int rows,
+              void* out, int outputs, bool wide);
+
+struct DecoderShape {
+  int hidden = 0, heads = 0, kv_heads = 0, head_size = 0, feed_forward = 0, vocabulary = 0;
+  float epsilon = 1e-6F, attention_scale = 1.F, softcap = 0.F, embedding_scale = 1.F;
+  Activation activation = Activation::kSilu;
+};
+
+struct DecoderLayer {
+  Matrix qkv, out, gate_up, down;                                         // gate_up in tiles in turn
+  const float *attention_norm = nullptr, *feed_forward_norm = nullptr;    // before each part
+  const float *after_attention = nullptr, *after_feed_forward = nullptr;  // norms of their outputs, or null
+  const float *query_norm = nullptr, *key_norm = nullptr;                 // of each head, or null
+  int window = 0;  // tokens that a token sees, itself included; 0: all
+};
+
+// The KV cache: each layer's keys and values are [blocks][block size][key heads][head size].
+struct PagedCache {
+  std::vector<char*> keys, values;                // by layer
+  std::size_t block_stride = 0, slot_stride = 0;  // bytes
+  int num_blocks = 0, block_size = 0;
+};
+
+// Sequences of a step, their new tokens one after the other.
+struct DecoderStep {
+  int num_tokens = 0, num_sequences = 0, table_width = 0;
+  const std::int64_t* tokens = nullptr;
+  const std::int64_t *query_lengths = nullptr, *lengths = nullptr;  // new tokens; tokens with the new ones, 0: no cache
+  const std::int64_t* tables = nullptr;                             // [sequences][table_width], block numbers
+  const float *cos = nullptr, *sin = nullptr;                       // [tokens][head size]
+  void* hidden = nullptr;                                           // result, [tokens][hidden] of the weights' dtype
+};
+
+// Sums run in an order that does not depend on the batch, so a sequence gets the same numbers beside any others.
+class Decoder {
+ public:
+  // `embedding`: packed; row i is token i's.
+  Decoder(const CpuKernels& kernels, const DecoderShape& shape, std::vector<DecoderLayer> layers, Matrix embedding,
+          const float* last_norm);
+  ~Decoder();
+
+  // Throws std::invalid_argument for tokens, lengths or blocks outside of the model and the cache.
+  void run(Team& team, const PagedCache& cache, const DecoderStep& step);
+
+  struct Model;
+  struct Buffers;
+
+ private:
+  std::shared_ptr<Model> model_;
+  std::shared_ptr<Buffers> buffers_;
+};
+
+}  // namespace sage

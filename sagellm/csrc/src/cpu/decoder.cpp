@@ -1,0 +1,740 @@
+#include "sagellm/decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+namespace sage {
+
+using cpu::Attend;
+using cpu::Kernels;
+using cpu::kTile;
+using cpu::padded;
+
+namespace {
+
+using Size = std::size_t;
+
+constexpr int kPanel = 96;              // rows of a chunk: their inputs and results stay in the second cache
+constexpr Size kChunkBytes = 64 << 10;  // weights of a chunk of few rows, about 5 us of a core's share of the memory
+constexpr int kFewRows = 16;            // query rows of a sequence whose keys are read in splits
+constexpr int kQueryRows = 96;          // of a chunk of a prompt
+constexpr int kTokens = 8;              // of a chunk of element-wise work
+
+Size size(int value) { return static_cast<Size>(value); }
+int divided(int count, int by) { return (count + by - 1) / by; }
+
+cpu::Type type_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? cpu::Type::kFloat32 : cpu::Type::kBFloat16; }
+
+// How a product is cut into chunks: panels of rows times groups of tiles.
+struct Cut {
+  int rows, panel, panels, tiles, group;
+
+  Cut(const Kernels& kernels, int rows_, int outputs, int inputs, int threads, bool pairs) : rows(rows_) {
+    const int unit = pairs ? 2 : 1;
+    panels = divided(rows, kPanel);
+    panel = padded(divided(rows, panels), rows > kPanel ? 12 : 1);
+    panels = divided(rows, panel);
+    tiles = divided(outputs, kTile);
+    const Size bytes = size(kTile) * size(padded(inputs, 2)) * cpu::size_of(kernels.weights);
+    group = rows > kPanel ? 4 : static_cast<int>(std::clamp<Size>(kChunkBytes / bytes, 1, 8));
+    group = std::max(1, std::min(group, tiles * panels / (4 * threads)));
+    group = padded(group, unit);
+  }
+  int chunks() const { return panels * divided(tiles, group); }
+  int first_row(int chunk) const { return chunk % panels * panel; }
+  int num_rows(int chunk) const { return std::min(panel, rows - first_row(chunk)); }
+  int first_tile(int chunk) const { return chunk / panels * group; }
+  int num_tiles(int chunk) const { return std::min(group, tiles - first_tile(chunk)); }
+  int width() const { return group * kTile; }  // of a row of the chunk's result
+  Size bytes() const { return size(panel) * size(width()) * 4; }
+};
+
+// The chunk's part of input . weight^T, as [rows][cut.width()].
+void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const char* input, Size stride,
+                    int chunk, float* local) {
+  const int inputs = kernels.weights == cpu::Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
+  const Size tile_bytes = size(kTile) * size(inputs) * cpu::size_of(kernels.weights);
+  const char* from = input + size(cut.first_row(chunk)) * stride * cpu::size_of(kernels.inputs);
+  const char* tile = static_cast<const char*>(matrix.weight) + size(cut.first_tile(chunk)) * tile_bytes;
+  for (int t = 0; t < cut.num_tiles(chunk); ++t, tile += tile_bytes) {
+    kernels.multiply(from, stride, cut.num_rows(chunk), tile, inputs, local + t * kTile, size(cut.width()), false);
+  }
+}
+
+// Number `row` of a packed weight, in float32.
+void unpack_row(const Kernels& kernels, const Matrix& matrix, int row, float* to) {
+  const bool wide = kernels.weights == cpu::Type::kFloat32;
+  const int inputs = wide ? matrix.inputs : padded(matrix.inputs, 2);
+  const Size tile = size(row / kTile) * size(kTile) * size(inputs), lane = size(row % kTile);
+  if (wide) {
+    const auto* from = static_cast<const float*>(matrix.weight) + tile + lane;
+    for (int i = 0; i < inputs; ++i) to[i] = from[size(i) * kTile];
+    return;
+  }
+  const auto* from = static_cast<const std::uint16_t*>(matrix.weight) + tile + 2 * lane;
+  for (int i = 0; i < matrix.inputs; ++i) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(from[size(i / 2) * 2 * kTile + size(i % 2)]) << 16;
+    std::memcpy(to + i, &bits, 4);
+  }
+}
+
+}  // namespace
+
+CpuKernels::CpuKernels(const char* isa, Dtype weights)
+    : weights_(weights), table_(cpu::find_kernels(isa, type_of(weights))) {
+  if (table_ == nullptr) {
+    throw std::invalid_argument(std::string("this processor has no kernels of the instruction set '") + isa +
+                                "'; known are plain, avx2, avx512, avx512_bf16");
+  }
+}
+
+const char* CpuKernels::isa() const { return table_->name; }
+
+Size CpuKernels::packed_bytes(int outputs, int inputs) const {
+  const int wide = weights_ == Dtype::kFloat32 ? inputs : padded(inputs, 2);
+  return size(padded(outputs, kTile)) * size(wide) * cpu::size_of(table_->weights);
+}
+
+void CpuKernels::pack(const void* source, Size stride, int outputs, int inputs, void* packed) const {
+  table_->pack(source, stride, outputs, inputs, packed);
+}
+
+// ---- one product
+
+namespace {
+
+class Product : public Work {
+ public:
+  Product(const Kernels& kernels, const Matrix& matrix, Activation gate, const void* input, int rows, void* out,
+          int outputs, bool wide, int threads)
+      : kernels_(kernels),
+        matrix_(matrix),
+        gate_(gate),
+        out_(static_cast<char*>(out)),
+        outputs_(outputs),
+        wide_(wide || kernels.weights == cpu::Type::kFloat32),
+        cut_(kernels, rows, matrix.outputs, matrix.inputs, threads, gate != Activation::kNone),
+        stride_(size(padded(matrix.inputs, 2))),
+        input_(size(rows) * stride_ * cpu::size_of(kernels.inputs)) {
+    // A copy: the caller may free its tensor while a thread that is late still reads it.
+    std::vector<float> numbers(size(matrix.inputs));
+    const auto* from = static_cast<const char*>(input);
+    for (int row = 0; row < rows; ++row) {
+      kernels.from_weight(from + size(row) * size(matrix.inputs) * cpu::size_of(kernels.weights), matrix.inputs,
+                          numbers.data());
+      kernels.to_input(numbers.data(), nullptr, matrix.inputs,
+                       input_.data() + size(row) * stride_ * cpu::size_of(kernels.inputs));
+    }
+  }
+  int num_stages() const override { return 1; }
+  int num_chunks(int) const override { return cut_.chunks(); }
+  Size local_bytes() const override { return cut_.bytes(); }
+
+  void compute(int, int chunk, char* local) const override {
+    auto* sums = reinterpret_cast<float*>(local);
+    multiply_chunk(kernels_, cut_, matrix_, input_.data(), stride_, chunk, sums);
+    for (int row = 0; row < cut_.num_rows(chunk); ++row, sums += cut_.width()) {
+      if (matrix_.bias != nullptr) {
+        const int first = cut_.first_tile(chunk) * kTile, count = std::min(cut_.width(), matrix_.outputs - first);
+        for (int i = 0; i < count; ++i) sums[i] += matrix_.bias[first + i];
+      }
+      if (gate_ == Activation::kNone) continue;
+      for (int t = 0; t < cut_.num_tiles(chunk); t += 2) {
+        kernels_.gate(sums + t * kTile, sums + (t + 1) * kTile, kTile, gate_ == Activation::kGelu);
+      }
+    }
+  }
+
+  void commit(int, int chunk, const char* local) override {
+    const int unit = gate_ == Activation::kNone ? 1 : 2;
+    const Size bytes = wide_ ? 4 : 2;
+    for (int row = 0; row < cut_.num_rows(chunk); ++row) {
+      const auto* sums = reinterpret_cast<const float*>(local) + size(row) * size(cut_.width());
+      for (int t = 0; t < cut_.num_tiles(chunk); t += unit) {
+        const int first = (cut_.first_tile(chunk) + t) / unit * kTile, count = std::min(kTile, outputs_ - first);
+        char* to = out_ + (size(cut_.first_row(chunk) + row) * size(outputs_) + size(first)) * bytes;
+        if (wide_)
+          std::memcpy(to, sums + t * kTile, size(count) * 4);
+        else
+          kernels_.to_weight(sums + t * kTile, count, to);
+      }
+    }
+  }
+
+ private:
+  const Kernels& kernels_;
+  const Matrix matrix_;
+  const Activation gate_;
+  char* const out_;
+  const int outputs_;  // numbers of a row of the result
+  const bool wide_;
+  const Cut cut_;
+  const Size stride_;
+  std::vector<char> input_;
+};
+
+}  // namespace
+
+void multiply(Team& team, const CpuKernels& kernels, const Matrix& matrix, Activation gate, const void* input, int rows,
+              void* out, int outputs, bool wide) {
+  if (rows == 0) return;
+  team.run(std::make_shared<Product>(kernels.table(), matrix, gate, input, rows, out, outputs, wide, team.threads()));
+}
+
+// ---- a whole step
+
+struct Decoder::Model {
+  const Kernels* kernels;
+  DecoderShape shape;
+  std::vector<DecoderLayer> layers;
+  Matrix embedding;
+  const float* last_norm;
+};
+
+// What stages hand on. They stay where they are while a thread may still read them.
+struct Decoder::Buffers {
+  int capacity = 0;  // tokens
+  Size partial_capacity = 0;
+  std::vector<float> hidden, squares, qkv, branch, partials;
+  std::vector<char> input, queries, attended, fed;
+
+  void reserve(const Model& model, int tokens, Size partials_needed) {
+    const auto& shape = model.shape;
+    const Size element = cpu::size_of(model.kernels->inputs);
+    if (tokens > capacity) {
+      capacity = tokens;
+      const Size n = size(tokens);
+      hidden.resize(n * size(shape.hidden));
+      branch.resize(n * size(shape.hidden));
+      squares.resize(n * size(divided(shape.hidden, kTile)));
+      qkv.resize(n * size((shape.heads + 2 * shape.kv_heads) * shape.head_size));
+      input.resize(n * size(padded(shape.hidden, 2)) * element);
+      queries.resize(n * size(shape.heads * shape.head_size) * element);
+      attended.resize(n * size(padded(shape.heads * shape.head_size, 2)) * element);
+      fed.resize(n * size(padded(shape.feed_forward, 2)) * element);
+    }
+    if (partials_needed > partials.size()) partials.resize(partials_needed);
+  }
+};
+
+namespace {
+
+enum class Kind { kEmbed, kQkv, kRotate, kAttend, kMerge, kOut, kFeed, kDown, kAddAttended, kAddFed, kLast };
+
+struct Stage {
+  Kind kind;
+  int layer;
+  int chunks;
+};
+
+struct Task {  // of attention
+  int sequence, head;
+  int first, tokens;     // new tokens of the sequence
+  int begin, end;        // keys
+  std::int64_t partial;  // where its result waits to be merged; -1: it is the whole
+};
+
+struct Sequence {
+  int row, tokens, length;
+  bool has_cache;
+  std::vector<std::int64_t> table;
+  int first_task = 0, num_splits = 0;  // of its first head; splits of a head follow each other
+};
+
+class StepWork : public Work {
+ public:
+  StepWork(std::shared_ptr<const Decoder::Model> model, std::shared_ptr<Decoder::Buffers> buffers,
+           const PagedCache& cache, const DecoderStep& step, int threads)
+      : model_(std::move(model)),
+        buffers_(std::move(buffers)),
+        cache_(cache),
+        shape_(model_->shape),
+        kernels_(*model_->kernels),
+        element_(cpu::size_of(kernels_.inputs)),
+        num_tokens_(step.num_tokens),
+        tokens_(step.tokens, step.tokens + step.num_tokens),
+        cos_(step.cos, step.cos + size(step.num_tokens) * size(shape_.head_size)),
+        sin_(step.sin, step.sin + size(step.num_tokens) * size(shape_.head_size)),
+        hidden_(static_cast<char*>(step.hidden)),
+        qkv_(kernels_, num_tokens_, (shape_.heads + 2 * shape_.kv_heads) * shape_.head_size, shape_.hidden, threads,
+             false),
+        out_(kernels_, num_tokens_, shape_.hidden, shape_.heads * shape_.head_size, threads, false),
+        feed_(kernels_, num_tokens_, 2 * padded(shape_.feed_forward, kTile), shape_.hidden, threads, true),
+        down_(kernels_, num_tokens_, shape_.hidden, shape_.feed_forward, threads, false) {
+    while ((1 << block_shift_) < cache.block_size) ++block_shift_;
+    read_sequences(step);
+    plan_attention();
+    plan_stages();
+  }
+
+  Size num_partials() const { return static_cast<Size>(num_partials_); }
+  int num_stages() const override { return static_cast<int>(stages_.size()); }
+  int num_chunks(int stage) const override { return stages_[size(stage)].chunks; }
+
+  Size local_bytes() const override {
+    const int widest = std::max(shape_.hidden, (shape_.heads + 2 * shape_.kv_heads) * shape_.head_size);
+    Size bytes = size(kTokens) * size(widest) * 4;
+    for (const Cut* cut : {&qkv_, &out_, &feed_, &down_}) bytes = std::max(bytes, cut->bytes());
+    for (const Task& task : tasks_) {
+      const int rows = task.tokens * share();
+      bytes = std::max(bytes, result_bytes(rows) + kernels_.attend_bytes(rows, shape_.head_size));
+    }
+    return bytes;
+  }
+
+  void compute(int stage, int chunk, char* local) const override {
+    const Stage& at = stages_[size(stage)];
+    const DecoderLayer& layer = model_->layers[size(at.layer)];
+    auto* result = reinterpret_cast<float*>(local);
+    switch (at.kind) {
+      case Kind::kEmbed:
+        return embed(chunk, result);
+      case Kind::kQkv:
+        return multiply_normed(qkv_, layer.qkv, chunk, result);
+      case Kind::kRotate:
+        return rotate(layer, chunk, result);
+      case Kind::kAttend:
+        return attend(at.layer, layer, chunk, local);
+      case Kind::kMerge:
+        return merge(chunk, result);
+      case Kind::kOut:
+        return multiply_chunk(kernels_, out_, layer.out, buffers_->attended.data(),
+                              size(padded(shape_.heads * shape_.head_size, 2)), chunk, result);
+      case Kind::kFeed:
+        return feed(layer, chunk, result);
+      case Kind::kDown:
+        return multiply_chunk(kernels_, down_, layer.down, buffers_->fed.data(), size(padded(shape_.feed_forward, 2)),
+                              chunk, result);
+      case Kind::kAddAttended:
+        return add_normed(layer.after_attention, chunk, result);
+      case Kind::kAddFed:
+        return add_normed(layer.after_feed_forward, chunk, result);
+      case Kind::kLast:
+        return last(chunk, result);
+    }
+  }
+
+  void commit(int stage, int chunk, const char* local) override {
+    const Stage& at = stages_[size(stage)];
+    const DecoderLayer& layer = model_->layers[size(at.layer)];
+    const auto* result = reinterpret_cast<const float*>(local);
+    switch (at.kind) {
+      case Kind::kEmbed:
+        return commit_rows(chunk, result, model_->layers[0].attention_norm);
+      case Kind::kQkv:
+        return commit_qkv(layer, chunk, result);
+      case Kind::kRotate:
+        return commit_rotated(at.layer, chunk, result);
+      case Kind::kAttend:
+        return commit_attended(chunk, local);
+      case Kind::kMerge:
+        return commit_merged(chunk, result);
+      case Kind::kOut:
+        return commit_sum(out_, layer.out, chunk, result, layer.after_attention, layer.feed_forward_norm);
+      case Kind::kFeed:
+        return commit_fed(chunk, result);
+      case Kind::kDown:
+        return commit_sum(down_, layer.down, chunk, result, layer.after_feed_forward, next_norm(at.layer));
+      case Kind::kAddAttended:
+        return commit_rows(chunk, result, layer.feed_forward_norm);
+      case Kind::kAddFed:
+        return commit_rows(chunk, result, next_norm(at.layer));
+      case Kind::kLast:
+        return commit_last(chunk, result);
+    }
+  }
+
+ private:
+  int share() const { return shape_.heads / shape_.kv_heads; }
+  int head_numbers() const { return shape_.heads * shape_.head_size; }
+  int key_numbers() const { return shape_.kv_heads * shape_.head_size; }
+  int hidden_tiles() const { return divided(shape_.hidden, kTile); }
+  Size input_stride() const { return size(padded(shape_.hidden, 2)); }
+  Size result_bytes(int rows) const { return (size(rows) * size(shape_.head_size + 2) * 4 + 63) / 64 * 64; }
+  const float* next_norm(int layer) const {
+    return size(layer) + 1 < model_->layers.size() ? model_->layers[size(layer) + 1].attention_norm : model_->last_norm;
+  }
+
+  // ---- planning
+
+  void read_sequences(const DecoderStep& step) {
+    const auto fail = [](const std::string& words) { throw std::invalid_argument(words); };
+    int row = 0;
+    for (int s = 0; s < step.num_sequences; ++s) {
+      const std::int64_t tokens = step.query_lengths[s], length = step.lengths[s];
+      if (tokens < 1 || tokens > step.num_tokens - row) fail("query lengths do not add up to the step's tokens");
+      if (length != 0 && length < tokens) fail("a sequence is shorter than its new tokens");
+      Sequence one{row, static_cast<int>(tokens), static_cast<int>(length), length > 0, {}, 0, 0};
+      const std::int64_t blocks = (length + cache_.block_size - 1) / cache_.block_size;
+      if (blocks > step.table_width) fail("a sequence has more tokens than its blocks hold");
+      const std::int64_t* table = step.tables + size(s) * size(step.table_width);
+      one.table.assign(table, table + blocks);
+      for (const std::int64_t block : one.table) {
+        if (block < 0 || block >= cache_.num_blocks) fail("a block is outside of the cache");
+      }
+      row += one.tokens;
+      sequences_.push_back(std::move(one));
+    }
+    if (row != step.num_tokens) fail("query lengths do not add up to the step's tokens");
+    for (const std::int64_t token : tokens_) {
+      if (token < 0 || token >= shape_.vocabulary) fail("a token is outside of the vocabulary");
+    }
+    for (int s = 0; s < step.num_sequences; ++s) {
+      owners_.insert(owners_.end(), size(sequences_[size(s)].tokens), s);
+    }
+  }
+
+  void plan_attention() {
+    for (int s = 0; s < static_cast<int>(sequences_.size()); ++s) {
+      Sequence& one = sequences_[size(s)];
+      if (!one.has_cache) continue;
+      one.first_task = static_cast<int>(tasks_.size());
+      const bool few = one.tokens * share() < kFewRows;
+      const int step = few ? one.tokens : std::max(1, kQueryRows / share());
+      one.num_splits = few ? divided(one.length, cpu::kSplit) : 0;
+      for (int head = 0; head < shape_.kv_heads; ++head) {
+        if (!few) {
+          for (int first = 0; first < one.tokens; first += step) {
+            const int tokens = std::min(step, one.tokens - first);
+            tasks_.push_back({s, head, first, tokens, 0, one.length - one.tokens + first + tokens, -1});
+          }
+          continue;
+        }
+        for (int split = 0; split < one.num_splits; ++split) {
+          const int begin = split * cpu::kSplit, end = std::min(one.length, begin + cpu::kSplit);
+          tasks_.push_back({s, head, 0, one.tokens, begin, end, one.num_splits > 1 ? num_partials_ : -1});
+          if (one.num_splits > 1) num_partials_ += one.tokens * share() * (shape_.head_size + 2);
+        }
+      }
+      if (one.num_splits > 1) {
+        for (int head = 0; head < shape_.kv_heads; ++head) merged_.emplace_back(s, head);
+      }
+    }
+  }
+
+  void plan_stages() {
+    const int groups = divided(num_tokens_, kTokens), attends = static_cast<int>(tasks_.size());
+    const auto add = [&](Kind kind, int layer, int chunks) { stages_.push_back({kind, layer, chunks}); };
+    add(Kind::kEmbed, 0, groups);
+    for (int i = 0; i < static_cast<int>(model_->layers.size()); ++i) {
+      const DecoderLayer& layer = model_->layers[size(i)];
+      add(Kind::kQkv, i, qkv_.chunks());
+      add(Kind::kRotate, i, groups);
+      if (attends > 0) add(Kind::kAttend, i, attends);
+      if (!merged_.empty()) add(Kind::kMerge, i, static_cast<int>(merged_.size()));
+      add(Kind::kOut, i, out_.chunks());
+      if (layer.after_attention != nullptr) add(Kind::kAddAttended, i, groups);
+      add(Kind::kFeed, i, feed_.chunks());
+      add(Kind::kDown, i, down_.chunks());
+      if (layer.after_feed_forward != nullptr) add(Kind::kAddFed, i, groups);
+    }
+    add(Kind::kLast, static_cast<int>(model_->layers.size()) - 1, groups);
+  }
+
+  // ---- rows of the residual stream
+
+  int first_of(int chunk) const { return chunk * kTokens; }
+  int end_of(int chunk) const { return std::min(num_tokens_, first_of(chunk) + kTokens); }
+
+  // 1 / root mean square of a row of the residual stream, from the sums of squares of its tiles.
+  float scale_of(int row) const {
+    const float* squares = buffers_->squares.data() + size(row) * size(hidden_tiles());
+    float total = 0;
+    for (int t = 0; t < hidden_tiles(); ++t) total += squares[t];
+    return 1.F / std::sqrt(total / static_cast<float>(shape_.hidden) + shape_.epsilon);
+  }
+
+  // Numbers [first, first + count) of a row are known: what the next product needs of them. The row's scale, which
+  // needs all of the row, is applied to the product's result.
+  void store_hidden(int row, int tile, const float* values, int count, const float* norm) {
+    const Size first = size(tile) * kTile;
+    std::memcpy(buffers_->hidden.data() + size(row) * size(shape_.hidden) + first, values, size(count) * 4);
+    kernels_.to_input(values, norm + first, count,
+                      buffers_->input.data() + (size(row) * input_stride() + first) * element_);
+    buffers_->squares[size(row) * size(hidden_tiles()) + size(tile)] = kernels_.sum_of_squares(values, count);
+  }
+
+  void embed(int chunk, float* result) const {
+    for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+      unpack_row(kernels_, model_->embedding, static_cast<int>(tokens_[size(row)]), result);
+      if (shape_.embedding_scale != 1.F) {
+        for (int i = 0; i < shape_.hidden; ++i) result[i] *= shape_.embedding_scale;
+      }
+    }
+  }
+
+  void commit_rows(int chunk, const float* result, const float* norm) {
+    for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+      for (int tile = 0; tile < hidden_tiles(); ++tile) {
+        store_hidden(row, tile, result + tile * kTile, std::min(kTile, shape_.hidden - tile * kTile), norm);
+      }
+    }
+  }
+
+  // hidden += norm(branch)
+  void add_normed(const float* norm, int chunk, float* result) const {
+    for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+      const float* branch = buffers_->branch.data() + size(row) * size(shape_.hidden);
+      const float* hidden = buffers_->hidden.data() + size(row) * size(shape_.hidden);
+      const float squares = kernels_.sum_of_squares(branch, shape_.hidden);
+      const float scale = 1.F / std::sqrt(squares / static_cast<float>(shape_.hidden) + shape_.epsilon);
+      for (int i = 0; i < shape_.hidden; ++i) result[i] = hidden[i] + branch[i] * scale * norm[i];
+    }
+  }
+
+  void last(int chunk, float* result) const {
+    for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+      const float* hidden = buffers_->hidden.data() + size(row) * size(shape_.hidden);
+      const float scale = scale_of(row);
+      for (int i = 0; i < shape_.hidden; ++i) result[i] = hidden[i] * scale * model_->last_norm[i];
+    }
+  }
+
+  void commit_last(int chunk, const float* result) {
+    const Size row_bytes = size(shape_.hidden) * cpu::size_of(kernels_.weights);
+    for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+      kernels_.to_weight(result, shape_.hidden, hidden_ + size(row) * row_bytes);
+    }
+  }
+
+  // ---- products
+
+  // The product of normed rows: their scales come last.
+  void multiply_normed(const Cut& cut, const Matrix& matrix, int chunk, float* result) const {
+    multiply_chunk(kernels_, cut, matrix, buffers_->input.data(), input_stride(), chunk, result);
+    const int first = cut.first_tile(chunk) * kTile;
+    const int count = std::min(cut.num_tiles(chunk) * kTile, padded(matrix.outputs, kTile) - first);
+    for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
+      const float scale = scale_of(cut.first_row(chunk) + row);
+      for (int i = 0; i < count; ++i) result[i] *= scale;
+      if (matrix.bias == nullptr) continue;
+      for (int i = 0; i < std::min(count, matrix.outputs - first); ++i) result[i] += matrix.bias[first + i];
+    }
+  }
+
+  void commit_qkv(const DecoderLayer& layer, int chunk, const float* result) {
+    const int first = qkv_.first_tile(chunk) * kTile,
+              count = std::min(qkv_.num_tiles(chunk) * kTile, layer.qkv.outputs - first);
+    for (int row = 0; row < qkv_.num_rows(chunk); ++row, result += qkv_.width()) {
+      float* to = buffers_->qkv.data() + size(qkv_.first_row(chunk) + row) * size(layer.qkv.outputs);
+      std::memcpy(to + first, result, size(count) * 4);
+    }
+  }
+
+  void feed(const DecoderLayer& layer, int chunk, float* result) const {
+    multiply_normed(feed_, layer.gate_up, chunk, result);
+    for (int row = 0; row < feed_.num_rows(chunk); ++row, result += feed_.width()) {
+      for (int t = 0; t < feed_.num_tiles(chunk); t += 2) {
+        kernels_.gate(result + t * kTile, result + (t + 1) * kTile, kTile, shape_.activation == Activation::kGelu);
+      }
+    }
+  }
+
+  void commit_fed(int chunk, const float* result) {
+    const Size stride = size(padded(shape_.feed_forward, 2));
+    for (int row = 0; row < feed_.num_rows(chunk); ++row, result += feed_.width()) {
+      char* to = buffers_->fed.data() + size(feed_.first_row(chunk) + row) * stride * element_;
+      for (int t = 0; t < feed_.num_tiles(chunk); t += 2) {
+        const int first = (feed_.first_tile(chunk) + t) / 2 * kTile,
+                  count = std::min(kTile, shape_.feed_forward - first);
+        kernels_.to_input(result + t * kTile, nullptr, count, to + size(first) * element_);
+      }
+    }
+  }
+
+  // The result of a part of the layer goes to the residual stream, or waits for its own norm.
+  void commit_sum(const Cut& cut, const Matrix& matrix, int chunk, const float* result, const float* after,
+                  const float* norm) {
+    float sum[kTile];
+    for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
+      const Size at = size(cut.first_row(chunk) + row);
+      for (int t = 0; t < cut.num_tiles(chunk); ++t) {
+        const int tile = cut.first_tile(chunk) + t, first = tile * kTile,
+                  count = std::min(kTile, shape_.hidden - first);
+        const float* hidden = buffers_->hidden.data() + at * size(shape_.hidden) + first;
+        for (int i = 0; i < count; ++i) {
+          sum[i] = result[t * kTile + i] + (matrix.bias == nullptr ? 0.F : matrix.bias[first + i]);
+        }
+        if (after != nullptr) {
+          std::memcpy(buffers_->branch.data() + at * size(shape_.hidden) + first, sum, size(count) * 4);
+          continue;
+        }
+        for (int i = 0; i < count; ++i) sum[i] += hidden[i];
+        store_hidden(static_cast<int>(at), tile, sum, count, norm);
+      }
+    }
+  }
+
+  // ---- attention
+
+  void norm_heads(float* heads, int count, const float* norm) const {
+    for (int head = 0; head < count; ++head, heads += shape_.head_size) {
+      const float squares = kernels_.sum_of_squares(heads, shape_.head_size);
+      const float scale = 1.F / std::sqrt(squares / static_cast<float>(shape_.head_size) + shape_.epsilon);
+      for (int i = 0; i < shape_.head_size; ++i) heads[i] *= scale * norm[i];
+    }
+  }
+
+  void rotate(const DecoderLayer& layer, int chunk, float* result) const {
+    const int numbers = head_numbers() + 2 * key_numbers();
+    for (int row = first_of(chunk); row < end_of(chunk); ++row, result += numbers) {
+      std::memcpy(result, buffers_->qkv.data() + size(row) * size(numbers), size(numbers) * 4);
+      if (layer.query_norm != nullptr) norm_heads(result, shape_.heads, layer.query_norm);
+      if (layer.key_norm != nullptr) norm_heads(result + head_numbers(), shape_.kv_heads, layer.key_norm);
+      const Size angles = size(row) * size(shape_.head_size);
+      kernels_.rotate(result, shape_.heads + shape_.kv_heads, shape_.head_size, cos_.data() + angles,
+                      sin_.data() + angles);
+    }
+  }
+
+  void commit_rotated(int layer, int chunk, const float* result) {
+    const int numbers = head_numbers() + 2 * key_numbers();
+    for (int row = first_of(chunk); row < end_of(chunk); ++row, result += numbers) {
+      kernels_.to_input(result, nullptr, head_numbers(),
+                        buffers_->queries.data() + size(row) * size(head_numbers()) * element_);
+      const Sequence& one = sequences_[size(owners_[size(row)])];
+      if (!one.has_cache) continue;
+      const int position = one.length - one.tokens + row - one.row;
+      const Size at = size(static_cast<int>(one.table[size(position >> block_shift_)])) * cache_.block_stride +
+                      size(position & (cache_.block_size - 1)) * cache_.slot_stride;
+      kernels_.to_weight(result + head_numbers(), key_numbers(), cache_.keys[size(layer)] + at);
+      kernels_.to_weight(result + head_numbers() + key_numbers(), key_numbers(), cache_.values[size(layer)] + at);
+    }
+  }
+
+  void attend(int index, const DecoderLayer& layer, int chunk, char* local) const {
+    const Task& task = tasks_[size(chunk)];
+    const Sequence& one = sequences_[size(task.sequence)];
+    const Size head = size(task.head) * size(shape_.head_size);
+    Attend wanted{};
+    wanted.query = buffers_->queries.data() +
+                   (size(one.row + task.first) * size(head_numbers()) + head * size(share())) * element_;
+    wanted.query_stride = size(head_numbers());
+    wanted.tokens = task.tokens;
+    wanted.share = share();
+    wanted.head_size = shape_.head_size;
+    wanted.keys = cache_.keys[size(index)] + head * cpu::size_of(kernels_.weights);
+    wanted.values = cache_.values[size(index)] + head * cpu::size_of(kernels_.weights);
+    wanted.block_stride = cache_.block_stride;
+    wanted.slot_stride = cache_.slot_stride;
+    wanted.table = one.table.data();
+    wanted.block_shift = block_shift_;
+    wanted.first_position = one.length - one.tokens + task.first;
+    wanted.begin = task.begin;
+    wanted.end = task.end;
+    wanted.window = layer.window;
+    wanted.scale = shape_.attention_scale;
+    wanted.softcap = shape_.softcap;
+    const int rows = task.tokens * share();
+    auto *out = reinterpret_cast<float*>(local), *max = out + rows * shape_.head_size, *sums = max + rows;
+    kernels_.attend(wanted, out, max, sums, local + result_bytes(rows));
+    if (task.partial >= 0) return;
+    for (int row = 0; row < rows; ++row, out += shape_.head_size) {
+      const float scale = 1.F / sums[row];
+      for (int i = 0; i < shape_.head_size; ++i) out[i] *= scale;
+    }
+  }
+
+  // Rows [tokens][share][head size] of a key head.
+  void store_attended(int row, int tokens, int head, const float* from) {
+    const int numbers = share() * shape_.head_size;
+    const Size stride = size(padded(head_numbers(), 2));
+    for (int token = 0; token < tokens; ++token, from += numbers) {
+      kernels_.to_input(
+          from, nullptr, numbers,
+          buffers_->attended.data() + (size(row + token) * stride + size(head) * size(numbers)) * element_);
+    }
+  }
+
+  void commit_attended(int chunk, const char* local) {
+    const Task& task = tasks_[size(chunk)];
+    const auto* result = reinterpret_cast<const float*>(local);
+    if (task.partial < 0) {
+      return store_attended(sequences_[size(task.sequence)].row + task.first, task.tokens, task.head, result);
+    }
+    const Size numbers = size(task.tokens * share() * (shape_.head_size + 2));
+    std::memcpy(buffers_->partials.data() + task.partial, result, numbers * 4);
+  }
+
+  void merge(int chunk, float* result) const {
+    const auto [sequence, head] = merged_[size(chunk)];
+    const Sequence& one = sequences_[size(sequence)];
+    const int rows = one.tokens * share(), numbers = rows * (shape_.head_size + 2);
+    const Task& first = tasks_[size(one.first_task + head * one.num_splits)];
+    for (int row = 0; row < rows; ++row, result += shape_.head_size) {
+      const float* part = buffers_->partials.data() + first.partial;
+      const int at_max = rows * shape_.head_size + row, at_sum = at_max + rows;
+      float top = part[at_max], total = 0;
+      for (int s = 1; s < one.num_splits; ++s) top = std::max(top, part[s * numbers + at_max]);
+      std::fill_n(result, shape_.head_size, 0.F);
+      for (int s = 0; s < one.num_splits; ++s, part += numbers) {
+        if (part[at_sum] == 0.F) continue;  // outside of the window
+        const float weight = std::exp(part[at_max] - top);
+        total += weight * part[at_sum];
+        for (int i = 0; i < shape_.head_size; ++i) result[i] += weight * part[row * shape_.head_size + i];
+      }
+      for (int i = 0; i < shape_.head_size; ++i) result[i] /= total;
+    }
+  }
+
+  void commit_merged(int chunk, const float* result) {
+    const auto [sequence, head] = merged_[size(chunk)];
+    store_attended(sequences_[size(sequence)].row, sequences_[size(sequence)].tokens, head, result);
+  }
+
+  const std::shared_ptr<const Decoder::Model> model_;
+  const std::shared_ptr<Decoder::Buffers> buffers_;
+  const PagedCache cache_;
+  const DecoderShape& shape_;
+  const Kernels& kernels_;
+  const Size element_;
+  const int num_tokens_;
+  const std::vector<std::int64_t> tokens_;
+  const std::vector<float> cos_, sin_;
+  char* const hidden_;
+  const Cut qkv_, out_, feed_, down_;
+  int block_shift_ = 0;
+  std::vector<Sequence> sequences_;
+  std::vector<int> owners_;  // sequence of each token
+  std::vector<Task> tasks_;
+  std::vector<std::pair<int, int>> merged_;  // sequence, key head
+  std::int64_t num_partials_ = 0;
+  std::vector<Stage> stages_;
+};
+
+}  // namespace
+
+Decoder::Decoder(const CpuKernels& kernels, const DecoderShape& shape, std::vector<DecoderLayer> layers,
+                 Matrix embedding, const float* last_norm)
+    : model_(std::make_shared<Model>(Model{&kernels.table(), shape, std::move(layers), embedding, last_norm})),
+      buffers_(std::make_shared<Buffers>()) {
+  if (model_->layers.empty()) throw std::invalid_argument("a decoder needs a layer");
+  if (shape.kv_heads < 1 || shape.heads % shape.kv_heads != 0)
+    throw std::invalid_argument("heads do not divide by key heads");
+}
+
+Decoder::~Decoder() = default;
+
+void Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& step) {
+  if (cache.keys.size() != model_->layers.size() || cache.values.size() != model_->layers.size()) {
+    throw std::invalid_argument("the cache has another number of layers than the model");
+  }
+  if (cache.block_size < 1 || (cache.block_size & (cache.block_size - 1)) != 0) {
+    throw std::invalid_argument("the block size is not a power of two");
+  }
+  auto work = std::make_shared<StepWork>(model_, buffers_, cache, step, team.threads());
+  if (step.num_tokens > buffers_->capacity || work->num_partials() > buffers_->partials.size()) {
+    // A thread that is late may still read the old buffers.
+    buffers_ = std::make_shared<Buffers>();
+    buffers_->reserve(*model_, std::max(step.num_tokens, 64), work->num_partials());
+    work = std::make_shared<StepWork>(model_, buffers_, cache, step, team.threads());
+  }
+  team.run(work);
+}
+
+}  // namespace sage

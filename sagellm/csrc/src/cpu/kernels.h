@@ -1,0 +1,71 @@
+// Kernels of a step on the CPU, compiled once for each instruction set.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace sage::cpu {
+
+// Weights are packed in tiles of so many outputs. A tile of bfloat16 holds pairs: [inputs / 2][kTile][2], one of
+// float32 [inputs][kTile]; padding is zero.
+constexpr int kTile = 32;
+
+enum class Type { kFloat32, kBFloat16 };
+
+inline std::size_t size_of(Type type) { return type == Type::kFloat32 ? 4 : 2; }
+inline int padded(int count, int to) { return (count + to - 1) / to * to; }
+
+// Queries of adjacent tokens against a range of keys of one key head.
+struct Attend {
+  const void* query;         // of the first token's first head, in the kernels' input type
+  std::size_t query_stride;  // elements from token to token
+  int tokens, share;         // query rows are [tokens][share]; `share` heads use the key head
+  int head_size;
+  const char *keys, *values;              // the layer's caches, moved to the key head
+  std::size_t block_stride, slot_stride;  // bytes
+  const std::int64_t* table;              // the sequence's blocks
+  int block_shift;                        // log2 of the block size
+  int first_position;                     // of the first query token
+  int begin, end;                         // keys
+  int window;                             // keys that a token sees, itself included; 0: all
+  float scale, softcap;                   // softcap 0: none
+};
+
+struct Kernels {
+  const char* name;
+  Type weights, inputs;  // types of packed weights (and of the KV cache), and of what they are multiplied with
+
+  // out[row][0..kTile) (+)= input[row] . tile, for `rows` rows of `inputs` numbers. Each sum runs over the inputs in
+  // order, so a row's result does not depend on the other rows.
+  void (*multiply)(const void* input, std::size_t input_stride, int rows, const void* tile, int inputs, float* out,
+                   std::size_t out_stride, bool accumulate);
+  // [outputs][inputs] row-major, as stored, to packed tiles.
+  void (*pack)(const void* source, std::size_t stride, int outputs, int inputs, void* packed);
+  // to[i] = from[i] * by[i], rounded to the input type; `by` may be null. Pads with zeros to an even count.
+  void (*to_input)(const float* from, const float* by, int count, void* to);
+  // to[i] = from[i], rounded to the weights' type, which the KV cache has too.
+  void (*to_weight)(const float* from, int count, void* to);
+  void (*from_weight)(const void* from, int count, float* to);
+  // gate[i] = act(gate[i]) * up[i]; `gelu`: its tanh form, else SiLU.
+  void (*gate)(float* gate, const float* up, int count, bool gelu);
+  // Result rows [tokens * share][head_size]. With `max` and `sum` (one a row) it is left unscaled, to be merged.
+  void (*attend)(const Attend& task, float* out, float* max, float* sum, char* scratch);
+  std::size_t (*attend_bytes)(int rows, int head_size);
+  // Turns [heads][size] numbers of one token by cos and sin, [size] each: the two halves of a head are a pair.
+  void (*rotate)(float* heads, int count, int size, const float* cos, const float* sin);
+  float (*sum_of_squares)(const float* from, int count);
+};
+
+// Keys that one task of a decoding sequence reads; fixed, so that sums do not depend on the batch.
+constexpr int kSplit = 256;
+
+// The kernels of the best instruction set that this processor has, at most `isa` ("" for any). Null: `isa` is unknown,
+// or the processor lacks it.
+const Kernels* find_kernels(const char* isa, Type weights);
+
+const Kernels* plain_kernels(Type weights);
+const Kernels* avx2_kernels(Type weights);
+const Kernels* avx512_kernels(Type weights);
+const Kernels* avx512_bf16_kernels(Type weights);
+
+}  // namespace sage::cpu

@@ -1,0 +1,169 @@
+"""A whole step of a model in one native call.
+
+`describe` reads LMDeploy's own modules. A model that it does not know, or a step that carries something special, runs the modules
+eagerly, over the same packed weights.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lmdeploy.pytorch.backends.graph_runner import GraphRunner
+from torch import nn
+
+from sagellm import _core
+from sagellm.engines.lmdeploy.cpu.operators import prepare
+from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionImpl
+from sagellm.engines.lmdeploy.cpu.operators.rotary import CpuApplyRotaryEmbImpl, TabledRotaryEmbedding
+from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, kernels, matrix_of, team
+
+__all__ = ["CpuRunner", "describe"]
+
+# Decoders whose modules have the names that `describe` reads.
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM")
+
+
+@dataclass
+class Description:
+    """A model for the native code. `kept` holds what its addresses point to."""
+
+    decoder: Any
+    rotary: TabledRotaryEmbedding
+    head_size: int
+    hidden: int
+    dtype: torch.dtype
+    head: PackedWeight
+    kept: list[Any] = field(default_factory=list)
+
+
+class _Unknown(Exception):
+    """Why a model runs eagerly."""
+
+
+def describe(model: nn.Module) -> Description:
+    """Describe a model whose weights are packed.
+
+    Raises:
+        _Unknown: the native code lacks something that it needs.
+    """
+    if (name := type(model).__name__) not in ARCHITECTURES:
+        raise _Unknown(f"{name} is not among {', '.join(ARCHITECTURES)}")
+    inner, kept = model.model, []
+    if getattr(inner, "aux_hidden_state_layers", ()):
+        raise _Unknown("it gives hidden states of inner layers to a draft model")
+    if not isinstance(inner.rotary_emb, TabledRotaryEmbedding):
+        raise _Unknown("its rotary embedding depends on the length of the text")
+    first = inner.layers[0].self_attn.attn_fwd.impl
+    head = getattr(model.lm_head.impl, "packed", None)
+    if head is None or not isinstance(first, CpuAttentionImpl):
+        raise _Unknown("its output layer or its attention is not the CPU device's")
+    dtype = head.data.dtype
+
+    def numbers(norm: nn.Module | None) -> int:
+        if norm is None:
+            return 0
+        kept.append(norm.weight.detach().float().contiguous())
+        return kept[-1].data_ptr()
+
+    def matrix(linear: nn.Module) -> dict[str, int]:
+        if isinstance(linear, PackedGate):
+            found = linear.packed.matrix
+        elif getattr(linear, "all_reduce", False) or len(linear.lora_adapters):
+            raise _Unknown("a linear layer is one of several ranks', or has adapters")
+        elif (found := matrix_of(linear)) is None:
+            raise _Unknown("a linear layer has no packed weight")
+        kept.append(linear)
+        return found
+
+    def layer(block: nn.Module) -> dict[str, Any]:
+        attention, feed = block.self_attn, block.mlp
+        if not isinstance(feed.gate_up_proj, PackedGate):
+            raise _Unknown("its feed-forward layers are not gated by SiLU or GELU")
+        if not isinstance(attention.apply_rotary_pos_emb.impl, CpuApplyRotaryEmbImpl):
+            raise _Unknown("its rotary embedding is not the CPU device's")
+        return {
+            "qkv": matrix(attention.qkv_proj),
+            "out": matrix(attention.o_proj),
+            "gate_up": matrix(feed.gate_up_proj),
+            "down": matrix(feed.down_proj),
+            "attention_norm": numbers(block.input_layernorm),
+            "feed_forward_norm": numbers(block.post_attention_layernorm),
+            "after_attention": 0,
+            "after_feed_forward": 0,
+            "query_norm": numbers(getattr(attention, "q_norm", None)),
+            "key_norm": numbers(getattr(attention, "k_norm", None)),
+            "window": attention.attn_fwd.impl.window or 0,
+        }
+
+    feed = inner.layers[0].mlp.gate_up_proj
+    embedding = inner.embed_tokens.packed if isinstance(inner.embed_tokens, PackedEmbedding) else PackedWeight(inner.embed_tokens.weight.detach())
+    shape = {
+        "hidden": head.inputs,
+        "heads": first.num_heads,
+        "kv_heads": first.num_kv_heads,
+        "head_size": first.head_size,
+        "feed_forward": getattr(feed, "size", 0),
+        "vocabulary": embedding.outputs,
+        "epsilon": inner.norm.impl.epsilon,
+        "attention_scale": first.scale,
+        "softcap": 0.0,
+        "embedding_scale": 1.0,
+        "activation": getattr(feed, "activation", "silu"),
+    }
+    layers = [layer(block) for block in inner.layers]
+    kept.append(embedding)
+    decoder = _core.CpuDecoder(kernels(dtype), shape, layers, embedding.matrix, numbers(inner.norm))
+    return Description(decoder, inner.rotary_emb, first.head_size, head.inputs, dtype, head, kept)
+
+
+class CpuRunner(GraphRunner):
+    """Runs a step natively where it can, else module by module."""
+
+    def __init__(self, model: nn.Module, *args, **kwargs) -> None:
+        prepare(model)
+        super().__init__(model, *args, **kwargs)
+        self.reason = ""
+        self._bound: Any = None
+        try:
+            self.native: Description | None = describe(model)
+        except _Unknown as unknown:
+            self.native, self.reason = None, str(unknown)
+
+    def get_capture_batch_sizes(self) -> list[int]:
+        """There is no graph to capture, hence one warm-up batch instead of one a power of two."""
+        return [1]
+
+    def __call__(self, input_ids=None, position_ids=None, past_key_values=None, attn_metadata=None, inputs_embeds=None, **more):
+        if self.native is None or inputs_embeds is not None:
+            return self.model(
+                input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, attn_metadata=attn_metadata,
+                inputs_embeds=inputs_embeds, **more,
+            )  # fmt: skip
+        native = self.native
+        if self._bound is not past_key_values:
+            self._bind(past_key_values)
+        # In float32 whatever the model's dtype is: the angles are exact.
+        cos, sin = (part[0].contiguous() for part in native.rotary(torch.empty(0, dtype=torch.float32), position_ids))
+        tokens, tables = input_ids.contiguous(), attn_metadata.block_offsets.to(torch.int64).contiguous()
+        queries, lengths = (each.to(torch.int64).contiguous() for each in (attn_metadata.q_seqlens, attn_metadata.kv_seqlens))
+        hidden = torch.empty(1, tokens.numel(), native.hidden, dtype=native.dtype)
+        native.decoder.run(
+            team(), tokens.numel(), tokens.data_ptr(), queries.numel(), queries.data_ptr(), lengths.data_ptr(),
+            tables.data_ptr(), tables.shape[1], cos.data_ptr(), sin.data_ptr(), hidden.data_ptr(),
+        )  # fmt: skip
+        return hidden
+
+    def get_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`hidden_states`: [..., hidden]; returns [..., vocabulary], in float32 where the model runs natively."""
+        if self.native is None:
+            return super().get_logits(hidden_states)
+        return self.native.head.multiply(hidden_states.to(self.native.dtype), wide=True)
+
+    def _bind(self, caches: Any) -> None:
+        """`caches`: (keys, values) of each layer, [blocks, block size, key heads, head size]."""
+        keys = caches[0][0]
+        self.native.decoder.bind(
+            [pair[0].data_ptr() for pair in caches], [pair[1].data_ptr() for pair in caches], keys.shape[0], keys.shape[1],
+            keys.stride(0) * keys.element_size(), keys.stride(1) * keys.element_size(),
+        )  # fmt: skip
+        self._bound = caches

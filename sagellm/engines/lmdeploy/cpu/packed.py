@@ -1,0 +1,123 @@
+"""Weights packed for the native kernels, and the threads that multiply by them."""
+
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from sagellm import _core
+
+__all__ = ["TILE", "PackedEmbedding", "PackedGate", "PackedWeight", "can_pack", "kernels", "pack_gate", "team"]
+
+TILE = 32  # outputs of a tile of packed weights
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+_local = threading.local()
+
+
+def team() -> _core.CpuTeam:
+    """Return the threads that compute for the calling one: as many as torch has been given there.
+
+    Torch itself then gets one thread here. Its OpenMP workers would spin for the cores that these threads need.
+    """
+    found = getattr(_local, "team", None)
+    if found is None:
+        found = _local.team = _core.CpuTeam(torch.get_num_threads())
+        torch.set_num_threads(1)
+    return found
+
+
+@cache
+def kernels(dtype: torch.dtype, isa: str = "") -> _core.CpuKernels:
+    """Return the kernels for weights of `dtype`; `isa`: see `CpuKernels`, the best of this processor if empty."""
+    return _core.CpuKernels(DTYPES[dtype], isa)
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """True for a row-major matrix of a dtype that the kernels know."""
+    return weight.dim() == 2 and weight.dtype in DTYPES and weight.stride(1) == 1
+
+
+class PackedWeight:
+    """A matrix [outputs, inputs] in the kernels' layout.
+
+    Attributes:
+        data: the packed numbers, one-dimensional.
+        matrix: the same for the native code.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.outputs, self.inputs = weight.shape
+        self.kernels = kernels(weight.dtype)
+        size = self.kernels.packed_bytes(self.outputs, self.inputs) // weight.element_size()
+        self.data = torch.empty(size, dtype=weight.dtype)
+        self.kernels.pack(weight.data_ptr(), weight.stride(0), self.outputs, self.inputs, self.data.data_ptr())
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        address = 0 if self._bias is None else self._bias.data_ptr()
+        self.matrix = {"weight": self.data.data_ptr(), "bias": address, "outputs": self.outputs, "inputs": self.inputs}
+
+    def multiply(self, x: torch.Tensor, gate: str = "", outputs: int | None = None, wide: bool = False) -> torch.Tensor:
+        """Return x W^T + b, [..., outputs], in float32 if `wide`, else in the dtype of `x`: [..., inputs].
+
+        Args:
+            gate: silu or gelu: the weight holds tiles of gates and of factors in turn; the result is act(gate) * factor.
+            outputs: numbers of a row of the result, if it is less than the weight has.
+        """
+        x = x.contiguous()
+        if x.dtype != self.data.dtype or x.shape[-1] != self.inputs:
+            raise ValueError(f"input is {x.dtype} {tuple(x.shape)}; the weight takes {self.data.dtype} [..., {self.inputs}].")
+        outputs = outputs or self.outputs
+        out = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32 if wide else x.dtype)
+        rows = x.numel() // self.inputs
+        self.kernels.multiply(team(), self.matrix, gate, x.data_ptr(), rows, out.data_ptr(), outputs, wide)
+        return out
+
+
+def pack_gate(weight: torch.Tensor) -> PackedWeight:
+    """Pack [2 * size, inputs], gates first, so that each tile of gates is followed by that of their factors."""
+    halves = weight.unflatten(0, (2, -1))
+    size = halves.shape[1]
+    halves = nn.functional.pad(halves, (0, 0, 0, -size % TILE))
+    return PackedWeight(halves.unflatten(1, (-1, TILE)).transpose(0, 1).flatten(0, 2).contiguous())
+
+
+class PackedGate(nn.Module):
+    """act(x Wg^T) * (x Wu^T) in one pass over both weights."""
+
+    def __init__(self, weight: torch.Tensor, activation: str) -> None:
+        """`weight`: [2 * size, inputs], gates first. `activation`: silu or gelu."""
+        super().__init__()
+        self.size, self.activation = weight.shape[0] // 2, activation
+        self.packed = pack_gate(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: [..., inputs]; returns [..., size]."""
+        return self.packed.multiply(x, self.activation, self.size)
+
+
+class PackedEmbedding(nn.Module):
+    """Rows of a packed weight, so that a tied output layer and the embedding share one copy."""
+
+    def __init__(self, packed: PackedWeight) -> None:
+        super().__init__()
+        self.packed = packed
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`tokens`: [...] int64; returns [..., inputs]."""
+        tiles = self.packed.data.view(-1, self._width(), TILE, self._step())
+        rows = tiles[tokens // TILE, :, tokens % TILE]  # [..., width, step]
+        return rows.flatten(-2)[..., : self.packed.inputs]
+
+    def _step(self) -> int:
+        return 2 if self.packed.data.dtype == torch.bfloat16 else 1
+
+    def _width(self) -> int:
+        return -(-self.packed.inputs // self._step())
+
+
+def matrix_of(linear: Any) -> dict[str, int] | None:
+    """Return the native description of a packed linear layer, None if it is not packed."""
+    packed = getattr(getattr(linear, "impl", None), "packed", None)
+    return None if packed is None else packed.matrix

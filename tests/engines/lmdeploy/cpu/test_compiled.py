@@ -1,0 +1,334 @@
+"""The native step against plain formulas in float64: shapes, dtypes, instruction sets, batches, threads."""
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sagellm import _core
+from sagellm.engines.lmdeploy.cpu import packed
+from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, kernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03}
+BLOCK, NUM_BLOCKS = 16, 64
+
+
+def instruction_sets() -> list[str]:
+    found = []
+    for isa in ("plain", "avx2", "avx512", "avx512_bf16"):
+        try:
+            _core.CpuKernels("bfloat16", isa)
+        except ValueError:
+            continue
+        found.append(isa)
+    return found
+
+
+ISAS = instruction_sets()
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def isa(request, monkeypatch):
+    monkeypatch.setattr(packed, "kernels", lambda dtype: kernels(dtype, request.param))
+    return request.param
+
+
+def test_an_instruction_set_that_is_not_there():
+    with pytest.raises(ValueError, match="no kernels of the instruction set 'mmx'; known are plain, avx2"):
+        _core.CpuKernels("bfloat16", "mmx")
+    with pytest.raises(ValueError, match="dtype is 'float16'; use float32 or bfloat16"):
+        _core.CpuKernels("float16")
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 48, 64), (7, 33, 17), (13, 320, 96), (200, 70, 50), (97, 32, 2)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_product(isa, dtype, rows, outputs, inputs, bias):
+    x, weight = torch.randn(2, rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    b = torch.randn(outputs).to(dtype) if bias else None
+    ready = PackedWeight(weight, b)
+    out, wide = ready.multiply(x), ready.multiply(x, wide=True)
+    exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    assert out.shape == (2, rows, outputs) and out.dtype is dtype and wide.dtype is torch.float32
+    torch.testing.assert_close(wide.double(), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-4 if dtype is torch.float32 else 0.1)
+    for row in (0, rows - 1):
+        assert torch.equal(ready.multiply(x[:, row]), out[:, row]), "a row's result depends on the other rows"
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [32, 40, 100])
+@pytest.mark.parametrize(("activation", "plain"), [("silu", F.silu), ("gelu", lambda x: F.gelu(x, approximate="tanh"))])
+def test_gated_product(isa, dtype, size, activation, plain):
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(2 * size, 64).to(dtype)
+    gate, up = (F.linear(x.double(), half.double()) for half in weight.chunk(2))
+    out = PackedGate(weight, activation)(x)
+    assert out.shape == (5, size) and out.dtype is dtype
+    torch.testing.assert_close(out.double(), plain(gate) * up, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [64, 33])
+def test_embedding_of_a_packed_weight(dtype, inputs):
+    weight, tokens = torch.randn(70, inputs).to(dtype), torch.tensor([[0, 69, 31], [32, 33, 64]])
+    assert torch.equal(PackedEmbedding(PackedWeight(weight))(tokens), F.embedding(tokens, weight))
+
+
+# ---- a whole step
+
+
+@dataclass
+class Model:
+    """Random weights and the facts of a small decoder."""
+
+    hidden: int = 48
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 16
+    feed_forward: int = 72
+    vocabulary: int = 100
+    layers: int = 2
+    dtype: torch.dtype = torch.float32
+    bias: bool = False
+    head_norms: bool = False
+    after_norms: bool = False
+    windows: tuple[int, ...] = (0, 0)
+    softcap: float = 0.0
+    embedding_scale: float = 1.0
+    activation: str = "silu"
+    weights: list[SimpleNamespace] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        attention, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+
+        def matrix(outputs: int, inputs: int) -> torch.Tensor:
+            return (torch.randn(outputs, inputs) * 1.5 / math.sqrt(inputs)).to(self.dtype)
+
+        def norm(size: int, wanted: bool = True) -> torch.Tensor | None:
+            return 1 + 0.3 * torch.randn(size) if wanted else None
+
+        self.embedding, self.last = torch.randn(self.vocabulary, self.hidden).to(self.dtype), norm(self.hidden)
+        for _ in range(self.layers):
+            self.weights.append(
+                SimpleNamespace(
+                    qkv=matrix(attention + 2 * keys, self.hidden), out=matrix(self.hidden, attention),
+                    gate_up=matrix(2 * self.feed_forward, self.hidden), down=matrix(self.hidden, self.feed_forward),
+                    qkv_bias=torch.randn(attention + 2 * keys) if self.bias else None,
+                    out_bias=torch.randn(self.hidden) if self.bias else None,
+                    attention_norm=norm(self.hidden), feed_forward_norm=norm(self.hidden),
+                    after_attention=norm(self.hidden, self.after_norms),
+                    after_feed_forward=norm(self.hidden, self.after_norms),
+                    query_norm=norm(self.head_size, self.head_norms), key_norm=norm(self.head_size, self.head_norms),
+                )
+            )  # fmt: skip
+
+    def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        shape = (NUM_BLOCKS, BLOCK, self.kv_heads, self.head_size)
+        return [tuple(torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(2)) for _ in range(self.layers)]
+
+    def native(self) -> _core.CpuDecoder:
+        self.kept = []
+
+        def numbers(values: torch.Tensor | None) -> int:
+            self.kept.append(values)
+            return 0 if values is None else values.data_ptr()
+
+        def packed_matrix(weight: PackedWeight) -> dict[str, int]:
+            self.kept.append(weight)
+            return weight.matrix
+
+        layers = [
+            {
+                "qkv": packed_matrix(PackedWeight(one.qkv, one.qkv_bias)),
+                "out": packed_matrix(PackedWeight(one.out, one.out_bias)),
+                "gate_up": packed_matrix(packed.pack_gate(one.gate_up)),
+                "down": packed_matrix(PackedWeight(one.down)),
+                "window": window,
+                **{name: numbers(getattr(one, name)) for name in vars(one) if name.endswith(("norm", "after_attention", "after_feed_forward"))},
+            }
+            for one, window in zip(self.weights, self.windows, strict=True)
+        ]
+        shape = {
+            "epsilon": 1e-5, "attention_scale": self.head_size**-0.5, "softcap": self.softcap,
+            "embedding_scale": self.embedding_scale, "activation": self.activation,
+            **{name: getattr(self, name) for name in ("hidden", "heads", "kv_heads", "head_size", "feed_forward", "vocabulary")},
+        }  # fmt: skip
+        return _core.CpuDecoder(
+            packed.kernels(self.dtype), shape, layers, packed_matrix(PackedWeight(self.embedding)), numbers(self.last)
+        )
+
+
+class Step:
+    """Sequences of (new, past) tokens in scattered blocks."""
+
+    def __init__(self, model: Model, lengths: list[tuple[int, int]]) -> None:
+        self.lengths = lengths
+        free, widest = torch.randperm(NUM_BLOCKS), max(-(-sum(one) // BLOCK) for one in lengths)
+        self.tables = torch.zeros(len(lengths), widest, dtype=torch.int64)
+        self.texts = [torch.randint(model.vocabulary, (sum(one),)) for one in lengths]
+        for row, (new, past) in enumerate(lengths):
+            need = -(-(new + past) // BLOCK)
+            self.tables[row, :need], free = free[:need], free[need:]
+
+    def run(self, model: Model, decoder, caches, team, rows: list[int], past_only: bool = False) -> list[torch.Tensor]:
+        """Run the new tokens of some sequences (`past_only`: those before them) and return the hidden states of each."""
+        kept, new, whole = [], [], []
+        for row in rows:
+            count, past = self.lengths[row]
+            kept.append(self.texts[row][:past] if past_only else self.texts[row][past:])
+            new.append(past if past_only else count)
+            whole.append(past if past_only else count + past)
+        positions = torch.cat([torch.arange(end - count, end) for count, end in zip(new, whole, strict=True)])
+        cos, sin = angles(model, positions)
+        tokens, queries, lengths = torch.cat(kept), torch.tensor(new), torch.tensor(whole)
+        tables, hidden = self.tables[rows].contiguous(), torch.empty(len(tokens), model.hidden, dtype=model.dtype)
+        decoder.bind(
+            [keys.data_ptr() for keys, _ in caches], [values.data_ptr() for _, values in caches], NUM_BLOCKS, BLOCK,
+            caches[0][0].stride(0) * caches[0][0].element_size(), caches[0][0].stride(1) * caches[0][0].element_size(),
+        )  # fmt: skip
+        decoder.run(
+            team, len(tokens), tokens.data_ptr(), len(rows), queries.data_ptr(), lengths.data_ptr(), tables.data_ptr(),
+            tables.shape[1], cos.data_ptr(), sin.data_ptr(), hidden.data_ptr(),
+        )  # fmt: skip
+        return list(hidden.split(new))
+
+
+def angles(model: Model, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    turns = positions[:, None] / 10000 ** (torch.arange(0, model.head_size, 2) / model.head_size)
+    both = torch.cat([turns, turns], -1)
+    return both.cos().float().contiguous(), both.sin().float().contiguous()
+
+
+def plain(model: Model, text: torch.Tensor) -> torch.Tensor:
+    """Hidden states of a whole text, in float64, without a cache."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, weight.double(), None if bias is None else bias.double())
+
+    cos, sin = (part.double()[:, None] for part in angles(model, torch.arange(len(text))))
+    act = F.silu if model.activation == "silu" else lambda value: F.gelu(value, approximate="tanh")
+    x = model.embedding.double()[text] * model.embedding_scale
+    distance = torch.arange(len(text))[:, None] - torch.arange(len(text))[None]
+    for one, window in zip(model.weights, model.windows, strict=True):
+        both = linear(norm(x, one.attention_norm), one.qkv, one.qkv_bias).unflatten(-1, (-1, model.head_size))
+        query, key, value = both.split([model.heads, model.kv_heads, model.kv_heads], 1)
+        if model.head_norms:
+            query, key = norm(query, one.query_norm), norm(key, one.key_norm)
+        query, key = (part * cos + torch.cat([-part.chunk(2, -1)[1], part.chunk(2, -1)[0]], -1) * sin for part in (query, key))
+        key, value = (part.repeat_interleave(model.heads // model.kv_heads, 1) for part in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * model.head_size**-0.5
+        if model.softcap:
+            scores = model.softcap * (scores / model.softcap).tanh()
+        seen = (distance >= 0) & ((distance < window) | (window == 0))
+        attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
+        part = linear(attended.flatten(1), one.out, one.out_bias)
+        x = x + (norm(part, one.after_attention) if model.after_norms else part)
+        gate, up = linear(norm(x, one.feed_forward_norm), one.gate_up).chunk(2, -1)
+        part = linear(act(gate) * up, one.down)
+        x = x + (norm(part, one.after_feed_forward) if model.after_norms else part)
+    return norm(x, model.last)
+
+
+MODELS = {
+    "llama": {},
+    "odd sizes": dict(hidden=50, feed_forward=45, head_size=10, heads=6, kv_heads=3),
+    "qwen2": dict(bias=True),
+    "qwen3": dict(head_norms=True, head_size=32),
+    "windows": dict(windows=(24, 0)),
+    "gemma2": dict(after_norms=True, softcap=5.0, windows=(30, 0), embedding_scale=7.0, activation="gelu", head_size=64),
+    "one key head": dict(heads=8, kv_heads=1, head_size=64),
+}
+# Prompts, prompts behind a cached prefix, decodes, decodes with guesses, texts longer than a split of keys.
+LENGTHS = [(40, 0), (1, 0), (1, 5), (1, 300), (5, 130), (37, 70), (1, 90), (3, 260)]
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_step_is_that_of_plain_formulas(isa, dtype, kind):
+    model = Model(dtype=dtype, **MODELS[kind])
+    step, decoder, caches, team = Step(model, LENGTHS), model.native(), model.caches(), _core.CpuTeam(2)
+    rows = list(range(len(LENGTHS)))
+    step.run(model, decoder, caches, team, [row for row in rows if LENGTHS[row][1]], past_only=True)
+    found = step.run(model, decoder, caches, team, rows)
+    for row, (new, _) in enumerate(LENGTHS):
+        exact = plain(model, step.texts[row])[-new:]
+        error = (found[row].double() - exact).norm() / exact.norm()
+        assert error < TOLERANCE[dtype], f"sequence {row} is off by {error:.2g}"
+    written = int((~caches[0][0][:, :, 0, 0].isnan()).sum())
+    assert written == sum(map(sum, LENGTHS)), "it wrote outside of its own slots"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sequence_gets_the_same_numbers_beside_any_others_and_with_any_number_of_threads(dtype):
+    model = Model(dtype=dtype)
+    step, decoder = Step(model, LENGTHS), model.native()
+    answers = []
+    for threads in (1, 3):
+        team, caches = _core.CpuTeam(threads), model.caches()
+        step.run(model, decoder, caches, team, [row for row in range(len(LENGTHS)) if LENGTHS[row][1]], past_only=True)
+        answers.append(step.run(model, decoder, caches, team, list(range(len(LENGTHS)))))
+        answers.append([step.run(model, decoder, caches, team, [row])[0] for row in range(len(LENGTHS))])
+    for other in answers[1:]:
+        assert all(torch.equal(one, same) for one, same in zip(answers[0], other, strict=True))
+
+
+def test_threads_that_lose_their_time_slices_change_nothing():
+    """Eight threads and busy processes on the machine's cores: chunks are computed again, and committed once."""
+    model = Model()
+    step, decoder, quiet, busy = Step(model, LENGTHS), model.native(), _core.CpuTeam(1), _core.CpuTeam(8)
+    caches, rows = model.caches(), list(range(len(LENGTHS)))
+    step.run(model, decoder, caches, quiet, [row for row in rows if LENGTHS[row][1]], past_only=True)
+    expected = step.run(model, decoder, caches, quiet, rows)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(2)]
+    try:
+        for _ in range(10_000):
+            found = step.run(model, decoder, caches, busy, rows)
+            assert all(torch.equal(one, same) for one, same in zip(expected, found, strict=True))
+            if busy.repeated >= 20:
+                break
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert busy.repeated >= 20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(tokens=torch.tensor([100])), "a token is outside of the vocabulary"),
+        (dict(tokens=torch.tensor([-1])), "a token is outside of the vocabulary"),
+        (dict(queries=torch.tensor([2])), "query lengths do not add up"),
+        (dict(lengths=torch.tensor([17])), "a sequence has more tokens than its blocks hold"),
+        (dict(tables=torch.tensor([[NUM_BLOCKS]])), "a block is outside of the cache"),
+    ],
+)
+def test_a_step_that_cannot_be(change, message):
+    model = Model()
+    step, decoder, caches = Step(model, [(1, 0)]), model.native(), model.caches()
+    (before,) = step.run(model, decoder, caches, _core.CpuTeam(1), [0])
+    one = dict(tokens=step.texts[0], queries=torch.tensor([1]), lengths=torch.tensor([1]), tables=step.tables) | change
+    cos, sin = angles(model, torch.tensor([0]))
+    with pytest.raises(ValueError, match=message):
+        decoder.run(
+            _core.CpuTeam(1), 1, one["tokens"].data_ptr(), 1, one["queries"].data_ptr(), one["lengths"].data_ptr(),
+            one["tables"].data_ptr(), 1, cos.data_ptr(), sin.data_ptr(), torch.empty(1, model.hidden).data_ptr(),
+        )  # fmt: skip
+    assert torch.equal(step.run(model, decoder, caches, _core.CpuTeam(1), [0])[0], before)
