@@ -33,6 +33,6 @@ def test_times_without_requests_are_not_slept_for(clock: list[float]):
 
 def test_its_preset_is_ci_of_other_contestants():
     planted, ci = preset("planted_slowdown"), preset("ci")
-    other = {"name": ci.name, "contestants": ci.contestants}
+    other = {"name": ci.name, "contestants": ci.contestants, "components": ci.components}
     assert planted.model_copy(update=other) == ci
     assert [side.name for side in planted.contestants] == ["base", "control", "head"]

@@ -1,6 +1,6 @@
 """A whole step of a model in one native call.
 
-`describe` reads LMDeploy's own modules. A model that it does not know, or a step that carries something special, runs the modules
+`describe` reads LMDeploy's own modules. A model that it does not know, or a step that carries embeddings, runs the modules
 eagerly, over the same packed weights.
 """
 
@@ -96,7 +96,9 @@ def describe(model: nn.Module) -> Description:
         }
 
     feed = inner.layers[0].mlp.gate_up_proj
-    embedding = inner.embed_tokens.packed if isinstance(inner.embed_tokens, PackedEmbedding) else PackedWeight(inner.embed_tokens.weight.detach())
+    if not isinstance(inner.embed_tokens, PackedEmbedding):  # its output layer has weights of its own
+        inner.embed_tokens = PackedEmbedding(PackedWeight(inner.embed_tokens.weight.detach()))
+    embedding = inner.embed_tokens.packed
     shape = {
         "hidden": head.inputs,
         "heads": first.num_heads,

@@ -17,6 +17,8 @@ from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, Pac
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03}
 BLOCK, NUM_BLOCKS = 16, 64
+SIZES = ("hidden", "heads", "kv_heads", "head_size", "feed_forward", "vocabulary")
+NORMS = ("attention_norm", "feed_forward_norm", "after_attention", "after_feed_forward", "query_norm", "key_norm")
 
 
 def instruction_sets() -> list[str]:
@@ -157,14 +159,14 @@ class Model:
                 "gate_up": packed_matrix(packed.pack_gate(one.gate_up)),
                 "down": packed_matrix(PackedWeight(one.down)),
                 "window": window,
-                **{name: numbers(getattr(one, name)) for name in vars(one) if name.endswith(("norm", "after_attention", "after_feed_forward"))},
+                **{name: numbers(value) for name, value in vars(one).items() if name in NORMS},
             }
             for one, window in zip(self.weights, self.windows, strict=True)
         ]
         shape = {
             "epsilon": 1e-5, "attention_scale": self.head_size**-0.5, "softcap": self.softcap,
             "embedding_scale": self.embedding_scale, "activation": self.activation,
-            **{name: getattr(self, name) for name in ("hidden", "heads", "kv_heads", "head_size", "feed_forward", "vocabulary")},
+            **{name: getattr(self, name) for name in SIZES},
         }  # fmt: skip
         return _core.CpuDecoder(
             packed.kernels(self.dtype), shape, layers, packed_matrix(PackedWeight(self.embedding)), numbers(self.last)

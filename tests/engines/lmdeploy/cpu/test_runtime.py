@@ -1,9 +1,6 @@
 """Memory of a control group, the stand-in for torch.cuda, and what the device refuses."""
 
-import ctypes
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import psutil

@@ -65,7 +65,8 @@ def pack_model(model: nn.Module) -> None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return isinstance(module, LinearBase) and isinstance(getattr(module, "impl", None), CpuLinearImpl) and can_pack(module.weight)
+    impl = getattr(module, "impl", None)
+    return isinstance(module, LinearBase) and isinstance(impl, CpuLinearImpl) and can_pack(module.weight)
 
 
 def _fuse_gate(block: nn.Module) -> None:
