@@ -451,9 +451,8 @@ class StepWork : public Work {
 
   // Numbers [first, first + count) of a row are known: what the next product needs of them. The row's scale, which
   // needs all of the row, is applied to the product's result.
-  void store_hidden(int row, int tile, const float* values, int count, const float* norm) {
+  void store_input(int row, int tile, const float* values, int count, const float* norm) {
     const Size first = size(tile) * kTile;
-    std::memcpy(buffers_->hidden.data() + size(row) * size(shape_.hidden) + first, values, size(count) * 4);
     kernels_.to_input(values, norm + first, count,
                       buffers_->input.data() + (size(row) * input_stride() + first) * element_);
     buffers_->squares[size(row) * size(hidden_tiles()) + size(tile)] = kernels_.sum_of_squares(values, count);
@@ -470,8 +469,9 @@ class StepWork : public Work {
 
   void commit_rows(int chunk, const float* result, const float* norm) {
     for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+      std::memcpy(buffers_->hidden.data() + size(row) * size(shape_.hidden), result, size(shape_.hidden) * 4);
       for (int tile = 0; tile < hidden_tiles(); ++tile) {
-        store_hidden(row, tile, result + tile * kTile, std::min(kTile, shape_.hidden - tile * kTile), norm);
+        store_input(row, tile, result + tile * kTile, std::min(kTile, shape_.hidden - tile * kTile), norm);
       }
     }
   }
@@ -511,9 +511,9 @@ class StepWork : public Work {
     const int count = std::min(cut.num_tiles(chunk) * kTile, padded(matrix.outputs, kTile) - first);
     for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
       const float scale = scale_of(cut.first_row(chunk) + row);
-      for (int i = 0; i < count; ++i) result[i] *= scale;
-      if (matrix.bias == nullptr) continue;
-      for (int i = 0; i < std::min(count, matrix.outputs - first); ++i) result[i] += matrix.bias[first + i];
+      const int biased = matrix.bias == nullptr ? 0 : std::min(count, matrix.outputs - first);
+      if (biased > 0) kernels_.scale(result, scale, matrix.bias + first, biased);
+      kernels_.scale(result + biased, scale, nullptr, count - biased);
     }
   }
 
@@ -547,25 +547,29 @@ class StepWork : public Work {
     }
   }
 
+  // Rows are far from each other in memory, so that the processor does not see which comes next.
+  void prefetch(Size row, int tile, int tiles) const {
+    if (row >= size(num_tokens_)) return;
+    const Size first = row * size(shape_.hidden) + size(tile) * kTile;
+    const auto* hidden = reinterpret_cast<const char*>(buffers_->hidden.data() + first);
+    const char* input = buffers_->input.data() + (row * input_stride() + size(tile) * kTile) * element_;
+    for (Size at = 0; at < size(tiles) * kTile * 4; at += 64) __builtin_prefetch(hidden + at, 1);
+    for (Size at = 0; at < size(tiles) * kTile * element_; at += 64) __builtin_prefetch(input + at, 1);
+  }
+
   // The result of a part of the layer goes to the residual stream, or waits for its own norm.
   void commit_sum(const Cut& cut, const Matrix& matrix, int chunk, const float* result, const float* after,
                   const float* norm) {
-    float sum[kTile];
     for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
       const Size at = size(cut.first_row(chunk) + row);
+      prefetch(at + 4, cut.first_tile(chunk), cut.num_tiles(chunk));
       for (int t = 0; t < cut.num_tiles(chunk); ++t) {
         const int tile = cut.first_tile(chunk) + t, first = tile * kTile,
                   count = std::min(kTile, shape_.hidden - first);
-        const float* hidden = buffers_->hidden.data() + at * size(shape_.hidden) + first;
-        for (int i = 0; i < count; ++i) {
-          sum[i] = result[t * kTile + i] + (matrix.bias == nullptr ? 0.F : matrix.bias[first + i]);
-        }
-        if (after != nullptr) {
-          std::memcpy(buffers_->branch.data() + at * size(shape_.hidden) + first, sum, size(count) * 4);
-          continue;
-        }
-        for (int i = 0; i < count; ++i) sum[i] += hidden[i];
-        store_hidden(static_cast<int>(at), tile, sum, count, norm);
+        float* to = (after == nullptr ? buffers_->hidden : buffers_->branch).data() + at * size(shape_.hidden) + first;
+        if (after != nullptr) std::fill_n(to, count, 0.F);
+        kernels_.add(to, result + t * kTile, matrix.bias == nullptr ? nullptr : matrix.bias + first, count);
+        if (after == nullptr) store_input(static_cast<int>(at), tile, to, count, norm);
       }
     }
   }

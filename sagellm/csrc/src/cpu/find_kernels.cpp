@@ -23,7 +23,7 @@ bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf
 bool always() { return true; }
 
 const Known kKnown[] = {
-    // the best first
+// the best first
 #if defined(__x86_64__)
     {"avx512_bf16", avx512_bf16_kernels, has_avx512_bf16},
     {"avx512", avx512_kernels, has_avx512},

@@ -53,6 +53,8 @@ struct Kernels {
   std::size_t (*attend_bytes)(int rows, int head_size);
   // Turns [heads][size] numbers of one token by cos and sin, [size] each: the two halves of a head are a pair.
   void (*rotate)(float* heads, int count, int size, const float* cos, const float* sin);
+  void (*scale)(float* values, float by, const float* bias, int count);     // `bias` may be null
+  void (*add)(float* to, const float* from, const float* bias, int count);  // to += from + bias
   float (*sum_of_squares)(const float* from, int count);
 };
 

@@ -258,11 +258,17 @@ void pack(const void* source, std::size_t stride, int outputs, int inputs, void*
 template <class T>
 void to_input(const float* from, const float* by, int count, void* to) {
   auto* out = static_cast<typename T::Input*>(to);
-  if (by == nullptr) {
-    for (int i = 0; i < count; ++i) out[i] = T::from_float(from[i]);
-  } else {
-    for (int i = 0; i < count; ++i) out[i] = T::from_float(from[i] * by[i]);
+  int i = 0;
+#ifdef DOT_BF16
+  if constexpr (T::kInputs == Type::kBFloat16) {
+    for (; i + WIDTH <= count; i += WIDTH) {
+      const Vec value = by == nullptr ? load(from + i) : load(from + i) * load(by + i);
+      const __m256bh narrowed = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(value));
+      std::memcpy(out + i, &narrowed, 2 * WIDTH);
+    }
   }
+#endif
+  for (; i < count; ++i) out[i] = T::from_float(by == nullptr ? from[i] : from[i] * by[i]);
   if (count % 2 != 0) out[count] = T::from_float(0.f);
 }
 
@@ -301,6 +307,26 @@ inline void rotate(float* heads, int count, int size, const float* cos, const fl
       heads[half + i] = b * cos[half + i] + a * sin[half + i];
     }
   }
+}
+
+// values[i] = values[i] * scale + bias[i]
+inline void scale_row(float* values, float scale, const float* bias, int count) {
+  int i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) {
+    store(values + i, bias == nullptr ? load(values + i) * scale : load(values + i) * scale + load(bias + i));
+  }
+  for (; i < count; ++i) values[i] = values[i] * scale + (bias == nullptr ? 0.f : bias[i]);
+}
+
+// to[i] += from[i] (+ bias[i])
+inline void add_row(float* to, const float* from, const float* bias, int count) {
+  int i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) {
+    Vec value = load(to + i) + load(from + i);
+    if (bias != nullptr) value += load(bias + i);
+    store(to + i, value);
+  }
+  for (; i < count; ++i) to[i] += from[i] + (bias == nullptr ? 0.f : bias[i]);
 }
 
 inline float sum_of_squares(const float* from, int count) {
@@ -343,20 +369,27 @@ inline int last_seen(const Attend& task, int token) { return std::min(task.end, 
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-// Scores to scaled scores, kNone for keys that are not seen; returns the largest.
+// Scores to scaled scores, kNone for keys that are not seen; returns the largest. `count` is a multiple of WIDTH.
 inline float mask(const Attend& task, int row, float* scores, int begin, int count) {
   const int token = row / task.share;
   const int first = std::clamp(first_seen(task, token) - begin, 0, count);
   const int last = std::clamp(last_seen(task, token) - begin, 0, count);
-  float top = kNone;
-  for (int i = 0; i < count; ++i) scores[i] *= task.scale;
-  if (task.softcap > 0) {
-    for (int i = 0; i < count; ++i) scores[i] = task.softcap * std::tanh(scores[i] / task.softcap);
+  Vec top = broadcast(kNone);
+  for (int i = 0; i < count; i += WIDTH) {
+    Vec score = load(scores + i) * task.scale;
+    if (task.softcap > 0) {  // cap tanh(x / cap), by exp(2 x / cap)
+      const Vec power = exponential(score * (2.f / task.softcap));
+      score = task.softcap * (1.f - 2.f / (power + 1.f));
+    }
+    if (i < first || i + WIDTH > last) {
+      for (int k = 0; k < WIDTH; ++k) {
+        if (i + k < first || i + k >= last) score[k] = kNone;
+      }
+    }
+    store(scores + i, score);
+    top = larger(top, score);
   }
-  for (int i = 0; i < first; ++i) scores[i] = kNone;
-  for (int i = last; i < count; ++i) scores[i] = kNone;
-  for (int i = first; i < last; ++i) top = std::max(top, scores[i]);
-  return top;
+  return maximum(top);
 }
 
 // Scores to exp(score - top); returns their sum. `count` is a multiple of WIDTH.
@@ -385,6 +418,40 @@ inline Vec add_up(Vec (&values)[WIDTH]) {
     }
   }
   return values[0];
+}
+
+// Turns WIDTH rows of WIDTH words into columns.
+inline void transpose(IVec (&rows)[WIDTH]) {
+  for (int step = WIDTH / 2; step > 0; step /= 2) {
+    IVec low, high;
+    for (int i = 0; i < WIDTH; ++i) {
+      low[i] = (i & step) ? WIDTH + i - step : i;
+      high[i] = (i & step) ? WIDTH + i : i + step;
+    }
+    for (int i = 0; i < WIDTH; ++i) {
+      if (i & step) continue;
+      const IVec a = rows[i], b = rows[i + step];
+      rows[i] = __builtin_shuffle(a, b, low);
+      rows[i + step] = __builtin_shuffle(a, b, high);
+    }
+  }
+}
+
+// Keys [kTile][words] of 4 bytes to a tile, [words][kTile].
+inline void pack_keys(const char* const (&keys)[kTile], int words, void* tile) {
+  auto* to = static_cast<std::int32_t*>(tile);
+  int word = 0;
+  for (; word + WIDTH <= words; word += WIDTH) {
+    for (int j = 0; j < kTile; j += WIDTH) {
+      IVec rows[WIDTH];
+      for (int i = 0; i < WIDTH; ++i) rows[i] = load_words(keys[j + i] + word * 4);
+      transpose(rows);
+      for (int i = 0; i < WIDTH; ++i) *reinterpret_cast<IVecAt*>(to + (word + i) * kTile + j) = rows[i];
+    }
+  }
+  for (; word < words; ++word) {
+    for (int j = 0; j < kTile; ++j) std::memcpy(to + word * kTile + j, keys[j] + word * 4, 4);
+  }
 }
 
 template <class T>
@@ -501,13 +568,12 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
     const int count = std::min(kRound, last - begin), keys = padded(count, kTile);
     for (int i = 0; i < keys; i += kTile) {
       Weight* tile = packed + i * inputs;
-      for (int j = 0; j < kTile; ++j) {
-        const auto* key = reinterpret_cast<const Weight*>(slot(task, task.keys, std::min(begin + i + j, last - 1)));
-        for (int n = 0; n + T::kStep <= size; n += T::kStep) {
-          std::memcpy(tile + n * kTile + j * T::kStep, key + n, T::kStep * sizeof(Weight));
-        }
-        if (size % T::kStep != 0) {
-          tile[(size - 1) * kTile + j * T::kStep] = key[size - 1];
+      const char* key[kTile];
+      for (int j = 0; j < kTile; ++j) key[j] = slot(task, task.keys, std::min(begin + i + j, last - 1));
+      pack_keys(key, size / T::kStep, tile);
+      if (size % T::kStep != 0) {
+        for (int j = 0; j < kTile; ++j) {
+          tile[(size - 1) * kTile + j * T::kStep] = reinterpret_cast<const Weight*>(key[j])[size - 1];
           tile[(size - 1) * kTile + j * T::kStep + 1] = Weight{};
         }
       }
@@ -529,15 +595,23 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
     const int even = padded(count, 2);
     for (int n = 0; n < size; n += kTile) {
       const int numbers = std::min(kTile, size - n);
-      Weight* tile = packed;
-      for (int i = 0; i < even; ++i) {
-        const bool has = i < count;
-        const auto* value = reinterpret_cast<const Weight*>(slot(task, task.values, begin + (has ? i : 0))) + n;
-        Weight* to = tile + (i / T::kStep) * T::kStep * kTile + i % T::kStep;
-        for (int j = 0; j < numbers; ++j) to[j * T::kStep] = has ? value[j] : Weight{};
-        for (int j = numbers; j < kTile; ++j) to[j * T::kStep] = Weight{};
+      const auto value = [&](int i) {
+        return reinterpret_cast<const Weight*>(slot(task, task.values, begin + std::min(i, count - 1))) + n;
+      };
+      for (int i = 0; i < even; i += T::kStep) {
+        Weight* to = packed + i * kTile;
+        if (numbers < kTile) std::fill_n(to, kTile * T::kStep, Weight{});
+        if constexpr (T::kStep == 1) {
+          std::copy_n(value(i), numbers, to);
+        } else {  // the weight of a token beyond the last one is 0
+          const Weight *even_value = value(i), *odd_value = value(i + 1);
+          for (int j = 0; j < numbers; ++j) {
+            const std::uint32_t pair = even_value[j] | static_cast<std::uint32_t>(odd_value[j]) << 16;
+            std::memcpy(to + 2 * j, &pair, 4);
+          }
+        }
       }
-      multiply<T>(weights, kRound, rows, tile, even, total + n, static_cast<std::size_t>(wide), true);
+      multiply<T>(weights, kRound, rows, packed, even, total + n, static_cast<std::size_t>(wide), true);
     }
   }
   for (int row = 0; row < rows; ++row) std::copy_n(total + row * wide, size, out + row * size);
@@ -556,7 +630,7 @@ template <class T>
 const Kernels* kernels_of(const char* name) {
   static const Kernels found = {name,         T::kWeights,  T::kInputs,     multiply<T>, pack<T>,
                                 to_input<T>,  to_weight<T>, from_weight<T>, gate,        attend<T>,
-                                attend_bytes, rotate,       sum_of_squares};
+                                attend_bytes, rotate,       scale_row,      add_row,     sum_of_squares};
   return &found;
 }
 
