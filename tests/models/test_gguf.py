@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -214,10 +215,16 @@ def test_a_conversion_that_is_killed_starts_again(tmp_path):
     assert killed, "no process was killed before it had finished"
 
 
-def test_a_full_disk_leaves_nothing(file):
+@pytest.mark.parametrize("limit, full", [(5_000, "tokenizer.json"), (100_000, "model.safetensors")])
+def test_a_full_disk_leaves_nothing(file, limit, full):
+    made = convert_gguf(file, "tiny")
+    sizes = {path.name: path.stat().st_size for path in made.iterdir()}
+    assert sizes[full] > limit and (full == "tokenizer.json" or sizes["tokenizer.json"] < limit)
+    shutil.rmtree(made)
     code = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
-    run = subprocess.run([sys.executable, "-c", code + CONVERT, file], capture_output=True, text=True)
+    code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+    command = [sys.executable, "-B", "-c", code + CONVERT, file]  # -B: the limit would cut compiled modules short
+    run = subprocess.run(command, capture_output=True, text=True)
     assert "ModelError: tiny.gguf cannot be converted in" in run.stderr and "XDG_CACHE_HOME" in run.stderr
     assert [path.suffix for path in models_dir().iterdir()] == [".lock"]
 
