@@ -91,6 +91,39 @@ def cut(file, size):
     file.write_bytes(file.read_bytes()[:size])
 
 
+def edit_header(folder, change):
+    """Change the header of the weights, and keep their data."""
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def halve(header):
+    header["model.norm.weight"]["shape"][0] //= 2
+
+
+def overlap(header):
+    """The second tensor lies over the first, of the same size."""
+    first, second = sorted(
+        (name for name in header if "k_proj" in name), key=lambda name: header[name]["data_offsets"]
+    )
+    header[second]["data_offsets"] = header[first]["data_offsets"]
+
+
+def rename(header):
+    header["other"] = header.pop("model.layers.1.mlp.up_proj.weight")
+
+
+def impossible_merges(folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["merges"] = [["nothing", "nowhere"]]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
 SPOILED = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "configuration": (lambda folder: (folder / "config.json").write_text("[1]"), "holds a list, not an object"),
@@ -100,7 +133,29 @@ SPOILED = {
     "cut header": (lambda folder: cut(folder / "model.safetensors", 50), "its header cannot be read"),
     "empty": (lambda folder: cut(folder / "model.safetensors", 0), "its header cannot be read"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer"),
-    "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "no tokenizer that the tokenizers library"),
+    "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot be loaded by the tokenizers lib"),
+    "merges": (impossible_merges, "tokenizer.json cannot be loaded by the tokenizers library .*nothing"),
+    "cut tokenizer": (lambda folder: cut(folder / "tokenizer.json", 500), "tokenizer.json cannot be loaded"),
+    "cut settings": (lambda folder: cut(folder / "tokenizer_config.json", 50), "tokenizer_config.json cannot be read: "),
+    "cut generation": (lambda folder: cut(folder / "generation_config.json", 10), "generation_config.json cannot be read: "),
+    "a size that is text": (lambda folder: edit(folder / "config.json", vocab_size="x"), "has vocab_size 'x'; it must be a w"),
+    "a size of 0": (lambda folder: edit(folder / "config.json", hidden_size=0), "has hidden_size 0; it must be a whole"),
+    "no text_config": (lambda folder: edit(folder / "config.json", text_config=5), "has text_config 5; it must be an object"),
+    "halved shape": (
+        lambda folder: edit_header(folder, halve), r"tensor model.norm.weight has type F32, shape \[32\] and 256 bytes"
+    ),
+    "turned shape": (
+        lambda folder: edit_header(folder, lambda header: header["model.layers.1.mlp.up_proj.weight"]["shape"].reverse()),
+        r"has tensor model.layers.1.mlp.up_proj.weight of shape \[64, 128\], its config.json asks for \[128, 64\]",
+    ),
+    "overlap": (lambda folder: edit_header(folder, overlap), "k_proj.weight begins at byte .* before it ends at"),
+    "type": (
+        lambda folder: edit_header(folder, lambda header: header["model.norm.weight"].update(dtype="F33")),
+        "tensor model.norm.weight has type F33, which safetensors does not have",
+    ),
+    "lost tensor": (
+        lambda folder: edit_header(folder, rename), "lacks 1 tensors of LlamaForCausalLM, such as model.layers.1.mlp.up_proj;"
+    ),
     "small embedding": (lambda folder: edit(folder / "config.json", vocab_size=300), "tokenizer of 320 tokens and an embed"),
     "index": (
         lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}'),
@@ -116,6 +171,14 @@ def test_spoiled_folders_are_refused(folder, name):
     with pytest.raises(ModelError, match=words) as caught:
         check_folder(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["cut settings", "merges", "halved shape"])
+def test_spoiled_folders_end_commands_with_one_sentence(folder, name):
+    SPOILED[name][0](folder)
+    for words in (("model", "get"), ("model", "info"), ("evaluate",), ("serve", "--device", "cpu", "--model")):
+        done = CliRunner().invoke(main, [*words, str(folder)])
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1 and SPOILED[name][1][:20] in done.stderr
 
 
 def test_weights_are_counted(model_folder):
