@@ -1,13 +1,15 @@
 """What `--model` takes, what is said about the rest, and the models on this machine."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+import requests
 from click.testing import CliRunner
-from huggingface_hub import constants
+from huggingface_hub import constants, errors
 
 from sagellm.cli import main
 from sagellm.models import ModelError, find_model, packaged, prepare_model
@@ -57,6 +59,45 @@ def test_a_hub_id_without_a_network(monkeypatch, tmp_path):
         "error: org/name is not on this machine, and Hugging Face cannot be reached. Connect to the network, or give --model a "
         "local folder or a .gguf file."
     ]
+
+
+def http_error(kind, status):
+    response = requests.Response()
+    response.status_code = status
+    return kind(f"{status} Server Error:\n  for url: https://hub/", response=response)
+
+
+def chained(cause):
+    try:
+        raise errors.LocalEntryNotFoundError("cannot find the files in the cache") from cause
+    except errors.LocalEntryNotFoundError as error:
+        return error
+
+
+REASONS = {
+    "invalid id": (errors.HFValidationError("Repo id is too long."), "is no id of Hugging Face: Repo id is too long. Give org"),
+    "no connection": (requests.ConnectionError("refused"), "is not on this machine, and Hugging Face cannot be reached"),
+    "time over": (chained(requests.ReadTimeout("slow")), "is not on this machine, and Hugging Face cannot be reached"),
+    "hub down": (chained(http_error(errors.HfHubHTTPError, 503)), "cannot be fetched from Hugging Face: 503 Server Error: for"),
+    "no model": (http_error(errors.RepositoryNotFoundError, 404), "is neither a folder here nor a model on Hugging Face"),
+    "no revision": (http_error(errors.RevisionNotFoundError, 404), "Hugging Face has no such revision"),
+    "gated": (http_error(errors.GatedRepoError, 403), "is a gated model"),
+    "full disk": (OSError(errno.ENOSPC, "No space left on device"), "cannot be stored: No space left on device. Free"),
+    "a bug": (ZeroDivisionError(), "cannot be fetched from Hugging Face: ZeroDivisionError. Try again later, or give"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_errors_of_a_hub_name_their_cause(monkeypatch, name):
+    error, words = REASONS[name]
+
+    def fail(*asked, **options):
+        raise error
+
+    monkeypatch.setattr("lmdeploy.utils.get_model", fail)
+    done = run("get", "org/name")
+    assert done.exit_code == 2 and done.stderr.startswith("error: org/name") and done.stderr.count("\n") == 1
+    assert words in done.stderr and ("cannot be reached" in done.stderr) == ("cannot be reached" in words)
 
 
 def test_a_hub_id_in_the_cache_needs_no_network(monkeypatch, tmp_path, model_folder):
