@@ -1,10 +1,13 @@
 """What `--model` takes, what is said about the rest, and the models on this machine."""
 
 import errno
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import requests
@@ -13,7 +16,9 @@ from huggingface_hub import constants, errors
 
 from sagellm.cli import main
 from sagellm.models import ModelError, find_model, packaged, prepare_model
+from sagellm.models.convert import convert_gguf
 from sagellm.models.folder import check_folder, num_weights
+from sagellm.models.local import remove_model
 
 
 def run(*arguments):
@@ -254,6 +259,77 @@ def test_get_info_list_and_remove(monkeypatch, tmp_path):
     assert (tmp_path / "tiny.gguf").exists() and not os.path.exists(made.output.strip())
 
 
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path
+
+
+def converted(path, seed):
+    """A GGUF file and the folder that it was converted to."""
+    from benchmarks.models.gguf_files import write_gguf
+    from tests.models.test_gguf import random_model
+
+    path.parent.mkdir(exist_ok=True)
+    write_gguf(path, random_model("llama", seed), "llama")
+    return path, convert_gguf(path, path.stem)
+
+
+def test_remove_takes_what_model_takes(cache, monkeypatch):
+    one, made = converted(cache / "one" / "tiny.gguf", 0)
+    other, kept = converted(cache / "other" / "tiny.gguf", 1)
+    refused = run("remove", "tiny")
+    assert refused.exit_code == 2 and "2 models in the cache have the name tiny; give the file of one: " in refused.stderr
+    assert str(one) in refused.stderr and str(other) in refused.stderr and made.is_dir() and kept.is_dir()
+    monkeypatch.chdir(cache / "one")
+    done = run("remove", "./tiny.gguf")
+    assert done.exit_code == 0 and str(made) in done.output and not made.exists() and kept.is_dir() and one.exists()
+    again = run("remove", "tiny.gguf")
+    assert again.exit_code == 2 and "there is no model tiny.gguf in the cache; there are: tiny." in again.stderr
+    other.unlink()
+    assert run("remove", other).exit_code == 0 and not kept.exists(), "the file of the record need not be there"
+    one, made = converted(one, 0)
+    assert run("remove", made).exit_code == 0 and not made.exists()
+
+
+def test_remove_tells_the_default_model_from_a_file_of_its_name(cache, monkeypatch):
+    _, made = converted(cache / "smollm2.gguf", 0)
+    monkeypatch.setattr(packaged, "packaged_file", lambda: converted(cache / "package.gguf", 1)[0])
+    packed = convert_gguf(packaged.packaged_file(), "smollm2")
+    assert run("remove", "smollm2").exit_code == 0
+    assert made.is_dir() and not packed.exists()
+
+
+def test_remove_takes_a_hub_id(cache, model_folder):
+    snapshot = cache / "hub" / "models--org--name" / "snapshots" / ("0" * 40)
+    shutil.copytree(model_folder("llama"), snapshot)
+    (cache / "hub" / "models--org--name" / "refs").mkdir()
+    (cache / "hub" / "models--org--name" / "refs" / "main").write_text("0" * 40)
+    refused = run("remove", "org/name@main")
+    assert refused.exit_code == 2 and "org/name is removed with all its revisions; leave out @main." in refused.stderr
+    assert run("remove", "org/name").exit_code == 0 and not snapshot.exists()
+
+
+def test_a_removal_that_is_killed_leaves_no_half_model(cache, monkeypatch):
+    file, made = converted(cache / "tiny.gguf", 0)
+    remove = shutil.rmtree
+
+    def killed(folder, **options):
+        with open(made.parent / f".{made.name}.lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        next(Path(folder).rglob("*.safetensors")).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove_model(str(file))
+    assert not made.exists()
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    check_folder(convert_gguf(file, "tiny"))
+    assert sorted(path.name for path in made.parent.iterdir()) == [f".{made.name}.lock", made.name]
+
+
 def test_info_names_the_operators_that_the_cpu_device_lacks(tmp_path):
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -274,6 +350,7 @@ def test_info_names_the_operators_that_the_cpu_device_lacks(tmp_path):
 
 
 def test_errors_are_one_sentence_and_code_2():
-    for words in (("info", "nothing"), ("get", "nothing"), ("remove", "nothing")):
+    names = ("nothing", "x" * 400, "~nobody-of-this-name/x")
+    for words in ((command, name) for command in ("info", "get", "remove") for name in names):
         done = run(*words)
         assert done.exit_code == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
