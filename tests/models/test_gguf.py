@@ -36,6 +36,9 @@ VARIANTS = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "gemma": ("gemma", {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}),
     "gemma2": ("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}),
+    "gemma3": (
+        "gemma3", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "num_hidden_layers": 7},
+    ),
     "phi3": ("phi3", {"sliding_window": None}),
 }
 
@@ -46,7 +49,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def random_model(architecture, seed=0, **settings):
-    config = CONFIG_MAPPING[architecture](**SHAPE | settings)
+    config = CONFIG_MAPPING[{"gemma3": "gemma3_text"}.get(architecture, architecture)](**SHAPE | settings)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -120,7 +123,11 @@ def test_factors_of_llama3_are_recognised(tmp_path):
         convert_gguf(tmp_path / "other.gguf", "other")
 
 
-def test_the_engine_answers_as_transformers_does(file, start_engine):
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_engine_answers_as_transformers_does(tmp_path, start_engine, name):
+    architecture, settings = VARIANTS[name]
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, random_model(architecture, **settings), architecture)
     folder = convert_gguf(file, "tiny")
     prompt = [list(range(20, 45))]
     engine = start_engine(model=file, dtype="float32")
