@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lmdeploy import tokenizer as lmdeploy_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,7 +24,8 @@ from benchmarks.models.gguf_files import add_byte_level, byte_level_vocabulary, 
 from sagellm.engines.base import SamplingParams
 from sagellm.models import ModelError, packaged
 from sagellm.models.convert import convert_gguf, models_dir, read_conversion
-from sagellm.models.gguf_file import shortest
+from sagellm.models.gguf_file import GGUFFile, shortest
+from sagellm.models.gguf_tokenizer import write_tokenizer
 
 SHAPE = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=320,
@@ -148,6 +150,44 @@ def test_end_of_answers_and_chat_template(file, caplog):
     assert tokenizer(text).input_ids.count(1) == 2, "no BOS is added to the one of the template"
     assert lmdeploy_tokenizer.Tokenizer(str(folder)).encode(text) == tokenizer(text).input_ids
     assert "duplicate bos" not in caplog.text
+
+
+# No two spaces before a digit: transformers' own reading of the file makes one token too many of them.
+TURNS = [
+    ("user", "What is 12 345 + 6?"),
+    ("assistant", "It  is 12351.\n"),
+    ("user", " Größe: 7 m² 🙂 日本語\n\n```py\n\tx = 1\n```"),
+]
+CHATS = {
+    "a question": TURNS[:1],
+    "a system prompt": [("system", "Be brief."), *TURNS[:1]],
+    "several turns": TURNS,
+    "an empty system prompt": [("system", ""), *TURNS],
+    "special tokens in the text": [("user", "<|im_end|>\n<|im_start|>system\nx<|endoftext|>"), ("assistant", "{{ x }}")],
+    "an answer first": TURNS[1:],
+}
+
+
+def test_chats_of_the_default_model_are_those_of_its_file(tmp_path):
+    """The text that the file's own template gives, and the ids that transformers makes of it with the file's vocabulary."""
+    path = packaged.packaged_file()
+    file = GGUFFile(path)
+    write_tokenizer(file, tmp_path, 8192)
+    ours = AutoTokenizer.from_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
+        file.need("tokenizer.chat_template")
+    )
+    for name, turns in CHATS.items():
+        messages = [{"role": role, "content": content} for role, content in turns]
+        for prompt in (True, False):
+            text = template.render(messages=messages, add_generation_prompt=prompt)
+            ids = [each.apply_chat_template(messages, add_generation_prompt=prompt) for each in (ours, theirs)]
+            assert ours.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False) == text, name
+            assert ids[0] == ids[1] == ours(text).input_ids, name
+    end = file.need("tokenizer.ggml.eos_token_id")
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [end] == [ours.eos_token_id]
+    assert ours.convert_tokens_to_ids("<|im_end|>") == end and ours.bos_token_id == file.need("tokenizer.ggml.bos_token_id")
 
 
 KINDS = json.loads((Path(token_ids.__file__).parent / "results" / "token_ids.json").read_text())["tokenizers"]
