@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks import token_ids
+from benchmarks import serve_startup, token_ids
 from benchmarks.models.gguf_files import add_byte_level, byte_level_vocabulary, write_gguf, write_vocabulary
 from sagellm.engines.base import SamplingParams
 from sagellm.models import ModelError, packaged
@@ -352,15 +352,13 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
         convert_gguf(tmp_path / "tiny.gguf", "tiny")
 
 
-def test_the_default_model_is_whole_and_converts_in_little_memory():
+def test_the_default_model_is_whole_and_converts_in_little_memory(tmp_path):
     """At most twice the size of its weights, which are 538 MB in float32."""
-    code = "from sagellm.models import find_model; folder = find_model(None).prepare(); "
-    code += "peak = [line for line in open('/proc/self/status') if line.startswith('VmHWM')][0].split()[1]; print(folder, peak)"
     start = os.times().children_user
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    folder, peak = run.stdout.split()
-    weights = (Path(folder) / "model.safetensors").stat().st_size
-    assert int(peak) * 1024 < 2 * weights and weights == 538_092_792
+    figures = serve_startup.convert(tmp_path)
+    (file,) = tmp_path.glob("sagellm/models/gguf-*/model.safetensors")
+    weights = file.stat().st_size
+    assert 0 < figures["peak_mb"] * 1e6 < 2 * weights and weights == 538_092_792 and figures["convert_s"] > 0
     assert os.times().children_user - start < 15
     assert packaged.REQUIREMENT in (Path(__file__).parents[2] / "third_party/requirements/models.txt").read_text()
 
