@@ -67,7 +67,8 @@ def check_folder(model: Path) -> None:
     """Check what LMDeploy would find out after minutes, or not at all.
 
     Raises:
-        ModelError: no configuration, weights or tokenizer; a truncated or damaged file; more tokens than embeddings.
+        ModelError: no configuration, weights or tokenizer; a truncated or damaged file; more tokens than embeddings;
+            tensors that are missing or have another shape, where the architecture is one of `FAMILIES`.
     """
     config = text_config(model)
     names = read_hf_config(model).get("architectures")
@@ -174,8 +175,9 @@ def _wrong_tensor(architecture: str, config: dict[str, Any], shapes: dict[str, l
     given = {name: value for name, value in config.items() if value is not None}
     sizes = {"head_dim": hidden // heads, "num_key_value_heads": heads, "model_type": family.model_type} | given
     for name, part in needed.items():
-        with suppress(KeyError):  # config.json leaves a size to transformers
-            if (shape := shapes.get(f"{name}.weight")) and shape != (wanted := tensor_shape(part, sizes)):
+        with suppress(KeyError):  # the weight is quantized, or config.json leaves a size to transformers
+            shape, wanted = shapes[f"{name}.weight"], tensor_shape(part, sizes)
+            if shape != wanted:
                 return f"has tensor {name}.weight of shape {shape}, its config.json asks for {wanted}"
     return ""
 
