@@ -1,12 +1,15 @@
-"""Time from the start of `python -m sagellm.serve` to its first answer, and its memory at rest.
+"""Time from the start of `python -m sagellm.serve` to its first answer, its memory at rest, and the default model's conversion.
 
     python -m benchmarks.serve_startup [--rounds 5] [--out FILE]
 
 Three starts take turns: the default model with an empty cache, which converts it; the default model; the demo model. Memory:
-proportional set size of the server and all processes below it, three seconds after an answer.
+proportional set size of the server and all processes below it, three seconds after an answer. The conversion alone runs in a
+process of its own, in an empty cache; its memory is the peak of that process.
 """
 
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +25,16 @@ from benchmarks.processes import ServerProcess, free_port
 MODELS = {"first start": ("smollm2", True), "later start": ("smollm2", False), "demo model": ("demo", False)}
 CONTENT = "What is the capital of France?"
 FIGURES = ("ready_s", "answer_s", "memory_mb")
+# The peak is of this program alone; getrusage would count the process that started it too.
+CONVERT_CODE = """
+import json, time
+from sagellm.models import find_model
+start = time.perf_counter()
+find_model("smollm2").prepare(quiet=True)
+seconds = time.perf_counter() - start
+(peak,) = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM:")]
+print(json.dumps({"convert_s": seconds, "peak_mb": int(peak) * 1024 / 1e6}))
+"""
 
 
 @click.command()
@@ -34,13 +47,30 @@ def main(rounds: int, output: Output) -> None:
     for model in ("smollm2", "demo"):
         find_model(model).prepare()
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in MODELS}
+    conversions = []
     for number in range(rounds):
+        with tempfile.TemporaryDirectory() as cache:
+            conversions.append(convert(Path(cache)))
         for name in list(MODELS)[:: 1 if number % 2 == 0 else -1]:
             runs[name].append(_run(*MODELS[name]))
     found = {name: {figure: summary([run[figure] for run in runs[name]]) for figure in FIGURES} for name in MODELS}
     rows = [(name, *(spread(values[figure], ".1f") for figure in FIGURES)) for name, values in found.items()]
     output.say(table(["start", "ready, s", "first answer, s", "memory, MB"], rows))
-    output.finish({"rounds": rounds, "starts": found})
+    conversion = {figure: summary([run[figure] for run in conversions]) for figure in conversions[0]}
+    row = [spread(values, ".1f") for values in conversion.values()]
+    output.say(table(["conversion, s", "peak memory, MB"], [row]))
+    output.finish({"rounds": rounds, "starts": found, "conversion": conversion})
+
+
+def convert(cache: Path) -> dict[str, float]:
+    """Convert the default model into an empty cache, in a process of its own.
+
+    Returns:
+        `convert_s` without the start of Python, and `peak_mb` of the process.
+    """
+    command = [sys.executable, "-c", CONVERT_CODE]
+    env = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    return json.loads(subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def _run(model: str, with_empty_cache: bool) -> dict[str, float]:

@@ -105,11 +105,12 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if architecture in ("qwen3", "gemma", "gemma2"):
+    if architecture in ("qwen3", "gemma", "gemma2", "gemma3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if architecture == "gemma2":
+    if architecture in ("gemma2", "gemma3"):
         writer.add_sliding_window(config.sliding_window)
+    if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     add_byte_level(writer, *byte_level_vocabulary(["hello", "Ġworld"]), "smollm")

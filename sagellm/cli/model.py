@@ -101,7 +101,10 @@ def info(name: str, as_json: bool, dtype: str, context_length: int | None) -> No
 @model.command()
 @click.argument("name")
 def remove(name: str) -> None:
-    """Remove the model NAME from the cache. A file or package that it was made from stays."""
+    """Remove the model NAME from the cache. A file or package that it was made from stays.
+
+    NAME may also be a name or a folder that `list` shows.
+    """
     from sagellm.models.local import remove_model
 
     for found in remove_model(name):

@@ -1,4 +1,7 @@
-"""Folders that are built once: a lock, a hidden folder beside the final one, and a rename when everything is in it."""
+"""Folders that are built once: a lock, a hidden folder beside the final one, and a rename when everything is in it.
+
+They are removed the other way round: renamed to a hidden folder, then deleted.
+"""
 
 import fcntl
 import os
@@ -10,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["build_once", "default_cache_dir"]
+__all__ = ["build_once", "default_cache_dir", "remove_built"]
 
 Record = TypeVar("Record")
 
@@ -48,6 +51,17 @@ def build_once(
             _remove_leftovers(folder)
 
 
+def remove_built(folder: Path) -> None:
+    """Remove a folder that `build_once` wrote, at once for every reader. The remains of a killed call go with the next build.
+
+    Raises:
+        OSError: the folder is not there or cannot be renamed.
+    """
+    with _lock(folder, ""):
+        _set_aside(folder)
+        _remove_leftovers(folder)
+
+
 def _build(folder: Path, build: Callable[[Path], Record]) -> Record:
     """Build in a hidden folder and rename it into place. The lock is held."""
     hidden = Path(tempfile.mkdtemp(prefix=_leftover_prefix(folder), dir=folder.parent))
@@ -57,10 +71,14 @@ def _build(folder: Path, build: Callable[[Path], Record]) -> Record:
     for path in hidden.iterdir():
         path.chmod(0o644)
     if folder.exists():
-        # Renamed, not removed, so that no reader ever sees a folder with some of its files gone.
-        folder.rename(Path(tempfile.mkdtemp(prefix=_leftover_prefix(folder), dir=folder.parent)) / "old")
+        _set_aside(folder)
     hidden.rename(folder)
     return record
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename the folder to a hidden one, so that no reader ever sees it with some of its files gone. The lock is held."""
+    folder.rename(Path(tempfile.mkdtemp(prefix=_leftover_prefix(folder), dir=folder.parent)) / "old")
 
 
 def _leftover_prefix(folder: Path) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sagellm.core.errors import ConfigError
 
@@ -86,6 +86,26 @@ class QualityReport(_Model):
             raise ConfigError(f"the report has no model {name!r}; it has {', '.join(found)}.")
         return found[name]
 
+    @classmethod
+    def read(cls, path: Path) -> "QualityReport":
+        """Read a report.
+
+        Args:
+            path: a quality.json, or the folder that `write` put it into.
+
+        Raises:
+            ConfigError: there is no report.
+        """
+        file = path / "quality.json" if path.is_dir() else path
+        try:
+            return cls.model_validate_json(file.read_bytes())
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}; give the folder of a report.") from None
+        except ValidationError as error:
+            found = error.errors()[0]
+            where = ".".join(map(str, found["loc"])) or "the file"
+            raise ConfigError(f"{file} is no report of quality: {where}: {found['msg']}.") from None
+
     def write(self, folder: Path) -> None:
         """Write quality.json, quality.md and plots into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +118,7 @@ def compare_reports(one: QualityReport, other: QualityReport) -> list[tuple[str,
     """List the figures of models that both reports have: model, figure, value of one, value of the other.
 
     Raises:
-        ConfigError: the reports are about different texts.
+        ConfigError: the reports are about different texts, or have no model in common.
     """
     if one.text != other.text:
         raise ConfigError(
@@ -109,8 +129,11 @@ def compare_reports(one: QualityReport, other: QualityReport) -> list[tuple[str,
     rows = []
     for model in one.models:
         for same in (each for each in other.models if each.name == model.name):
-            for figure, value in _figures(model).items():
-                rows.append((model.name, figure, value, _figures(same)[figure]))
+            figures = _figures(same)
+            rows += [(model.name, name, value, figures[name]) for name, value in _figures(model).items() if name in figures]
+    if not rows:
+        names = [", ".join(model.name for model in report.models) for report in (one, other)]
+        raise ConfigError(f"the reports have no model of the same name: one has {names[0]}, the other {names[1]}.")
     return rows
 
 
@@ -172,7 +195,8 @@ def write_plots(report: QualityReport, folder: Path) -> list[Path]:
         ("o", "mean", [model.kl_mean for model in others]), ("^", "99.9%", [model.kl_p999 for model in others]),
     ):  # fmt: skip
         axes.plot(values, names, marker, label=label, color=COLOURS[marker == "^"])
-    axes.set(xscale="log", xlabel="KL divergence from the reference, nats", title=report.model)
+    scale = "log" if any(model.kl_mean or model.kl_p999 for model in others) else "linear"  # log has no place for 0
+    axes.set(xscale=scale, xlabel="KL divergence from the reference, nats", title=report.model)
     axes.grid(alpha=0.25)
     axes.legend()
     figure.savefig(folder / "kl.png", dpi=120)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sagellm.core.errors import ConfigError
 
-__all__ = ["Texts", "chunks", "fixed_texts", "prompts"]
+__all__ = ["Texts", "check_same_tokens", "chunks", "fixed_texts", "prompts"]
 
 CODE_FILES = ("argparse.py", "ast.py", "dataclasses.py", "inspect.py", "json/decoder.py", "tarfile.py", "typing.py")
 PROSE_CHARS, CODE_CHARS = 160_000, 120_000  # of SmolLM2's tokenizer about 38,000 and 32,000 tokens
@@ -46,6 +46,28 @@ def fixed_texts() -> Texts:
     code = code[:CODE_CHARS]
     digest = hashlib.sha256(f"{prose}\0{code}".encode()).hexdigest()
     return Texts(prose, code, ".".join(map(str, sys.version_info[:3])), digest)
+
+
+def check_same_tokens(one: Path, other: Path) -> None:
+    """Check that two models cut the texts into the same token ids, without which their scores mean nothing side by side.
+
+    Args:
+        one, other: their folders.
+
+    Raises:
+        ConfigError: the token ids differ.
+    """
+    from transformers import AutoTokenizer
+
+    texts = fixed_texts()
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (one, other)]
+    for text in (texts.prose, texts.code):
+        ids = [tokenizer(text, add_special_tokens=False, verbose=False).input_ids for tokenizer in tokenizers]
+        if ids[0] != ids[1]:
+            raise ConfigError(
+                f"{one} and {other} have different tokenizers: of one text they make {len(ids[0])} and {len(ids[1])} tokens, "
+                "and not the same ids. Only models with the same tokens can be compared."
+            )
 
 
 def chunks(tokens: list[int], size: int, begin: int | None) -> list[list[int]]:

@@ -72,7 +72,7 @@ def _gemma(file: GGUFFile) -> dict[str, Any]:
 
 
 def _gemma2(file: GGUFFile) -> dict[str, Any]:
-    # llama.cpp scales by the width of a head, but for the 27B models, which it knows by their layers.
+    # llama.cpp scales by the width of a head, but for the 27B models of Gemma 2 and 3, which it knows by their layers.
     is_27b = file.need("{arch}.block_count") in (46, 62)
     width = file.need("{arch}.embedding_length") // file.need("{arch}.attention.head_count")
     settings = {"query_pre_attn_scalar": width if is_27b else file.need("{arch}.attention.key_length")}
@@ -83,6 +83,12 @@ def _gemma2(file: GGUFFile) -> dict[str, Any]:
     ):
         settings[name] = file.get(key)
     return _gemma(file) | settings
+
+
+def _gemma3(file: GGUFFile) -> dict[str, Any]:
+    # Only every sixth layer sees beyond the window, and only it has the base and the scaling that the file keeps.
+    local = shortest(file.get("{arch}.rope.freq_base_swa", 10_000.0))
+    return _gemma2(file) | {"sliding_window_pattern": 6, "rope_local_base_freq": local}
 
 
 def _phi3(file: GGUFFile) -> dict[str, Any]:
@@ -108,6 +114,9 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", LAYER_NAMES | QK_NORMS),
     "gemma": Family("GemmaForCausalLM", "gemma", unit_norms=True, extra=_gemma),
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", LAYER_NAMES | SANDWICH_NORMS, unit_norms=True, extra=_gemma2),
+    "gemma3": Family(
+        "Gemma3ForCausalLM", "gemma3_text", LAYER_NAMES | SANDWICH_NORMS | QK_NORMS, unit_norms=True, extra=_gemma3
+    ),
     "phi3": Family("Phi3ForCausalLM", "phi3", FUSED_NAMES, extra=_phi3),
 }
 

@@ -68,7 +68,8 @@ def write_tokenizer(file: GGUFFile, folder: Path, longest: int) -> None:
         add_bos = kind == "llama" or file.get("tokenizer.ggml.pre") in _ADD_BOS
     if add_bos and "bos_token" in special:
         _prepend(tokenizer, special["bos_token"])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # `Tokenizer.save` raises no OSError if the disk is full.
+    _write(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": longest,

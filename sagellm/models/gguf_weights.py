@@ -5,7 +5,7 @@ become bfloat16. float16 and bfloat16 tensors stay what they are.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from sagellm.models.base import ModelError
 from sagellm.models.gguf_config import Family
 from sagellm.models.gguf_file import GGUFFile
 
-__all__ = ["MAX_FLOAT32_BYTES", "compute_dtype", "write_weights"]
+__all__ = ["MAX_FLOAT32_BYTES", "TOP_NAMES", "compute_dtype", "tensor_shape", "write_weights"]
 
 MAX_FLOAT32_BYTES = 4 << 30
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -86,23 +86,35 @@ def _names(file: GGUFFile, family: Family, config: dict[str, Any]) -> dict[str, 
     return {name: known[name] for name in file.tensors if name in known}
 
 
-def _check_shape(file: GGUFFile, name: str, shape: list[int], config: dict[str, Any]) -> None:
+def tensor_shape(part: str, config: Mapping[str, Any]) -> list[int]:
+    """Return the shape of a weight, [outputs, inputs] for a matrix.
+
+    Args:
+        part: end of its name in GGUF, such as attn_q.
+        config: content of config.json, with `head_dim` and `num_key_value_heads`.
+
+    Raises:
+        KeyError: config.json lacks a size.
+    """
     hidden, ffn, width = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
-    part, suffix = name.split(".")[-2:]
+    rows = 2 * ffn if config["model_type"] == "phi3" else ffn
     shapes = {
-        "token_embd": (config["vocab_size"], hidden), "output": (config["vocab_size"], hidden), "output_norm": (hidden,),
-        "attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, q),
-        "attn_qkv": (q + 2 * kv, hidden), "attn_q_norm": (width,), "attn_k_norm": (width,),
-        "ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden), "ffn_down": (hidden, ffn),
+        "token_embd": [config["vocab_size"], hidden], "output": [config["vocab_size"], hidden], "output_norm": [hidden],
+        "attn_q": [q, hidden], "attn_k": [kv, hidden], "attn_v": [kv, hidden], "attn_output": [hidden, q],
+        "attn_qkv": [q + 2 * kv, hidden], "attn_q_norm": [width], "attn_k_norm": [width],
+        "ffn_gate": [ffn, hidden], "ffn_up": [rows, hidden], "ffn_down": [hidden, ffn],
     }  # fmt: skip
-    wanted = shapes.get(part, (hidden,))
-    if part == "ffn_up" and config["model_type"] == "phi3":
-        wanted = (2 * ffn, hidden)
+    return shapes.get(part, [hidden])
+
+
+def _check_shape(file: GGUFFile, name: str, shape: list[int], config: dict[str, Any]) -> None:
+    part, suffix = name.split(".")[-2:]
+    wanted = tensor_shape(part, config)
     if suffix == "bias":
         wanted = wanted[:1]
-    if shape != list(wanted):
-        raise file.damaged(f"tensor {name} has shape {shape}, its metadata ask for {list(wanted)}")
+    if shape != wanted:
+        raise file.damaged(f"tensor {name} has shape {shape}, its metadata ask for {wanted}")
 
 
 def _in_halves(values: np.ndarray, num_heads: int) -> np.ndarray:

@@ -8,6 +8,8 @@ from sagellm.models.base import ModelError
 
 __all__ = ["fetch", "is_hub_id", "split_revision"]
 
+# Classes of errors that mean that the hub was not reached, in Python, in requests, in httpx and in the hub's library.
+NETWORK = frozenset({"ConnectionError", "TimeoutError", "Timeout", "TransportError", "LocalEntryNotFoundError"})
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -51,7 +53,12 @@ def _reason(hub_id: str, error: Exception) -> str:
         return f"{hub_id} is neither a folder here nor a model on {hub}; check the name, or run `hf auth login`."
     if isinstance(error, OSError) and error.errno is not None and "RequestException" not in kinds:
         return f"{hub_id} cannot be stored: {error.strerror}. Free some space, or set HF_HOME to a folder with more."
-    return (
-        f"{hub_id} is not on this machine, and {hub} cannot be reached. Connect to the network, or give --model a local "
-        "folder or a .gguf file."
-    )
+    instead = "give --model a local folder or a .gguf file"
+    # The hub's library raises "not in the cache" for whatever kept it from asking the hub.
+    cause = error.__cause__ if "LocalEntryNotFoundError" in kinds and error.__cause__ else error
+    if NETWORK & {kind.__name__ for kind in type(cause).__mro__}:
+        return f"{hub_id} is not on this machine, and {hub} cannot be reached. Connect to the network, or {instead}."
+    reason = " ".join(str(cause).split()).rstrip(".") or type(cause).__name__
+    if "HFValidationError" in kinds:
+        return f"{hub_id} is no id of {hub}: {reason}. Give org/name[@revision], or {instead}."
+    return f"{hub_id} cannot be fetched from {hub}: {reason}. Try again later, or {instead}."

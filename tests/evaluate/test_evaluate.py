@@ -1,6 +1,7 @@
 """Quality of a model: figures against plain formulas, and planted faults that they must show."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -180,6 +181,74 @@ def test_the_command_writes_report_and_plots(model_folder, tmp_path):
     assert done.exit_code == 0 and "qwen2 float32" in done.stdout
     refused = CliRunner().invoke(main, ["evaluate", "nothing"])
     assert refused.exit_code == 2 and refused.stderr.startswith("error: ")
+
+
+def run(*words):
+    return CliRunner().invoke(main, ["evaluate", *map(str, words)])
+
+
+FEW = ("--device", "cpu", "--tokens", 1024, "--answers", 0)
+
+
+def test_models_of_one_name_are_told_apart(model_folder, tmp_path):
+    copy = tmp_path / "other" / "llama"
+    shutil.copytree(model_folder("llama"), copy)
+    done = run(model_folder("llama"), "--dtype", "float32", "--against", copy, *FEW, "--json")
+    assert done.exit_code == 0, done.output
+    report = QualityReport.model_validate_json(done.stdout)
+    assert [model.name for model in report.models] == ["llama float32 (reference)", "llama float32"]
+    assert report.reference == "llama float32 (reference)" and report.of("llama float32").kl_mean < 1e-6
+    copy = tmp_path / "transformers"
+    shutil.copytree(model_folder("llama"), copy)
+    assert "transformers float32 (reference)" in run(copy, "--dtype", "float32", *FEW).stdout
+
+
+def test_models_with_other_tokens_are_refused_before_they_are_loaded(model_folder, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    shutil.copytree(model_folder("llama"), other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    monkeypatch.setattr("sagellm.evaluate.models.EngineModel", None)
+    done = run(model_folder("llama"), "--against", other, *FEW)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert f"{model_folder('llama')} and {other} have different tokenizers: of one text they make" in done.stderr
+
+
+def test_two_reports_are_compared(model_folder, reference, tmp_path):
+    other = Changed(reference, lambda scores: 0.5 * scores)
+    size = Options(tokens=128, chunk=32, answers=0)
+    one = evaluate("tiny", model_folder("llama"), [reference, other], size)
+    again = evaluate("tiny", model_folder("llama"), [reference, Changed(reference, lambda scores: 0.9 * scores)], size)
+    one.write(tmp_path / "one")
+    again.write(tmp_path / "again")
+    rows = json.loads(run("--compare", tmp_path / "one", tmp_path / "again" / "quality.json", "--json").stdout)
+    (row,) = [row for row in rows if (row["model"], row["figure"]) == ("changed", "mean KL")]
+    assert (row["one"], row["other"]) == (one.of("changed").kl_mean, again.of("changed").kl_mean)
+    table = run("--compare", tmp_path / "one", tmp_path / "again")
+    assert table.exit_code == 0 and f"{one.of('changed').kl_mean:.6g}" in table.stdout
+    newer = one.model_copy(update={"text": one.text.model_copy(update={"python": "3.99.0"})})
+    newer.write(tmp_path / "newer")
+    alien = one.model_copy(update={"models": [one.models[0].model_copy(update={"name": "alien"})]})
+    alien.write(tmp_path / "alien")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut.json").write_text((tmp_path / "one" / "quality.json").read_text()[:99])
+    for name, words in {
+        "newer": "about different texts",
+        "alien": "no model of the same name: one has reference, changed, the other alien.",
+        "empty": "quality.json cannot be read: No such file or directory; give the folder of a report.",
+        "cut.json": "cut.json is no report of quality: the file: Invalid JSON",
+    }.items():
+        refused = run("--compare", tmp_path / "one", tmp_path / name)
+        assert refused.exit_code == 2 and words in refused.stderr and refused.stderr.count("\n") == 1
+
+
+def test_what_evaluate_is_given_must_fit(tmp_path):
+    assert "give the MODEL to measure, or two reports with --compare" in run().stderr
+    for words in (["smollm2"], ["--tokens", 2000]):
+        refused = run(*words, "--compare", tmp_path, tmp_path)
+        assert refused.exit_code == 2 and "takes no MODEL and only --json" in refused.stderr
 
 
 def test_an_answer_that_a_batch_changes_is_counted(model_folder, reference):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,17 +13,19 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lmdeploy import tokenizer as lmdeploy_tokenizer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks import token_ids
+from benchmarks import serve_startup, token_ids
 from benchmarks.models.gguf_files import add_byte_level, byte_level_vocabulary, write_gguf, write_vocabulary
 from sagellm.engines.base import SamplingParams
 from sagellm.models import ModelError, packaged
 from sagellm.models.convert import convert_gguf, models_dir, read_conversion
-from sagellm.models.gguf_file import shortest
+from sagellm.models.gguf_file import GGUFFile, shortest
+from sagellm.models.gguf_tokenizer import write_tokenizer
 
 SHAPE = dict(
     hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=320,
@@ -35,6 +38,9 @@ VARIANTS = {
     "qwen3": ("qwen3", {"head_dim": 32}),
     "gemma": ("gemma", {"head_dim": 32, "hidden_activation": "gelu_pytorch_tanh"}),
     "gemma2": ("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16}),
+    "gemma3": (
+        "gemma3", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16, "num_hidden_layers": 7},
+    ),
     "phi3": ("phi3", {"sliding_window": None}),
 }
 
@@ -45,7 +51,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def random_model(architecture, seed=0, **settings):
-    config = CONFIG_MAPPING[architecture](**SHAPE | settings)
+    config = CONFIG_MAPPING[{"gemma3": "gemma3_text"}.get(architecture, architecture)](**SHAPE | settings)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -119,7 +125,11 @@ def test_factors_of_llama3_are_recognised(tmp_path):
         convert_gguf(tmp_path / "other.gguf", "other")
 
 
-def test_the_engine_answers_as_transformers_does(file, start_engine):
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_engine_answers_as_transformers_does(tmp_path, start_engine, name):
+    architecture, settings = VARIANTS[name]
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, random_model(architecture, **settings), architecture)
     folder = convert_gguf(file, "tiny")
     prompt = [list(range(20, 45))]
     engine = start_engine(model=file, dtype="float32")
@@ -140,6 +150,44 @@ def test_end_of_answers_and_chat_template(file, caplog):
     assert tokenizer(text).input_ids.count(1) == 2, "no BOS is added to the one of the template"
     assert lmdeploy_tokenizer.Tokenizer(str(folder)).encode(text) == tokenizer(text).input_ids
     assert "duplicate bos" not in caplog.text
+
+
+# No two spaces before a digit: transformers' own reading of the file makes one token too many of them.
+TURNS = [
+    ("user", "What is 12 345 + 6?"),
+    ("assistant", "It  is 12351.\n"),
+    ("user", " Größe: 7 m² 🙂 日本語\n\n```py\n\tx = 1\n```"),
+]
+CHATS = {
+    "a question": TURNS[:1],
+    "a system prompt": [("system", "Be brief."), *TURNS[:1]],
+    "several turns": TURNS,
+    "an empty system prompt": [("system", ""), *TURNS],
+    "special tokens in the text": [("user", "<|im_end|>\n<|im_start|>system\nx<|endoftext|>"), ("assistant", "{{ x }}")],
+    "an answer first": TURNS[1:],
+}
+
+
+def test_chats_of_the_default_model_are_those_of_its_file(tmp_path):
+    """The text that the file's own template gives, and the ids that transformers makes of it with the file's vocabulary."""
+    path = packaged.packaged_file()
+    file = GGUFFile(path)
+    write_tokenizer(file, tmp_path, 8192)
+    ours = AutoTokenizer.from_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
+        file.need("tokenizer.chat_template")
+    )
+    for name, turns in CHATS.items():
+        messages = [{"role": role, "content": content} for role, content in turns]
+        for prompt in (True, False):
+            text = template.render(messages=messages, add_generation_prompt=prompt)
+            ids = [each.apply_chat_template(messages, add_generation_prompt=prompt) for each in (ours, theirs)]
+            assert ours.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False) == text, name
+            assert ids[0] == ids[1] == ours(text).input_ids, name
+    end = file.need("tokenizer.ggml.eos_token_id")
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [end] == [ours.eos_token_id]
+    assert ours.convert_tokens_to_ids("<|im_end|>") == end and ours.bos_token_id == file.need("tokenizer.ggml.bos_token_id")
 
 
 KINDS = json.loads((Path(token_ids.__file__).parent / "results" / "token_ids.json").read_text())["tokenizers"]
@@ -214,10 +262,16 @@ def test_a_conversion_that_is_killed_starts_again(tmp_path):
     assert killed, "no process was killed before it had finished"
 
 
-def test_a_full_disk_leaves_nothing(file):
+@pytest.mark.parametrize("limit, full", [(5_000, "tokenizer.json"), (100_000, "model.safetensors")])
+def test_a_full_disk_leaves_nothing(file, limit, full):
+    made = convert_gguf(file, "tiny")
+    sizes = {path.name: path.stat().st_size for path in made.iterdir()}
+    assert sizes[full] > limit and (full == "tokenizer.json" or sizes["tokenizer.json"] < limit)
+    shutil.rmtree(made)
     code = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
-    run = subprocess.run([sys.executable, "-c", code + CONVERT, file], capture_output=True, text=True)
+    code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); "
+    command = [sys.executable, "-B", "-c", code + CONVERT, file]  # -B: the limit would cut compiled modules short
+    run = subprocess.run(command, capture_output=True, text=True)
     assert "ModelError: tiny.gguf cannot be converted in" in run.stderr and "XDG_CACHE_HOME" in run.stderr
     assert [path.suffix for path in models_dir().iterdir()] == [".lock"]
 
@@ -298,15 +352,13 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
         convert_gguf(tmp_path / "tiny.gguf", "tiny")
 
 
-def test_the_default_model_is_whole_and_converts_in_little_memory():
+def test_the_default_model_is_whole_and_converts_in_little_memory(tmp_path):
     """At most twice the size of its weights, which are 538 MB in float32."""
-    code = "from sagellm.models import find_model; folder = find_model(None).prepare(); "
-    code += "peak = [line for line in open('/proc/self/status') if line.startswith('VmHWM')][0].split()[1]; print(folder, peak)"
     start = os.times().children_user
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    folder, peak = run.stdout.split()
-    weights = (Path(folder) / "model.safetensors").stat().st_size
-    assert int(peak) * 1024 < 2 * weights and weights == 538_092_792
+    figures = serve_startup.convert(tmp_path)
+    (file,) = tmp_path.glob("sagellm/models/gguf-*/model.safetensors")
+    weights = file.stat().st_size
+    assert 0 < figures["peak_mb"] * 1e6 < 2 * weights and weights == 538_092_792 and figures["convert_s"] > 0
     assert os.times().children_user - start < 15
     assert packaged.REQUIREMENT in (Path(__file__).parents[2] / "third_party/requirements/models.txt").read_text()
 
