@@ -41,10 +41,7 @@ def greedy_reference(model_folder: Callable[[str], Path]) -> Reference:
 
 def write_mistral(path: Path, shape: dict[str, int], window: int) -> None:
     """A random Mistral folder; its attention has a sliding window in every layer."""
-    import torch
-    from transformers import MistralConfig, MistralForCausalLM
-
-    from sagellm.demo_model.tokenizer import byte_tokenizer
+    from transformers import MistralConfig
 
     config = MistralConfig(
         hidden_size=shape["hidden_size"], intermediate_size=shape["intermediate_size"], vocab_size=shape["vocab_size"],
@@ -52,6 +49,18 @@ def write_mistral(path: Path, shape: dict[str, int], window: int) -> None:
         num_key_value_heads=shape["num_kv_heads"], max_position_embeddings=2048, sliding_window=window,
         initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype="float32",
     )  # fmt: skip
+    save_random(config, path)
+
+
+def save_random(config, path: Path):
+    """Write a random float32 model of a transformers configuration, with a tokenizer of bytes. Returns the model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from sagellm.demo_model.tokenizer import byte_tokenizer
+
     torch.manual_seed(0)
-    MistralForCausalLM(config).save_pretrained(path)
-    byte_tokenizer(shape["vocab_size"], 2048).save_pretrained(path, save_jinja_files=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(path)
+    byte_tokenizer(config.vocab_size, 2048).save_pretrained(path, save_jinja_files=False)
+    return model

@@ -146,20 +146,13 @@ def kv_channels() -> list[Finding]:
 
 
 def processor() -> list[Finding]:
+    """Name the instruction set that the CPU device's kernels use."""
+    from sagellm import _core
     from sagellm.engines.lmdeploy.cpu.runtime import usable_cores
 
-    try:
-        flags = next(
-            line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")
-        ).split()
-    except (OSError, StopIteration):
-        flags = []
-    wanted = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 bfloat16", "amx_bf16": "AMX bfloat16"}
-    found = [name for flag, name in wanted.items() if flag in flags]
-    fast = "amx_bf16" in flags or "avx512_bf16" in flags
-    text = f"{usable_cores()} cores; {', '.join(found) or 'no vector units known'}"
-    text += "" if fast else "; bfloat16 is computed without instructions of its own: --dtype float32 may be faster"
-    return [Finding("cpu", OK if fast else NOTE, text)]
+    isa = _core.CpuKernels("bfloat16").isa
+    text = f"{usable_cores()} cores; kernels of the CPU device: {isa}"
+    return [Finding("cpu", NOTE if isa == "plain" else OK, text)]
 
 
 def memory() -> list[Finding]:

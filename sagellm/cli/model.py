@@ -90,6 +90,7 @@ def info(name: str, as_json: bool, dtype: str, context_length: int | None) -> No
         "chat template": facts["chat_template"],
         "end of an answer": ", ".join(facts["stop_tokens"]),
         "CPU device lacks": missing or "nothing",
+        "a step on the CPU": f"module by module: {facts['eager_on_cpu']}" if facts["eager_on_cpu"] else "one native call",
         f"memory in {facts['dtype']}": (
             f"weights {facts['weight_bytes'] / GIB:.2f} GiB; a request of {facts['context_length']:,} tokens "
             f"{facts['kv_bytes'] / GIB:.2f} GiB"

@@ -250,6 +250,7 @@ def test_get_info_list_and_remove(monkeypatch, tmp_path):
     facts = json.loads(run("info", tmp_path / "tiny.gguf", "--json").stdout)
     assert facts["architecture"] == "LlamaForCausalLM" and facts["chat_template"] == "of the model"
     assert facts["stop_tokens"] == ["<|im_end|>"] and facts["missing_on_cpu"] == {}
+    assert facts["eager_on_cpu"] == ""
     parameters = sum(values.numel() for values in random_model("llama").parameters())
     assert (facts["parameters"], facts["weight_bytes"]) == (parameters, 4 * parameters)
     assert facts["kv_bytes"] == 128 * 2 * 2 * 32 * 4, "two blocks of 64 tokens, keys and values of two layers"
@@ -331,19 +332,20 @@ def test_a_removal_that_is_killed_leaves_no_half_model(cache, monkeypatch):
 
 
 def test_info_names_the_operators_that_the_cpu_device_lacks(tmp_path):
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import GptOssConfig, MixtralConfig
 
-    from sagellm.demo_model.tokenizer import byte_tokenizer
     from tests.models.test_gguf import SHAPE
+    from tests.reference import save_random
 
-    config = MixtralConfig(**SHAPE | {"num_hidden_layers": 1})
-    MixtralForCausalLM(config).save_pretrained(tmp_path)
-    byte_tokenizer(320, 128).save_pretrained(tmp_path)
+    save_random(MixtralConfig(**SHAPE | {"num_hidden_layers": 1}), tmp_path / "mixtral")
+    facts = json.loads(run("info", tmp_path / "mixtral", "--json").stdout)
+    assert (facts["missing_on_cpu"], facts["eager_on_cpu"]) == ({}, "the native step does not know MixtralForCausalLM")
+    save_random(GptOssConfig(**SHAPE | {"num_hidden_layers": 1, "num_local_experts": 4, "rope_scaling": None}), tmp_path)
     facts = json.loads(run("info", tmp_path, "--json").stdout)
-    assert "not supported" in facts["missing_on_cpu"]["FusedMoE"]
+    assert "needs attention sinks" in facts["missing_on_cpu"]["PagedAttention"]
     refused = CliRunner().invoke(main, ["serve", "--model", str(tmp_path), "--device", "cpu"])
     assert refused.exit_code == 2
-    assert "MixtralForCausalLM, which the CPU device cannot run: FusedMoE" in refused.stderr
+    assert "GptOssForCausalLM, which the CPU device cannot run: PagedAttention" in refused.stderr
     edit(tmp_path / "config.json", architectures=["MartianForCausalLM"])
     refused = CliRunner().invoke(main, ["serve", "--model", str(tmp_path), "--device", "cpu"])
     assert refused.exit_code == 2 and "MartianForCausalLM, which LMDeploy 0.11.0's PyTorch engine does not" in refused.stderr

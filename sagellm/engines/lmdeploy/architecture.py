@@ -1,12 +1,24 @@
 """Whether LMDeploy's PyTorch engine has a model's architecture, and the CPU device its operators."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sagellm.models import ModelError
 from sagellm.models.folder import read_hf_config
 
-__all__ = ["check_architecture", "missing_operators"]
+__all__ = ["CpuSupport", "check_architecture", "cpu_support"]
+
+
+class CpuSupport(NamedTuple):
+    """What the CPU device makes of a model.
+
+    Attributes:
+        missing: reasons by operator of LMDeploy that the device lacks; empty if it can run the model.
+        eager: why a step runs module by module; empty if it is one native call.
+    """
+
+    missing: dict[str, str]
+    eager: str
 
 
 # The CPU device has all operators of these; others are tried, which takes a second.
@@ -33,28 +45,26 @@ def check_architecture(model: Path, device: str, dtype: str) -> None:
         raise ModelError(
             f"{model} has architecture {', '.join(names)}, which LMDeploy 0.11.0's PyTorch engine does not have."
         )
-    missing = missing_operators(model, dtype) if device == "cpu" else {}
+    missing = cpu_support(model, dtype).missing if device == "cpu" else {}
     if missing:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
         raise ModelError(f"{model} has architecture {', '.join(names)}, which the CPU device cannot run: {reasons}")
 
 
-def missing_operators(model: Path, dtype: str) -> dict[str, str]:
+def cpu_support(model: Path, dtype: str) -> CpuSupport:
     """Build the model's layers without weights, and collect what the CPU device cannot build.
 
     Args:
         dtype: type of the weights.
-
-    Returns:
-        Reasons by operator of LMDeploy; empty if the CPU device can run the model.
     """
     import torch
     from lmdeploy.pytorch.config import ModelConfig
     from lmdeploy.pytorch.models.patch import BuildModelContext, build_patched_model
 
     from sagellm.engines.lmdeploy.cpu.backend import CpuOpsBackend
+    from sagellm.engines.lmdeploy.cpu.compiled import why_eager
 
-    found: dict[str, str] = {}
+    eager, found = "it cannot run", {}
     original = CpuOpsBackend.__dict__["get_layer_impl_builder"]
 
     def builder(backend: type[CpuOpsBackend], operator: Any) -> Any:
@@ -68,12 +78,14 @@ def missing_operators(model: Path, dtype: str) -> dict[str, str]:
     CpuOpsBackend.get_layer_impl_builder = classmethod(builder)
     try:
         config = ModelConfig.from_pretrained(str(model), dtype=dtype)
-        build_patched_model(config, torch.device("meta"), build_model_ctx=BuildModelContext())
+        built = build_patched_model(config, torch.device("meta"), build_model_ctx=BuildModelContext())
+        if not found:
+            eager = why_eager(built)
     except Exception as error:
         found.setdefault("model", str(error) or type(error).__name__)
     finally:
         CpuOpsBackend.get_layer_impl_builder = original
-    return found
+    return CpuSupport(found, eager)
 
 
 class _Recorder:

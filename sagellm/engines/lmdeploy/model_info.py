@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.config import SageConfig
-from sagellm.engines.lmdeploy.architecture import missing_operators
+from sagellm.engines.lmdeploy.architecture import cpu_support
 from sagellm.engines.lmdeploy.sizing import resolve_device, schema_of, weight_bytes
 from sagellm.models.folder import num_weights, read_hf_config, text_config
 
@@ -25,6 +25,7 @@ def describe(model: Path, name: str, dtype: str = "auto", context_length: int | 
     text = text_config(model)
     config = SageConfig(dtype=dtype)
     dtype, schema = schema_of(text, config, resolve_device("auto"))
+    support = cpu_support(model, schema.dtype)
     longest = int(text.get("max_position_embeddings", 0))
     tokens = context_length or longest
     return {
@@ -40,7 +41,8 @@ def describe(model: Path, name: str, dtype: str = "auto", context_length: int | 
         "context": longest,
         "chat_template": _chat_template(model),
         "stop_tokens": _stop_tokens(model),
-        "missing_on_cpu": missing_operators(model, schema.dtype),
+        "missing_on_cpu": support.missing,
+        "eager_on_cpu": support.eager,
         "dtype": schema.dtype,
         "weight_bytes": weight_bytes(model, schema.dtype),
         "context_length": tokens,

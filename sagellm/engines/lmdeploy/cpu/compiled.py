@@ -13,14 +13,18 @@ from torch import nn
 
 from sagellm import _core
 from sagellm.engines.lmdeploy.cpu.operators import prepare
+from sagellm.engines.lmdeploy.cpu.operators.activation import kind_of
 from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionImpl
-from sagellm.engines.lmdeploy.cpu.operators.rotary import CpuApplyRotaryEmbImpl, TabledRotaryEmbedding
-from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, kernels, matrix_of, team
+from sagellm.engines.lmdeploy.cpu.operators.linear import CpuLinearImpl
+from sagellm.engines.lmdeploy.cpu.operators.rotary import TabledRotaryEmbedding
+from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, kernels, team
 
-__all__ = ["CpuRunner", "describe"]
+__all__ = ["CpuRunner", "describe", "why_eager"]
 
-# Decoders whose modules have the names that `describe` reads.
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM")
+# Classes of LMDeploy whose modules have the names that `describe` reads. Gemma 2 has Gemma's.
+ARCHITECTURES = (
+    "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "GemmaForCausalLM",
+)  # fmt: skip
 
 
 @dataclass
@@ -36,27 +40,39 @@ class Description:
     kept: list[Any] = field(default_factory=list)
 
 
-class _Unknown(Exception):
-    """Why a model runs eagerly."""
+def why_eager(model: nn.Module) -> str:
+    """Return why a model of LMDeploy runs module by module; empty if it runs natively. Its weights need not be loaded."""
+    if (name := type(model).__name__) not in ARCHITECTURES:
+        return f"the native step does not know {name}"
+    inner = model.model
+    if getattr(inner, "model_type", "") == "gemma3_text":
+        return "its layers have two rotary embeddings"
+    if getattr(inner, "aux_hidden_state_layers", ()):
+        return "it gives hidden states of inner layers to a draft model"
+    if not isinstance(inner.rotary_emb, TabledRotaryEmbedding):
+        return "its rotary embedding depends on the length of the text"
+    linears = [model.lm_head]
+    for block in inner.layers:
+        attention, feed = block.self_attn, block.mlp
+        if not isinstance(feed.gate_up_proj, PackedGate) and not kind_of(feed.act_fn):
+            return "its feed-forward layers are not gated by SiLU or GELU"
+        if not isinstance(attention.attn_fwd.impl, CpuAttentionImpl):
+            return "its attention is not the CPU device's"
+        linears += [attention.qkv_proj, attention.o_proj, feed.gate_up_proj, feed.down_proj]
+    for linear in linears:
+        if isinstance(linear, PackedGate):
+            continue
+        if not isinstance(getattr(linear, "impl", None), CpuLinearImpl):
+            return "its weights are quantized"
+        if getattr(linear, "all_reduce", False) or len(linear.lora_adapters):
+            return "a layer is split over several ranks, or has adapters"
+    return ""
 
 
 def describe(model: nn.Module) -> Description:
-    """Describe a model whose weights are packed.
-
-    Raises:
-        _Unknown: the native code lacks something that it needs.
-    """
-    if (name := type(model).__name__) not in ARCHITECTURES:
-        raise _Unknown(f"{name} is not among {', '.join(ARCHITECTURES)}")
+    """Describe a model that `why_eager` has no reason against, and whose weights are packed."""
     inner, kept = model.model, []
-    if getattr(inner, "aux_hidden_state_layers", ()):
-        raise _Unknown("it gives hidden states of inner layers to a draft model")
-    if not isinstance(inner.rotary_emb, TabledRotaryEmbedding):
-        raise _Unknown("its rotary embedding depends on the length of the text")
-    first = inner.layers[0].self_attn.attn_fwd.impl
-    head = getattr(model.lm_head.impl, "packed", None)
-    if head is None or not isinstance(first, CpuAttentionImpl):
-        raise _Unknown("its output layer or its attention is not the CPU device's")
+    first, head = inner.layers[0].self_attn.attn_fwd.impl, model.lm_head.impl.packed
     dtype = head.data.dtype
 
     def numbers(norm: nn.Module | None) -> int:
@@ -65,31 +81,21 @@ def describe(model: nn.Module) -> Description:
         kept.append(norm.weight.detach().float().contiguous())
         return kept[-1].data_ptr()
 
-    def matrix(linear: nn.Module) -> dict[str, int]:
-        if isinstance(linear, PackedGate):
-            found = linear.packed.matrix
-        elif getattr(linear, "all_reduce", False) or len(linear.lora_adapters):
-            raise _Unknown("a linear layer is one of several ranks', or has adapters")
-        elif (found := matrix_of(linear)) is None:
-            raise _Unknown("a linear layer has no packed weight")
-        kept.append(linear)
-        return found
-
     def layer(block: nn.Module) -> dict[str, Any]:
         attention, feed = block.self_attn, block.mlp
-        if not isinstance(feed.gate_up_proj, PackedGate):
-            raise _Unknown("its feed-forward layers are not gated by SiLU or GELU")
-        if not isinstance(attention.apply_rotary_pos_emb.impl, CpuApplyRotaryEmbImpl):
-            raise _Unknown("its rotary embedding is not the CPU device's")
+        # Gemma 2 norms the output of each part, and its names for the norms before them differ.
+        is_normed = hasattr(block, "pre_feedforward_layernorm")
+        before_feed = block.pre_feedforward_layernorm if is_normed else block.post_attention_layernorm
+        kept.extend([attention.qkv_proj, attention.o_proj, feed.gate_up_proj, feed.down_proj])
         return {
-            "qkv": matrix(attention.qkv_proj),
-            "out": matrix(attention.o_proj),
-            "gate_up": matrix(feed.gate_up_proj),
-            "down": matrix(feed.down_proj),
+            "qkv": attention.qkv_proj.impl.packed.matrix,
+            "out": attention.o_proj.impl.packed.matrix,
+            "gate_up": feed.gate_up_proj.packed.matrix,
+            "down": feed.down_proj.impl.packed.matrix,
             "attention_norm": numbers(block.input_layernorm),
-            "feed_forward_norm": numbers(block.post_attention_layernorm),
-            "after_attention": 0,
-            "after_feed_forward": 0,
+            "feed_forward_norm": numbers(before_feed),
+            "after_attention": numbers(block.post_attention_layernorm if is_normed else None),
+            "after_feed_forward": numbers(block.post_feedforward_layernorm if is_normed else None),
             "query_norm": numbers(getattr(attention, "q_norm", None)),
             "key_norm": numbers(getattr(attention, "k_norm", None)),
             "window": attention.attn_fwd.impl.window or 0,
@@ -104,13 +110,13 @@ def describe(model: nn.Module) -> Description:
         "heads": first.num_heads,
         "kv_heads": first.num_kv_heads,
         "head_size": first.head_size,
-        "feed_forward": getattr(feed, "size", 0),
+        "feed_forward": feed.size,
         "vocabulary": embedding.outputs,
         "epsilon": inner.norm.impl.epsilon,
         "attention_scale": first.scale,
-        "softcap": 0.0,
-        "embedding_scale": 1.0,
-        "activation": getattr(feed, "activation", "silu"),
+        "softcap": first.softcap,
+        "embedding_scale": head.inputs**0.5 if type(model).__name__ == "GemmaForCausalLM" else 1.0,
+        "activation": feed.activation,
     }
     layers = [layer(block) for block in inner.layers]
     kept.append(embedding)
@@ -124,12 +130,9 @@ class CpuRunner(GraphRunner):
     def __init__(self, model: nn.Module, *args, **kwargs) -> None:
         prepare(model)
         super().__init__(model, *args, **kwargs)
-        self.reason = ""
+        self.reason = why_eager(model)
+        self.native: Description | None = None if self.reason else describe(model)
         self._bound: Any = None
-        try:
-            self.native: Description | None = describe(model)
-        except _Unknown as unknown:
-            self.native, self.reason = None, str(unknown)
 
     def get_capture_batch_sizes(self) -> list[int]:
         """There is no graph to capture, hence one warm-up batch instead of one a power of two."""
@@ -159,7 +162,9 @@ class CpuRunner(GraphRunner):
         """`hidden_states`: [..., hidden]; returns [..., vocabulary], in float32 where the model runs natively."""
         if self.native is None:
             return super().get_logits(hidden_states)
-        return self.native.head.multiply(hidden_states.to(self.native.dtype), wide=True)
+        logits = self.native.head.multiply(hidden_states.to(self.native.dtype), wide=True)
+        cap = getattr(self.model, "final_logit_softcapping", None)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _bind(self, caches: Any) -> None:
         """`caches`: (keys, values) of each layer, [blocks, block size, key heads, head size]."""

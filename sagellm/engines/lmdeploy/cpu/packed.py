@@ -2,7 +2,6 @@
 
 import threading
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
@@ -115,9 +114,3 @@ class PackedEmbedding(nn.Module):
 
     def _width(self) -> int:
         return -(-self.packed.inputs // self._step())
-
-
-def matrix_of(linear: Any) -> dict[str, int] | None:
-    """Return the native description of a packed linear layer, None if it is not packed."""
-    packed = getattr(getattr(linear, "impl", None), "packed", None)
-    return None if packed is None else packed.matrix

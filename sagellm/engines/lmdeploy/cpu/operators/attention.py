@@ -159,11 +159,12 @@ def _hidden(hidden: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
-    """Grouped-query attention, causal, optionally within a sliding window."""
+    """Grouped-query attention, causal, optionally within a sliding window or with capped scores."""
 
     def __init__(self, num_heads: int, head_size: int, **kwargs) -> None:
         super().__init__(num_heads, head_size, **kwargs)
         self.window = _window(self.sliding_window)
+        self.softcap = float(self.logit_softcapping or 0)
 
     def forward(
         self,
@@ -188,6 +189,8 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         if key is not None:
             k_slots.index_copy_(0, attn_metadata.write_slots, key)
             v_slots.index_copy_(0, attn_metadata.write_slots, value)
+        if self.softcap:
+            return torch.cat([self._capped(query[span.rows], k_slots, v_slots, span) for span in attn_metadata.spans])
         if attn_metadata.batch is not None and self.window is None:
             return self._decode_all(query, k_slots, v_slots, attn_metadata.batch)
         outputs = [self._attend(query[span.rows], k_slots, v_slots, span) for span in attn_metadata.spans]
@@ -226,6 +229,17 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         grouped = query.reshape(1, self.num_kv_heads, -1, self.head_size)
         out = F.scaled_dot_product_attention(grouped, keys, values, scale=self.scale)
         return out.reshape(1, self.num_heads, self.v_head_size)
+
+    def _capped(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
+        """Scores as in Gemma 2, softcap * tanh(score / softcap), which torch's fused attention lacks."""
+        if span.num_kv == 0:
+            return query.new_zeros(*query.shape[:-1], self.v_head_size)
+        q_len, share = query.shape[0], self.num_heads // self.num_kv_heads
+        keys, values = (_read(slots, span, 0)[0].repeat_interleave(share, 0) for slots in (k_slots, v_slots))
+        scores = query.transpose(0, 1).float() @ keys.transpose(1, 2).float() * self.scale
+        scores = (scores / self.softcap).tanh() * self.softcap
+        scores = scores.masked_fill(~self._mask(span, q_len, span.num_kv - q_len), float("-inf"))
+        return (scores.softmax(-1) @ values.float()).transpose(0, 1).to(query.dtype)
 
     def _few(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
         """A few queries behind a past, as guesses are: as in `_decode`, a key head is read once for all heads that share it."""
@@ -316,7 +330,6 @@ class CpuAttentionBuilder(AttentionBuilder[CpuAttentionMetadata]):
     ) -> CpuAttentionImpl:
         unsupported = {
             "alibi": alibi,
-            "logit_softcapping": logit_softcapping,
             "bidirectional attention": not causal,
             "flash MLA": use_flash_mla,
             "attention sinks": learnable_sink,
@@ -326,7 +339,7 @@ class CpuAttentionBuilder(AttentionBuilder[CpuAttentionMetadata]):
         if wanted:
             raise EngineError(
                 f"this model needs {', '.join(wanted)}, which the CPU device does not have; "
-                "it runs grouped-query attention, causal, with or without a sliding window. Use --device cuda."
+                "it runs grouped-query attention, causal, with or without a sliding window or capped scores. Use --device cuda."
             )
         return CpuAttentionImpl(
             num_heads,
@@ -335,6 +348,7 @@ class CpuAttentionBuilder(AttentionBuilder[CpuAttentionMetadata]):
             num_kv_heads=num_kv_heads,
             v_head_size=v_head_size,
             sliding_window=sliding_window,
+            logit_softcapping=logit_softcapping,
         )
 
 
