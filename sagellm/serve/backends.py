@@ -8,7 +8,13 @@ from prometheus_client import REGISTRY
 from sagellm.core.config import PDHooks, SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import find_plugin
-from sagellm.engines.lmdeploy.engine import build_engine_config, hook_config, require_patched, set_threads
+from sagellm.engines.lmdeploy.engine import (
+    build_engine_config,
+    check_threads,
+    hook_config,
+    require_patched,
+    set_threads,
+)
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device
 from sagellm.serve.metrics import TurboMindCollector, register
@@ -65,7 +71,9 @@ class PytorchBackend:
     def require(self) -> str:
         require_patched()
         check_settings_plugins(self._config)
-        return resolve_device(self._config.device)
+        device = resolve_device(self._config.device)
+        check_threads(self._config, device)
+        return device
 
     def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path, pd: PDHooks | None = None) -> Any:
         set_threads(self._config, device)

@@ -110,13 +110,27 @@ def build_engine_config(
     )
 
 
+def check_threads(config: SageConfig, device: str) -> int:
+    """Return the threads of each worker of a CPU engine.
+
+    Raises:
+        ConfigError: more threads than this process may use cores.
+    """
+    from sagellm.engines.lmdeploy.cpu.runtime import usable_cores
+
+    cores = usable_cores()
+    if device == "cpu" and config.threads is not None and config.threads > cores:
+        raise ConfigError(f"threads is {config.threads}; this process may use {cores} cores. Use at most {cores} threads.")
+    return config.threads or max(1, cores // config.tensor_parallel)
+
+
 def set_threads(config: SageConfig, device: str) -> None:
     """Share the cores and NUMA nodes of this machine among the workers of a CPU engine; spawned processes inherit it."""
     if device != "cpu":
         return
-    from sagellm.engines.lmdeploy.cpu.runtime import usable_cores, write_worker_cores
+    from sagellm.engines.lmdeploy.cpu.runtime import write_worker_cores
 
-    threads = config.threads or max(1, usable_cores() // config.tensor_parallel)
+    threads = check_threads(config, device)
     write_worker_cores(config.tensor_parallel)
     # OpenMP reads it when a process first uses it, which for spawned workers is later than now.
     os.environ["OMP_NUM_THREADS"] = str(threads)

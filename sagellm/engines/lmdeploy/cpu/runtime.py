@@ -120,8 +120,27 @@ def _read_int(path: Path) -> int | None:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """Count the cores that this process may compute on: those it is bound to, hyper-threads of one core once, and no more than
+    the processor time that its control group has (cgroup v2)."""
+    cores = len({_siblings(number) for number in os.sched_getaffinity(0)})
+    try:
+        quota, period = _CPU_QUOTA.read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):  # no such file, or "max"
+        pass
+    return cores
+
+
+_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def _siblings(number: int) -> str:
+    """Return what is the same for all hyper-threads of a core."""
+    try:
+        return (_TOPOLOGY / f"cpu{number}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(number)
 
 
 def write_worker_cores(num_workers: int) -> None:

@@ -7,10 +7,12 @@ import psutil
 import pytest
 import torch
 
+from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.cpu import runtime
 from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
 from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, memory_bytes, usable_cores
+from sagellm.engines.lmdeploy.engine import check_threads
 
 GIB = 2**30
 
@@ -62,7 +64,37 @@ def test_streams_and_events_are_always_done():
         stream.wait_event(first)
         stream.synchronize()
     assert cuda.current_device() == 0 and cuda.is_available()
-    assert usable_cores() == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("bound", "siblings", "quota", "expected"),
+    [
+        ({0, 1, 2, 3}, "0 1 2 3", "max 100000", 4),
+        ({0, 1, 2, 3}, "0-1 0-1 2-3 2-3", "max 100000", 2),
+        ({1, 2}, "0-1 0-1 2-3 2-3", None, 2),
+        ({0, 1, 2, 3}, "0 1 2 3", "250000 100000", 2),
+        ({0, 1, 2, 3}, "0 1 2 3", "50000 100000", 1),
+        ({5}, "0", "max 100000", 1),
+    ],
+)
+def test_cores_that_may_be_used(monkeypatch, tmp_path, bound, siblings, quota, expected):
+    for number, text in enumerate(siblings.split()):
+        (tmp_path / f"cpu{number}/topology").mkdir(parents=True)
+        (tmp_path / f"cpu{number}/topology/thread_siblings_list").write_text(text)
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(runtime, "_TOPOLOGY", tmp_path)
+    monkeypatch.setattr(runtime, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: bound)
+    assert usable_cores() == expected
+
+
+def test_more_threads_than_cores(monkeypatch):
+    monkeypatch.setattr(runtime, "usable_cores", lambda: 4)
+    assert check_threads(SageConfig(), "cpu") == 4 and check_threads(SageConfig(tensor_parallel=3), "cpu") == 1
+    assert check_threads(SageConfig(threads=3), "cpu") == 3 and check_threads(SageConfig(threads=9), "cuda") == 9
+    with pytest.raises(ConfigError, match="threads is 5; this process may use 4 cores. Use at most 4 threads."):
+        check_threads(SageConfig(threads=5), "cpu")
 
 
 def settings(**change):
