@@ -460,19 +460,33 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
   const int rows = task.tokens * task.share, size = task.head_size, count = task.end - task.begin;
   const int wide = padded(count, WIDTH);
   auto* scores = reinterpret_cast<float*>(scratch);
-  const auto query = [&](int row) {
-    return static_cast<const typename T::Input*>(task.query) +
-           static_cast<std::size_t>(row / task.share) * task.query_stride +
-           static_cast<std::size_t>(row % task.share) * static_cast<std::size_t>(size);
+  // Rows of keys lie apart, in blocks that may be anywhere, so that the processor does not fetch them ahead by itself.
+  const auto fetch = [&](const char* cache, int first) {
+    for (int token = first; token < std::min(first + WIDTH, task.end); ++token) {
+      const char* at = slot(task, cache, token);
+      for (std::size_t byte = 0; byte < static_cast<std::size_t>(size) * sizeof(Weight); byte += 64) {
+        __builtin_prefetch(at + byte);
+      }
+    }
   };
+  const typename T::Input* queries[kManyRows];
+  for (int row = 0; row < rows; ++row) {
+    queries[row] = static_cast<const typename T::Input*>(task.query) +
+                   static_cast<std::size_t>(row / task.share) * task.query_stride +
+                   static_cast<std::size_t>(row % task.share) * static_cast<std::size_t>(size);
+  }
+  fetch(task.keys, task.begin);
+  fetch(task.keys, task.begin + WIDTH);
   const Weight* keys[WIDTH];
   for (int i = 0; i < wide; i += WIDTH) {
+    fetch(task.keys, task.begin + i + 2 * WIDTH);
+    fetch(task.values, task.begin + i);
     for (int j = 0; j < WIDTH; ++j) {
       keys[j] = reinterpret_cast<const Weight*>(slot(task, task.keys, std::min(task.begin + i + j, task.end - 1)));
     }
     for (int row = 0; row < rows; ++row) {
       Vec products[WIDTH];
-      for (int j = 0; j < WIDTH; ++j) products[j] = T::dot(query(row), keys[j], size);
+      for (int j = 0; j < WIDTH; ++j) products[j] = T::dot(queries[row], keys[j], size);
       store(scores + row * wide + i, add_up(products));
     }
   }

@@ -18,6 +18,7 @@ from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionImpl
 from sagellm.engines.lmdeploy.cpu.operators.linear import CpuLinearImpl
 from sagellm.engines.lmdeploy.cpu.operators.rotary import TabledRotaryEmbedding
 from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, kernels, team
+from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
 
 __all__ = ["CpuRunner", "describe", "why_eager"]
 
@@ -169,6 +170,8 @@ class CpuRunner(GraphRunner):
     def _bind(self, caches: Any) -> None:
         """`caches`: (keys, values) of each layer, [blocks, block size, key heads, head size]."""
         keys = caches[0][0]
+        for storage in {part.untyped_storage() for pair in caches for part in pair}:
+            use_huge_pages(storage.data_ptr(), storage.nbytes())
         self.native.decoder.bind(
             [pair[0].data_ptr() for pair in caches], [pair[1].data_ptr() for pair in caches], keys.shape[0], keys.shape[1],
             keys.stride(0) * keys.element_size(), keys.stride(1) * keys.element_size(),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from sagellm import _core
+from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
 
 __all__ = ["TILE", "PackedEmbedding", "PackedGate", "PackedWeight", "can_pack", "kernels", "pack_gate", "team"]
 
@@ -52,6 +53,7 @@ class PackedWeight:
         self.kernels = kernels(weight.dtype)
         size = self.kernels.packed_bytes(self.outputs, self.inputs) // weight.element_size()
         self.data = torch.empty(size, dtype=weight.dtype)
+        use_huge_pages(self.data.data_ptr(), self.data.nbytes)
         self.kernels.pack(weight.data_ptr(), weight.stride(0), self.outputs, self.inputs, self.data.data_ptr())
         self._bias = None if bias is None else bias.detach().float().contiguous()
         address = 0 if self._bias is None else self._bias.data_ptr()

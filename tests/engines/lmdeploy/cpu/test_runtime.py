@@ -1,6 +1,7 @@
 """Memory of a control group, the stand-in for torch.cuda, and what the device refuses."""
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -87,6 +88,14 @@ def test_cores_that_may_be_used(monkeypatch, tmp_path, bound, siblings, quota, e
     monkeypatch.setattr(runtime, "_CPU_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: bound)
     assert usable_cores() == expected
+
+
+def test_huge_pages_are_asked_for_whole_pages_only():
+    memory = torch.empty(8 << 20, dtype=torch.uint8)
+    assert not runtime.use_huge_pages(memory.data_ptr(), 1 << 20)
+    given = runtime.use_huge_pages(memory.data_ptr(), memory.nbytes)
+    state = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    assert given == state.exists()
 
 
 def test_more_threads_than_cores(monkeypatch):
