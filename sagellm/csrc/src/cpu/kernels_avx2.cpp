@@ -1,7 +1,7 @@
 #define NAMESPACE avx2
 #define WIDTH 8
 #define ROWS 3
-#include "kernels.inl"
+#include "kernels_impl.h"
 
 namespace sage::cpu {
 

@@ -1,7 +1,7 @@
 #define NAMESPACE avx512
 #define WIDTH 16
 #define ROWS 12
-#include "kernels.inl"
+#include "kernels_impl.h"
 
 namespace sage::cpu {
 

@@ -2,7 +2,7 @@
 #define WIDTH 16
 #define ROWS 12
 #define DOT_BF16
-#include "kernels.inl"
+#include "kernels_impl.h"
 
 namespace sage::cpu {
 

@@ -1,7 +1,7 @@
 #define NAMESPACE plain
 #define WIDTH 4
 #define ROWS 3
-#include "kernels.inl"
+#include "kernels_impl.h"
 
 namespace sage::cpu {
 
