@@ -10,7 +10,7 @@ __all__ = ["CpuSupport", "check_architecture", "cpu_support"]
 
 
 class CpuSupport(NamedTuple):
-    """What the CPU device makes of a model.
+    """Support of the CPU device for a model.
 
     Attributes:
         missing: reasons by operator of LMDeploy that the device lacks; empty if it can run the model.

@@ -171,7 +171,7 @@ MADV_HUGEPAGE, HUGE_PAGE_BYTES = 14, 2 << 20
 
 
 def use_huge_pages(address: int, num_bytes: int) -> bool:
-    """Ask Linux for pages of 2 MiB in this memory, before it is used; False where there are none.
+    """Ask Linux for pages of 2 MiB in this memory, before it is used. Returns False if it gives none.
 
     Keys of a sequence lie in blocks all over the cache. With pages of 4 KiB each of them costs a walk through page tables.
     """
