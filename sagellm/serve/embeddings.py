@@ -31,6 +31,7 @@ class EmbeddingRequest(BaseModel):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, description="Not supported: vectors have the hidden size of the model.")
     pooling: PoolingKind = "mean"
+    user: str | None = Field(default=None, description="Changes no answer.")
 
 
 async def embeddings(prompts: Prompts, embed: Embed, request: EmbeddingRequest, num_bytes: int) -> dict[str, Any]:
