@@ -53,8 +53,9 @@ def _scored(tokenizer: Any, tokens: list[int], text: str | None, logits: Any, nu
         row = {pieces[place]: own[place - 1]}
         for other, name, value in zip(top_ids[place - 1], names[place], top_values[place - 1], strict=True):
             if other != tokens[place]:
-                # A part of a character has no text, and tokens may share theirs.
-                row[name if name and name not in row else tokenizer.convert_ids_to_tokens(other) or str(other)] = value
+                # A part of a character has no text of its own, and tokens may share theirs.
+                has_name = name and INCOMPLETE not in name and name not in row
+                row[name if has_name else tokenizer.convert_ids_to_tokens(other) or str(other)] = value
         top.append(row)
     ends = np.cumsum([len(piece) for piece in pieces]).tolist()
     return Echo(
@@ -138,6 +139,9 @@ async def _logits(engine: Any, tokens: list[int], session_id: int) -> Any:
     try:
         async for output in instance.async_stream_infer(session_id, tokens, gen_config=config):
             logits = output.logits if output.logits is not None else logits
+    except asyncio.CancelledError:
+        await instance.async_cancel(session_id)  # as for embeddings
+        raise
     finally:
         await instance.async_end(session_id)
     if logits is None or len(logits) != len(tokens):

@@ -66,7 +66,8 @@ class RequestValidation:
             route = route_of(scope["method"], scope["path"])
             if route.access != "all":
                 self._check_access(route, headers, is_trusted)  # before the body is read: strangers may send any amount
-                body = await self._read(headers, receive)
+                never = asyncio.get_running_loop().create_future()
+                body = await self._run(self._read(headers, receive), never)
                 is_signed = self._gate.check_signature(scope, headers, body)
                 request, replaced = await self._request(route, headers, body, is_signed, is_trusted)
                 if route.handler is not None:

@@ -74,7 +74,7 @@ CHAT_CASES = {
     "two minima": ({"min_tokens": 2, "min_new_tokens": 3}, "min_tokens is 2 and min_new_tokens is 3"),
     "min_tokens above max_tokens": ({"min_tokens": 5}, "min_tokens is 5 and max_tokens is 4; the minimum must not be above"),
     "min_new_tokens above max_tokens": ({"min_new_tokens": 5}, "min_tokens is 5 and max_tokens is 4"),
-    "min_tokens with a format": ({"min_tokens": 2, "response_format": JSON}, "cannot be combined with ignore_eos or min_tokens"),
+    "min_tokens with a format": ({"min_tokens": 2, "response_format": JSON}, "cannot be combined with ignore_eos or min_"),
     "n a fraction": ({"n": 2.5}, "n: Input should be a valid integer"),
     "n of a text too large": ({"n": "129"}, "n is 129; allowed: 1 to 128"),
     "seed beyond 64 bits": ({"seed": 2**63}, "seed is 9223372036854775808; allowed: -9223372036854775808 to"),
