@@ -4,7 +4,7 @@ import asyncio
 import copy
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from sagellm.serve.parameters import ROLES, Refused, check_known
@@ -132,6 +132,29 @@ async def in_turn(num_bytes: int, work: Callable[..., Any], *arguments: Any) -> 
     if num_bytes > THREAD_FROM_BYTES:
         return await asyncio.to_thread(work, *arguments)
     return work(*arguments)
+
+
+async def together(work: Callable[[int], Awaitable[Any]], count: int, at_once: int) -> list[Any]:
+    """Return `await work(number)` for each number below `count`.
+
+    Once one fails, or this is cancelled, the others are cancelled too, and have ended when this does.
+
+    Args:
+        at_once: LMDeploy ends a request only when one of so many places is free, so others must not wait for one.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def one(number: int) -> Any:
+        async with places:
+            return await work(number)
+
+    tasks = [asyncio.ensure_future(one(number)) for number in range(count)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def check_messages(messages: Any, more: Sequence[str] = ()) -> None:

@@ -23,7 +23,7 @@ from sagellm.serve.embeddings import embed_with
 from sagellm.serve.formats import check_format
 from sagellm.serve.group import FIELDS, GroupGate, Membership, unsplit
 from sagellm.serve.parameters import Refused, check_fields, check_parameters, engine_seed
-from sagellm.serve.prompts import Prompts, split_prompt
+from sagellm.serve.prompts import Prompts, split_prompt, together
 from sagellm.serve.routes import CHAT, COMPLETION, ENCODE, GENERATE, Request, Route, Server, route_of
 from sagellm.serve.service import ALLOWED, SERVICE, take_service
 from sagellm.serve.speculation import FIELD as USAGE_FIELD
@@ -228,15 +228,13 @@ class RequestValidation:
         given = split_prompt(request.prompt)
         first = self._next_session(len(prompts))
 
-        # As for embeddings: the places that the engine needs to end requests, and memory for the scores of each prompt.
-        places = asyncio.Semaphore(self._engine.backend_config.max_batch_size)
 
-        async def one(place: int) -> Echo:
-            text = given[place] if isinstance(given[place], str) else None
-            async with places:
-                return await echo_of(self._engine, prompts[place], text, request.logprobs, first + place)
+        def one(number: int) -> Awaitable[Echo]:
+            text = given[number] if isinstance(given[number], str) else None
+            return echo_of(self._engine, prompts[number], text, request.logprobs, first + number)
 
-        return lambda left: self._run(asyncio.gather(*map(one, range(len(prompts)))), left)
+        at_once = self._engine.backend_config.max_batch_size
+        return lambda left: self._run(together(one, len(prompts), at_once), left)
 
     def _amended(self, path: str, request: Any, num_prompts: int, is_prompt: bool, number: int = 0) -> dict[str, Any]:
         """Return fields that LMDeploy would take differently from what OpenAI's API says.
