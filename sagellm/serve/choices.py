@@ -34,7 +34,7 @@ class Progress:
         return {"prompt_tokens": self.num_prompt, "completion_tokens": self.num_answer, "total_tokens": total}
 
 
-# Of the sub-request that is being handled; None where a request has one answer.
+# The sub-request that is being handled writes it; None where a request has one answer.
 PROGRESS: ContextVar[Progress | None] = ContextVar("sagellm_progress", default=None)
 
 

@@ -182,6 +182,8 @@ class RequestValidation:
         wishes = take_wishes(path, raw, prompts, self._server.prompts.vocab_size)
         if self._engine.backend == "turbomind" and any(wish.keys() & {"logits_processors"} for wish in wishes):
             raise Refused("logit_bias and penalties are not supported by the engine turbomind; leave them out.")
+        if self._engine.backend == "turbomind" and any("logprobs" in wish for wish in wishes):
+            raise Refused("logprobs 0 is not supported by the engine turbomind; send 1 or more.")
         if request.stream and len(prompts) > 1:
             raise Refused(f"stream with {len(prompts)} prompts is not supported; send one prompt a request.")
         num_kept = getattr(request, "n", 1)
