@@ -17,6 +17,7 @@ from sagellm.serve.logs import ClientLeft
 from sagellm.serve.metrics import MAX_REPORTED, _reported
 from sagellm.serve.parameters import Refused
 from sagellm.serve.prompts import Prompts
+from sagellm.serve.wishes import take_wishes
 
 TEXT = st.text(alphabet="ab", max_size=30)
 WORDS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3)
@@ -245,3 +246,9 @@ def test_a_report_of_many_numbers_is_cut(caplog):
     assert [record.message for record in caplog.records] == [
         f"plug-in mine reports more than {MAX_REPORTED} numbers; /metrics shows the first"
     ], "said once"
+
+
+@pytest.mark.parametrize(("seed", "low"), [(5, 5), (2**32 + 5, 5), (-1, 2**32 - 1), (0, 2**32), (2**32, 2**32)])
+def test_a_seed_counts_by_its_low_bits(seed, low):
+    """0 would mean none."""
+    assert take_wishes("/generate", {"seed": seed}, [[1]], 10) == [{"random_seed": low}]
