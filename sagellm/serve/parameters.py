@@ -151,12 +151,14 @@ def _check_tools(request: Any) -> None:
 
 
 def _check_limits(request: Any, raw: dict[str, Any]) -> None:
+    if raw.get("preserve_cache"):  # a prompt alone, for which a proxy sets max_tokens to 1 beside what the client sent
+        return
     for name, other in SAME:
         if name in raw and other in raw and raw[name] != raw[other]:
             raise Refused(f"{name} is {raw[name]} and {other} is {raw[other]}; send one of them.")
     least = raw.get("min_tokens") or raw.get("min_new_tokens") or 0
     most = raw.get("max_completion_tokens") or request.max_tokens or math.inf
-    if least > most and not raw.get("preserve_cache"):  # a prompt alone is computed with a limit of one token
+    if least > most:
         raise Refused(f"min_tokens is {least} and max_tokens is {most}; the minimum must not be above the maximum.")
 
 

@@ -9,13 +9,14 @@ import pytest
 from fastapi import HTTPException
 from hypothesis import given
 from hypothesis import strategies as st
+from lmdeploy.serve.openai.protocol import CompletionRequest
 
 from sagellm.core.host import START_REFUSED
 from sagellm.serve.generation import GuardedGeneration, StopStrings
 from sagellm.serve.lifecycle import EngineWatch
 from sagellm.serve.logs import ClientLeft
 from sagellm.serve.metrics import MAX_REPORTED, _reported
-from sagellm.serve.parameters import Refused
+from sagellm.serve.parameters import Refused, check_parameters
 from sagellm.serve.prompts import Prompts
 from sagellm.serve.wishes import take_wishes
 
@@ -268,3 +269,12 @@ def test_fields_of_a_template_are_those_that_it_reads():
     request.messages[0]["tool_call_id"] = "a"
     with pytest.raises(Refused, match=r"messages\[0\].tool_call_id is not a field"):
         asyncio.run(Prompts(engine).tokens(request, 1))
+
+
+@pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
+def test_a_prompt_alone_may_have_the_limits_of_its_client():
+    """LMDeploy's proxy sets `max_tokens` to 1 for the engine that computes the prompt."""
+    raw = {"model": "x", "prompt": "a", "max_tokens": 1, "max_completion_tokens": 9, "min_tokens": 5}
+    check_parameters(CompletionRequest(**raw), raw | {"preserve_cache": True}, 10**6)
+    with pytest.raises(Refused, match="max_tokens is 1 and max_completion_tokens is 9"):
+        check_parameters(CompletionRequest(**raw), raw, 10**6)
