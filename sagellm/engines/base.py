@@ -117,7 +117,7 @@ class BaseEngine(ABC):
             [tokens, vocabulary], float32; row i scores the token at i + 1.
 
         Raises:
-            EngineError: the prompt is longer than one step takes.
+            EngineError: the prompt is empty, or longer than the context or the KV pool.
         """
 
     @abstractmethod

@@ -11,12 +11,31 @@ from typing import Any, NamedTuple
 
 from sagellm.serve.echo import Echo, with_echo
 
-__all__ = ["BEGUN", "MAX_SEED", "Plan", "answer_several", "wait_left"]
+__all__ = ["PROGRESS", "Plan", "Progress", "answer_several", "wait_left"]
 
 App = Callable[..., Awaitable[None]]
-MAX_SEED = 1 << 32
-# Set by the generation of the first answer at its first token.
-BEGUN: ContextVar[asyncio.Event | None] = ContextVar("sagellm_begun", default=None)
+
+
+class Progress:
+    """How far a sub-request has come; its generation writes it.
+
+    Attributes:
+        begun: set at its first token.
+        num_prompt, num_answer: tokens of the prompt, and of the answer so far.
+    """
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.num_prompt = self.num_answer = 0
+
+    @property
+    def usage(self) -> dict[str, int]:
+        total = self.num_prompt + self.num_answer
+        return {"prompt_tokens": self.num_prompt, "completion_tokens": self.num_answer, "total_tokens": total}
+
+
+# The sub-request that is being handled writes it; None where a request has one answer.
+PROGRESS: ContextVar[Progress | None] = ContextVar("sagellm_progress", default=None)
 
 
 class Plan(NamedTuple):
@@ -27,9 +46,10 @@ class Plan(NamedTuple):
         num_kept: number of answers that the client gets, the likeliest ones.
         stream: whether the client reads a stream.
         usage_chunk: whether the stream ends with a chunk of usage, as `stream_options.include_usage` asks.
+        usage_so_far: whether each chunk has the usage of its answer up to it, as `continuous_usage_stats` asks.
         keeps_logprobs: whether the client asked for log probabilities; otherwise they only rank.
         before: called before each sub-request, in its context.
-        echo: makes the echo of each prompt, with which its answers begin.
+        echo: makes the echo of each prompt, with which its answers begin; None once its argument says that the client left.
         keeps_answer: whether more than the echo was asked for.
     """
 
@@ -37,9 +57,10 @@ class Plan(NamedTuple):
     num_kept: int
     stream: bool
     usage_chunk: bool
+    usage_so_far: bool
     keeps_logprobs: bool
     before: Callable[[int], None]
-    echo: Callable[[], Awaitable[list[Echo]]] | None = None
+    echo: Callable[[Awaitable[Any]], Awaitable[list[Echo] | None]] | None = None
     keeps_answer: bool = True
 
 
@@ -47,27 +68,34 @@ async def answer_several(app: App, plan: Plan, scope: dict, receive: Callable, s
     """Run the sub-requests through `app` and answer with what they say together.
 
     The first one that fails answers for all.
+
+    Raises:
+        Refused: the echo could not be made.
     """
-    gone, begun = asyncio.Event(), asyncio.Event()
-    watch = asyncio.create_task(_watch(receive, gone))
-    echoes = [] if plan.echo is None else await plan.echo()
-    merged = _Stream(plan, send) if plan.stream else _Whole(plan, send, echoes)
+    gone = asyncio.Event()
+    progress = [Progress() for _ in plan.bodies]
+    merged = _Stream(plan, send, progress) if plan.stream else _Whole(plan, send)
 
     async def run(number: int) -> None:
         plan.before(number)
-        if number == 0:
-            BEGUN.set(begun)
-        else:
-            BEGUN.set(None)
-            await begun.wait()
+        PROGRESS.set(progress[number])
+        if number:
+            await progress[0].begun.wait()
         try:
             await app(scope, _receiver(plan.bodies[number], gone), merged.sender(number))
         finally:
-            begun.set()
+            progress[number].begun.set()
 
-    # A task runs in a copy of the context that creates it.
-    tasks = [asyncio.create_task(run(number)) for number in range(len(plan.bodies))]
+    watch = asyncio.create_task(_watch(receive, gone))
+    tasks: list[asyncio.Task] = []
     try:
+        if plan.echo is not None:
+            echoes = await plan.echo(gone.wait())
+            if echoes is None:
+                return
+            merged.begin_with(echoes)
+        # A task runs in a copy of the context that creates it.
+        tasks += [asyncio.create_task(run(number)) for number in range(len(plan.bodies))]
         await asyncio.gather(*tasks)
         await merged.finish()
     finally:
@@ -102,10 +130,15 @@ def _receiver(body: dict[str, Any], gone: asyncio.Event) -> Callable:
 class _Whole:
     """Merges answers that are not streamed."""
 
-    def __init__(self, plan: Plan, send: Callable, echoes: list[Echo]) -> None:
-        self._plan, self._send, self._echoes = plan, send, echoes
+    def __init__(self, plan: Plan, send: Callable) -> None:
+        self._plan, self._send = plan, send
+        self._echoes: list[Echo] = []
         self._starts: list[dict] = [{} for _ in plan.bodies]
         self._parts: list[list[bytes]] = [[] for _ in plan.bodies]
+
+    def begin_with(self, echoes: list[Echo]) -> None:
+        """Let the answers to each prompt begin with its echo."""
+        self._echoes = echoes
 
     def sender(self, number: int) -> Callable:
         async def send(message: dict) -> None:
@@ -150,8 +183,8 @@ class _Whole:
 class _Stream:
     """Merges streams: events as they come, each with the index of its answer; one end, and usage in a chunk of its own."""
 
-    def __init__(self, plan: Plan, send: Callable) -> None:
-        self._plan, self._send = plan, send
+    def __init__(self, plan: Plan, send: Callable, progress: list[Progress]) -> None:
+        self._plan, self._send, self._progress = plan, send, progress
         self._started = False
         self._refused_by: int | None = None
         self._rest = [b""] * len(plan.bodies)
@@ -187,7 +220,7 @@ class _Stream:
         if self._plan.usage_chunk:
             if usage := event.get("usage"):
                 self._usage.append(usage)
-            event["usage"] = None
+            event["usage"] = self._progress[number].usage if self._plan.usage_so_far else None
         self._head = self._head or {name: event.get(name) for name in ("id", "object", "created", "model")}
         await self._write(event | self._head)
 

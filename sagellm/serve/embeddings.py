@@ -1,6 +1,5 @@
 """`/v1/embeddings`, in the form of OpenAI's API; `pooling` is a field of ours."""
 
-import asyncio
 import base64
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,7 +9,7 @@ from pydantic import BaseModel, Field
 from sagellm.core.errors import EngineError
 from sagellm.engines.lmdeploy.pooling import PoolingKind, embed_prompt
 from sagellm.serve.parameters import Refused
-from sagellm.serve.prompts import Prompts, in_turn, split_prompt
+from sagellm.serve.prompts import Prompts, in_turn, split_prompt, together
 from sagellm.serve.service import SERVICE
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ class EmbeddingRequest(BaseModel):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, description="Not supported: vectors have the hidden size of the model.")
     pooling: PoolingKind = "mean"
+    user: str | None = Field(default=None, description="Changes no answer.")
 
 
 async def embeddings(prompts: Prompts, embed: Embed, request: EmbeddingRequest, num_bytes: int) -> dict[str, Any]:
@@ -79,13 +79,10 @@ def embed_with(engine: Any, next_session: Callable[[int], int]) -> Embed:
         if engine.backend == "turbomind":
             raise Refused("/v1/embeddings is not supported by the engine turbomind; start the server with --engine pytorch.")
         first, service = next_session(len(prompts)), SERVICE.get()
-        # LMDeploy ends a request only when one of so many places is free, so others must not wait for one.
-        places = asyncio.Semaphore(engine.backend_config.max_batch_size)
 
-        async def one(session_id: int, prompt: list[int]) -> "np.ndarray":
-            async with places:
-                return await embed_prompt(engine.engine, session_id, prompt, pooling, service=service)
+        def one(number: int) -> Awaitable["np.ndarray"]:
+            return embed_prompt(engine.engine, first + number, prompts[number], pooling, service=service)
 
-        return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts, first)))
+        return await together(one, len(prompts), engine.backend_config.max_batch_size)
 
     return embed

@@ -17,8 +17,11 @@ SOURCE_OF_ERROR = re.compile(r"^\[[\d:]+\] \S+:\d+: ")  # time, file and line, w
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # keywords whose schemas describe the same value, not a part of it
 
 
-def check_format(request: Any) -> None:
+def check_format(request: Any, min_tokens: int | None = None) -> None:
     """Check `response_format` of a chat request.
+
+    Args:
+        min_tokens: a field that LMDeploy's model of the request does not have.
 
     Raises:
         Refused: it cannot be compiled, or other parameters would make the model write past its end.
@@ -26,10 +29,8 @@ def check_format(request: Any) -> None:
     wanted = request.response_format
     if wanted is None or wanted.type == "text":
         return
-    if request.ignore_eos or request.min_new_tokens:
-        raise Refused(
-            "response_format cannot be combined with ignore_eos or min_new_tokens: the format says where to end."
-        )
+    if request.ignore_eos or request.min_new_tokens or min_tokens:
+        raise Refused("response_format cannot be combined with ignore_eos or min_tokens: the format says where to end.")
     compile_format(wanted)
 
 

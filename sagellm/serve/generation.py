@@ -9,12 +9,13 @@ where a step of the engine gave several.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import HTTPException
 
-from sagellm.serve.choices import BEGUN
+from sagellm.serve.choices import PROGRESS
+from sagellm.serve.parameters import Refused
 from sagellm.serve.service import SERVICE
 from sagellm.serve.speculation import add_guesses
 from sagellm.serve.token_texts import TEXTS
@@ -65,11 +66,43 @@ class GuardedGeneration:
         self._generate = engine.generate
         self._on_dead = on_dead
         self._open: set[asyncio.Queue] = set()  # of requests in the engine
+        self._ends: set[asyncio.Future] = set()  # of other work
 
     def end_all(self, reason: str) -> None:
-        """End every answer with an error; clients learn the reason."""
+        """End every answer and all other work with an error; clients learn the reason."""
         for outputs in self._open:
             outputs.put_nowait(HTTPException(503, reason))
+        for end in self._ends:
+            if not end.done():
+                end.set_result(reason)
+
+    async def run(self, work: Awaitable[Any], left: Awaitable[Any]) -> Any:
+        """Do other work than an answer, such as embeddings.
+
+        Args:
+            left: is over when the client has left.
+
+        Returns:
+            The result; None once the client has left, which ends the work.
+
+        Raises:
+            Refused: `end_all` was called.
+        """
+        end = asyncio.get_running_loop().create_future()
+        self._ends.add(end)
+        task, watch = asyncio.ensure_future(work), asyncio.ensure_future(left)
+        try:
+            await asyncio.wait({task, watch, end}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if end.done():
+                raise Refused(end.result(), 503)
+            return None
+        finally:
+            self._ends.discard(end)
+            for each in (task, watch):
+                each.cancel()
+            await asyncio.gather(task, watch, return_exceptions=True)
 
     async def __call__(
         self, messages: Any, session_id: int, gen_config: Any = None, **options: Any
@@ -101,8 +134,6 @@ class GuardedGeneration:
                 if isinstance(out, BaseException):
                     raise out
                 self._check(out)
-                if is_first and (begun := BEGUN.get()) is not None:
-                    begun.set()
                 if is_first and gen_config is not None and gen_config.with_cache:
                     # LMDeploy's handler fails where the first piece has no token: an answer that ends at once. Engines of a
                     # group tell each other which one was drawn; it is not read here.
@@ -115,6 +146,9 @@ class GuardedGeneration:
                     out.finish_reason = "stop"
                 elif out.finish_reason:
                     out.response += stops.flush()
+                if (progress := PROGRESS.get()) is not None:
+                    progress.begun.set()
+                    progress.num_prompt, progress.num_answer = out.input_token_len, out.generate_token_len
                 yield out
                 if found:
                     return

@@ -3,13 +3,16 @@
 import asyncio
 import copy
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from sagellm.serve.parameters import ROLES, Refused
+from sagellm.serve.parameters import ROLES, Refused, check_known
 
 # Tokenizing takes about a second a megabyte, and the event loop would stand still; a thread costs a tenth of a millisecond.
 THREAD_FROM_BYTES = 64 << 10
+MESSAGE_FIELDS = ("role", "content", "name")  # `name` changes no answer where the template does not read it
+TOOL_FIELDS = ("tool_calls", "tool_call_id", "reasoning_content")  # taken if the template reads them
 
 
 class Prompts:
@@ -39,8 +42,9 @@ class Prompts:
             Refused: no prompt, one that is too long, or one that cannot be rendered.
         """
         if hasattr(request, "messages"):
-            check_messages(request.messages)
-            prompts = [await in_turn(num_bytes, self._chat, request, self._tools(request))]
+            self._check_reads(request)
+            check_messages(request.messages, [name for name in TOOL_FIELDS if self._reads(name)])
+            prompts = [await in_turn(num_bytes, self._chat, request)]
         elif hasattr(request, "input_ids"):
             if (request.prompt is None) == (request.input_ids is None):
                 raise Refused("give either prompt or input_ids.")
@@ -90,14 +94,25 @@ class Prompts:
             "Shorten it, or start the server with a larger --context-length or --kv-blocks."
         )
 
-    def _chat(self, request: Any, tools: list[dict[str, Any]] | None) -> list[int]:
+    def _reads(self, word: str) -> bool:
+        """Whether the chat template of the model has the word; LMDeploy's own templates read roles and contents alone."""
+        tokenizer = getattr(getattr(self._engine, "chat_template", None), "tokenizer", None)
+        return re.search(rf"\b{word}\b", str(getattr(tokenizer, "chat_template", None))) is not None
+
+    def _check_reads(self, request: Any) -> None:
+        is_rendered = request.do_preprocess and not isinstance(request.messages, str)
+        for name in ("reasoning_effort", "enable_thinking"):
+            if getattr(request, name) is not None and not (is_rendered and self._reads(name)):
+                raise Refused(f"{name} is not read by the chat template of this model; leave it out.")
+
+    def _chat(self, request: Any) -> list[int]:
         plain = isinstance(request.messages, str)
         coroutine = self._rendering._get_prompt_input(
             request.messages,
             request.do_preprocess and not plain,
             True,
             None,
-            tools=tools,
+            tools=None,
             reasoning_effort=request.reasoning_effort,
             enable_thinking=request.enable_thinking,
         )
@@ -111,18 +126,6 @@ class Prompts:
             raise Refused(f"the chat template cannot render these messages: {error}") from None
         raise AssertionError("LMDeploy's _get_prompt_input awaits something")
 
-    def _tools(self, request: Any) -> list[dict[str, Any]] | None:
-        if not request.tools or request.tool_choice == "none":
-            return None
-        tools = request.tools
-        if not isinstance(request.tool_choice, str):
-            wanted = request.tool_choice.function.name
-            tools = [tool for tool in tools if tool.function.name == wanted]
-            if not tools:
-                raise Refused(f"tool_choice names {wanted!r}, which is not among the tools.")
-        whole = self._engine.arch == "GptOssForCausalLM"
-        return [tool.model_dump() if whole else tool.function.model_dump() for tool in tools]
-
 
 async def in_turn(num_bytes: int, work: Callable[..., Any], *arguments: Any) -> Any:
     """`work(*arguments)`, in a thread when there is much to do."""
@@ -131,8 +134,34 @@ async def in_turn(num_bytes: int, work: Callable[..., Any], *arguments: Any) -> 
     return work(*arguments)
 
 
-def check_messages(messages: Any) -> None:
+async def together(work: Callable[[int], Awaitable[Any]], count: int, at_once: int) -> list[Any]:
+    """Return `await work(number)` for each number below `count`.
+
+    Once one fails, or this is cancelled, the others are cancelled too, and have ended when this does.
+
+    Args:
+        at_once: LMDeploy ends a request only when one of so many places is free, so others must not wait for one.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def one(number: int) -> Any:
+        async with places:
+            return await work(number)
+
+    tasks = [asyncio.ensure_future(one(number)) for number in range(count)]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check_messages(messages: Any, more: Sequence[str] = ()) -> None:
     """Text is all that a language model reads; LMDeploy would drop the rest, or put its Python spelling into the prompt.
+
+    Args:
+        more: further fields of a message that the chat template reads.
 
     Raises:
         Refused: a message holds something else.
@@ -143,6 +172,9 @@ def check_messages(messages: Any) -> None:
         content, role = message.get("content"), message.get("role")
         if role not in ROLES:
             raise Refused(f"messages[{number}].role is {json.dumps(role)}; allowed are {', '.join(ROLES)}.")
+        check_known(message, (*MESSAGE_FIELDS, *more), f"messages[{number}].")
+        if not isinstance(message.get("name", ""), str | None):
+            raise Refused(f"messages[{number}].name is {json.dumps(message['name'])[:60]}; send a string.")
         if content is None and role != "assistant":
             raise Refused(f"messages[{number}] of role {role} has no content; send a string.")
         if content is None or isinstance(content, str):

@@ -1,7 +1,7 @@
 """The routes of the server, one row each. Others are answered with 404, whatever LMDeploy's application has."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from lmdeploy.serve.openai.protocol import ChatCompletionRequest, CompletionRequest, EncodeRequest, GenerateReqInput
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,9 +13,25 @@ from sagellm.serve.group import INFO, Membership
 from sagellm.serve.parameters import Refused
 from sagellm.serve.prompts import Prompts, in_turn
 
-__all__ = ["CHAT", "COMPLETION", "GENERATE", "ROUTES", "Answer", "PolicyExchange", "Request", "Route", "Server", "route_of"]
+__all__ = [
+    "CHAT", "COMPLETION", "ENCODE", "GENERATE", "ROUTES", "Answer", "PolicyExchange", "Request", "Route", "Server", "route_of",
+]  # fmt: skip
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
+ENCODE = "/v1/encode"
+
+
+class ChatRequest(ChatCompletionRequest):
+    """LMDeploy's model of a chat, and those fields of OpenAI's API that change no answer, with the values that are taken."""
+
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1)] | None = None
 
 
 class PolicyExchange(BaseModel):
@@ -147,11 +163,11 @@ ROUTES = {
         Route("/metrics/", READ, "all"),
         Route("/openapi.json", ("GET",), "key", handler=describe),
         Route("/v1/models", READ, "all"),
-        Route(CHAT, ("POST",), "key", ChatCompletionRequest),
+        Route(CHAT, ("POST",), "key", ChatRequest),
         Route(COMPLETION, ("POST",), "key", CompletionRequest),
         Route(GENERATE, ("POST",), "key", GenerateReqInput),
         Route("/v1/embeddings", ("POST",), "key", EmbeddingRequest, embed),
-        Route("/v1/encode", ("POST",), "key", EncodeRequest, encode),
+        Route(ENCODE, ("POST",), "key", EncodeRequest, encode),
         Route("/sagellm/policy", ("POST",), "admin", PolicyExchange, exchange_policy),
         Route(INFO, ("GET",), "group", handler=group_info),
         Route("/distserve/engine_info", READ, "group"),

@@ -298,12 +298,12 @@ class _Server(uvicorn.Server):
     def _engine_died(self) -> None:
         self._end_answers("the engine has stopped")
         self.should_exit = True
-        if self._loop is not None:  # other handlers may wait for the engine without a limit
-            self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORDS_S, setattr, self, "force_exit", True)
 
     def _end_answers(self, reason: str) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._generation.end_all, reason)
+            # Others may wait without a limit: for the engine, or for the rest of a body.
+            self._loop.call_soon_threadsafe(self._loop.call_later, LAST_WORDS_S, setattr, self, "force_exit", True)
 
 
 class _Banner:

@@ -17,14 +17,14 @@ from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 
-from sagellm.serve.choices import MAX_SEED, Plan, answer_several, wait_left
+from sagellm.serve.choices import Plan, answer_several, wait_left
 from sagellm.serve.echo import Echo, echo_of
 from sagellm.serve.embeddings import embed_with
 from sagellm.serve.formats import check_format
 from sagellm.serve.group import FIELDS, GroupGate, Membership, unsplit
-from sagellm.serve.parameters import Refused, check_fields, check_parameters
-from sagellm.serve.prompts import Prompts, split_prompt
-from sagellm.serve.routes import CHAT, COMPLETION, GENERATE, Answer, Request, Route, Server, route_of
+from sagellm.serve.parameters import Refused, check_fields, check_parameters, engine_seed
+from sagellm.serve.prompts import Prompts, split_prompt, together
+from sagellm.serve.routes import CHAT, COMPLETION, ENCODE, GENERATE, Request, Route, Server, route_of
 from sagellm.serve.service import ALLOWED, SERVICE, take_service
 from sagellm.serve.speculation import FIELD as USAGE_FIELD
 from sagellm.serve.speculation import USAGE, take_wish
@@ -66,11 +66,12 @@ class RequestValidation:
             route = route_of(scope["method"], scope["path"])
             if route.access != "all":
                 self._check_access(route, headers, is_trusted)  # before the body is read: strangers may send any amount
-                body = await self._read(headers, receive)
+                never = asyncio.get_running_loop().create_future()
+                body = await self._run(self._read(headers, receive), never)
                 is_signed = self._gate.check_signature(scope, headers, body)
                 request, replaced = await self._request(route, headers, body, is_signed, is_trusted)
                 if route.handler is not None:
-                    answer = await _unless_left(route.handler(self._server, request), receive)
+                    answer = await self._run(route.handler(self._server, request), wait_left(receive))
                     if answer is not None:
                         await _answer(send, 200, answer)
                     return
@@ -78,12 +79,15 @@ class RequestValidation:
                     app = partial(answer_several, app, replaced)
                 else:
                     receive = _replay(replaced, receive)
+            await _passed_on(app, scope, receive, send)
         except Refused as refused:
-            error = {"message": str(refused), "type": "invalid_request_error", "param": None, "code": refused.status}
+            kind = "invalid_request_error" if refused.status < 500 else "server_error"
+            error = {"message": str(refused), "type": kind, "param": None, "code": refused.status}
             document = {"object": "error", **error, "error": error} | self._gate.answer_of_refusal(is_trusted)
             await _answer(send, refused.status, document)
-            return
-        await _passed_on(app, scope, receive, send)
+
+    def _run(self, work: Awaitable[Any], left: Awaitable[Any]) -> Awaitable[Any]:
+        return self._engine.generate.run(work, left)
 
     def _check_access(self, route: Route, headers: Headers, is_trusted: bool) -> None:
         if route.access == "group":
@@ -106,9 +110,8 @@ class RequestValidation:
             raw = unsplit(raw)
         request = self._model(route, raw)
         if route.access == "key":
-            own = WISH_FIELDS.get(route.path, frozenset())
-            extra = {"best_of"} if route.path == COMPLETION else set()
-            check_fields(raw, {*route.model.model_fields, *ALLOWED, *FIELDS, *own, *extra, USAGE_FIELD, "model"})
+            check_fields(raw, _known_fields(route))
+        raw.update((name, value) for name, value in request if name in raw and isinstance(value, str | int | float))
         # Also where nothing is asked for: a pipelined request begins in the context of the one before it.
         SERVICE.set(take_service(raw, headers.raw))
         if route.handler is not None:
@@ -168,19 +171,23 @@ class RequestValidation:
         Raises:
             Refused: it must not get any.
         """
-        echoes, keeps_answer = path == COMPLETION and bool(raw.pop("echo", False)), True
+        echoes, keeps_answer = path == COMPLETION and bool(request.echo), True
+        raw.pop("echo", None)
         if echoes and raw.get("max_tokens") == 0:  # LMDeploy generates one token at least
             raw["max_tokens"], request.max_tokens, keeps_answer = 1, 1, False
         check_parameters(request, raw, self._server.prompts.vocab_size)
         if path == CHAT:
-            check_format(request)
+            check_format(request, raw.get("min_tokens"))
         prompts = await self._server.prompts.tokens(request, num_bytes)
         wishes = take_wishes(path, raw, prompts, self._server.prompts.vocab_size)
         if self._engine.backend == "turbomind" and any(wish.keys() & {"logits_processors"} for wish in wishes):
             raise Refused("logit_bias and penalties are not supported by the engine turbomind; leave them out.")
+        if self._engine.backend == "turbomind" and any("logprobs" in wish for wish in wishes):
+            raise Refused("logprobs 0 is not supported by the engine turbomind; send 1 or more.")
         if request.stream and len(prompts) > 1:
             raise Refused(f"stream with {len(prompts)} prompts is not supported; send one prompt a request.")
-        num_kept = raw.pop("n", 1) if path != GENERATE else 1
+        num_kept = getattr(request, "n", 1)
+        raw.pop("n", None)
         num_answers = raw.pop("best_of", num_kept)
         if raw.get("migration_request") and (len(prompts) > 1 or num_answers != 1):
             raise Refused("migration_request is of one prompt and one answer; split requests have no more.")
@@ -192,7 +199,9 @@ class RequestValidation:
             {**raw, **self._amended(path, request, len(prompts), bool(raw.get("preserve_cache")), number)}
             for number in range(num_answers)
         ]
-        usage_chunk = bool(request.stream and (raw.get("stream_options") or {}).get("include_usage"))
+        options = raw.get("stream_options") or {}
+        usage_chunk = bool(options and request.stream_options.include_usage)
+        usage_so_far = bool(options.get("continuous_usage_stats"))
         echo = self._echo(request, prompts) if echoes else None
         if num_answers == 1 and not usage_chunk and echo is None:
             set_wishes(bodies[0]["session_id"], wishes)
@@ -201,38 +210,33 @@ class RequestValidation:
         if not keeps_logprobs:
             bodies = [{**body, "logprobs": 1} for body in bodies]
         return Plan(
-            bodies, num_kept, bool(request.stream), usage_chunk, keeps_logprobs,
+            bodies, num_kept, bool(request.stream), usage_chunk, usage_so_far, keeps_logprobs,
             before=lambda number: set_wishes(bodies[number]["session_id"], wishes), echo=echo, keeps_answer=keeps_answer,
         )  # fmt: skip
 
-    def _echo(self, request: Any, prompts: list[list[int]]) -> Callable[[], Awaitable[list[Echo]]]:
-        """Return what makes the echoes of the prompts.
+    def _echo(
+        self, request: Any, prompts: list[list[int]]
+    ) -> Callable[[Awaitable[Any]], Awaitable[list[Echo] | None]]:
+        """Return what makes the echoes of the prompts; see `Plan.echo`.
 
         Raises:
-            Refused: a stream, or prompts whose log probabilities cannot be computed.
+            Refused: a stream, or an engine that does not compute log probabilities of prompts.
         """
         if request.stream:
             raise Refused("echo in a stream is not supported; leave out one of them.")
         if request.logprobs is not None:
             if self._engine.backend == "turbomind":
                 raise Refused("echo with logprobs is not supported by the engine turbomind; leave out one of them.")
-            longest = self._engine.backend_config.max_prefill_token_num
-            if any(len(prompt) > longest for prompt in prompts):
-                raise Refused(
-                    f"echo with logprobs takes prompts of up to {longest} tokens, what one step computes; shorten them, or "
-                    "start the server with a larger --max-prefill-tokens."
-                )
         given = split_prompt(request.prompt)
         first = self._next_session(len(prompts))
 
-        async def make() -> list[Echo]:
-            texts = [prompt if isinstance(prompt, str) else None for prompt in given]
-            rows = enumerate(zip(prompts, texts, strict=True))
-            return await asyncio.gather(
-                *(echo_of(self._engine, tokens, text, request.logprobs, first + place) for place, (tokens, text) in rows)
-            )
 
-        return make
+        def one(number: int) -> Awaitable[Echo]:
+            text = given[number] if isinstance(given[number], str) else None
+            return echo_of(self._engine, prompts[number], text, request.logprobs, first + number)
+
+        at_once = self._engine.backend_config.max_batch_size
+        return lambda left: self._run(together(one, len(prompts), at_once), left)
 
     def _amended(self, path: str, request: Any, num_prompts: int, is_prompt: bool, number: int = 0) -> dict[str, Any]:
         """Return fields that LMDeploy would take differently from what OpenAI's API says.
@@ -244,7 +248,7 @@ class RequestValidation:
         # LMDeploy counts requests but uses one id a prompt, so that ids of concurrent requests would collide.
         fields: dict[str, Any] = {"session_id": self._next_session(num_prompts)}
         if (seed := getattr(request, "seed", None)) is not None:
-            fields["seed"] = (seed + number) % MAX_SEED or MAX_SEED  # 0 would mean none; the engine uses the low 32 bits
+            fields["seed"] = engine_seed(seed + number)
         if path == CHAT and request.logprobs and not request.top_logprobs:
             fields["top_logprobs"] = 1  # without it the chosen token's would be left out too
         if is_prompt and getattr(request, "min_new_tokens", None):
@@ -294,16 +298,14 @@ async def _passed_on(app: Callable[..., Awaitable[None]], scope: dict, receive: 
         await send({"type": "http.response.body", "body": f"data: {event}\n\ndata: [DONE]\n\n".encode()})
 
 
-async def _unless_left(work: Awaitable[Answer], receive: Callable) -> Answer | None:
-    """Return the answer, or None once the client has left, which ends the work."""
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(wait_left(receive))
-    try:
-        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        for each in (task, left):
-            each.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
+def _known_fields(route: Route) -> set[str]:
+    """Return the names of the fields that are read on a route for clients."""
+    known = {*route.model.model_fields, "model"}
+    if route.path != ENCODE:  # which is not scheduled
+        known |= ALLOWED.keys()
+    if route.handler is None:
+        known |= {*FIELDS, *WISH_FIELDS[route.path], USAGE_FIELD}
+    return known | ({"best_of"} if route.path == COMPLETION else set())
 
 
 def _reason(error: BaseException) -> str:

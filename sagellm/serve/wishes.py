@@ -14,7 +14,7 @@ from lmdeploy.serve.openai.protocol import ResponseFormat
 from pydantic import ValidationError
 
 from sagellm.engines.lmdeploy.adjust import ScoreChanges
-from sagellm.serve.parameters import MAX_COUNT, Refused
+from sagellm.serve.parameters import Refused, engine_seed
 from sagellm.serve.prompts import split_prompt
 
 __all__ = ["FIELDS", "WISHES", "apply", "set_wishes", "take_wishes"]
@@ -38,6 +38,7 @@ def take_wishes(path: str, raw: dict[str, Any], prompts: Sequence[list[int]], vo
     """Take the fields out of `raw`, check them, and return those of `GenerationConfig` for each prompt.
 
     Args:
+        raw: JSON of the request, after `check_parameters`.
         prompts: token ids of each prompt.
 
     Raises:
@@ -46,10 +47,11 @@ def take_wishes(path: str, raw: dict[str, Any], prompts: Sequence[list[int]], vo
     given = {name: raw.pop(name) for name in FIELDS.get(path, ()) if name in raw}
     wishes: dict[str, Any] = {}
     if (count := given.get("min_tokens")) is not None:
-        wishes["min_new_tokens"] = _whole("min_tokens", count, 0, MAX_COUNT)
+        wishes["min_new_tokens"] = count
     if (seed := given.get("seed")) is not None:
-        # LMDeploy takes 0 for none, and uses the low 32 bits.
-        wishes["random_seed"] = _whole("seed", seed, -(2**63), 2**63 - 1) or 1 << 32
+        wishes["random_seed"] = engine_seed(seed)
+    if path == COMPLETION and raw.get("logprobs") == 0:  # the chosen token's alone; LMDeploy's handler takes 0 for none
+        raw["logprobs"], wishes["logprobs"] = 1, 0
     if (tokens := given.get("stop_token_ids")) is not None:
         if not isinstance(tokens, list):
             raise Refused(f"stop_token_ids is {json.dumps(tokens)[:60]}; send a list of token ids.")

@@ -48,14 +48,14 @@ def reference(model_folder):
 
 
 def test_the_engine_scores_as_transformers_does(start_engine, reference):
-    engine = start_engine()
-    tokens = list(range(30, 130))
-    engine.generate([tokens])  # its blocks are cached, and not used
-    logits = engine.prompt_logits(tokens)
-    assert logits.shape == (100, 320) and logits.dtype == np.float32
-    assert np.allclose(logits, reference.logits(tokens), atol=1e-4)
+    engine = start_engine(kv_blocks=128)
+    for tokens in (list(range(30, 130)), 7 * list(range(30, 130))):  # the second takes two forward passes
+        engine.generate([tokens])  # its blocks are cached, and not used
+        logits = engine.prompt_logits(tokens)
+        assert logits.shape == (len(tokens), 320) and logits.dtype == np.float32
+        assert np.allclose(logits, reference.logits(tokens), atol=1e-4)
     for prompt in ([], [5] * 5000):
-        with pytest.raises(EngineError, match="allowed are 1 to 512"):
+        with pytest.raises(EngineError, match="allowed are 1 to 2031"):
             engine.prompt_logits(prompt)
 
 

@@ -3,8 +3,10 @@ started anyway; `test_lifecycle.py` has those of a server that is not ready."""
 
 import json
 import signal
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -64,8 +66,16 @@ def terminated_while_streaming(server: ServerProcess) -> None:
 
 
 def hurried(server: ServerProcess) -> None:
-    """A second signal ends a server that would drain for long."""
+    """A second signal ends a server that would drain for long: answers, embeddings, prompts that are scored to be echoed, and
+    requests that do not come to their end."""
     stream = Stream(server, 4000)
+    words = {"model": server.model, "input": 500 * [[5] * 400]}
+    scores = {"model": server.model, "prompt": 128 * [[5] * 400], "echo": True, "logprobs": 1, "max_tokens": 0}
+    pool = ThreadPoolExecutor(2)
+    others = [pool.submit(server.post, path, body) for path, body in (("/v1/embeddings", words), ("/v1/completions", scores))]
+    half = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    half.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+    server.wait_for_metric("blocks of other prompts", lambda n: n > 40, "sagellm_kv_blocks", state="active")
     server.send(signal.SIGTERM)
     wait_until("new connections are refused", lambda: refuses(server))
     assert not stream.complete
@@ -73,6 +83,11 @@ def hurried(server: ServerProcess) -> None:
     server.end(signal.SIGTERM)
     assert time.monotonic() - start < 8, "the drain time is ten seconds"
     check_error_event(stream, "the server is shutting down")
+    for answer in (other.result(10) for other in others):
+        assert answer.status_code == 503 and answer.json()["error"]["type"] == "server_error"
+        assert answer.json()["error"]["message"] == "the server is shutting down"
+    half.close()
+    pool.shutdown()
     check_quiet(server)
 
 

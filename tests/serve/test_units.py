@@ -9,14 +9,16 @@ import pytest
 from fastapi import HTTPException
 from hypothesis import given
 from hypothesis import strategies as st
+from lmdeploy.serve.openai.protocol import CompletionRequest
 
 from sagellm.core.host import START_REFUSED
 from sagellm.serve.generation import GuardedGeneration, StopStrings
 from sagellm.serve.lifecycle import EngineWatch
 from sagellm.serve.logs import ClientLeft
 from sagellm.serve.metrics import MAX_REPORTED, _reported
-from sagellm.serve.parameters import Refused
+from sagellm.serve.parameters import Refused, check_parameters
 from sagellm.serve.prompts import Prompts
+from sagellm.serve.wishes import take_wishes
 
 TEXT = st.text(alphabet="ab", max_size=30)
 WORDS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3)
@@ -245,3 +247,34 @@ def test_a_report_of_many_numbers_is_cut(caplog):
     assert [record.message for record in caplog.records] == [
         f"plug-in mine reports more than {MAX_REPORTED} numbers; /metrics shows the first"
     ], "said once"
+
+
+@pytest.mark.parametrize(("seed", "low"), [(5, 5), (2**32 + 5, 5), (-1, 2**32 - 1), (0, 2**32), (2**32, 2**32)])
+def test_a_seed_counts_by_its_low_bits(seed, low):
+    """0 would mean none."""
+    assert take_wishes("/generate", {"seed": seed}, [[1]], 10) == [{"random_seed": low}]
+
+
+def test_fields_of_a_template_are_those_that_it_reads():
+    engine = FakeLMDeploy()
+    fields = dict(do_preprocess=True, reasoning_effort=None, enable_thinking=False)
+    request = SimpleNamespace(messages=[{"role": "assistant", "tool_calls": []}], **fields)
+    with pytest.raises(Refused, match="enable_thinking is not read by the chat template"):
+        asyncio.run(Prompts(engine).tokens(request, 1))
+    template = "{{ messages[0].tool_calls }}{% if enable_thinking %}x{% endif %}"
+    engine.chat_template = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
+    engine.encode = lambda messages, add_bos: [1]
+    engine.tokenizer.encode = engine.encode
+    assert asyncio.run(Prompts(engine).tokens(request, 1)) == [[1]]
+    request.messages[0]["tool_call_id"] = "a"
+    with pytest.raises(Refused, match=r"messages\[0\].tool_call_id is not a field"):
+        asyncio.run(Prompts(engine).tokens(request, 1))
+
+
+@pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
+def test_a_prompt_alone_may_have_the_limits_of_its_client():
+    """LMDeploy's proxy sets `max_tokens` to 1 for the engine that computes the prompt."""
+    raw = {"model": "x", "prompt": "a", "max_tokens": 1, "max_completion_tokens": 9, "min_tokens": 5}
+    check_parameters(CompletionRequest(**raw), raw | {"preserve_cache": True}, 10**6)
+    with pytest.raises(Refused, match="max_tokens is 1 and max_completion_tokens is 9"):
+        check_parameters(CompletionRequest(**raw), raw, 10**6)

@@ -219,9 +219,9 @@ class LMDeployEngine(BaseEngine):
         return self._on_loop(self._generate(prompts, every, delays))
 
     def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":
-        longest = self.engine.cache_config.max_prefill_token_num
+        longest = self.engine.max_session_len - 1
         if not 0 < len(prompt) <= longest:
-            raise EngineError(f"prompt_logits got {len(prompt)} tokens; allowed are 1 to {longest} (max_prefill_tokens).")
+            raise EngineError(f"prompt_logits got {len(prompt)} tokens; allowed are 1 to {longest}.")
         return self._on_loop(self._prompt_logits(list(prompt))).float().numpy()
 
     def embed(

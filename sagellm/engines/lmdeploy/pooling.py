@@ -1,5 +1,6 @@
 """Embeddings: the last hidden states of a prompt, pooled to one vector in the step that computes them."""
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from sagellm.core.errors import EngineError
@@ -93,6 +94,9 @@ async def embed_prompt(
     try:
         async for output in instance.async_stream_infer(session_id, prompt, gen_config=config):
             status, vector = output.status, output.logits
+    except asyncio.CancelledError:
+        await instance.async_cancel(session_id)  # or the engine's side would wait for the next output without an end
+        raise
     finally:
         await instance.async_end(session_id)
     if vector is None:

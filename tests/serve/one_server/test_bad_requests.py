@@ -14,6 +14,7 @@ CHAT, COMPLETION, GENERATE, ENCODE = "/v1/chat/completions", "/v1/completions", 
 POLICY = "/sagellm/policy"
 NO = {"model": "no-such-model"}
 
+JSON = {"type": "json_object"}
 MANY_ITEMS = {"type": "array", "minItems": 5000}
 CHAT_CASES = {
     "best_of of a chat": ({"best_of": 2}, "best_of is not a field of this request"),
@@ -57,9 +58,46 @@ CHAT_CASES = {
     "frequency_penalty out of range": ({"frequency_penalty": 77}, "frequency_penalty is 77; allowed: -2 to 2"),
     "input_ids": ({"input_ids": [3]}, "input_ids is not a field"),
     "unknown field": ({"temprature": 1}, "temprature is not a field of this request; did you mean temperature?"),
-    "store": ({"store": True}, "store is true; allowed: false"),
+    "store": ({"store": True}, "store: Input should be False"),
+    "metadata a number": ({"metadata": 5}, "metadata: Input should be a valid dictionary"),
+    "service_tier": ({"service_tier": "flex"}, "service_tier: Input should be 'auto' or 'default'"),
+    "web search": ({"web_search_options": {}}, "web_search_options is not supported by this server"),
+    "reasoning_effort": ({"reasoning_effort": "low"}, "reasoning_effort is not read by the chat template of this model"),
+    "enable_thinking": ({"enable_thinking": False}, "enable_thinking is not read by the chat template of this model"),
+    "a message's unknown field": (
+        {"messages": [ASK[0] | {"cache": 1}]},
+        "messages[0].cache is not a field of this request; leave it out.",
+    ),
+    "a message's name": ({"messages": [ASK[0] | {"name": 5}]}, "messages[0].name is 5; send a string"),
+    "calls in a message": ({"messages": [ASK[0], {"role": "assistant", "tool_calls": []}]}, "messages[1].tool_calls is not a"),
+    "two limits": ({"max_completion_tokens": 5}, "max_tokens is 4 and max_completion_tokens is 5; send one of them"),
+    "two minima": ({"min_tokens": 2, "min_new_tokens": 3}, "min_tokens is 2 and min_new_tokens is 3"),
+    "min_tokens above max_tokens": ({"min_tokens": 5}, "min_tokens is 5 and max_tokens is 4; the minimum must not be above"),
+    "min_new_tokens above max_tokens": ({"min_new_tokens": 5}, "min_tokens is 5 and max_tokens is 4"),
+    "min_tokens with a format": ({"min_tokens": 2, "response_format": JSON}, "cannot be combined with ignore_eos or min_"),
+    "n a fraction": ({"n": 2.5}, "n: Input should be a valid integer"),
+    "n of a text too large": ({"n": "129"}, "n is 129; allowed: 1 to 128"),
+    "seed beyond 64 bits": ({"seed": 2**63}, "seed is 9223372036854775808; allowed: -9223372036854775808 to"),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0] of role user has no content"),
     "stream_options": ({"stream_options": {"include_usage": True}}, "stream_options needs stream: true"),
+    "an unknown stream option": (
+        {"stream": True, "stream_options": {"include_usages": True}},
+        "stream_options.include_usages is not a field of this request; did you mean include_usage?",
+    ),
+    "usage of every chunk alone": (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "continuous_usage_stats needs include_usage: true",
+    ),
+    "usage of every chunk a number": (
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": 5}},
+        "continuous_usage_stats is 5; allowed: true or false",
+    ),
+    "an unknown part of a format": ({"response_format": JSON | {"strict": True}}, "response_format.strict is not a field"),
+    "a part of another format": ({"response_format": JSON | {"regex_schema": "a"}}, "response_format.regex_schema is not a"),
+    "an unknown part of a schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "stricter": True}}},
+        "response_format.json_schema.stricter is not a field of this request; did you mean strict?",
+    ),
     "a schema of many items": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": MANY_ITEMS}}},
         "minItems is greater than the number of prefixItems, but additional items are not allowed: 5000 > 0",
@@ -70,13 +108,11 @@ CHAT_CASES = {
     "with_cache": ({"with_cache": True}, "with_cache"),
     "migration": ({"migration_request": {"x": 1}}, "migration_request"),
     "stream a list": ({"stream": []}, "stream"),
-    "tool_choice required": ({"tool_choice": "required"}, "tool_choice 'required' is not supported"),
+    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supported by this server"),
+    "tool_choice required": ({"tool_choice": "required"}, "tool_choice is 'required', which is not supported"),
     "tool_choice": (
-        {
-            "tools": [{"type": "function", "function": {"name": "f"}}],
-            "tool_choice": {"type": "function", "function": {"name": "g"}},
-        },
-        "tool_choice names 'g'",
+        {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice is a function, which is not supported by this server; send 'none', or leave it out",
     ),
 }
 OTHER_CASES = {
@@ -85,12 +121,25 @@ OTHER_CASES = {
     "raw prompt empty": (GENERATE, {"prompt": ""}, "the prompt is empty"),
     "suffix": (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix is not supported"),
     "echo in a stream": (COMPLETION, {"prompt": "a", "echo": True, "stream": True}, "echo in a stream is not supported"),
-    "echo of a long prompt": (COMPLETION, {"prompt": [5] * 600, "echo": True, "logprobs": 1}, "prompts of up to 512 tokens"),
     "no tokens without echo": (COMPLETION, {"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
+    "metadata of a completion": (COMPLETION, {"prompt": "a", "metadata": {}}, "metadata is not a field of this request"),
+    "best_of a boolean": (COMPLETION, {"prompt": "a", "best_of": True}, "best_of is true; allowed: 1 to 128"),
+    "min_tokens as text": (COMPLETION, {"prompt": "a", "min_tokens": "5"}, 'min_tokens is "5"; allowed: 0 to'),
+    "min_tokens above the default": (
+        COMPLETION,
+        {"prompt": "a", "max_tokens": None, "min_tokens": 20},
+        "min_tokens is 20 and max_tokens is 16",
+    ),
+    "raw user": (GENERATE, {"prompt": "a", "user": "me"}, "user is not a field"),
+    "raw seed": (GENERATE, {"prompt": "a", "seed": 2**63}, "seed is 9223372036854775808; allowed: -9223372036854775808 to"),
+    "an empty image": (GENERATE, {"prompt": "a", "image_data": ""}, "image_data is not supported by this server"),
     "raw n": (GENERATE, {"prompt": "a", "n": 3}, "n is not a field"),
     "raw logprobs": (GENERATE, {"prompt": "a", "logprobs": 3}, "logprobs is not a field"),
     "raw min_new_tokens": (GENERATE, {"prompt": "a", "min_new_tokens": 3}, "min_new_tokens is not a field"),
     "encode unknown": (ENCODE, {"input": "a", "normalise": True, "max_tokens": None, "model": None}, "normalise is not a"),
+    "encode with guesses": (ENCODE, {"input": "a", "max_tokens": None, "speculation_usage": True}, "speculation_usage is not"),
+    "encode with a priority": (ENCODE, {"input": "a", "max_tokens": None, "priority": 5}, "priority is not a field"),
+    "encode with a session": (ENCODE, {"input": "a", "max_tokens": None, "session_id": 5}, "session_id is not a field"),
     "prompt of large ids": (COMPLETION, {"prompt": [1, 10**6]}, "token ids must lie between 0 and"),
     "prompt of no ids": (COMPLETION, {"prompt": [[]]}, "the prompt is empty"),
     "prompts of both sorts": (COMPLETION, {"prompt": ["a", [1]]}, "prompt must be a string, a list of strings, a list of"),

@@ -47,6 +47,40 @@ def test_streams_are_merged(server, client):
     assert [usage.completion_tokens for usage in usages] == [16]
 
 
+def test_each_chunk_may_have_the_usage_up_to_it(server, client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    ask = dict(model=server.model, messages=CHAT, max_tokens=8, temperature=1.0, seed=3, stream=True, **WHOLE)
+    *chunks, last = client.chat.completions.create(n=2, stream_options=options, **ask)
+    counts = [[chunk.usage.completion_tokens for chunk in chunks if chunk.choices[0].index == number] for number in (0, 1)]
+    for found in counts:
+        assert found == sorted(found) and found[-1] == 8 and len(set(found)) > 2
+    assert {chunk.usage.prompt_tokens for chunk in chunks if chunk.usage.completion_tokens} == {last.usage.prompt_tokens}
+    assert last.usage.completion_tokens == 16
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_values_count_as_the_model_of_the_request_reads_them(server, path):
+    body = {"model": server.model, "max_tokens": "2", "temperature": "1", "seed": 3.0}
+    body |= {"messages": CHAT} if "chat" in path else {"prompt": "import ", "echo": "false"}
+    for n in ("2", 2.0):
+        answer = server.post(path, body | {"n": n})
+        assert answer.status_code == 200 and len(answer.json()["choices"]) == 2
+        assert answer.json()["usage"]["completion_tokens"] == 4
+    if "chat" not in path:
+        assert not answer.json()["choices"][0]["text"].startswith("import ")
+    stream = server.post(path, body | {"stream": "true", "stream_options": {"include_usage": "false"}})
+    assert stream.status_code == 200 and '"choices": []' not in stream.text and "[DONE]" in stream.text
+
+
+def test_fields_that_change_no_answer(server):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    more = {"tools": tools, "tool_choice": "none", "metadata": {"a": "b"}, "store": False, "modalities": ["text"], "user": "me"}
+    more |= {"service_tier": "auto", "parallel_tool_calls": True, "messages": [CHAT[0] | {"name": "me", "refusal": None}]}
+    ask = {"model": server.model, "messages": CHAT, "max_tokens": 4, "temperature": 0}
+    answers = [server.post("/v1/chat/completions", ask | fields).json()["choices"] for fields in ({}, more)]
+    assert answers[0] == answers[1]
+
+
 def test_the_likeliest_answers_are_kept(server, client):
     options = dict(model=server.model, prompt=["import os\n", "def f("], max_tokens=6, temperature=1.0, seed=11, **WHOLE)
     every = client.completions.create(n=4, logprobs=1, **options).choices
@@ -90,8 +124,13 @@ def test_bias_and_penalties(server, client):
 
 def test_fields_that_lmdeploys_handlers_leave_out(server, client):
     raw = {"prompt": "import ", "max_tokens": 8, "temperature": 1.0}
-    answers = [server.post("/generate", raw | {"seed": seed}).json()["output_ids"] for seed in (5, 5, 6)]
+    seeds = (5, 5, 6, 0, 2**32, -1, 2**32 - 1)
+    answers = [server.post("/generate", raw | {"seed": seed}).json()["output_ids"] for seed in seeds]
     assert answers[0] == answers[1] != answers[2]
+    assert answers[3] == answers[4] and answers[5] == answers[6], "the low 32 bits count"
+    options = dict(max_tokens=8, temperature=1.0, seed=-1, extra_body={"top_k": 0})
+    text = client.completions.create(model=server.model, prompt="import ", **options).choices[0].text
+    assert server.post("/generate", raw | {"seed": -1}).json()["text"] == text, "as on the other routes"
     ends = server.post("/generate", {"prompt": "import ", "max_tokens": 8, "temperature": 0}).json()["output_ids"]
     body = {"model": server.model, "prompt": "import ", "max_tokens": 8, "temperature": 0}
     cut = server.post("/v1/completions", body | {"stop_token_ids": [ends[3]]}).json()
@@ -115,7 +154,7 @@ def test_fields_that_lmdeploys_handlers_leave_out(server, client):
         ({"logit_bias": {"x": 1}}, "logit_bias has the key 'x'"),
         ({"logit_bias": {"5": 101}}, "logit_bias of 5 is 101; allowed: -100 to 100"),
         ({"logit_bias": {"99999999": 1}}, "allowed are token ids from 0 to"),
-        ({"min_tokens": -1}, "min_tokens holds -1"),
+        ({"min_tokens": -1}, "min_tokens is -1"),
         ({"stop_token_ids": 5}, "stop_token_ids is 5"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids holds 1000000"),
         ({"n": 2, "speculation_usage": True}, "speculation_usage is of one answer"),
@@ -164,5 +203,24 @@ def test_the_prompt_is_echoed_with_the_scores_of_a_forward_pass(server, client, 
             assert [choice.text[at:][: len(piece)] for at, piece in places] == found.tokens
     plain = client.completions.create(model=server.model, prompt=ids[0], echo=True, max_tokens=3, temperature=0)
     assert plain.choices[0].text.startswith(prompts[0]) and plain.choices[0].logprobs is None
+    long = client.completions.create(prompt=[ids[0] * 80], max_tokens=0, **options).choices[0].logprobs
+    assert len(long.tokens) == 80 * len(ids[0]) > 512, "several forward passes score it"
+    with torch.no_grad():
+        scores = model(torch.tensor([ids[0] * 80])).logits[0].log_softmax(-1)
+    expected = [scores[place, token].item() for place, token in enumerate((ids[0] * 80)[1:])]
+    assert long.token_logprobs[1:] == pytest.approx(expected, abs=1e-3)
     several = client.completions.create(model=server.model, prompt="a = ", echo=True, max_tokens=3, n=2, temperature=1.0)
     assert all(choice.text.startswith("a = ") for choice in several.choices) and len(several.choices) == 2
+
+
+def test_no_likeliest_tokens_but_the_chosen_one(server, client):
+    """`logprobs: 0` asks for log probabilities, of the chosen token alone."""
+    options = dict(model=server.model, prompt="import os\n", max_tokens=4, temperature=1.0, seed=5)
+    wanted = client.completions.create(logprobs=2, **options).choices[0].logprobs
+    stream = [chunk.choices[0].logprobs for chunk in client.completions.create(logprobs=0, stream=True, **options)]
+    for found in (client.completions.create(logprobs=0, **options).choices[0].logprobs, *filter(None, stream)):
+        assert found.top_logprobs == [{token: value} for token, value in zip(found.tokens, found.token_logprobs, strict=True)]
+    whole = client.completions.create(logprobs=0, **options).choices[0].logprobs
+    assert whole.tokens == wanted.tokens and whole.token_logprobs == pytest.approx(wanted.token_logprobs, abs=1e-4)
+    best = client.completions.create(logprobs=0, best_of=3, echo=True, **options).choices[0].logprobs
+    assert len(best.tokens) > 4 and best.token_logprobs[0] is None and None not in best.token_logprobs[1:]

@@ -73,6 +73,10 @@ def test_they_may_be_cached_mixed_with_answers_and_encoded(server, client, refer
         ({"input": "a", "pooling": "max"}, "pooling"),
         ({"input": "a", "poolings": "max"}, "did you mean pooling?"),
         ({"input": "a", "priority": "high"}, "priority is"),
+        ({"input": "a", "speculation_usage": True}, "speculation_usage is not a field"),
+        ({"input": "a", "session_id": 5}, "session_id is not a field"),
+        ({"input": "a", "metadata": {}}, "metadata is not a field"),
+        ({"input": "a", "user": 5}, "user"),
         ({}, "input"),
     ],
 )
