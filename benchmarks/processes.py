@@ -181,11 +181,15 @@ class ServerProcess:
         """Send a signal if one is given, and wait for an end in order.
 
         Raises:
-            ServerDied: the exit code is another one, or a process, the port or a temporary file is left.
+            ServerDied: it does not end, the exit code is another one, or a process, the port or a temporary file is left.
         """
         if number is not None:
             self.send(number, group)
-        found = self.process.wait(2 * END_S if number is not None else READY_S)
+        limit_s = 2 * END_S if number is not None else READY_S
+        try:
+            found = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise ServerDied(f"the server did not end within {limit_s:g} s: {self.stderr}") from None
         if found != code:
             raise ServerDied(f"the server ended with code {found}, not {code}: {self.stderr}")
         _, alive = psutil.wait_procs(self._family.values(), timeout=20)
