@@ -138,6 +138,7 @@ class Workload(Model):
 
     `classes`: kinds of requests that come mixed, each with its own lengths and `reuse`.
     `reuse`: share of each prompt's tokens that it begins with and has in common with others, of `num_prefixes` kinds.
+    `content`: what prompts are made of: random token ids, or pieces of English and code.
     `cache`: cold, nothing of this round was sent before; warm, everything was, once, before the clock starts.
     """
 
@@ -147,6 +148,7 @@ class Workload(Model):
     output_tokens: Length | None = None
     reuse: float = Field(0.0, ge=0, lt=1)
     num_prefixes: int = Field(1, ge=1)
+    content: Literal["random", "text"] = "random"
     cache: Literal["cold", "warm"] = "cold"
     endpoint: Literal["generate", "completions", "chat"] = "generate"
     warmup_requests: int = Field(2, ge=0)

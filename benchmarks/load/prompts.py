@@ -24,12 +24,38 @@ class Prompt:
     load_class: int = 0
 
 
+@dataclass(frozen=True)
+class TextTokens:
+    """Pieces of a text as prompts. The first two tokens of a piece are random, so that no two pieces share a block.
+
+    Attributes:
+        tokens: the text, int64 [tokens].
+        ids: what the first tokens of a piece are drawn from.
+    """
+
+    tokens: np.ndarray
+    ids: range
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def draw(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """Return `count` tokens; a piece longer than the text begins it again."""
+        start = rng.integers(len(self.tokens))
+        piece = np.take(self.tokens, np.arange(start, start + count), mode="wrap")
+        piece[:2] = _draw(self.ids, len(piece[:2]), rng)
+        return piece
+
+
+Tokens = range | TextTokens
+
+
 def allowed_ids(vocab_size: int) -> range:
     """Ids that prompts are made of: all from 300, or the upper half of a vocabulary under 600."""
     return range(min(FIRST_ID, vocab_size // 2), vocab_size)
 
 
-def make_prompts(workload: Workload, seed: int, ids: range) -> list[Prompt]:
+def make_prompts(workload: Workload, seed: int, ids: Tokens) -> list[Prompt]:
     """The prompts of one round, in the order of sending. Every token depends on `seed`: seeds share no block.
 
     With `reuse`, the first round(reuse * length) tokens of a prompt come from one of `num_prefixes` prefixes, drawn
@@ -54,7 +80,7 @@ def make_prompts(workload: Workload, seed: int, ids: range) -> list[Prompt]:
     tail = np.random.default_rng([seed, _TAIL])
     prompts = []
     for length, share, kind, output in zip(lengths, shares, kinds, outputs, strict=True):
-        own = tail.integers(ids.start, ids.stop, length - share)
+        own = _draw(ids, length - share, tail)
         prompts.append(Prompt(np.concatenate([prefixes[kind][:share], own]).tolist(), int(output)))
     return prompts
 
@@ -89,7 +115,7 @@ def shared_tokens(prompts: Sequence[Sequence[int]], block_size: int) -> list[int
     return shared
 
 
-def _traced(trace: Trace, num_requests: int, seed: int, ids: range) -> list[Prompt]:
+def _traced(trace: Trace, num_requests: int, seed: int, ids: Tokens) -> list[Prompt]:
     """A block keeps its boundaries when it is scaled, so that prompts share the same blocks at every scale."""
     block = max(1, round(TRACE_BLOCK * trace.scale))
     blocks: dict[int, np.ndarray] = {}
@@ -105,7 +131,7 @@ def _traced(trace: Trace, num_requests: int, seed: int, ids: range) -> list[Prom
     return prompts
 
 
-def _mixed(workload: Workload, seed: int, ids: range) -> list[Prompt]:
+def _mixed(workload: Workload, seed: int, ids: Tokens) -> list[Prompt]:
     """Each class has the prompts that it would have alone."""
     counts = workload.class_counts()
     queues = []
@@ -118,8 +144,12 @@ def _mixed(workload: Workload, seed: int, ids: range) -> list[Prompt]:
     return [replace(next(queues[number]), load_class=int(number)) for number in order]
 
 
-def _tokens(ids: range, count: int, *seed: int) -> np.ndarray:
-    return np.random.default_rng(list(seed)).integers(ids.start, ids.stop, count)
+def _tokens(ids: Tokens, count: int, *seed: int) -> np.ndarray:
+    return _draw(ids, count, np.random.default_rng(list(seed)))
+
+
+def _draw(ids: Tokens, count: int, rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(ids.start, ids.stop, count) if isinstance(ids, range) else ids.draw(count, rng)
 
 
 def _lognormal(length: LogNormal, count: int, rng: np.random.Generator) -> np.ndarray:

@@ -49,6 +49,11 @@ class RealText:
         self._words = texts.prose.split(" ")
         self._prose, self._code = (self._tokenizer(text, verbose=False)["input_ids"] for text in (texts.prose, texts.code))
 
+    @property
+    def tokens(self) -> list[int]:
+        """All of the prose, then all of the code."""
+        return self._prose + self._code
+
     def chat(self, seed: int, number: int = 0) -> list[int]:
         """A question about a passage of prose, in the chat template."""
         random = np.random.default_rng([seed, number, 1])

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from benchmarks.config import BenchmarkConfig, Closed, Contestant, Workload
 from benchmarks.errors import BenchmarkError, ServerDied
 from benchmarks.load.arrivals import send_times
 from benchmarks.load.plan import Plan, PlannedRequest
-from benchmarks.load.prompts import Prompt, allowed_ids, make_prompts, shared_tokens
+from benchmarks.load.prompts import Prompt, TextTokens, Tokens, allowed_ids, make_prompts, shared_tokens
 from benchmarks.load.samples import Samples, read_samples
 from benchmarks.metrics import compute, flops
 from benchmarks.metrics.classes import class_metrics
+from benchmarks.models.real_text import RealText
 from benchmarks.result import Run
 from benchmarks.server import Server
 
@@ -67,7 +69,9 @@ class ServeScenario:
         """
         seed = self._config.seed * 1000 + round_number + 1_000_000 * self._point
         run = Run(contestant=subject.contestant.name, scenario=self.name, round=round_number, seed=seed)
-        ids = allowed_ids(_vocab_size(subject.model))
+        ids: Tokens = allowed_ids(_vocab_size(subject.model))
+        if self._workload.content == "text":
+            ids = TextTokens(_text_tokens(subject.model), ids)
         prompts = make_prompts(self._workload, seed, ids)
         self._check_lengths(subject, prompts)
         self._warm_up(subject, seed, ids, prompts, first=round_number % self._config.rounds == 0)
@@ -97,7 +101,7 @@ class ServeScenario:
                 "trace, or raise server.context_length"
             )
 
-    def _warm_up(self, subject: Subject, seed: int, ids: range, prompts: list[Prompt], first: bool) -> None:
+    def _warm_up(self, subject: Subject, seed: int, ids: Tokens, prompts: list[Prompt], first: bool) -> None:
         """On the first round of a launch requests of another seed, so that nothing of the round is cached; then, if asked
         for, the round's own prompts."""
         workload = self._workload
@@ -289,6 +293,12 @@ def _watched_hits(server: Server, file: Path, before: dict[str, float]) -> Any:
 def _delta(before: dict[str, float], after: dict[str, float], unit: str, kind: str) -> float:
     name = compute.series(f"sagellm_prefix_{unit}_total", kind=kind, admission="first")
     return after.get(name, 0.0) - before.get(name, 0.0)
+
+
+@cache
+def _text_tokens(model: Path) -> np.ndarray:
+    """Return English and code in tokens of a model."""
+    return np.array(RealText(model).tokens)
 
 
 def _vocab_size(model: Path) -> int:

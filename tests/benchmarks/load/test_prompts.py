@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from benchmarks.config import Closed, Constant, LoadClass, LogNormal, Trace, Uniform, Workload
 from benchmarks.errors import BenchmarkError
-from benchmarks.load.prompts import allowed_ids, draw_lengths, make_prompts, shared_tokens
+from benchmarks.load.prompts import TextTokens, allowed_ids, draw_lengths, make_prompts, shared_tokens
 
 IDS = allowed_ids(2048)
+TEXT = TextTokens(np.random.default_rng(0).permutation(500), IDS)  # each token once
 HUNDRED = Constant(value=100)
 
 
@@ -36,6 +37,15 @@ def test_allowed_ids(vocab_size, first):
     assert ids == range(first, vocab_size)
     used = {token for prompt in ids_of(workload(200), 0, ids=ids) for token in prompt}
     assert min(used) >= first and max(used) < vocab_size
+
+
+def test_prompts_of_a_text_are_its_pieces():
+    """But for two tokens at the beginning of a piece: a prompt has one piece, and with `reuse` another one before it."""
+    text = TEXT.tokens.tolist() * 3
+    for prompt in ids_of(workload(20, Uniform(low=20, high=800)), 3, ids=TEXT):
+        at = text.index(prompt[2])
+        assert prompt[2:] == text[at : at + len(prompt) - 2]
+    assert all(prompt[52:] != prompt[2:50] for prompt in ids_of(workload(reuse=0.5), 3, ids=TEXT))
 
 
 def test_too_few_ids():
@@ -65,9 +75,10 @@ def test_a_shorter_share_begins_a_longer_one():
     assert len({len(prompt) for prompt in prompts}) > 20
 
 
+@pytest.mark.parametrize("ids", [IDS, TEXT], ids=["random", "text"])
 @pytest.mark.parametrize("options", [{}, {"reuse": 0.8, "num_prefixes": 2}])
-def test_seeds_repeat_and_share_nothing(options):
-    first, again, other = (ids_of(workload(**options), seed) for seed in (1, 1, 2))
+def test_seeds_repeat_and_share_nothing(options, ids):
+    first, again, other = (ids_of(workload(**options), seed, ids=ids) for seed in (1, 1, 2))
     assert first == again
     assert not {tuple(prompt[:16]) for prompt in first} & {tuple(prompt[:16]) for prompt in other}
     assert sum(shared_tokens(first + other, 16)) == sum(shared_tokens(first, 16)) + sum(shared_tokens(other, 16))
