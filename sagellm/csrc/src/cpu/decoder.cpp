@@ -61,9 +61,8 @@ void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix
   const Size tile_bytes = size(kTile) * size(inputs) * cpu::size_of(kernels.weights);
   const char* from = input + size(cut.first_row(chunk)) * stride * cpu::size_of(kernels.inputs);
   const char* tile = static_cast<const char*>(matrix.weight) + size(cut.first_tile(chunk)) * tile_bytes;
-  for (int t = 0; t < cut.num_tiles(chunk); ++t, tile += tile_bytes) {
-    kernels.multiply(from, stride, cut.num_rows(chunk), tile, inputs, local + t * kTile, size(cut.width()), false);
-  }
+  kernels.multiply(from, stride, cut.num_rows(chunk), tile, cut.num_tiles(chunk), inputs, local, size(cut.width()),
+                   false);
 }
 
 // Number `row` of a packed weight, in float32.

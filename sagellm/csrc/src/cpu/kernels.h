@@ -35,10 +35,10 @@ struct Kernels {
   const char* name;
   Type weights, inputs;  // types of packed weights (and of the KV cache), and of what they are multiplied with
 
-  // out[row][0..kTile) (+)= input[row] . tile, for `rows` rows of `inputs` numbers. Each sum runs over the inputs in
-  // order, so a row's result does not depend on the other rows.
-  void (*multiply)(const void* input, std::size_t input_stride, int rows, const void* tile, int inputs, float* out,
-                   std::size_t out_stride, bool accumulate);
+  // out[row][0..tiles * kTile) (+)= input[row] . tiles, adjacent ones, for `rows` rows of `inputs` numbers. Each sum
+  // runs over the inputs in order, so a row's result does not depend on the other rows.
+  void (*multiply)(const void* input, std::size_t input_stride, int rows, const void* tile, int tiles, int inputs,
+                   float* out, std::size_t out_stride, bool accumulate);
   // [outputs][inputs] row-major, as stored, to packed tiles.
   void (*pack)(const void* source, std::size_t stride, int outputs, int inputs, void* packed);
   // to[i] = from[i] * by[i], rounded to the input type; `by` may be null. Pads with zeros to an even count.

@@ -12,6 +12,8 @@
 #include <immintrin.h>
 #endif
 
+#define FEW_ROWS_TILES 2
+
 namespace sage::cpu::NAMESPACE {
 
 typedef float Vec __attribute__((vector_size(WIDTH * 4)));
@@ -85,16 +87,19 @@ struct Float32 {  // float32 weights
   static float to_float(Weight value) { return value; }
   static Input from_float(float value) { return value; }
 
-  template <int rows>
+  template <int rows, int tiles>
   static void multiply(const Input* input, std::size_t stride, const Weight* tile, int inputs,
-                       Vec (&sums)[rows][kVectors]) {
+                       Vec (&sums)[tiles][rows][kVectors]) {
     for (int i = 0; i < inputs; ++i, tile += kTile) {
-      if (rows <= 4) __builtin_prefetch(tile + 512);
-      Vec weight[kVectors];
-      for (int v = 0; v < kVectors; ++v) weight[v] = load(tile + v * WIDTH);
-      for (int r = 0; r < rows; ++r) {
-        const Vec x = broadcast(input[static_cast<std::size_t>(r) * stride + static_cast<std::size_t>(i)]);
-        for (int v = 0; v < kVectors; ++v) sums[r][v] += x * weight[v];
+      for (int t = 0; t < tiles; ++t) {
+        const Weight* at = tile + t * inputs * kTile;
+        if (rows <= 4) __builtin_prefetch(at + 512);
+        Vec weight[kVectors];
+        for (int v = 0; v < kVectors; ++v) weight[v] = load(at + v * WIDTH);
+        for (int r = 0; r < rows; ++r) {
+          const Vec x = broadcast(input[static_cast<std::size_t>(r) * stride + static_cast<std::size_t>(i)]);
+          for (int v = 0; v < kVectors; ++v) sums[t][r][v] += x * weight[v];
+        }
       }
     }
   }
@@ -116,21 +121,24 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
   static float to_float(Weight value) { return widen(value); }
   static Input from_float(float value) { return value; }
 
-  template <int rows>
+  template <int rows, int tiles>
   static void multiply(const Input* input, std::size_t stride, const Weight* tile, int inputs,
-                       Vec (&sums)[rows][kVectors]) {
+                       Vec (&sums)[tiles][rows][kVectors]) {
     for (int i = 0; i < inputs; i += 2, tile += 2 * kTile) {
-      if (rows <= 4) {
-        __builtin_prefetch(tile + 1024);
-        __builtin_prefetch(tile + 1056);
-      }
-      for (int v = 0; v < kVectors; ++v) {
-        const IVec pairs = load_words(tile + 2 * v * WIDTH);
-        const Vec first = low_half(pairs), second = high_half(pairs);
-        for (int r = 0; r < rows; ++r) {
-          const float* x = input + static_cast<std::size_t>(r) * stride + i;
-          sums[r][v] += x[0] * first;
-          sums[r][v] += x[1] * second;
+      for (int t = 0; t < tiles; ++t) {
+        const Weight* at = tile + t * inputs * kTile;
+        if (rows <= 4) {
+          __builtin_prefetch(at + 1024);
+          __builtin_prefetch(at + 1056);
+        }
+        for (int v = 0; v < kVectors; ++v) {
+          const IVec pairs = load_words(at + 2 * v * WIDTH);
+          const Vec first = low_half(pairs), second = high_half(pairs);
+          for (int r = 0; r < rows; ++r) {
+            const float* x = input + static_cast<std::size_t>(r) * stride + i;
+            sums[t][r][v] += x[0] * first;
+            sums[t][r][v] += x[1] * second;
+          }
         }
       }
     }
@@ -165,22 +173,28 @@ struct BFloat16Dot : BFloat16 {  // bfloat16 weights and inputs, products by vdp
   static constexpr Type kInputs = Type::kBFloat16;
   static Input from_float(float value) { return narrow(value); }
 
-  template <int rows>
+  template <int rows, int tiles>
   static void multiply(const Input* input, std::size_t stride, const Weight* tile, int inputs,
-                       Vec (&sums)[rows][kVectors]) {
+                       Vec (&sums)[tiles][rows][kVectors]) {
+    const auto add = [](Vec& sum, __m512bh x, __m512bh weight) {
+      sum = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), x, weight));
+    };
     for (int i = 0; i < inputs; i += 2, tile += 2 * kTile) {
-      if (rows <= 4) {
-        __builtin_prefetch(tile + 1024);
-        __builtin_prefetch(tile + 1056);
-      }
-      const auto first = reinterpret_cast<__m512bh>(load_words(tile));
-      const auto second = reinterpret_cast<__m512bh>(load_words(tile + kTile));
-      for (int r = 0; r < rows; ++r) {
-        std::int32_t pair;
-        std::memcpy(&pair, input + static_cast<std::size_t>(r) * stride + i, 4);
-        const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
-        sums[r][0] = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums[r][0]), x, first));
-        sums[r][1] = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums[r][1]), x, second));
+      for (int t = 0; t < tiles; ++t) {
+        const Weight* at = tile + t * inputs * kTile;
+        if (rows <= 4) {
+          __builtin_prefetch(at + 1024);
+          __builtin_prefetch(at + 1056);
+        }
+        const auto first = reinterpret_cast<__m512bh>(load_words(at));
+        const auto second = reinterpret_cast<__m512bh>(load_words(at + kTile));
+        for (int r = 0; r < rows; ++r) {
+          std::int32_t pair;
+          std::memcpy(&pair, input + static_cast<std::size_t>(r) * stride + i, 4);
+          const auto x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+          add(sums[t][r][0], x, first);
+          add(sums[t][r][1], x, second);
+        }
       }
     }
   }
@@ -200,39 +214,58 @@ struct BFloat16Dot : BFloat16 {  // bfloat16 weights and inputs, products by vdp
 
 // ---- products
 
-template <class T, int rows>
-void multiply_rows(const void* input, std::size_t stride, const void* tile, int inputs, float* out,
-                   std::size_t out_stride, bool accumulate) {
-  Vec sums[rows][kVectors];
-  for (int r = 0; r < rows; ++r) {
-    for (int v = 0; v < kVectors; ++v) {
-      sums[r][v] = accumulate ? load(out + static_cast<std::size_t>(r) * out_stride + v * WIDTH) : Vec{};
+template <class T, int rows, int tiles>
+void multiply_rows(const typename T::Input* input, std::size_t stride, const typename T::Weight* tile, int inputs,
+                   float* out, std::size_t out_stride, bool accumulate) {
+  Vec sums[tiles][rows][kVectors];
+  const auto at = [&](int t, int r, int v) {
+    return out + static_cast<std::size_t>(r) * out_stride + t * kTile + v * WIDTH;
+  };
+  for (int t = 0; t < tiles; ++t) {
+    for (int r = 0; r < rows; ++r) {
+      for (int v = 0; v < kVectors; ++v) sums[t][r][v] = accumulate ? load(at(t, r, v)) : Vec{};
     }
   }
-  T::template multiply<rows>(static_cast<const typename T::Input*>(input), stride,
-                             static_cast<const typename T::Weight*>(tile), inputs, sums);
-  for (int r = 0; r < rows; ++r) {
-    for (int v = 0; v < kVectors; ++v) store(out + static_cast<std::size_t>(r) * out_stride + v * WIDTH, sums[r][v]);
+  T::template multiply<rows, tiles>(input, stride, tile, inputs, sums);
+  for (int t = 0; t < tiles; ++t) {
+    for (int r = 0; r < rows; ++r) {
+      for (int v = 0; v < kVectors; ++v) store(at(t, r, v), sums[t][r][v]);
+    }
   }
 }
 
 template <class T, int rows>
-void multiply_rest(int count, const void* input, std::size_t stride, const void* tile, int inputs, float* out,
-                   std::size_t out_stride, bool accumulate) {
+void multiply_rest(int count, const typename T::Input* input, std::size_t stride, const typename T::Weight* tile,
+                   int inputs, float* out, std::size_t out_stride, bool accumulate) {
   if constexpr (rows > 0) {
-    if (count == rows) return multiply_rows<T, rows>(input, stride, tile, inputs, out, out_stride, accumulate);
+    if (count == rows) {
+      return multiply_rows<T, rows, 1>(input, stride, tile, inputs, out, out_stride, accumulate);
+    }
     multiply_rest<T, rows - 1>(count, input, stride, tile, inputs, out, out_stride, accumulate);
   }
 }
 
 template <class T>
-void multiply(const void* input, std::size_t stride, int rows, const void* tile, int inputs, float* out,
+void multiply(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int inputs, float* out,
               std::size_t out_stride, bool accumulate) {
-  auto* from = static_cast<const typename T::Input*>(input);
-  for (; rows >= ROWS; rows -= ROWS, from += ROWS * stride, out += ROWS * out_stride) {
-    multiply_rows<T, ROWS>(from, stride, tile, inputs, out, out_stride, accumulate);
+  const auto* weight = static_cast<const typename T::Weight*>(tile);
+  const std::size_t tile_size = static_cast<std::size_t>(inputs) * kTile;
+  int t = 0;
+  if (rows == 1) {  // a sum waits for the one before it, so several tiles are read at once
+    for (; t + FEW_ROWS_TILES <= tiles; t += FEW_ROWS_TILES, weight += FEW_ROWS_TILES * tile_size) {
+      multiply_rows<T, 1, FEW_ROWS_TILES>(static_cast<const typename T::Input*>(input), stride, weight, inputs,
+                                          out + t * kTile, out_stride, accumulate);
+    }
   }
-  multiply_rest<T, ROWS - 1>(rows, from, stride, tile, inputs, out, out_stride, accumulate);
+  for (; t < tiles; ++t, weight += tile_size) {
+    const auto* from = static_cast<const typename T::Input*>(input);
+    float* to = out + t * kTile;
+    int left = rows;
+    for (; left >= ROWS; left -= ROWS, from += ROWS * stride, to += ROWS * out_stride) {
+      multiply_rows<T, ROWS, 1>(from, stride, weight, inputs, to, out_stride, accumulate);
+    }
+    multiply_rest<T, ROWS - 1>(left, from, stride, weight, inputs, to, out_stride, accumulate);
+  }
 }
 
 template <class T>
@@ -591,7 +624,7 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
           tile[(size - 1) * kTile + j * T::kStep + 1] = Weight{};
         }
       }
-      multiply<T>(queries, static_cast<std::size_t>(inputs), rows, tile, T::kStep == 2 ? inputs : size, scores + i,
+      multiply<T>(queries, static_cast<std::size_t>(inputs), rows, tile, 1, T::kStep == 2 ? inputs : size, scores + i,
                   kRound, false);
     }
     for (int row = 0; row < rows; ++row) {
@@ -625,7 +658,7 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
           }
         }
       }
-      multiply<T>(weights, kRound, rows, packed, even, total + n, static_cast<std::size_t>(wide), true);
+      multiply<T>(weights, kRound, rows, packed, 1, even, total + n, static_cast<std::size_t>(wide), true);
     }
   }
   for (int row = 0; row < rows; ++row) std::copy_n(total + row * wide, size, out + row * size);
