@@ -1,0 +1,135 @@
+// A step of a small model: the same numbers with one thread and with several, over a cache in blocks. Formulas are checked from
+// Python.
+
+#include "sagellm/decoder.h"
+
+#include <cstdint>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "expect.h"
+
+namespace {
+
+constexpr int kHidden = 48, kHeads = 4, kKeyHeads = 2, kHeadSize = 16, kFeed = 64, kVocabulary = 90, kLayers = 2;
+constexpr int kBlock = 16, kBlocks = 40;
+
+class Model {
+ public:
+  Model() : kernels_("", sage::Dtype::kFloat32) {
+    std::vector<sage::DecoderLayer> layers(kLayers);
+    for (auto& layer : layers) {
+      layer.qkv = matrix((kHeads + 2 * kKeyHeads) * kHeadSize, kHidden);
+      layer.out = matrix(kHidden, kHeads * kHeadSize);
+      layer.gate_up = matrix(2 * kFeed, kHidden);
+      layer.down = matrix(kHidden, kFeed);
+      layer.attention_norm = norm();
+      layer.feed_forward_norm = norm();
+    }
+    sage::DecoderShape shape;
+    shape.hidden = kHidden;
+    shape.heads = kHeads;
+    shape.kv_heads = kKeyHeads;
+    shape.head_size = kHeadSize;
+    shape.feed_forward = kFeed;
+    shape.vocabulary = kVocabulary;
+    shape.attention_scale = 0.25F;
+    decoder_ = std::make_unique<sage::Decoder>(kernels_, shape, std::move(layers), matrix(kVocabulary, kHidden), norm());
+    for (int layer = 0; layer < 2 * kLayers; ++layer) {
+      caches_.emplace_back(static_cast<std::size_t>(kBlocks * kBlock * kKeyHeads * kHeadSize), 0.F);
+    }
+  }
+
+  // Hidden states of `lengths[i]` tokens of each sequence, `queries[i]` of them new.
+  std::vector<float> run(sage::Team& team, const std::vector<std::int64_t>& queries,
+                         const std::vector<std::int64_t>& lengths, std::int64_t first_token = 1) {
+    sage::PagedCache cache;
+    for (int layer = 0; layer < kLayers; ++layer) {
+      cache.keys.push_back(reinterpret_cast<char*>(caches_[static_cast<std::size_t>(2 * layer)].data()));
+      cache.values.push_back(reinterpret_cast<char*>(caches_[static_cast<std::size_t>(2 * layer + 1)].data()));
+    }
+    cache.slot_stride = kKeyHeads * kHeadSize * sizeof(float);
+    cache.block_stride = kBlock * cache.slot_stride;
+    cache.num_blocks = kBlocks;
+    cache.block_size = kBlock;
+    const auto num = std::accumulate(queries.begin(), queries.end(), std::int64_t{0});
+    const std::size_t width = kBlocks / queries.size();
+    std::vector<std::int64_t> tokens(static_cast<std::size_t>(num)), tables(width * queries.size());
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      tokens[i] = (first_token + static_cast<std::int64_t>(i) * 7) % kVocabulary;
+    }
+    std::iota(tables.rbegin(), tables.rend(), 0);
+    const std::vector<float> cos(tokens.size() * kHeadSize, 0.6F), sin(tokens.size() * kHeadSize, 0.8F);
+    std::vector<float> hidden(tokens.size() * kHidden);
+    sage::DecoderStep step;
+    step.num_tokens = static_cast<int>(num);
+    step.num_sequences = static_cast<int>(queries.size());
+    step.table_width = static_cast<int>(width);
+    step.tokens = tokens.data();
+    step.query_lengths = queries.data();
+    step.lengths = lengths.data();
+    step.tables = tables.data();
+    step.cos = cos.data();
+    step.sin = sin.data();
+    step.hidden = hidden.data();
+    decoder_->run(team, cache, step);
+    return hidden;
+  }
+
+ private:
+  float draw() { return std::normal_distribution<float>(0, 0.3F)(random_); }
+
+  const float* norm() {
+    auto& values = kept_.emplace_back(kHidden);
+    for (float& value : values) value = 1 + draw();
+    return values.data();
+  }
+
+  sage::Matrix matrix(int outputs, int inputs) {
+    std::vector<float> values(static_cast<std::size_t>(outputs * inputs));
+    for (float& value : values) value = draw();
+    auto& packed = kept_.emplace_back(kernels_.packed_bytes(outputs, inputs) / sizeof(float));
+    kernels_.pack(values.data(), static_cast<std::size_t>(inputs), outputs, inputs, packed.data());
+    return {packed.data(), nullptr, outputs, inputs};
+  }
+
+  std::mt19937 random_{1};
+  sage::CpuKernels kernels_;
+  std::vector<std::vector<float>> kept_, caches_;
+  std::unique_ptr<sage::Decoder> decoder_;
+};
+
+void threads_change_nothing() {
+  Model one, several;
+  sage::Team alone(1), together(3);
+  for (int round = 0; round < 20; ++round) {
+    EXPECT(one.run(alone, {70, 9}, {70, 9}, round) == several.run(together, {70, 9}, {70, 9}, round));
+    EXPECT(one.run(alone, {1, 3}, {71, 12}, round) == several.run(together, {1, 3}, {71, 12}, round));
+  }
+  EXPECT(one.run(alone, {300}, {300}) == several.run(together, {300}, {300}));  // larger buffers
+  EXPECT(one.run(alone, {2}, {302}) == several.run(together, {2}, {302}));      // splits of keys
+}
+
+void steps_that_cannot_be_are_refused() {
+  Model model;
+  sage::Team team(2);
+  for (const std::int64_t length : {std::int64_t{3}, std::int64_t{kBlocks * kBlock + 1}}) {
+    bool is_refused = false;
+    try {
+      model.run(team, {5}, {length});
+    } catch (const std::invalid_argument&) {
+      is_refused = true;
+    }
+    EXPECT(is_refused);
+  }
+}
+
+}  // namespace
+
+int main() {
+  threads_change_nothing();
+  steps_that_cannot_be_are_refused();
+  std::puts("decoder: passed");
+}
