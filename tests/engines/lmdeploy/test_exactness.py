@@ -118,9 +118,9 @@ def test_shared_prefixes_under_pressure_with_cancellations(start_engine, referen
     draw = random.Random(decode_round)
 
     async def one(prompt):
-        start_s = 0.1 * draw.random()
+        start_s = 0.03 * draw.random()
         if draw.random() < 0.3:
-            return await cancelled(engine, prompt, start_s, after_s=0.05 * draw.random())
+            return await cancelled(engine, prompt, start_s, after_s=0.02 * draw.random())
         return (await engine._one(prompt, GREEDY, start_s, 0)).token_ids
 
     async def together(prompts):
