@@ -1,6 +1,7 @@
 """The native step against plain formulas in float64: shapes, dtypes, instruction sets, batches, threads."""
 
 import math
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -292,13 +293,14 @@ def test_a_sequence_gets_the_same_numbers_beside_any_others_and_with_any_number_
 
 
 def test_threads_that_lose_their_time_slices_change_nothing():
-    """Eight threads and busy processes on the machine's cores: chunks are computed again, and committed once."""
+    """Eight threads, and a busy process for each core: chunks are computed again, and committed once."""
     model = Model()
     step, decoder, quiet, busy = Step(model, LENGTHS), model.native(), _core.CpuTeam(1), _core.CpuTeam(8)
     caches, rows = model.caches(), list(range(len(LENGTHS)))
     step.run(model, decoder, caches, quiet, [row for row in rows if LENGTHS[row][1]], past_only=True)
     expected = step.run(model, decoder, caches, quiet, rows)
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(2)]
+    cores = os.sched_getaffinity(0)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in cores]
     try:
         for _ in range(10_000):
             found = step.run(model, decoder, caches, busy, rows)
