@@ -34,7 +34,6 @@ class Description:
 
     decoder: Any
     rotary: TabledRotaryEmbedding
-    head_size: int
     hidden: int
     dtype: torch.dtype
     head: PackedWeight
@@ -122,7 +121,7 @@ def describe(model: nn.Module) -> Description:
     layers = [layer(block) for block in inner.layers]
     kept.append(embedding)
     decoder = _core.CpuDecoder(kernels(dtype), shape, layers, embedding.matrix, numbers(inner.norm))
-    return Description(decoder, inner.rotary_emb, first.head_size, head.inputs, dtype, head, kept)
+    return Description(decoder, inner.rotary_emb, head.inputs, dtype, head, kept)
 
 
 class CpuRunner(GraphRunner):
