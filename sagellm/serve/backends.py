@@ -1,5 +1,6 @@
 """LMDeploy's two engines as the server starts them: what each needs, how its hooks get in, what it leaves behind."""
 
+import asyncio
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,6 +48,10 @@ class Backend(Protocol):
         """
         ...
 
+    def hang_up(self, engine: Any) -> None:
+        """The server's event loop ends: tasks that would still tell the engine something end instead."""
+        ...
+
     def abandon(self, engine: Any) -> None:
         """The engine died: nothing may wait for it when it is closed."""
         ...
@@ -87,6 +92,12 @@ class PytorchBackend:
         if "error" in answer:
             raise ConfigError(answer["error"])
         return answer["result"]
+
+    def hang_up(self, engine: Any) -> None:
+        async def call(*_: Any, **__: Any) -> None:
+            raise asyncio.CancelledError
+
+        engine.engine.rpc_client._async_call_impl = call  # LMDeploy's own would listen anew, on a socket that is closed
 
     def abandon(self, engine: Any) -> None:
         # Closing a socket waits until what was sent through it is read, and a dead engine reads nothing.
@@ -138,6 +149,9 @@ class TurboMindBackend:
 
     async def command(self, engine: Any, name: str, **arguments: Any) -> Any:
         raise ConfigError(f"{name} is not supported by the engine turbomind; use --engine pytorch.")
+
+    def hang_up(self, engine: Any) -> None:
+        pass  # nothing lies between them that is closed
 
     def abandon(self, engine: Any) -> None:
         pass  # its threads end with this process

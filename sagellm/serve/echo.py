@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sagellm.engines.lmdeploy.pooling import infer_prompt
 from sagellm.serve.parameters import Refused
 
 __all__ = ["Echo", "echo_of", "with_echo"]
@@ -135,15 +136,7 @@ async def _logits(engine: Any, tokens: list[int], session_id: int) -> Any:
 
     # Sampling works on the last row in place: any other temperature would scale it.
     config = GenerationConfig(max_new_tokens=0, output_logits="all", temperature=1.0, top_k=1)
-    instance, logits = engine.engine.create_instance(), None
-    try:
-        async for output in instance.async_stream_infer(session_id, tokens, gen_config=config):
-            logits = output.logits if output.logits is not None else logits
-    except asyncio.CancelledError:
-        await instance.async_cancel(session_id)  # as for embeddings
-        raise
-    finally:
-        await instance.async_end(session_id)
+    _, logits = await infer_prompt(engine.engine, session_id, tokens, config)
     if logits is None or len(logits) != len(tokens):
         raise Refused("the engine gave no scores for the prompt; its log says why.", 500)
     return logits

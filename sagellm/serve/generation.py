@@ -102,7 +102,9 @@ class GuardedGeneration:
             self._ends.discard(end)
             for each in (task, watch):
                 each.cancel()
-            await asyncio.gather(task, watch, return_exceptions=True)
+            ended = asyncio.gather(task, watch, return_exceptions=True)
+            if not end.done():  # the answer of a server that ends does not wait for the engine, which may be in a long step
+                await ended
 
     async def __call__(
         self, messages: Any, session_id: int, gen_config: Any = None, **options: Any

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -217,7 +218,8 @@ class _Launch:
         # uvicorn's annotation says int; it hands the value to asyncio, which takes fractions. Answers are ended before.
         longest_s = self.config.drain_timeout_s + LAST_WORDS_S
         settings = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=longest_s)
-        server = _Server(settings, self.banner, self.watch, engine.generate, self.config.drain_timeout_s)
+        hang_up = partial(self.backend.hang_up, engine)
+        server = _Server(settings, self.banner, self.watch, engine.generate, self.config.drain_timeout_s, hang_up)
         if self.member is not None:
             from sagellm.serve.registration import Registration
 
@@ -257,15 +259,17 @@ class _Server(uvicorn.Server):
     Args:
         generation: the layer that has the answers.
         drain_s: seconds that answers may take once the server is to end.
+        hang_up: is called when the event loop is about to end.
     """
 
     def __init__(
-        self, config: uvicorn.Config, banner: "_Banner", watch: EngineWatch, generation: "GuardedGeneration", drain_s: float
-    ) -> None:
+        self, config: uvicorn.Config, banner: "_Banner", watch: EngineWatch, generation: "GuardedGeneration", drain_s: float,
+        hang_up: Callable[[], None],
+    ) -> None:  # fmt: skip
         super().__init__(config)
         self._banner = banner
         self._watch = watch
-        self._generation, self._drain_s = generation, drain_s
+        self._generation, self._drain_s, self._hang_up = generation, drain_s, hang_up
         self._loop: asyncio.AbstractEventLoop | None = None
         self.registration: Registration | None = None  # of an engine of a group
         watch.on_death(self._engine_died)
@@ -284,6 +288,9 @@ class _Server(uvicorn.Server):
             await self.registration.end()
         asyncio.get_running_loop().call_later(self._drain_s, self._generation.end_all, ENDING)
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves the application's own end out then, and its cancellation prints a traceback
+            await self.lifespan.shutdown()
+        self._hang_up()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:  # a second signal: the sender does not want to wait

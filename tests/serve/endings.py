@@ -73,21 +73,20 @@ def hurried(server: ServerProcess) -> None:
     scores = {"model": server.model, "prompt": 128 * [[5] * 400], "echo": True, "logprobs": 1, "max_tokens": 0}
     pool = ThreadPoolExecutor(2)
     others = [pool.submit(server.post, path, body) for path, body in (("/v1/embeddings", words), ("/v1/completions", scores))]
-    half = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    half.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
-    server.wait_for_metric("blocks of other prompts", lambda n: n > 40, "sagellm_kv_blocks", state="active")
-    server.send(signal.SIGTERM)
-    wait_until("new connections are refused", lambda: refuses(server))
-    assert not stream.complete
-    start = time.monotonic()
-    server.end(signal.SIGTERM)
-    assert time.monotonic() - start < 8, "the drain time is ten seconds"
-    check_error_event(stream, "the server is shutting down")
-    for answer in (other.result(10) for other in others):
-        assert answer.status_code == 503 and answer.json()["error"]["type"] == "server_error"
-        assert answer.json()["error"]["message"] == "the server is shutting down"
-    half.close()
-    pool.shutdown()
+    with pool, socket.create_connection(("127.0.0.1", server.port), timeout=30) as half:
+        half.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+        server.wait_for_metric("blocks of other prompts", lambda n: n > 40, "sagellm_kv_blocks", state="active")
+        server.send(signal.SIGTERM)
+        wait_until("new connections are refused", lambda: refuses(server))
+        assert not stream.complete, stream.events[-3:]
+        start = time.monotonic()
+        server.end(signal.SIGTERM)
+        assert time.monotonic() - start < 8, "the drain time is ten seconds"
+        check_error_event(stream, "the server is shutting down")
+        for answer in (other.result(10) for other in others):
+            assert answer.status_code == 503, answer.text + server.stderr[before:]
+            assert answer.json()["error"]["type"] == "server_error", answer.text
+            assert answer.json()["error"]["message"] == "the server is shutting down"
     check_quiet(server, before)
 
 

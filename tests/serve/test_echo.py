@@ -56,7 +56,7 @@ class Scores:
             await self.wait.wait()
         logits = torch.zeros(len(tokens), len(self.tokenizer.model.model))
         logits[:, self._even] = 20.0
-        yield SimpleNamespace(logits=logits if self._logits else None)
+        yield SimpleNamespace(logits=logits if self._logits else None, status=None)
 
     async def async_cancel(self, session_id):
         self.cancelled.append(session_id)

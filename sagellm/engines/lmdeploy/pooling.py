@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["POOLINGS", "Pool", "PoolingKind", "add_hidden_states", "embed_prompt", "is_pooled", "needs_every_token"]
+__all__ = [
+    "POOLINGS", "Pool", "PoolingKind", "add_hidden_states", "embed_prompt", "infer_prompt", "is_pooled", "needs_every_token",
+]  # fmt: skip
 
 PoolingKind = Literal["mean", "last"]
 POOLINGS: tuple[str, ...] = get_args(PoolingKind)
@@ -90,16 +92,32 @@ async def embed_prompt(
     config = GenerationConfig(max_new_tokens=0, temperature=1.0, top_k=1)
     config.sage_pooling = kind  # no field of it, as `sage`
     config.sage = service
-    instance, vector, status = engine.create_instance(), None, None
+    status, vector = await infer_prompt(engine, session_id, prompt, config)
+    if vector is None:
+        raise EngineError(f"the engine ended the request with {status} and gave no embedding.")
+    length = float(np.linalg.norm(vector))
+    return vector / length if normalize and length else vector
+
+
+async def infer_prompt(engine: Any, session_id: int, prompt: list[int], config: Any) -> tuple[Any, Any]:
+    """Send a prompt that nothing is generated for, and end its session.
+
+    Args:
+        engine: LMDeploy's engine of the PyTorch backend.
+        session_id: an unused one.
+        prompt: token ids, shorter than the context.
+        config: LMDeploy's `GenerationConfig`.
+
+    Returns:
+        The status of the request at its end, and the last of its `logits`; either is None where there was no such output.
+    """
+    instance, status, logits = engine.create_instance(), None, None
     try:
         async for output in instance.async_stream_infer(session_id, prompt, gen_config=config):
-            status, vector = output.status, output.logits
+            status, logits = output.status, logits if output.logits is None else output.logits
     except asyncio.CancelledError:
         await instance.async_cancel(session_id)  # or the engine's side would wait for the next output without an end
         raise
     finally:
         await instance.async_end(session_id)
-    if vector is None:
-        raise EngineError(f"the engine ended the request with {status} and gave no embedding.")
-    length = float(np.linalg.norm(vector))
-    return vector / length if normalize and length else vector
+    return status, logits
