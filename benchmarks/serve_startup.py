@@ -1,9 +1,10 @@
-"""Time from the start of `python -m sagellm.serve` to its first answer, its memory at rest, and the default model's conversion.
+"""Time from the start of `python -m sagellm.serve` to its first answer, its memory and its load at rest, and the default model's conversion.
 
     python -m benchmarks.serve_startup [--rounds 5] [--out FILE]
 
 Three starts take turns: the default model with an empty cache, which converts it; the default model; the demo model. Memory:
-proportional set size of the server and all processes below it, three seconds after an answer. The conversion alone runs in a
+proportional set size of the server and all processes below it, three seconds after an answer. Load at rest: their CPU time in
+the ten seconds that follow, as a share of one core. The conversion alone runs in a
 process of its own, in an empty cache; its memory is the peak of that process.
 """
 
@@ -24,7 +25,8 @@ from benchmarks.processes import ServerProcess, free_port
 
 MODELS = {"first start": ("smollm2", True), "later start": ("smollm2", False), "demo model": ("demo", False)}
 CONTENT = "What is the capital of France?"
-FIGURES = ("ready_s", "answer_s", "memory_mb")
+FIGURES = ("ready_s", "answer_s", "memory_mb", "idle_core_percent")
+IDLE_S = 10.0
 # The peak is of this program alone; getrusage would count the process that started it too.
 CONVERT_CODE = """
 import json, time
@@ -54,8 +56,8 @@ def main(rounds: int, output: Output) -> None:
         for name in list(MODELS)[:: 1 if number % 2 == 0 else -1]:
             runs[name].append(_run(*MODELS[name]))
     found = {name: {figure: summary([run[figure] for run in runs[name]]) for figure in FIGURES} for name in MODELS}
-    rows = [(name, *(spread(values[figure], ".1f") for figure in FIGURES)) for name, values in found.items()]
-    output.say(table(["start", "ready, s", "first answer, s", "memory, MB"], rows))
+    rows = [(name, *(spread(values[figure], ".2f" if "percent" in figure else ".1f") for figure in FIGURES)) for name, values in found.items()]
+    output.say(table(["start", "ready, s", "first answer, s", "memory, MB", "at rest, % of a core"], rows))
     conversion = {figure: summary([run[figure] for run in conversions]) for figure in conversions[0]}
     row = [spread(values, ".1f") for values in conversion.values()]
     output.say(table(["conversion, s", "peak memory, MB"], [row]))
@@ -87,9 +89,17 @@ def _run(model: str, with_empty_cache: bool) -> dict[str, float]:
             answer_s = time.perf_counter() - start
             time.sleep(3)
             memory = sum(process.memory_full_info().pss for process in server.family())
+            before = _cpu_s(server)
+            time.sleep(IDLE_S)
+            idle = (_cpu_s(server) - before) / IDLE_S
         finally:
             server.close()
-    return {"ready_s": ready_s, "answer_s": answer_s, "memory_mb": memory / 1e6}
+    return {"ready_s": ready_s, "answer_s": answer_s, "memory_mb": memory / 1e6, "idle_core_percent": 100 * idle}
+
+
+def _cpu_s(server: ServerProcess) -> float:
+    times = [process.cpu_times() for process in server.family()]
+    return sum(each.user + each.system for each in times)
 
 
 def _one_request(url: str, model: str) -> None:

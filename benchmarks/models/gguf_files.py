@@ -113,6 +113,8 @@ def write_gguf(
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_sampling_temp(0.6)
+    writer.add_sampling_top_k(20)
     add_byte_level(writer, *byte_level_vocabulary(["hello", "Ġworld"]), "smollm")
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))

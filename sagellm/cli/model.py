@@ -72,7 +72,8 @@ def info(name: str, as_json: bool, dtype: str, context_length: int | None) -> No
     from sagellm.models import find_model, prepare_model
 
     source = find_model(name)
-    facts = describe(prepare_model(source), source.name, dtype, context_length)
+    folder = prepare_model(source)
+    facts = describe(folder, source.name, dtype, context_length) | {"sampling": source.sampling(folder)}
     if as_json:
         click.echo(json.dumps(facts, indent=1))
         return
@@ -89,6 +90,7 @@ def info(name: str, as_json: bool, dtype: str, context_length: int | None) -> No
         "context": f"{facts['context']:,} tokens",
         "chat template": facts["chat_template"],
         "end of an answer": ", ".join(facts["stop_tokens"]),
+        "sampling by default": ", ".join(f"{field} {value}" for field, value in facts["sampling"].items()) or "LMDeploy's",
         "CPU device lacks": missing or "nothing",
         "a step on the CPU": f"module by module: {facts['eager_on_cpu']}" if facts["eager_on_cpu"] else "one native call",
         f"memory in {facts['dtype']}": (

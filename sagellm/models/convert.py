@@ -15,7 +15,7 @@ from sagellm.models.base import ModelError
 __all__ = ["Conversion", "conversion_folder", "conversions", "convert_gguf", "models_dir", "read_conversion"]
 
 # Raised whenever the code changes what a file becomes, so that an old folder is never taken for a new one.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 RECORD_NAME = "conversion.json"
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from sagellm.models.base import ModelError
 from sagellm.models.gguf_config import FAMILIES
 from sagellm.models.gguf_weights import TOP_NAMES, tensor_shape
 
-__all__ = ["check_folder", "num_weights", "read_hf_config", "text_config"]
+__all__ = ["check_folder", "num_weights", "read_hf_config", "sampling_defaults", "text_config"]
 
 # Any of them makes a tokenizer of transformers.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab*", "*.tiktoken", "tokenization_*.py")
@@ -18,6 +19,14 @@ SAFETENSORS, PYTORCH = "*.safetensors", "pytorch_model*.bin"
 INDEX = "model.safetensors.index.json"
 # Read by the tokenizer or the engine where they are there.
 SETTINGS = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json", "added_tokens.json")
+# Fields of generation_config.json that requests have too, and whether a value can be served.
+SAMPLING: dict[str, Callable[[float], bool]] = {
+    "temperature": lambda value: 0 <= value <= 2,
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": lambda value: value >= 0 and value == int(value),
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: 0 < value < math.inf,
+}
 # Numbers of config.json from which sizes are computed.
 NUMBERS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -61,6 +70,20 @@ def text_config(model: Path) -> dict[str, Any]:
                 f"{model}/config.json has {name} {value!r}; it must be a whole number above 0. Download the file again."
             )
     return text
+
+
+def sampling_defaults(model: Path) -> dict[str, float]:
+    """Return what the authors of a model advise to sample with: the fields of `SAMPLING` in its generation_config.json.
+
+    vLLM reads the same fields. A value that no request could have is left out.
+    """
+    file = model / "generation_config.json"
+    given = _read_json(file) if file.is_file() else {}
+    return {
+        name: given[name]
+        for name, is_allowed in SAMPLING.items()
+        if type(given.get(name)) in (int, float) and is_allowed(given[name])
+    }
 
 
 def check_folder(model: Path) -> None:

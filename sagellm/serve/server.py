@@ -76,7 +76,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         banner = _Banner(config, device, sizes, as_json, claim_stdout())
         watch = EngineWatch(clean_up, run_dir)
         return _Launch(
-            config, backend, model, engine_config, listener, banner, loading, watch, run_dir, member
+            config, backend, model, source.sampling(model), engine_config, listener, banner, loading, watch, run_dir, member
         ).serve()
     finally:
         loading.wait_for_stop()
@@ -158,6 +158,7 @@ class _Launch:
     """One start of the server: settings, what was made ready for it, and the objects that take part until its end.
 
     Attributes:
+        sampling: what a request samples with where it does not say.
         engine_config: LMDeploy's configuration of the engine.
         listener: the socket, bound and listening.
         run_dir: a folder for sockets, removed at the end.
@@ -167,6 +168,7 @@ class _Launch:
     config: SageConfig
     backend: Backend
     model: Path
+    sampling: dict[str, float]
     engine_config: Any
     listener: socket.socket
     banner: "_Banner"
@@ -245,7 +247,7 @@ class _Launch:
         middleware = Middleware(
             RequestValidation, engine=engine, interface=VariableInterface, member=self.member,
             policies=_policies(self.config), command=partial(self.backend.command, engine),
-            max_body_bytes=int(self.config.max_body_mib * 2**20),
+            max_body_bytes=int(self.config.max_body_mib * 2**20), sampling=self.sampling,
         )  # fmt: skip
         app.user_middleware.append(middleware)
         engine.tokenizer.detokenize_incrementally = by_token(engine.tokenizer.detokenize_incrementally)

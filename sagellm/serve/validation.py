@@ -43,15 +43,17 @@ class RequestValidation:
         member: the server's part in a prefill/decode group, if it has one.
         policies, command: see `Server`.
         max_body_bytes: size of the largest body that is read.
+        sampling: fields that a request for an answer gets where it does not have them.
     """
 
     def __init__(
         self, app: Callable[..., Awaitable[None]], engine: Any, interface: Any, member: Membership | None = None,
         policies: tuple[str, ...] = (), command: Callable[..., Awaitable[Any]] | None = None, max_body_bytes: int = 8 << 20,
+        sampling: dict[str, float] | None = None,
     ) -> None:  # fmt: skip
         self._app, self._engine, self._interface = app, engine, interface
         self._gate = GroupGate(member)
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes, self._sampling = max_body_bytes, sampling or {}
         embed = embed_with(engine, self._next_session)
         self._server = Server(engine.model_name, Prompts(engine), member, policies, command, embed)
 
@@ -108,6 +110,8 @@ class RequestValidation:
             self._gate.check_body(raw, is_signed, is_trusted)
         if is_trusted and not is_signed:
             raw = unsplit(raw)
+        if route.path in (CHAT, COMPLETION, GENERATE):
+            raw = self._sampling | raw
         request = self._model(route, raw)
         if route.access == "key":
             check_fields(raw, _known_fields(route))

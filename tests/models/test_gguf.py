@@ -143,7 +143,8 @@ def test_end_of_answers_and_chat_template(file, caplog):
     folder = convert_gguf(file, "tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", "<|im_start|>")
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2]
+    generation = {"bos_token_id": 1, "eos_token_id": [2], "temperature": 0.6, "top_k": 20}
+    assert json.loads((folder / "generation_config.json").read_text()) == generation
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode([3, 1, *tokenizer("hello").input_ids, 2], skip_special_tokens=True) == "hello"

@@ -234,6 +234,18 @@ def test_weights_are_counted(model_folder):
     assert num_weights(model_folder("llama")) == sum(values.numel() for values in model.parameters())
 
 
+def test_sampling_is_what_the_authors_of_a_model_advise(folder):
+    source = find_model(folder)
+    assert source.sampling(folder) == {}
+    given = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 2, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(given))
+    assert source.sampling(folder) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    spoiled = {"temperature": -1, "top_k": 0.5, "top_p": 0, "min_p": "0.1", "repetition_penalty": None}
+    (folder / "generation_config.json").write_text(json.dumps(spoiled | {"top_k": -1}))
+    assert source.sampling(folder) == {}
+    assert find_model("smollm2").sampling(folder) == {"temperature": 0.2, "top_p": 0.9}
+
+
 def test_get_info_list_and_remove(monkeypatch, tmp_path):
     from benchmarks.models.gguf_files import write_gguf
     from tests.models.test_gguf import random_model

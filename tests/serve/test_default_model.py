@@ -18,6 +18,12 @@ def test_the_default_model_holds_a_conversation(launch):
         (choice,) = answer.choices
         assert "Paris" in choice.message.content and choice.finish_reason == "stop"
         assert answer.usage.prompt_tokens == 37, "the template brings the only BOS"
+        seeded = {"messages": ASK, "model": server.model, "max_tokens": 60, "seed": 7}
+        texts = [
+            server.post("/v1/chat/completions", seeded | values).json()["choices"][0]["message"]["content"]
+            for values in ({}, {"temperature": None}, {"temperature": 0.2, "top_p": 0.9}, {"temperature": 2.0, "top_p": 1.0})
+        ]
+        assert texts[0] == texts[1] == texts[2] != texts[3], "requests sample as the model card advises"
         ids = server.post("/v1/encode", {"input": "<|im_start|>user\nHi<|im_end|>", "add_bos": True}).json()["input_ids"]
         assert ids.count(1) == 1
     hurried(server)

@@ -4,188 +4,28 @@
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
-#include <string>
 
-#include "kernels.h"
+#include "product.h"
 
 namespace sage {
 
 using cpu::Attend;
+using cpu::Cut;
+using cpu::divided;
 using cpu::Kernels;
 using cpu::kTile;
 using cpu::padded;
+using cpu::Size;
+using cpu::size;
 
 namespace {
 
-using Size = std::size_t;
-
-constexpr int kPanel = 96;              // rows of a chunk: their inputs and results stay in the second cache
-constexpr Size kChunkBytes = 64 << 10;  // weights of a chunk of few rows, about 5 us of a core's share of the memory
-constexpr int kFewRows = 16;            // query rows of a sequence whose keys are read in splits
-constexpr int kQueryRows = 96;          // of a chunk of a prompt
-constexpr int kTokens = 8;              // of a chunk of element-wise work
-
-Size size(int value) { return static_cast<Size>(value); }
-int divided(int count, int by) { return (count + by - 1) / by; }
-
-cpu::Type type_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? cpu::Type::kFloat32 : cpu::Type::kBFloat16; }
-
-// How a product is cut into chunks: panels of rows times groups of tiles.
-struct Cut {
-  int rows, panel, panels, tiles, group;
-
-  Cut(const Kernels& kernels, int rows_, int outputs, int inputs, int threads, bool pairs) : rows(rows_) {
-    const int unit = pairs ? 2 : 1;
-    panels = divided(rows, kPanel);
-    panel = padded(divided(rows, panels), rows > kPanel ? 12 : 1);
-    panels = divided(rows, panel);
-    tiles = divided(outputs, kTile);
-    const Size bytes = size(kTile) * size(padded(inputs, 2)) * cpu::size_of(kernels.weights);
-    group = rows > kPanel ? 4 : static_cast<int>(std::clamp<Size>(kChunkBytes / bytes, 1, 8));
-    group = std::max(1, std::min(group, tiles * panels / (4 * threads)));
-    group = padded(group, unit);
-  }
-  int chunks() const { return panels * divided(tiles, group); }
-  int first_row(int chunk) const { return chunk % panels * panel; }
-  int num_rows(int chunk) const { return std::min(panel, rows - first_row(chunk)); }
-  int first_tile(int chunk) const { return chunk / panels * group; }
-  int num_tiles(int chunk) const { return std::min(group, tiles - first_tile(chunk)); }
-  int width() const { return group * kTile; }  // of a row of the chunk's result
-  Size bytes() const { return size(panel) * size(width()) * 4; }
-};
-
-// The chunk's part of input . weight^T, as [rows][cut.width()].
-void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const char* input, Size stride,
-                    int chunk, float* local) {
-  const int inputs = kernels.weights == cpu::Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
-  const Size tile_bytes = size(kTile) * size(inputs) * cpu::size_of(kernels.weights);
-  const char* from = input + size(cut.first_row(chunk)) * stride * cpu::size_of(kernels.inputs);
-  const char* tile = static_cast<const char*>(matrix.weight) + size(cut.first_tile(chunk)) * tile_bytes;
-  kernels.multiply(from, stride, cut.num_rows(chunk), tile, cut.num_tiles(chunk), inputs, local, size(cut.width()),
-                   false);
-}
-
-// Number `row` of a packed weight, in float32.
-void unpack_row(const Kernels& kernels, const Matrix& matrix, int row, float* to) {
-  const bool wide = kernels.weights == cpu::Type::kFloat32;
-  const int inputs = wide ? matrix.inputs : padded(matrix.inputs, 2);
-  const Size tile = size(row / kTile) * size(kTile) * size(inputs), lane = size(row % kTile);
-  if (wide) {
-    const auto* from = static_cast<const float*>(matrix.weight) + tile + lane;
-    for (int i = 0; i < inputs; ++i) to[i] = from[size(i) * kTile];
-    return;
-  }
-  const auto* from = static_cast<const std::uint16_t*>(matrix.weight) + tile + 2 * lane;
-  for (int i = 0; i < matrix.inputs; ++i) {
-    const std::uint32_t bits = static_cast<std::uint32_t>(from[size(i / 2) * 2 * kTile + size(i % 2)]) << 16;
-    std::memcpy(to + i, &bits, 4);
-  }
-}
+constexpr int kFewTokens = 32;  // new tokens of a sequence whose keys are read in splits, at most
+constexpr int kFewRows = 15;    // query rows of such a sequence that are computed together
+constexpr int kQueryRows = 96;  // of a chunk of a prompt
+constexpr int kTokens = 8;      // of a chunk of element-wise work
 
 }  // namespace
-
-CpuKernels::CpuKernels(const char* isa, Dtype weights)
-    : weights_(weights), table_(cpu::find_kernels(isa, type_of(weights))) {
-  if (table_ == nullptr) {
-    throw std::invalid_argument(std::string("this processor has no kernels of the instruction set '") + isa +
-                                "'; known are plain, avx2, avx512, avx512_bf16");
-  }
-}
-
-const char* CpuKernels::isa() const { return table_->name; }
-
-Size CpuKernels::packed_bytes(int outputs, int inputs) const {
-  const int wide = weights_ == Dtype::kFloat32 ? inputs : padded(inputs, 2);
-  return size(padded(outputs, kTile)) * size(wide) * cpu::size_of(table_->weights);
-}
-
-void CpuKernels::pack(const void* source, Size stride, int outputs, int inputs, void* packed) const {
-  table_->pack(source, stride, outputs, inputs, packed);
-}
-
-// ---- one product
-
-namespace {
-
-class Product : public Work {
- public:
-  Product(const Kernels& kernels, const Matrix& matrix, Activation gate, const void* input, int rows, void* out,
-          int outputs, bool wide, int threads)
-      : kernels_(kernels),
-        matrix_(matrix),
-        gate_(gate),
-        out_(static_cast<char*>(out)),
-        outputs_(outputs),
-        wide_(wide || kernels.weights == cpu::Type::kFloat32),
-        cut_(kernels, rows, matrix.outputs, matrix.inputs, threads, gate != Activation::kNone),
-        stride_(size(padded(matrix.inputs, 2))),
-        input_(size(rows) * stride_ * cpu::size_of(kernels.inputs)) {
-    // A copy: the caller may free its tensor while a thread that is late still reads it.
-    std::vector<float> numbers(size(matrix.inputs));
-    const auto* from = static_cast<const char*>(input);
-    for (int row = 0; row < rows; ++row) {
-      kernels.from_weight(from + size(row) * size(matrix.inputs) * cpu::size_of(kernels.weights), matrix.inputs,
-                          numbers.data());
-      kernels.to_input(numbers.data(), nullptr, matrix.inputs,
-                       input_.data() + size(row) * stride_ * cpu::size_of(kernels.inputs));
-    }
-  }
-  int num_stages() const override { return 1; }
-  int num_chunks(int) const override { return cut_.chunks(); }
-  Size local_bytes() const override { return cut_.bytes(); }
-
-  void compute(int, int chunk, char* local) const override {
-    auto* sums = reinterpret_cast<float*>(local);
-    multiply_chunk(kernels_, cut_, matrix_, input_.data(), stride_, chunk, sums);
-    for (int row = 0; row < cut_.num_rows(chunk); ++row, sums += cut_.width()) {
-      if (matrix_.bias != nullptr) {
-        const int first = cut_.first_tile(chunk) * kTile, count = std::min(cut_.width(), matrix_.outputs - first);
-        for (int i = 0; i < count; ++i) sums[i] += matrix_.bias[first + i];
-      }
-      if (gate_ == Activation::kNone) continue;
-      for (int t = 0; t < cut_.num_tiles(chunk); t += 2) {
-        kernels_.gate(sums + t * kTile, sums + (t + 1) * kTile, kTile, gate_ == Activation::kGelu);
-      }
-    }
-  }
-
-  void commit(int, int chunk, const char* local) override {
-    const int unit = gate_ == Activation::kNone ? 1 : 2;
-    const Size bytes = wide_ ? 4 : 2;
-    for (int row = 0; row < cut_.num_rows(chunk); ++row) {
-      const auto* sums = reinterpret_cast<const float*>(local) + size(row) * size(cut_.width());
-      for (int t = 0; t < cut_.num_tiles(chunk); t += unit) {
-        const int first = (cut_.first_tile(chunk) + t) / unit * kTile, count = std::min(kTile, outputs_ - first);
-        char* to = out_ + (size(cut_.first_row(chunk) + row) * size(outputs_) + size(first)) * bytes;
-        if (wide_)
-          std::memcpy(to, sums + t * kTile, size(count) * 4);
-        else
-          kernels_.to_weight(sums + t * kTile, count, to);
-      }
-    }
-  }
-
- private:
-  const Kernels& kernels_;
-  const Matrix matrix_;
-  const Activation gate_;
-  char* const out_;
-  const int outputs_;  // numbers of a row of the result
-  const bool wide_;
-  const Cut cut_;
-  const Size stride_;
-  std::vector<char> input_;
-};
-
-}  // namespace
-
-void multiply(Team& team, const CpuKernels& kernels, const Matrix& matrix, Activation gate, const void* input, int rows,
-              void* out, int outputs, bool wide) {
-  if (rows == 0) return;
-  team.run(std::make_shared<Product>(kernels.table(), matrix, gate, input, rows, out, outputs, wide, team.threads()));
-}
-
-// ---- a whole step
 
 struct Decoder::Model {
   const Kernels* kernels;
@@ -242,7 +82,7 @@ struct Sequence {
   int row, tokens, length;
   bool has_cache;
   std::vector<std::int64_t> table;
-  int first_task = 0, num_splits = 0;  // of its first head; splits of a head follow each other
+  int num_splits = 0;
 };
 
 class StepWork : public Work {
@@ -302,13 +142,13 @@ class StepWork : public Work {
       case Kind::kMerge:
         return merge(chunk, result);
       case Kind::kOut:
-        return multiply_chunk(kernels_, out_, layer.out, buffers_->attended.data(),
-                              size(padded(shape_.heads * shape_.head_size, 2)), chunk, result);
+        return cpu::multiply_chunk(kernels_, out_, layer.out, buffers_->attended.data(),
+                                   size(padded(shape_.heads * shape_.head_size, 2)), chunk, result);
       case Kind::kFeed:
         return feed(layer, chunk, result);
       case Kind::kDown:
-        return multiply_chunk(kernels_, down_, layer.down, buffers_->fed.data(), size(padded(shape_.feed_forward, 2)),
-                              chunk, result);
+        return cpu::multiply_chunk(kernels_, down_, layer.down, buffers_->fed.data(),
+                                   size(padded(shape_.feed_forward, 2)), chunk, result);
       case Kind::kAddAttended:
         return add_normed(layer.after_attention, chunk, result);
       case Kind::kAddFed:
@@ -368,7 +208,7 @@ class StepWork : public Work {
       const std::int64_t tokens = step.query_lengths[s], length = step.lengths[s];
       if (tokens < 1 || tokens > step.num_tokens - row) fail("query lengths do not add up to the step's tokens");
       if (length != 0 && length < tokens) fail("a sequence is shorter than its new tokens");
-      Sequence one{row, static_cast<int>(tokens), static_cast<int>(length), length > 0, {}, 0, 0};
+      Sequence one{row, static_cast<int>(tokens), static_cast<int>(length), length > 0, {}, 0};
       const std::int64_t blocks = (length + cache_.block_size - 1) / cache_.block_size;
       if (blocks > step.table_width) fail("a sequence has more tokens than its blocks hold");
       const std::int64_t* table = step.tables + size(s) * size(step.table_width);
@@ -392,26 +232,24 @@ class StepWork : public Work {
     for (int s = 0; s < static_cast<int>(sequences_.size()); ++s) {
       Sequence& one = sequences_[size(s)];
       if (!one.has_cache) continue;
-      one.first_task = static_cast<int>(tasks_.size());
-      const bool few = one.tokens * share() < kFewRows;
-      const int step = few ? one.tokens : std::max(1, kQueryRows / share());
+      // A token that is decoded alone, or as a guess beside others, must get the same numbers.
+      const bool few = one.tokens <= kFewTokens;
+      const int step = std::max(1, (few ? kFewRows : kQueryRows) / share());
       one.num_splits = few ? divided(one.length, cpu::kSplit) : 0;
       for (int head = 0; head < shape_.kv_heads; ++head) {
-        if (!few) {
-          for (int first = 0; first < one.tokens; first += step) {
-            const int tokens = std::min(step, one.tokens - first);
+        for (int first = 0; first < one.tokens; first += step) {
+          const int tokens = std::min(step, one.tokens - first);
+          if (!few) {
             tasks_.push_back({s, head, first, tokens, 0, one.length - one.tokens + first + tokens, -1});
+            continue;
           }
-          continue;
+          if (one.num_splits > 1) merged_.push_back(static_cast<int>(tasks_.size()));
+          for (int split = 0; split < one.num_splits; ++split) {
+            const int begin = split * cpu::kSplit, end = std::min(one.length, begin + cpu::kSplit);
+            tasks_.push_back({s, head, first, tokens, begin, end, one.num_splits > 1 ? num_partials_ : -1});
+            if (one.num_splits > 1) num_partials_ += tokens * share() * (shape_.head_size + 2);
+          }
         }
-        for (int split = 0; split < one.num_splits; ++split) {
-          const int begin = split * cpu::kSplit, end = std::min(one.length, begin + cpu::kSplit);
-          tasks_.push_back({s, head, 0, one.tokens, begin, end, one.num_splits > 1 ? num_partials_ : -1});
-          if (one.num_splits > 1) num_partials_ += one.tokens * share() * (shape_.head_size + 2);
-        }
-      }
-      if (one.num_splits > 1) {
-        for (int head = 0; head < shape_.kv_heads; ++head) merged_.emplace_back(s, head);
       }
     }
   }
@@ -459,7 +297,7 @@ class StepWork : public Work {
 
   void embed(int chunk, float* result) const {
     for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
-      unpack_row(kernels_, model_->embedding, static_cast<int>(tokens_[size(row)]), result);
+      cpu::unpack_row(kernels_, model_->embedding, static_cast<int>(tokens_[size(row)]), result);
       if (shape_.embedding_scale != 1.F) {
         for (int i = 0; i < shape_.hidden; ++i) result[i] *= shape_.embedding_scale;
       }
@@ -505,7 +343,7 @@ class StepWork : public Work {
 
   // The product of normed rows: their scales come last.
   void multiply_normed(const Cut& cut, const Matrix& matrix, int chunk, float* result) const {
-    multiply_chunk(kernels_, cut, matrix, buffers_->input.data(), input_stride(), chunk, result);
+    cpu::multiply_chunk(kernels_, cut, matrix, buffers_->input.data(), input_stride(), chunk, result);
     const int first = cut.first_tile(chunk) * kTile;
     const int count = std::min(cut.num_tiles(chunk) * kTile, padded(matrix.outputs, kTile) - first);
     for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
@@ -665,29 +503,29 @@ class StepWork : public Work {
   }
 
   void merge(int chunk, float* result) const {
-    const auto [sequence, head] = merged_[size(chunk)];
-    const Sequence& one = sequences_[size(sequence)];
-    const int rows = one.tokens * share(), numbers = rows * (shape_.head_size + 2);
-    const Task& first = tasks_[size(one.first_task + head * one.num_splits)];
+    const Task& first = tasks_[size(merged_[size(chunk)])];
+    const int rows = first.tokens * share(), numbers = rows * (shape_.head_size + 2);
+    const int num_splits = sequences_[size(first.sequence)].num_splits;
     for (int row = 0; row < rows; ++row, result += shape_.head_size) {
       const float* part = buffers_->partials.data() + first.partial;
       const int at_max = rows * shape_.head_size + row, at_sum = at_max + rows;
       float top = part[at_max], total = 0;
-      for (int s = 1; s < one.num_splits; ++s) top = std::max(top, part[s * numbers + at_max]);
+      for (int s = 1; s < num_splits; ++s) top = std::max(top, part[s * numbers + at_max]);
       std::fill_n(result, shape_.head_size, 0.F);
-      for (int s = 0; s < one.num_splits; ++s, part += numbers) {
+      for (int s = 0; s < num_splits; ++s, part += numbers) {
         if (part[at_sum] == 0.F) continue;  // outside of the window
         const float weight = std::exp(part[at_max] - top);
         total += weight * part[at_sum];
         for (int i = 0; i < shape_.head_size; ++i) result[i] += weight * part[row * shape_.head_size + i];
       }
-      for (int i = 0; i < shape_.head_size; ++i) result[i] /= total;
+      const float scale = 1.F / total;  // as where there is one split
+      for (int i = 0; i < shape_.head_size; ++i) result[i] *= scale;
     }
   }
 
   void commit_merged(int chunk, const float* result) {
-    const auto [sequence, head] = merged_[size(chunk)];
-    store_attended(sequences_[size(sequence)].row, sequences_[size(sequence)].tokens, head, result);
+    const Task& first = tasks_[size(merged_[size(chunk)])];
+    store_attended(sequences_[size(first.sequence)].row + first.first, first.tokens, first.head, result);
   }
 
   const std::shared_ptr<const Decoder::Model> model_;
@@ -705,7 +543,7 @@ class StepWork : public Work {
   std::vector<Sequence> sequences_;
   std::vector<int> owners_;  // sequence of each token
   std::vector<Task> tasks_;
-  std::vector<std::pair<int, int>> merged_;  // sequence, key head
+  std::vector<int> merged_;  // first of the tasks whose results are merged; its other splits follow
   std::int64_t num_partials_ = 0;
   std::vector<Stage> stages_;
 };

@@ -292,6 +292,23 @@ def test_a_sequence_gets_the_same_numbers_beside_any_others_and_with_any_number_
         assert all(torch.equal(one, same) for one, same in zip(answers[0], other, strict=True))
 
 
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["llama", "windows", "one key head"])
+@pytest.mark.parametrize("past", [40, 240, 500])
+def test_guesses_get_the_numbers_of_tokens_that_are_decoded_alone(isa, dtype, kind, past):
+    """Else speculation would change answers in bfloat16. Keys are read in splits of 256, whose number grows on the way."""
+    model, guesses = Model(dtype=dtype, **MODELS[kind]), 31
+    step, decoder, caches, team = Step(model, [(1 + guesses, past)]), model.native(), model.caches(), _core.CpuTeam(2)
+    step.run(model, decoder, caches, team, [0], past_only=True)
+    (together,) = step.run(model, decoder, caches, team, [0])
+    (text,) = step.texts
+    for number in range(1 + guesses):
+        step.lengths, step.texts = [(1, past + number)], [text[: past + number + 1]]
+        (alone,) = step.run(model, decoder, caches, team, [0])
+        assert torch.equal(alone[0], together[number]), f"token {number}"
+
+
 def test_threads_that_lose_their_time_slices_change_nothing():
     """Eight threads, and a busy process for each core: chunks are computed again, and committed once."""
     model = Model()

@@ -1,0 +1,148 @@
+#include "product.h"
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace sage {
+
+namespace cpu {
+
+void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const char* input, Size stride,
+                    int chunk, float* local) {
+  const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
+  const Size tile_bytes = size(kTile) * size(inputs) * size_of(kernels.weights);
+  const char* from = input + size(cut.first_row(chunk)) * stride * size_of(kernels.inputs);
+  const char* tile = static_cast<const char*>(matrix.weight) + size(cut.first_tile(chunk)) * tile_bytes;
+  kernels.multiply(from, stride, cut.num_rows(chunk), tile, cut.num_tiles(chunk), inputs, local, size(cut.width()),
+                   false);
+}
+
+void unpack_row(const Kernels& kernels, const Matrix& matrix, int row, float* to) {
+  const bool wide = kernels.weights == Type::kFloat32;
+  const int inputs = wide ? matrix.inputs : padded(matrix.inputs, 2);
+  const Size tile = size(row / kTile) * size(kTile) * size(inputs), lane = size(row % kTile);
+  if (wide) {
+    const auto* from = static_cast<const float*>(matrix.weight) + tile + lane;
+    for (int i = 0; i < inputs; ++i) to[i] = from[size(i) * kTile];
+    return;
+  }
+  const auto* from = static_cast<const std::uint16_t*>(matrix.weight) + tile + 2 * lane;
+  for (int i = 0; i < matrix.inputs; ++i) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(from[size(i / 2) * 2 * kTile + size(i % 2)]) << 16;
+    std::memcpy(to + i, &bits, 4);
+  }
+}
+
+}  // namespace cpu
+
+using cpu::Cut;
+using cpu::kTile;
+using cpu::padded;
+using cpu::Size;
+using cpu::size;
+
+CpuKernels::CpuKernels(const char* isa, Dtype weights)
+    : weights_(weights),
+      table_(cpu::find_kernels(isa, weights == Dtype::kFloat32 ? cpu::Type::kFloat32 : cpu::Type::kBFloat16)) {
+  if (table_ == nullptr) {
+    throw std::invalid_argument(std::string("this processor has no kernels of the instruction set '") + isa +
+                                "'; known are plain, avx2, avx512, avx512_bf16");
+  }
+}
+
+const char* CpuKernels::isa() const { return table_->name; }
+
+Size CpuKernels::packed_bytes(int outputs, int inputs) const {
+  const int wide = weights_ == Dtype::kFloat32 ? inputs : padded(inputs, 2);
+  return size(padded(outputs, kTile)) * size(wide) * cpu::size_of(table_->weights);
+}
+
+void CpuKernels::pack(const void* source, Size stride, int outputs, int inputs, void* packed) const {
+  table_->pack(source, stride, outputs, inputs, packed);
+}
+
+namespace {
+
+class Product : public Work {
+ public:
+  Product(const cpu::Kernels& kernels, const Matrix& matrix, Activation gate, const void* input, int rows, void* out,
+          int outputs, bool wide, int threads)
+      : kernels_(kernels),
+        matrix_(matrix),
+        gate_(gate),
+        out_(static_cast<char*>(out)),
+        outputs_(outputs),
+        wide_(wide || kernels.weights == cpu::Type::kFloat32),
+        cut_(kernels, rows, matrix.outputs, matrix.inputs, threads, gate != Activation::kNone),
+        stride_(size(padded(matrix.inputs, 2))),
+        input_(size(rows) * stride_ * cpu::size_of(kernels.inputs)) {
+    // A copy: the caller may free its tensor while a thread that is late still reads it.
+    std::vector<float> numbers(size(matrix.inputs));
+    const auto* from = static_cast<const char*>(input);
+    for (int row = 0; row < rows; ++row) {
+      kernels.from_weight(from + size(row) * size(matrix.inputs) * cpu::size_of(kernels.weights), matrix.inputs,
+                          numbers.data());
+      kernels.to_input(numbers.data(), nullptr, matrix.inputs,
+                       input_.data() + size(row) * stride_ * cpu::size_of(kernels.inputs));
+    }
+  }
+  int num_stages() const override { return 1; }
+  int num_chunks(int) const override { return cut_.chunks(); }
+  Size local_bytes() const override { return cut_.bytes(); }
+
+  void compute(int, int chunk, char* local) const override {
+    auto* sums = reinterpret_cast<float*>(local);
+    cpu::multiply_chunk(kernels_, cut_, matrix_, input_.data(), stride_, chunk, sums);
+    for (int row = 0; row < cut_.num_rows(chunk); ++row, sums += cut_.width()) {
+      if (matrix_.bias != nullptr) {
+        const int first = cut_.first_tile(chunk) * kTile, count = std::min(cut_.width(), matrix_.outputs - first);
+        for (int i = 0; i < count; ++i) sums[i] += matrix_.bias[first + i];
+      }
+      if (gate_ == Activation::kNone) continue;
+      for (int t = 0; t < cut_.num_tiles(chunk); t += 2) {
+        kernels_.gate(sums + t * kTile, sums + (t + 1) * kTile, kTile, gate_ == Activation::kGelu);
+      }
+    }
+  }
+
+  void commit(int, int chunk, const char* local) override {
+    const int unit = gate_ == Activation::kNone ? 1 : 2;
+    const Size bytes = wide_ ? 4 : 2;
+    for (int row = 0; row < cut_.num_rows(chunk); ++row) {
+      const auto* sums = reinterpret_cast<const float*>(local) + size(row) * size(cut_.width());
+      for (int t = 0; t < cut_.num_tiles(chunk); t += unit) {
+        const int first = (cut_.first_tile(chunk) + t) / unit * kTile, count = std::min(kTile, outputs_ - first);
+        char* to = out_ + (size(cut_.first_row(chunk) + row) * size(outputs_) + size(first)) * bytes;
+        if (wide_)
+          std::memcpy(to, sums + t * kTile, size(count) * 4);
+        else
+          kernels_.to_weight(sums + t * kTile, count, to);
+      }
+    }
+  }
+
+ private:
+  const cpu::Kernels& kernels_;
+  const Matrix matrix_;
+  const Activation gate_;
+  char* const out_;
+  const int outputs_;  // numbers of a row of the result
+  const bool wide_;
+  const Cut cut_;
+  const Size stride_;
+  std::vector<char> input_;
+};
+
+}  // namespace
+
+void multiply(Team& team, const CpuKernels& kernels, const Matrix& matrix, Activation gate, const void* input, int rows,
+              void* out, int outputs, bool wide) {
+  if (rows == 0) return;
+  team.run(std::make_shared<Product>(kernels.table(), matrix, gate, input, rows, out, outputs, wide, team.threads()));
+}
+
+}  // namespace sage

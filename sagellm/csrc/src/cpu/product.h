@@ -1,0 +1,51 @@
+// Products with packed weights, cut into chunks for a team of threads.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "kernels.h"
+#include "sagellm/decoder.h"
+
+namespace sage::cpu {
+
+using Size = std::size_t;
+
+inline Size size(int value) { return static_cast<Size>(value); }
+inline int divided(int count, int by) { return (count + by - 1) / by; }
+
+constexpr int kPanel = 96;              // rows of a chunk: their inputs and results stay in the second cache
+constexpr Size kChunkBytes = 64 << 10;  // weights of a chunk of few rows, about 5 us of a core's share of the memory
+
+// How a product is cut into chunks: panels of rows times groups of tiles.
+struct Cut {
+  int rows, panel, panels, tiles, group;
+
+  Cut(const Kernels& kernels, int rows_, int outputs, int inputs, int threads, bool pairs) : rows(rows_) {
+    const int unit = pairs ? 2 : 1;
+    panels = divided(rows, kPanel);
+    panel = padded(divided(rows, panels), rows > kPanel ? 12 : 1);
+    panels = divided(rows, panel);
+    tiles = divided(outputs, kTile);
+    const Size bytes = size(kTile) * size(padded(inputs, 2)) * size_of(kernels.weights);
+    group = rows > kPanel ? 4 : static_cast<int>(std::clamp<Size>(kChunkBytes / bytes, 1, 8));
+    group = std::max(1, std::min(group, tiles * panels / (4 * threads)));
+    group = padded(group, unit);
+  }
+  int chunks() const { return panels * divided(tiles, group); }
+  int first_row(int chunk) const { return chunk % panels * panel; }
+  int num_rows(int chunk) const { return std::min(panel, rows - first_row(chunk)); }
+  int first_tile(int chunk) const { return chunk / panels * group; }
+  int num_tiles(int chunk) const { return std::min(group, tiles - first_tile(chunk)); }
+  int width() const { return group * kTile; }  // of a row of the chunk's result
+  Size bytes() const { return size(panel) * size(width()) * 4; }
+};
+
+// The chunk's part of input . weight^T, as [rows][cut.width()].
+void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const char* input, Size stride,
+                    int chunk, float* local);
+
+// Number `row` of a packed weight, in float32.
+void unpack_row(const Kernels& kernels, const Matrix& matrix, int row, float* to);
+
+}  // namespace sage::cpu
