@@ -1,4 +1,4 @@
-"""Time from the start of `python -m sagellm.serve` to its first answer, its memory and its load at rest, and the default model's conversion.
+"""Time from the start of `python -m sagellm.serve` to its first answer, memory and load at rest, and the model's conversion.
 
     python -m benchmarks.serve_startup [--rounds 5] [--out FILE]
 
@@ -25,7 +25,7 @@ from benchmarks.processes import ServerProcess, free_port
 
 MODELS = {"first start": ("smollm2", True), "later start": ("smollm2", False), "demo model": ("demo", False)}
 CONTENT = "What is the capital of France?"
-FIGURES = ("ready_s", "answer_s", "memory_mb", "idle_core_percent")
+FIGURES = {"ready_s": ".1f", "answer_s": ".1f", "memory_mb": ".1f", "idle_core_percent": ".2f"}  # and how they are shown
 IDLE_S = 10.0
 # The peak is of this program alone; getrusage would count the process that started it too.
 CONVERT_CODE = """
@@ -56,7 +56,7 @@ def main(rounds: int, output: Output) -> None:
         for name in list(MODELS)[:: 1 if number % 2 == 0 else -1]:
             runs[name].append(_run(*MODELS[name]))
     found = {name: {figure: summary([run[figure] for run in runs[name]]) for figure in FIGURES} for name in MODELS}
-    rows = [(name, *(spread(values[figure], ".2f" if "percent" in figure else ".1f") for figure in FIGURES)) for name, values in found.items()]
+    rows = [(name, *(spread(values[figure], digits) for figure, digits in FIGURES.items())) for name, values in found.items()]
     output.say(table(["start", "ready, s", "first answer, s", "memory, MB", "at rest, % of a core"], rows))
     conversion = {figure: summary([run[figure] for run in conversions]) for figure in conversions[0]}
     row = [spread(values, ".1f") for values in conversion.values()]

@@ -243,7 +243,7 @@ def test_sampling_is_what_the_authors_of_a_model_advise(folder):
     spoiled = {"temperature": -1, "top_k": 0.5, "top_p": 0, "min_p": "0.1", "repetition_penalty": None}
     (folder / "generation_config.json").write_text(json.dumps(spoiled | {"top_k": -1}))
     assert source.sampling(folder) == {}
-    assert find_model("smollm2").sampling(folder) == {"temperature": 0.2, "top_p": 0.9}
+    assert find_model("smollm2").sampling(folder) == {"temperature": 0.0}
 
 
 def test_get_info_list_and_remove(monkeypatch, tmp_path):

@@ -21,9 +21,9 @@ def test_the_default_model_holds_a_conversation(launch):
         seeded = {"messages": ASK, "model": server.model, "max_tokens": 60, "seed": 7}
         texts = [
             server.post("/v1/chat/completions", seeded | values).json()["choices"][0]["message"]["content"]
-            for values in ({}, {"temperature": None}, {"temperature": 0.2, "top_p": 0.9}, {"temperature": 2.0, "top_p": 1.0})
+            for values in ({}, {"temperature": None}, {"temperature": 0}, {"temperature": 2.0})
         ]
-        assert texts[0] == texts[1] == texts[2] != texts[3], "requests sample as the model card advises"
+        assert texts[0] == texts[1] == texts[2] != texts[3], "the model's own sampling"
         ids = server.post("/v1/encode", {"input": "<|im_start|>user\nHi<|im_end|>", "add_bos": True}).json()["input_ids"]
         assert ids.count(1) == 1
     hurried(server)
