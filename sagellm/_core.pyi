@@ -694,10 +694,12 @@ class CpuDecoder:
         """Use this cache: keys and values of each layer, [blocks, block size, key heads, head size], strides in bytes."""
 
     def run(
-        self, team: CpuTeam, num_tokens: int, tokens: int, num_sequences: int, query_lengths: int, lengths: int, tables: int,
-        table_width: int, cos: int, sin: int, hidden: int,
+        self, team: CpuTeam, is_decoding: bool, num_tokens: int, tokens: int, num_sequences: int, query_lengths: int,
+        lengths: int, tables: int, table_width: int, cos: int, sin: int, hidden: int,
     ) -> None:
         """Write the hidden states [tokens][hidden] of the sequences' new tokens, and their keys and values.
+
+        `is_decoding`: the new tokens are last ones and guesses, not parts of prompts. Both get the same numbers in any batch.
 
         Raises ValueError: tokens, lengths or blocks outside of the model and the cache.
         """

@@ -89,9 +89,10 @@ class BoundDecoder {
     cache_.slot_stride = slot_stride;
   }
 
-  void run(Team& team, int num_tokens, Address tokens, int num_sequences, Address query_lengths, Address lengths,
-           Address tables, int table_width, Address cos, Address sin, Address hidden) {
+  void run(Team& team, bool is_decoding, int num_tokens, Address tokens, int num_sequences, Address query_lengths,
+           Address lengths, Address tables, int table_width, Address cos, Address sin, Address hidden) {
     DecoderStep step;
+    step.is_decoding = is_decoding;
     step.num_tokens = num_tokens;
     step.num_sequences = num_sequences;
     step.table_width = table_width;
@@ -155,7 +156,7 @@ void bind_decoder(py::module_& module) {
            py::keep_alive<1, 2>())
       .def("bind", &BoundDecoder::bind, py::arg("keys"), py::arg("values"), py::arg("num_blocks"),
            py::arg("block_size"), py::arg("block_stride"), py::arg("slot_stride"))
-      .def("run", &BoundDecoder::run, py::arg("team"), py::arg("num_tokens"), py::arg("tokens"),
+      .def("run", &BoundDecoder::run, py::arg("team"), py::arg("is_decoding"), py::arg("num_tokens"), py::arg("tokens"),
            py::arg("num_sequences"), py::arg("query_lengths"), py::arg("lengths"), py::arg("tables"),
            py::arg("table_width"), py::arg("cos"), py::arg("sin"), py::arg("hidden"), Release());
 }

@@ -65,6 +65,7 @@ class Model {
     std::vector<float> hidden(tokens.size() * kHidden);
     sage::DecoderStep step;
     step.num_tokens = static_cast<int>(num);
+    step.is_decoding = queries != lengths;
     step.num_sequences = static_cast<int>(queries.size());
     step.table_width = static_cast<int>(width);
     step.tokens = tokens.data();

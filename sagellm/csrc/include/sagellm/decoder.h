@@ -74,6 +74,7 @@ struct PagedCache {
 // Sequences of a step, their new tokens one after the other.
 struct DecoderStep {
   int num_tokens = 0, num_sequences = 0, table_width = 0;
+  bool is_decoding = false;  // each sequence has its last token, and maybe guesses; else tokens of prompts
   const std::int64_t* tokens = nullptr;
   const std::int64_t *query_lengths = nullptr, *lengths = nullptr;  // new tokens; tokens with the new ones, 0: no cache
   const std::int64_t* tables = nullptr;                             // [sequences][table_width], block numbers

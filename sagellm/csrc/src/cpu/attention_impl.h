@@ -11,10 +11,12 @@ constexpr int kRound = 128;  // keys in a round of many rows
 
 inline std::size_t aligned_to_64(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-inline std::size_t attend_bytes(int rows, int head_size) {
+inline bool is_few(int rows, bool few) { return few && rows < kManyRows; }
+
+inline std::size_t attend_bytes(int rows, int head_size, bool few) {
   const auto r = static_cast<std::size_t>(rows);
   const auto d = static_cast<std::size_t>(padded(head_size, kTile));
-  if (rows < kManyRows) return aligned_to_64(r * (kSplit + kTile) * 4) + aligned_to_64(r * d * 4);
+  if (is_few(rows, few)) return aligned_to_64(r * (kSplit + kTile) * 4) + aligned_to_64(r * d * 4);
   return aligned_to_64(r * d * 4) * 2 + aligned_to_64(r * kRound * 4) * 2 + aligned_to_64(kRound * d * 4) +
          aligned_to_64(r * 12);
 }
@@ -241,7 +243,8 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
     sums[row] = 0.f;
   }
   std::fill_n(total, r_count * static_cast<std::size_t>(wide), 0.f);
-  const int first = std::max(task.begin, first_seen(task, 0)),
+  // Rounds begin at the same keys whatever the first query is: sums then run in the same order.
+  const int first = std::max(task.begin, first_seen(task, 0)) / kRound * kRound,
             last = std::min(task.end, task.first_position + task.tokens);
   for (int begin = first; begin < last; begin += kRound) {
     const int count = std::min(kRound, last - begin), keys = padded(count, kTile);
@@ -298,8 +301,7 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
 
 template <class T>
 void attend(const Attend& task, float* out, float* max, float* sums, char* scratch) {
-  const int rows = task.tokens * task.share;
-  if (rows < kManyRows)
+  if (is_few(task.tokens * task.share, task.few))
     attend_few<T>(task, out, max, sums, scratch);
   else
     attend_many<T>(task, out, max, sums, scratch);

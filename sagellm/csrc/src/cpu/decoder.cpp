@@ -20,8 +20,7 @@ using cpu::size;
 
 namespace {
 
-constexpr int kFewTokens = 32;  // new tokens of a sequence whose keys are read in splits, at most
-constexpr int kFewRows = 15;    // query rows of such a sequence that are computed together
+constexpr int kFewRows = 15;    // query rows of a sequence that decodes, computed together
 constexpr int kQueryRows = 96;  // of a chunk of a prompt
 constexpr int kTokens = 8;      // of a chunk of element-wise work
 
@@ -96,6 +95,7 @@ class StepWork : public Work {
         kernels_(*model_->kernels),
         element_(cpu::size_of(kernels_.inputs)),
         num_tokens_(step.num_tokens),
+        is_decoding_(step.is_decoding),
         tokens_(step.tokens, step.tokens + step.num_tokens),
         cos_(step.cos, step.cos + size(step.num_tokens) * size(shape_.head_size)),
         sin_(step.sin, step.sin + size(step.num_tokens) * size(shape_.head_size)),
@@ -121,7 +121,7 @@ class StepWork : public Work {
     for (const Cut* cut : {&qkv_, &out_, &feed_, &down_}) bytes = std::max(bytes, cut->bytes());
     for (const Task& task : tasks_) {
       const int rows = task.tokens * share();
-      bytes = std::max(bytes, result_bytes(rows) + kernels_.attend_bytes(rows, shape_.head_size));
+      bytes = std::max(bytes, result_bytes(rows) + kernels_.attend_bytes(rows, shape_.head_size, is_decoding_));
     }
     return bytes;
   }
@@ -232,14 +232,14 @@ class StepWork : public Work {
     for (int s = 0; s < static_cast<int>(sequences_.size()); ++s) {
       Sequence& one = sequences_[size(s)];
       if (!one.has_cache) continue;
-      // A token that is decoded alone, or as a guess beside others, must get the same numbers.
-      const bool few = one.tokens <= kFewTokens;
-      const int step = std::max(1, (few ? kFewRows : kQueryRows) / share());
-      one.num_splits = few ? divided(one.length, cpu::kSplit) : 0;
+      // By what the step does and not by how many tokens there are: a token that is decoded gets the same numbers alone
+      // and as a guess beside others, one of a prompt the same whatever part of it was cached.
+      const int step = std::max(1, (is_decoding_ ? kFewRows : kQueryRows) / share());
+      one.num_splits = is_decoding_ ? divided(one.length, cpu::kSplit) : 0;
       for (int head = 0; head < shape_.kv_heads; ++head) {
         for (int first = 0; first < one.tokens; first += step) {
           const int tokens = std::min(step, one.tokens - first);
-          if (!few) {
+          if (!is_decoding_) {
             tasks_.push_back({s, head, first, tokens, 0, one.length - one.tokens + first + tokens, -1});
             continue;
           }
@@ -468,6 +468,7 @@ class StepWork : public Work {
     wanted.first_position = one.length - one.tokens + task.first;
     wanted.begin = task.begin;
     wanted.end = task.end;
+    wanted.few = is_decoding_;
     wanted.window = layer.window;
     wanted.scale = shape_.attention_scale;
     wanted.softcap = shape_.softcap;
@@ -535,6 +536,7 @@ class StepWork : public Work {
   const Kernels& kernels_;
   const Size element_;
   const int num_tokens_;
+  const bool is_decoding_;
   const std::vector<std::int64_t> tokens_;
   const std::vector<float> cos_, sin_;
   char* const hidden_;

@@ -26,7 +26,8 @@ struct Attend {
   const std::int64_t* table;              // the sequence's blocks
   int block_shift;                        // log2 of the block size
   int first_position;                     // of the first query token
-  int begin, end;                         // keys
+  int begin, end;                         // keys; `begin` is a multiple of kSplit
+  bool few;                               // few rows that decode: keys are read as they lie, not packed first
   int window;                             // keys that a token sees, itself included; 0: all
   float scale, softcap;                   // softcap 0: none
 };
@@ -50,7 +51,7 @@ struct Kernels {
   void (*gate)(float* gate, const float* up, int count, bool gelu);
   // Result rows [tokens * share][head_size]. With `max` and `sum` (one a row) it is left unscaled, to be merged.
   void (*attend)(const Attend& task, float* out, float* max, float* sum, char* scratch);
-  std::size_t (*attend_bytes)(int rows, int head_size);
+  std::size_t (*attend_bytes)(int rows, int head_size, bool few);
   // Turns [heads][size] numbers of one token by cos and sin, [size] each: the two halves of a head are a pair.
   void (*rotate)(float* heads, int count, int size, const float* cos, const float* sin);
   void (*scale)(float* values, float by, const float* bias, int count);     // `bias` may be null

@@ -186,7 +186,9 @@ class Step:
             need = -(-(new + past) // BLOCK)
             self.tables[row, :need], free = free[:need], free[need:]
 
-    def run(self, model: Model, decoder, caches, team, rows: list[int], past_only: bool = False) -> list[torch.Tensor]:
+    def run(
+        self, model: Model, decoder, caches, team, rows: list[int], past_only: bool = False, is_decoding: bool = True
+    ) -> list[torch.Tensor]:
         """Run the new tokens of some sequences (`past_only`: those before them) and return the hidden states of each."""
         kept, new, whole = [], [], []
         for row in rows:
@@ -203,7 +205,7 @@ class Step:
             caches[0][0].stride(0) * caches[0][0].element_size(), caches[0][0].stride(1) * caches[0][0].element_size(),
         )  # fmt: skip
         decoder.run(
-            team, len(tokens), tokens.data_ptr(), len(rows), queries.data_ptr(), lengths.data_ptr(), tables.data_ptr(),
+            team, is_decoding, len(tokens), tokens.data_ptr(), len(rows), queries.data_ptr(), lengths.data_ptr(), tables.data_ptr(),
             tables.shape[1], cos.data_ptr(), sin.data_ptr(), hidden.data_ptr(),
         )  # fmt: skip
         return list(hidden.split(new))
@@ -264,12 +266,13 @@ LENGTHS = [(40, 0), (1, 0), (1, 5), (1, 300), (5, 130), (37, 70), (1, 90), (3, 2
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_step_is_that_of_plain_formulas(isa, dtype, kind):
+@pytest.mark.parametrize("is_decoding", [True, False])
+def test_a_step_is_that_of_plain_formulas(isa, dtype, kind, is_decoding):
     model = Model(dtype=dtype, **MODELS[kind])
     step, decoder, caches, team = Step(model, LENGTHS), model.native(), model.caches(), _core.CpuTeam(2)
     rows = list(range(len(LENGTHS)))
     step.run(model, decoder, caches, team, [row for row in rows if LENGTHS[row][1]], past_only=True)
-    found = step.run(model, decoder, caches, team, rows)
+    found = step.run(model, decoder, caches, team, rows, is_decoding=is_decoding)
     for row, (new, _) in enumerate(LENGTHS):
         exact = plain(model, step.texts[row])[-new:]
         error = (found[row].double() - exact).norm() / exact.norm()
@@ -307,6 +310,19 @@ def test_guesses_get_the_numbers_of_tokens_that_are_decoded_alone(isa, dtype, ki
         step.lengths, step.texts = [(1, past + number)], [text[: past + number + 1]]
         (alone,) = step.run(model, decoder, caches, team, [0])
         assert torch.equal(alone[0], together[number]), f"token {number}"
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["llama", "windows", "one key head"])
+@pytest.mark.parametrize("cached", [1, 64, 255, 299])
+def test_a_prompt_gets_the_same_numbers_whatever_part_of_it_was_cached(isa, dtype, kind, cached):
+    model = Model(dtype=dtype, **MODELS[kind])
+    step, decoder, caches, team = Step(model, [(300, 0)]), model.native(), model.caches(), _core.CpuTeam(2)
+    (whole,) = step.run(model, decoder, caches, team, [0], is_decoding=False)
+    step.lengths = [(300 - cached, cached)]
+    (rest,) = step.run(model, decoder, caches, team, [0], is_decoding=False)
+    assert torch.equal(rest, whole[cached:])
 
 
 def test_threads_that_lose_their_time_slices_change_nothing():
@@ -349,7 +365,7 @@ def test_a_step_that_cannot_be(change, message):
     cos, sin = angles(model, torch.tensor([0]))
     with pytest.raises(ValueError, match=message):
         decoder.run(
-            _core.CpuTeam(1), 1, one["tokens"].data_ptr(), 1, one["queries"].data_ptr(), one["lengths"].data_ptr(),
+            _core.CpuTeam(1), True, 1, one["tokens"].data_ptr(), 1, one["queries"].data_ptr(), one["lengths"].data_ptr(),
             one["tables"].data_ptr(), 1, cos.data_ptr(), sin.data_ptr(), torch.empty(1, model.hidden).data_ptr(),
         )  # fmt: skip
     assert torch.equal(step.run(model, decoder, caches, _core.CpuTeam(1), [0])[0], before)
