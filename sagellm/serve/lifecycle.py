@@ -37,8 +37,8 @@ class Loading:
         # Its start unblocks SIGINT, so it must not come between the block and the start of the engine process.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        for number in STOP_SIGNALS:  # SIGINT too: a library's thread that is older than the block may take it
-            signal.signal(number, lambda *_: self._stop())
+        # SIGINT too: a library's thread that is older than the block may take it.
+        self._before = {number: signal.signal(number, lambda *_: self._stop()) for number in STOP_SIGNALS}
         threading.Thread(target=self._watch, name="sagellm-loading", daemon=True).start()
 
     def done(self) -> None:
@@ -46,6 +46,15 @@ class Loading:
         self._over = True
         for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def cancel(self) -> None:
+        """The end of a start that failed: signals do again what they did before. Changes nothing after `done`."""
+        if self._over:
+            return
+        self._over = True
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def wait_for_stop(self) -> None:

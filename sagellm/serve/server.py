@@ -85,6 +85,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         backend.close()
         listener.close()
         clean_up()
+        loading.cancel()
 
 
 def _run_dir() -> Path:

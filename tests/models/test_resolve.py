@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -225,6 +226,7 @@ def test_spoiled_folders_end_commands_with_one_sentence(folder, name):
     for words in (("model", "get"), ("model", "info"), ("evaluate",), ("serve", "--device", "cpu", "--model")):
         done = CliRunner().invoke(main, [*words, str(folder)])
         assert done.exit_code == 2 and done.stderr.count("\n") == 1 and SPOILED[name][1][:20] in done.stderr
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "processes that are started later would inherit it"
 
 
 def test_weights_are_counted(model_folder):

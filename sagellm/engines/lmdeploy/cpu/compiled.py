@@ -153,7 +153,8 @@ class CpuRunner(GraphRunner):
         queries, lengths = (each.to(torch.int64).contiguous() for each in (attn_metadata.q_seqlens, attn_metadata.kv_seqlens))
         hidden = torch.empty(1, tokens.numel(), native.hidden, dtype=native.dtype)
         native.decoder.run(
-            team(), is_decoding=attn_metadata.is_decoding, num_tokens=tokens.numel(), tokens=tokens.data_ptr(), num_sequences=queries.numel(),
+            team(), is_decoding=attn_metadata.is_decoding, num_tokens=tokens.numel(), tokens=tokens.data_ptr(),
+            num_sequences=queries.numel(),
             query_lengths=queries.data_ptr(), lengths=lengths.data_ptr(), tables=tables.data_ptr(), table_width=tables.shape[1],
             cos=cos.data_ptr(), sin=sin.data_ptr(), hidden=hidden.data_ptr(),
         )  # fmt: skip

@@ -205,8 +205,8 @@ class Step:
             caches[0][0].stride(0) * caches[0][0].element_size(), caches[0][0].stride(1) * caches[0][0].element_size(),
         )  # fmt: skip
         decoder.run(
-            team, is_decoding, len(tokens), tokens.data_ptr(), len(rows), queries.data_ptr(), lengths.data_ptr(), tables.data_ptr(),
-            tables.shape[1], cos.data_ptr(), sin.data_ptr(), hidden.data_ptr(),
+            team, is_decoding, len(tokens), tokens.data_ptr(), len(rows), queries.data_ptr(), lengths.data_ptr(),
+            tables.data_ptr(), tables.shape[1], cos.data_ptr(), sin.data_ptr(), hidden.data_ptr(),
         )  # fmt: skip
         return list(hidden.split(new))
 
