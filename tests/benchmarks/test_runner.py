@@ -31,7 +31,7 @@ WORKLOAD = {
     "arrivals": {"kind": "closed", "concurrency": 1},
     "num_requests": 3,
     "prompt_tokens": {"kind": "uniform", "low": 40, "high": 90},
-    "output_tokens": {"kind": "constant", "value": 24},
+    "output_tokens": {"kind": "constant", "value": 100},  # so many take longer than a busy machine keeps the client waiting
     "reuse": 0.5,
     "warmup_requests": 1,
 }

@@ -46,6 +46,9 @@ class Unwatched:
     def wait_for_stop(self):
         pass
 
+    def cancel(self):
+        pass
+
 
 @pytest.fixture
 def refused_here(monkeypatch, model_folder, tmp_path):
