@@ -1,0 +1,50 @@
+"""The wait of LMDeploy's engine process for the calls of its server."""
+
+import asyncio
+from typing import Any
+
+import zmq
+
+LOOK_S = 1.0  # a server that is told to stop notices it within this time
+
+__all__ = ["CallPoller"]
+
+
+class CallPoller:
+    """Waits for calls, where LMDeploy's own poller wakes a hundred times a second (4% of a core at rest).
+
+    The file descriptor of a ZeroMQ socket reports a message once, and a send on the same socket takes the report away. A
+    call that comes while an answer goes out would not be seen until the time is over. So every send ends the wait as well.
+
+    Args:
+        server: An `AsyncRPCServer` of LMDeploy. Its `send_multipart` is wrapped.
+    """
+
+    def __init__(self, server: Any) -> None:
+        self._socket: zmq.Socket = server.socket
+        self._send = server.send_multipart
+        self._news = asyncio.Event()
+        server.send_multipart = self._send_and_wake
+
+    async def poll(self, timeout: float | None = None) -> list[tuple[zmq.Socket, int]]:
+        """The socket if a call has come; empty after a send, and after `LOOK_S` seconds. `timeout` is not used."""
+        self._news.clear()  # before the question, so that what comes after it counts
+        if calls := self._calls():
+            return calls
+        loop, descriptor = asyncio.get_running_loop(), self._socket.fd
+        loop.add_reader(descriptor, self._news.set)
+        timer = loop.call_later(LOOK_S, self._news.set)
+        try:
+            await self._news.wait()
+        finally:
+            timer.cancel()
+            loop.remove_reader(descriptor)
+        return self._calls()
+
+    def _calls(self) -> list[tuple[zmq.Socket, int]]:
+        events = self._socket.get(zmq.EVENTS) & zmq.POLLIN
+        return [(self._socket, events)] if events else []
+
+    def _send_and_wake(self, *args: Any) -> None:
+        self._send(*args)
+        self._news.set()
