@@ -17,7 +17,8 @@ def build(model: str, threads: int, strategy: str, options: dict[str, Any], sett
 
     speculative = {} if strategy == NONE else {"speculative": strategy, "speculative_options": options}
     sizes = {"context_length": 2048, "max_batch_size": 16, "block_size": 64, "kv_blocks": 400, "prefix_caching": False}
-    engine = LMDeployEngine(SageConfig(device="cpu", threads=threads, **sizes | settings, **speculative), Path(model))
+    known = {"device": "cpu", "threads": threads} | sizes | settings
+    engine = LMDeployEngine(SageConfig(**known, **speculative), Path(model))
     engine.generate([[5] * 300] * 2, SamplingParams(max_new_tokens=8, ignore_eos=True))
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -121,6 +121,18 @@ def capabilities() -> list[Finding]:
     return [*rows, Finding(f"missing on {device}", NOTE, lacking)] if lacking else rows
 
 
+def gpu_runs(folder: Path = Path(__file__).parents[2] / "benchmarks" / "results") -> list[Finding]:
+    """Report the GPUs that have run the kit of `benchmarks/gpu`, from its committed reports alone."""
+    findings = []
+    for file in sorted(folder.glob("gpu_*.json")):
+        run = json.loads(file.read_text())
+        bad = sorted(name for name, part in run["parts"].items() if "error" in part or not all(part["checks"].values()))
+        text = f"{run['device'].get('model', run['device']['name'])} on {run['date']}, revision {run['machine']['commit']}: "
+        text += f"{len(run['parts']) - len(bad)} of {len(run['parts'])} parts passed"
+        findings.append(Finding("GPU runs", NOTE if bad else OK, text + (f"; not {', '.join(bad)}" if bad else "")))
+    return findings or [Finding("GPU runs", NOTE, "no GPU has run the kit of benchmarks/gpu so far")]
+
+
 def collectives() -> list[Finding]:
     """The vendors' libraries of collectives. The backends of the project need none of them."""
     if importlib.util.find_spec("torch") is None:

@@ -21,6 +21,7 @@ def examine(port: int) -> list[Finding]:
         checks.torch,
         checks.engines,
         checks.capabilities,
+        checks.gpu_runs,
         checks.collectives,
         checks.kv_channels,
         checks.processor,
