@@ -41,19 +41,26 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSchema:
-    """Shape of one KV block: `block_size` tokens, `num_layers` layers of keys and values."""
+    """Shape of one KV block: `block_size` tokens, `num_layers` layers of keys and values.
+
+    Attributes:
+        v_head_dim: numbers of a head's value; None is as many as its key has. 0 where the key holds the value as well, as in
+            DeepSeek's latent attention.
+    """
 
     block_size: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: str
+    v_head_dim: int | None = None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, all layers, keys and values."""
         width = {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * width
+        numbers = self.head_dim + (self.head_dim if self.v_head_dim is None else self.v_head_dim)
+        return self.num_layers * self.block_size * self.num_kv_heads * numbers * width
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from sagellm.models import ModelError
 from sagellm.models.folder import read_hf_config
 
-__all__ = ["CpuSupport", "check_architecture", "cpu_support"]
+__all__ = ["CpuSupport", "check_architecture", "check_harmony", "cpu_support"]
 
 
 class CpuSupport(NamedTuple):
@@ -45,10 +45,29 @@ def check_architecture(model: Path, device: str, dtype: str) -> None:
         raise ModelError(
             f"{model} has architecture {', '.join(names)}, which LMDeploy 0.11.0's PyTorch engine does not have."
         )
+    if "GptOssForCausalLM" in names:
+        check_harmony(model)
     missing = cpu_support(model, dtype).missing if device == "cpu" else {}
     if missing:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
         raise ModelError(f"{model} has architecture {', '.join(names)}, which the CPU device cannot run: {reasons}")
+
+
+def check_harmony(model: Path) -> None:
+    """Check that the vocabulary of gpt-oss's chat format can be loaded, which LMDeploy does in every process.
+
+    Raises:
+        ModelError: it is neither in the cache nor to be downloaded.
+    """
+    from openai_harmony import HarmonyEncodingName, load_harmony_encoding
+
+    try:
+        load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    except Exception as error:
+        raise ModelError(
+            f"{model} needs the vocabulary of Harmony, its chat format: {str(error).rstrip('.')}. Download o200k_base.tiktoken "
+            "where there is a network, and set TIKTOKEN_ENCODINGS_BASE to its folder."
+        ) from None
 
 
 def cpu_support(model: Path, dtype: str) -> CpuSupport:

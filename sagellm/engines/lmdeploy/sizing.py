@@ -141,12 +141,16 @@ def _schema(hf: dict[str, Any], dtype: str, config: SageConfig) -> KVCacheSchema
         heads = int(hf["num_attention_heads"])
         kv_heads = int(hf.get("num_key_value_heads") or heads)
         _check_heads(heads, kv_heads, config.tensor_parallel)
+        head_dim, v_head_dim = int(hf.get("head_dim") or hf["hidden_size"] // heads), None
+        if hf.get("kv_lora_rank"):  # latent attention: one key for all heads, which holds the value too
+            kv_heads, head_dim, v_head_dim = 1, int(hf["kv_lora_rank"]) + int(hf["qk_rope_head_dim"]), 0
         return KVCacheSchema(
             block_size=config.block_size,
             num_layers=int(hf["num_hidden_layers"]),
             num_kv_heads=-(-kv_heads // config.tensor_parallel),
-            head_dim=int(hf.get("head_dim") or hf["hidden_size"] // heads),
+            head_dim=head_dim,
             dtype="bfloat16" if dtype == "auto" else dtype,
+            v_head_dim=v_head_dim,
         )
     except KeyError as error:
         raise ConfigError(f"config.json has no {error.args[0]}; is this a language model that LMDeploy knows?") from None

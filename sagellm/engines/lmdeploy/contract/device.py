@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 
 from sagellm.core.contract import Broke, ContractReport, Played, Report, Scenario, Suite, play, run_scenarios
-from sagellm.core.errors import ConfigError, SageError
+from sagellm.core.errors import ConfigError
 from sagellm.core.registry import Registry, load_offered
-from sagellm.engines.lmdeploy.speculative.trial import EngineTrial
+from sagellm.engines.lmdeploy.contract import architectures, operators
 
-__all__ = ["DEVICES", "RULES", "SUITE", "Device"]
+__all__ = ["DEVICES", "RULES", "SUITE", "Device", "bench_of"]
 
 GROUP = "sagellm.devices"
 
@@ -47,11 +47,9 @@ RULES = {
     "memory": "says how many bytes are available, and of how many",
     "copies": "copies a tensor that the engine hands over",
     "bitmask": "forbids the tokens of a bit mask, and no others",
-    "runs": "runs an engine whose greedy answers are those of transformers",
+    **operators.RULES,
+    **architectures.RULES,
 }
-# In bfloat16 two likely tokens may change places; a right engine was off by 0.31 at most.
-GAPS = {"float32": 0.01, "bfloat16": 0.75}
-NUM_NEW = 12
 
 
 class _Devices(Registry[Any]):
@@ -114,29 +112,48 @@ def parts(name: str, seed: int, report: Report) -> Played:
         device.apply_token_bitmask(logits, torch.tensor([[5, 1]], dtype=torch.int32, device=device.torch_device))
         if (allowed := torch.isfinite(logits[0]).nonzero().flatten().tolist()) != [0, 2, 32]:
             report("bitmask", f"allowed were tokens 0, 2 and 32; it left {allowed} in {kind}.")
-    return Played(1, set(RULES) - {"runs"})
+    return Played(1, set(RULES) - {*operators.RULES, *architectures.RULES})
 
 
-def engine(name: str, seed: int, report: Report) -> Played:
-    """Run a tiny model, and score its answers with transformers."""
-    with EngineTrial(name) as trial:
-        dtype = "float32" if trial.has_float32 else "bfloat16"
-        draw = torch.Generator().manual_seed(seed)
-        texts = [torch.randint(10, 250, (size,), generator=draw).tolist() for size in (5, 40, 40, 90)]
-        try:
-            answers = trial.generate(texts, NUM_NEW, guesser=None, dtype=dtype)
-        except SageError as error:
-            report("runs", f"the engine failed: {error}")
-            raise Broke from error
-        for text, answer in zip(texts, answers, strict=True):
-            scores = torch.from_numpy(trial.logits([[*text, *answer]], dtype))[0, len(text) - 1 : -1]
-            behind = float((scores.amax(1) - scores.gather(1, torch.tensor(answer)[:, None])[:, 0]).max())
-            if len(answer) != NUM_NEW or behind > GAPS[dtype]:
-                report("runs", f"after {len(text)} tokens a token of the answer scores {behind:.3g} below the best in {dtype}.")
-    return Played(1, {"runs"})
+def bench_of(name: str) -> operators.Bench:
+    """Return the operators of a device, which is activated in this process."""
+    from lmdeploy import sage_device
+
+    device = DEVICES.find(name)
+    sage_device.activate(name)
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    return operators.Bench(device.ops_backend(), device.torch_device, tuple(kind for kind in kinds if takes(name, kind)))
 
 
-SCENARIOS = {"parts": Scenario(parts), "engine": Scenario(engine)}
+def takes(name: str, kind: torch.dtype) -> bool:
+    """Whether a device computes in a type."""
+    from lmdeploy import PytorchEngineConfig
+
+    config = PytorchEngineConfig(device_type=name)
+    config.dtype = str(kind).removeprefix("torch.")  # its own check knows the devices of LMDeploy alone
+    try:
+        DEVICES.find(name).validate(config)
+    except ConfigError:
+        return False
+    return True
+
+
+def compare_operators(name: str, seed: int, report: Report) -> Played:
+    """Compare each operator with a plain formula. Operators that the device does not have are no fault."""
+    bench = bench_of(name)
+    return Played(1, operators.check_operators(bench, seed, report, operators.missing_operators(bench)))
+
+
+def compare_architectures(name: str, seed: int, report: Report) -> Played:
+    """Run a tiny model of each architecture."""
+    dtype = "float32" if takes(name, torch.float32) else "bfloat16"
+    architectures.check_architectures(name, dtype, seed, report)
+    return Played(1, set(architectures.RULES))
+
+
+SCENARIOS = {
+    "parts": Scenario(parts), "operators": Scenario(compare_operators), "architectures": Scenario(compare_architectures),
+}  # fmt: skip
 
 
 class _DeviceSuite(Suite):
@@ -145,7 +162,7 @@ class _DeviceSuite(Suite):
         registry.find(name)
         if options:
             raise ConfigError(f"device {name} takes no options; got {', '.join(sorted(options))}.")
-        return partial(run_scenarios, RULES, SCENARIOS, partial(play, name), what=self.what, raise_rule="runs")
+        return partial(run_scenarios, RULES, SCENARIOS, partial(play, name), what=self.what, raise_rule="architectures")
 
 
 SUITE = _DeviceSuite("device", RULES, SCENARIOS)

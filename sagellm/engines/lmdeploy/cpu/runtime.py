@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 
@@ -90,6 +91,10 @@ class CpuRuntime:
 
     def is_available(self) -> bool:
         return True
+
+    def get_device_properties(self, device: object = None) -> SimpleNamespace:
+        """Without `major`, by which LMDeploy chooses kernels of a GPU."""
+        return SimpleNamespace(name="cpu", total_memory=memory_bytes()[1])
 
     def mem_get_info(self, device: object = None) -> tuple[int, int]:
         return memory_bytes()

@@ -129,6 +129,6 @@ def test_window_as_lmdeploy_writes_it():
 
 
 def test_what_is_missing_is_refused_by_name():
-    with pytest.raises(EngineError, match="needs alibi, attention sinks, which the CPU device does not have"):
-        CpuAttentionBuilder.build(4, 16, alibi=True, learnable_sink=True)
+    with pytest.raises(EngineError, match="needs alibi, block-sparse attention, which the CPU device does not have"):
+        CpuAttentionBuilder.build(4, 16, alibi=True, block_sparse_size=2)
     assert isinstance(CpuAttentionBuilder.build(4, 16, num_kv_heads=2), CpuAttentionImpl)

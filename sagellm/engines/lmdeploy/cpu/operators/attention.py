@@ -159,7 +159,7 @@ def _hidden(hidden: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
-    """Grouped-query attention, causal, optionally within a sliding window or with capped scores."""
+    """Grouped-query attention, causal, optionally within a sliding window, with capped scores or with sinks."""
 
     def __init__(self, num_heads: int, head_size: int, **kwargs) -> None:
         super().__init__(num_heads, head_size, **kwargs)
@@ -189,8 +189,10 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         if key is not None:
             k_slots.index_copy_(0, attn_metadata.write_slots, key)
             v_slots.index_copy_(0, attn_metadata.write_slots, value)
-        if self.softcap:
-            return torch.cat([self._capped(query[span.rows], k_slots, v_slots, span) for span in attn_metadata.spans])
+        if self.softcap or learnable_sink is not None:
+            return torch.cat(
+                [self._plain(query[span.rows], k_slots, v_slots, span, learnable_sink) for span in attn_metadata.spans]
+            )
         if attn_metadata.batch is not None and self.window is None:
             return self._decode_all(query, k_slots, v_slots, attn_metadata.batch)
         outputs = [self._attend(query[span.rows], k_slots, v_slots, span) for span in attn_metadata.spans]
@@ -230,16 +232,24 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         out = F.scaled_dot_product_attention(grouped, keys, values, scale=self.scale)
         return out.reshape(1, self.num_heads, self.v_head_size)
 
-    def _capped(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
-        """Scores as in Gemma 2, softcap * tanh(score / softcap), which torch's fused attention lacks."""
+    def _plain(self, query, k_slots, v_slots, span: Span, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Scores as in Gemma 2, softcap * tanh(score / softcap), and sinks as in gpt-oss, which torch's fused attention lacks.
+
+        Args:
+            sinks: [heads], the score of a key without a value that every query sees.
+        """
         if span.num_kv == 0:
             return query.new_zeros(*query.shape[:-1], self.v_head_size)
         q_len, share = query.shape[0], self.num_heads // self.num_kv_heads
         keys, values = (_read(slots, span, 0)[0].repeat_interleave(share, 0) for slots in (k_slots, v_slots))
         scores = query.transpose(0, 1).float() @ keys.transpose(1, 2).float() * self.scale
-        scores = (scores / self.softcap).tanh() * self.softcap
+        if self.softcap:
+            scores = (scores / self.softcap).tanh() * self.softcap
         scores = scores.masked_fill(~self._mask(span, q_len, span.num_kv - q_len), float("-inf"))
-        return (scores.softmax(-1) @ values.float()).transpose(0, 1).to(query.dtype)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, q_len, 1)], -1)
+        weights = scores.softmax(-1)[..., : span.num_kv]
+        return (weights @ values.float()).transpose(0, 1).to(query.dtype)
 
     def _few(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
         """A few queries behind a past, as guesses are: as in `_decode`, a key head is read once for all heads that share it."""
@@ -332,14 +342,13 @@ class CpuAttentionBuilder(AttentionBuilder[CpuAttentionMetadata]):
             "alibi": alibi,
             "bidirectional attention": not causal,
             "flash MLA": use_flash_mla,
-            "attention sinks": learnable_sink,
             "block-sparse attention": block_sparse_size > 1,
         }
         wanted = [name for name, value in unsupported.items() if value]
         if wanted:
             raise EngineError(
                 f"this model needs {', '.join(wanted)}, which the CPU device does not have; "
-                "it runs grouped-query attention, causal, with or without a sliding window or capped scores. Use --device cuda."
+                "it runs grouped-query attention, causal, with or without a window, capped scores or sinks. Use --device cuda."
             )
         return CpuAttentionImpl(
             num_heads,
