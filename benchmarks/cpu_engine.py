@@ -3,8 +3,9 @@
     python -m benchmarks.cpu_engine [--model NAME] [--vllm PYTHON] [--llama PYTHON] [--rounds 5] [--out FILE]
 
 Without --model: random weights of Qwen2.5-0.5B's shape, and random tokens. With a model, `smollm2` for example, prompts are
-pieces of English. All contestants get the same prompts and threads, and compute in bfloat16, llama.cpp in the weights of the
-model's GGUF file and one request at a time. First token: seconds from the call to the first new token, mean and last over the
+pieces of English. All contestants get the same prompts and threads, and compute in bfloat16. llama.cpp has the weights of the
+model's GGUF file and answers one request at a time. With `--llama` this engine competes with those weights as well, as
+`sagellm, packed`. First token: seconds from the call to the first new token, mean and last over the
 batch. Decode: new tokens a second from the last first token to the end. Floor: the time to read every weight once at this
 machine's measured bandwidth. PYTHON: interpreters of environments that `benchmarks/models/README.md` describes.
 """
@@ -29,7 +30,7 @@ from sagellm.core.errors import SageError
 CELLS = ((1, 64), (1, 512), (8, 64), (8, 512))
 NEW_TOKENS = 33
 STAGGER_S, STAGGERED_REQUESTS, STAGGERED_TOKENS = 0.25, 16, 32
-OURS, PEER, VLLM, LLAMA = "sagellm", "transformers", "vLLM", "llama.cpp"
+OURS, PACKED, PEER, VLLM, LLAMA = "sagellm", "sagellm, packed", "transformers", "vLLM", "llama.cpp"
 WORKER = "benchmarks.models.decode_worker"
 
 
@@ -50,6 +51,9 @@ def main(model: str | None, vllm: str | None, llama: str | None, rounds: int, th
                 Contestant(OURS, build_ours, str(folder), threads),
                 Contestant(PEER, build_transformers, str(folder), threads),
             ]
+            if llama:
+                gguf_file(model)
+                contestants.append(Contestant(PACKED, build_ours, str(folder), threads, "packed"))
             for contestant in contestants:
                 stack.callback(contestant.close)
             peers = {VLLM: (vllm, "vllm", folder), LLAMA: (llama, "llama", model and gguf_file(model))}
@@ -72,14 +76,16 @@ def main(model: str | None, vllm: str | None, llama: str | None, rounds: int, th
     output.finish(result)
 
 
-def gguf_file(model: str) -> str:
+def gguf_file(model: str | None) -> str:
     """Return the GGUF file of a model.
 
     Raises:
-        click.UsageError: it has none.
+        click.UsageError: no model is given, or it has none.
     """
     from sagellm.models import find_model
 
+    if model is None:
+        raise click.UsageError("--llama needs --model with a model from a .gguf file.")
     where = find_model(model).where
     if not str(where).endswith(".gguf"):
         raise click.UsageError(f"--llama needs a model from a .gguf file; {model} is {where}.")
@@ -145,15 +151,16 @@ def _compare(answers: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 # ---- contestants, each in its own process
 
 
-def build_ours(model: str, threads: int) -> Any:
+def build_ours(model: str, threads: int, weights: str = "auto") -> Any:
     from sagellm.core.config import SageConfig
     from sagellm.engines.base import SamplingParams
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
     # Prompts repeat between rounds; a prefix hit would be measured instead of a prefill.
     config = SageConfig(
-        device="cpu", dtype="bfloat16", threads=threads, context_length=2048, max_batch_size=8, prefix_caching=False
-    )
+        device="cpu", dtype="bfloat16", weights=weights, threads=threads, context_length=2048, max_batch_size=8,
+        prefix_caching=False,
+    )  # fmt: skip
     engine = LMDeployEngine(config, Path(model))
 
     def answer(request: dict[str, Any]) -> Any:

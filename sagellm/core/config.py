@@ -21,6 +21,7 @@ MAX_CACHED_BLOCK_SIZE = 256  # tokens
 DEVICES = ("auto", "cpu", "cuda", "ascend", "maca", "camb")
 ENGINES = ("pytorch", "turbomind")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+WEIGHTS = ("auto", "packed")
 ROLES = ("prefill", "decode", "hybrid")
 
 
@@ -163,6 +164,7 @@ class HookConfig(Model):
         comm_metrics: whether to measure how long callers wait for collectives.
         run_dir: folder in which worker processes leave their counters for the engine process.
         pd: settings of a prefill/decode group.
+        packed_weights: folder of a converted GGUF file, whose weights stay as the file has them.
     """
 
     plugins: tuple[PluginSpec, ...] = ()
@@ -176,12 +178,14 @@ class HookConfig(Model):
     comm_metrics: bool = False
     speculative: SpeculativeSpec | None = None
     pd: PDHooks | None = None
+    packed_weights: Path | None = None
 
 
 class SageConfig(Model):
     """One engine and its server. None leaves a setting to the machine and the model. Lengths are in tokens.
 
     Attributes:
+        weights: packed keeps the weights of a GGUF file in its 4 to 8 bits; auto turns them into `dtype`. On the CPU device.
         kv_blocks, kv_memory_share: size of the engine's KV pool; give one of them at most.
         host_kv_blocks: size of the host tier, to which plug-ins may migrate blocks.
         strategy: scheduling strategy: name or `module:Class`; None leaves scheduling to the engine.
@@ -196,6 +200,7 @@ class SageConfig(Model):
     engine: Literal[ENGINES] = "pytorch"
     device: Literal[DEVICES] = "auto"
     dtype: Literal[DTYPES] = "auto"
+    weights: Literal[WEIGHTS] = "auto"
     host: str = Field("127.0.0.1", min_length=1)
     port: int = Field(23333, ge=1, le=65535)
     api_key: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from sagellm.models.base import ModelError
 from sagellm.models.gguf_config import Family
 from sagellm.models.gguf_file import GGUFFile
 
-__all__ = ["MAX_FLOAT32_BYTES", "TOP_NAMES", "compute_dtype", "tensor_shape", "write_weights"]
+__all__ = ["MAX_FLOAT32_BYTES", "TOP_NAMES", "compute_dtype", "in_halves", "tensor_names", "tensor_shape", "write_weights"]
 
 MAX_FLOAT32_BYTES = 4 << 30
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -40,7 +40,7 @@ def write_weights(
     Raises:
         ModelError: a tensor is missing, unknown, of another shape, or damaged.
     """
-    names = _names(file, family, config)
+    names = tensor_names(file, family, config)
     total = sum(int(file.tensors[name].n_elements) for name in names)
     quantized = "F32" if 4 * total <= MAX_FLOAT32_BYTES else "BF16"
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -59,14 +59,14 @@ def write_weights(
         for ours, theirs in names.items():
             values = file.array(ours)
             if family.permuted and (".attn_q." in ours or ".attn_k." in ours):
-                values = _in_halves(values, config["num_attention_heads" if ".attn_q." in ours else "num_key_value_heads"])
+                values = in_halves(values, config["num_attention_heads" if ".attn_q." in ours else "num_key_value_heads"])
             if family.unit_norms and ours.endswith("norm.weight"):
                 values = values - 1
             out.write(_data(values, header[theirs]["dtype"]))
             tick(values.size)
 
 
-def _names(file: GGUFFile, family: Family, config: dict[str, Any]) -> dict[str, str]:
+def tensor_names(file: GGUFFile, family: Family, config: dict[str, Any]) -> dict[str, str]:
     """Map the names of all tensors to those of transformers."""
     known = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in TOP_NAMES.items()}
     needed = {name for name in known if name != "output.weight"}
@@ -117,7 +117,7 @@ def _check_shape(file: GGUFFile, name: str, shape: list[int], config: dict[str, 
         raise file.damaged(f"tensor {name} has shape {shape}, its metadata ask for {wanted}")
 
 
-def _in_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
+def in_halves(values: np.ndarray, num_heads: int) -> np.ndarray:
     """Undo llama.cpp's order of the rows of a head, which interleaves its halves for rotary positions."""
     heads = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:])
     return heads.swapaxes(1, 2).reshape(values.shape)

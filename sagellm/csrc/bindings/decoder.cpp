@@ -35,6 +35,10 @@ Matrix matrix_of(const py::dict& given) {
   matrix.bias = at<const float>(given["bias"].cast<Address>());
   matrix.outputs = given["outputs"].cast<int>();
   matrix.inputs = given["inputs"].cast<int>();
+  if (given.contains("bits")) {
+    matrix.bits = given["bits"].cast<int>();
+    matrix.block = given["block"].cast<int>();
+  }
   return matrix;
 }
 
@@ -122,6 +126,18 @@ using Release = py::call_guard<py::gil_scoped_release>;
 }  // namespace
 
 void bind_decoder(py::module_& module) {
+  module.def(
+      "packed_levels_bytes", [](const py::dict& matrix) { return packed_levels_bytes(matrix_of(matrix)); },
+      py::arg("matrix"));
+  module.def(
+      "pack_levels",
+      [](const py::dict& matrix, Address levels, Address scales, Address offsets, Address packed) {
+        const Matrix wanted = matrix_of(matrix);
+        const py::gil_scoped_release release;
+        pack_levels(wanted, at<const std::int8_t>(levels), at<const std::uint16_t>(scales),
+                    at<const std::uint16_t>(offsets), at<void>(packed));
+      },
+      py::arg("matrix"), py::arg("levels"), py::arg("scales"), py::arg("offsets"), py::arg("packed"));
   py::class_<Team>(module, "CpuTeam")
       .def(py::init<int>(), py::arg("threads"))
       .def_property_readonly("threads", &Team::threads)
@@ -139,6 +155,12 @@ void bind_decoder(py::module_& module) {
             kernels.pack(at<const void>(source), stride, outputs, inputs, at<void>(packed));
           },
           py::arg("source"), py::arg("stride"), py::arg("outputs"), py::arg("inputs"), py::arg("packed"), Release())
+      .def(
+          "unpack",
+          [](const CpuKernels& kernels, const py::dict& matrix, Address rows, int count, Address to) {
+            kernels.unpack(matrix_of(matrix), at<const std::int64_t>(rows), count, at<float>(to));
+          },
+          py::arg("matrix"), py::arg("rows"), py::arg("count"), py::arg("to"))
       .def(
           "multiply",
           [](const CpuKernels& kernels, Team& team, const py::dict& matrix, const std::string& gate, Address input,

@@ -76,12 +76,14 @@ def build_engine_config(
     known: dict[str, Any] = {"block_bytes": sizes.schema.block_bytes}
     if model is not None:
         check_architecture(model, device, sizes.schema.dtype)
+        if config.weights == "packed":
+            known["packed_weights"] = _packed_weights(config, model, device)
         known["model"] = config.model_name or model.resolve().name
         folder = config.kv.disk if config.kv is not None else None
         if folder is not None or config.plugins:  # no other setting keeps bytes, and reading all weights takes a while
             known["layout"] = layout_of(model, config, sizes, device, folder or default_cache_dir())
         if hooks.pd is not None:
-            weights = weights_of(model, sizes, folder or default_cache_dir())
+            weights = weights_of(model, config, sizes, folder or default_cache_dir())
             known["pd"] = hooks.pd.model_copy(update={"weights": weights})
     hooks = hooks.model_copy(update=known)
     default_round = CPU_DECODE_ROUND if device == "cpu" else DECODE_ROUND
@@ -108,6 +110,22 @@ def build_engine_config(
         sage=hooks.model_dump_json(),
         **options,
     )
+
+
+def _packed_weights(config: SageConfig, model: Path, device: str) -> Path:
+    """Return the folder of a converted GGUF file whose weights can stay packed.
+
+    Raises:
+        ConfigError: another device or source, or several workers.
+    """
+    from sagellm.models.gguf_levels import GGUFLevels
+
+    if device != "cpu":
+        raise ConfigError(f"weights packed runs on the CPU device, and this engine is on {device}; use weights auto.")
+    if config.tensor_parallel > 1:
+        raise ConfigError("weights packed needs the whole model in one worker; use tensor_parallel 1, or weights auto.")
+    GGUFLevels(model)
+    return model
 
 
 def check_threads(config: SageConfig, device: str) -> int:

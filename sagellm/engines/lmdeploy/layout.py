@@ -1,7 +1,6 @@
 """Description of the bytes of a KV block in one line: everything they depend on besides its tokens."""
 
 import hashlib
-from importlib.metadata import version
 from pathlib import Path
 
 from sagellm import __version__
@@ -24,9 +23,10 @@ NO_PART = (
 NO_PART_SUFFIXES = (".md", ".txt", ".jinja", ".png", ".jpg", ".pdf")
 
 
-def weights_of(model: Path, sizes: Sizes, cache_dir: Path | None = None) -> str:
+def weights_of(model: Path, config: SageConfig, sizes: Sizes, cache_dir: Path | None = None) -> str:
     """A word that differs wherever keys and values of the same tokens may, however they lie in memory."""
-    return f"{_digest(model, cache_dir)}-{sizes.schema.dtype}"
+    packed = "-packed" if config.weights == "packed" else ""
+    return f"{_digest(model, cache_dir)}-{sizes.schema.dtype}{packed}"
 
 
 def layout_of(model: Path, config: SageConfig, sizes: Sizes, device: str, cache_dir: Path | None = None) -> str:
@@ -35,11 +35,13 @@ def layout_of(model: Path, config: SageConfig, sizes: Sizes, device: str, cache_
     Every file of the model is hashed wholly. Hashes of unchanged files (by path, device, inode, size and times) come
     from a file in `cache_dir`, if one is given and can be written.
     """
-    schema = sizes.schema
+    from lmdeploy.version import __version__ as lmdeploy_version
+
+    schema, weights = sizes.schema, ", packed weights" if config.weights == "packed" else ""
     shape = f"{schema.num_layers}x{schema.num_kv_heads}x{schema.head_dim} {schema.dtype} {schema.block_size} tokens"
     return (
         f"{_digest(model, cache_dir)} {shape} {config.tensor_parallel} workers, all keys before all values; "
-        f"{device}, lmdeploy {version('lmdeploy')}, sagellm {__version__}"
+        f"{device}, lmdeploy {lmdeploy_version}, sagellm {__version__}{weights}"
     )
 
 

@@ -16,11 +16,13 @@ struct Kernels;
 
 enum class Dtype { kFloat32, kBFloat16 };
 
-// A packed weight [outputs, inputs] and its bias; the memory is the caller's.
+// A packed weight [outputs, inputs] and its bias; the memory is the caller's. With `bits` a weight is scale * level +
+// offset: levels of 4 bits (0 to 15) or 8 (signed), scale and offset in half precision for each `block` inputs of an output.
 struct Matrix {
   const void* weight = nullptr;
   const float* bias = nullptr;
   int outputs = 0, inputs = 0;
+  int bits = 0, block = 0;
 };
 
 // Kernels of one instruction set and dtype of weights.
@@ -35,12 +37,20 @@ class CpuKernels {
   std::size_t packed_bytes(int outputs, int inputs) const;
   // `source`: [outputs, inputs] with `stride` numbers from row to row.
   void pack(const void* source, std::size_t stride, int outputs, int inputs, void* packed) const;
+  // to[i] = number `rows[i]` of the weight, in float32, [count][inputs].
+  void unpack(const Matrix& matrix, const std::int64_t* rows, int count, float* to) const;
   const cpu::Kernels& table() const { return *table_; }
 
  private:
   Dtype weights_;
   const cpu::Kernels* table_;
 };
+
+std::size_t packed_levels_bytes(const Matrix& matrix);
+// `levels`: [outputs, inputs], `scales` and `offsets`: [outputs, inputs / block]. The matrix says sizes, bits and block,
+// and `weight` is not read. Throws std::invalid_argument for other bits than 4 and 8, or inputs that are no whole blocks.
+void pack_levels(const Matrix& matrix, const std::int8_t* levels, const std::uint16_t* scales,
+                 const std::uint16_t* offsets, void* packed);
 
 enum class Activation { kNone, kSilu, kGelu };
 

@@ -100,11 +100,10 @@ class StepWork : public Work {
         cos_(step.cos, step.cos + size(step.num_tokens) * size(shape_.head_size)),
         sin_(step.sin, step.sin + size(step.num_tokens) * size(shape_.head_size)),
         hidden_(static_cast<char*>(step.hidden)),
-        qkv_(kernels_, num_tokens_, (shape_.heads + 2 * shape_.kv_heads) * shape_.head_size, shape_.hidden, threads,
-             false),
-        out_(kernels_, num_tokens_, shape_.hidden, shape_.heads * shape_.head_size, threads, false),
-        feed_(kernels_, num_tokens_, 2 * padded(shape_.feed_forward, kTile), shape_.hidden, threads, true),
-        down_(kernels_, num_tokens_, shape_.hidden, shape_.feed_forward, threads, false) {
+        qkv_(kernels_, num_tokens_, model_->layers[0].qkv, threads, false),
+        out_(kernels_, num_tokens_, model_->layers[0].out, threads, false),
+        feed_(kernels_, num_tokens_, model_->layers[0].gate_up, threads, true),
+        down_(kernels_, num_tokens_, model_->layers[0].down, threads, false) {
     while ((1 << block_shift_) < cache.block_size) ++block_shift_;
     read_sequences(step);
     plan_attention();

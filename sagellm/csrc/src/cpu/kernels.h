@@ -9,6 +9,7 @@ namespace sage::cpu {
 // Weights are packed in tiles of so many outputs. A tile of bfloat16 holds pairs: [inputs / 2][kTile][2], one of
 // float32 [inputs][kTile]; padding is zero.
 constexpr int kTile = 32;
+constexpr int kMaxBlock = 32;  // inputs that share a scale
 
 enum class Type { kFloat32, kBFloat16 };
 
@@ -40,6 +41,9 @@ struct Kernels {
   // runs over the inputs in order, so a row's result does not depend on the other rows.
   void (*multiply)(const void* input, std::size_t input_stride, int rows, const void* tile, int tiles, int inputs,
                    float* out, std::size_t out_stride, bool accumulate);
+  // The same, without `accumulate`, for weights of 4 or 8 bits; see `Matrix`.
+  void (*multiply_levels)(const void* input, std::size_t input_stride, int rows, const void* tile, int tiles,
+                          int inputs, int bits, int block, float* out, std::size_t out_stride);
   // [outputs][inputs] row-major, as stored, to packed tiles.
   void (*pack)(const void* source, std::size_t stride, int outputs, int inputs, void* packed);
   // to[i] = from[i] * by[i], rounded to the input type; `by` may be null. Pads with zeros to an even count.

@@ -3,13 +3,13 @@
 #pragma once
 
 #include "attention_impl.h"
-#include "products_impl.h"
+#include "levels_impl.h"
 
 namespace sage::cpu::NAMESPACE {
 
 template <class T>
 const Kernels* kernels_of(const char* name) {
-  static const Kernels found = {name,         T::kWeights,  T::kInputs,     multiply<T>, pack<T>,
+  static const Kernels found = {name,         T::kWeights,  T::kInputs,     multiply<T>, multiply_levels<T>, pack<T>,
                                 to_input<T>,  to_weight<T>, from_weight<T>, gate,        attend<T>,
                                 attend_bytes, rotate,       scale_row,      add_row,     sum_of_squares};
   return &found;

@@ -13,15 +13,60 @@ namespace cpu {
 
 void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const char* input, Size stride,
                     int chunk, float* local) {
-  const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
-  const Size tile_bytes = size(kTile) * size(inputs) * size_of(kernels.weights);
   const char* from = input + size(cut.first_row(chunk)) * stride * size_of(kernels.inputs);
-  const char* tile = static_cast<const char*>(matrix.weight) + size(cut.first_tile(chunk)) * tile_bytes;
+  const char* tile = static_cast<const char*>(matrix.weight) + size(cut.first_tile(chunk)) * tile_bytes(kernels, matrix);
+  if (matrix.bits != 0) {
+    return kernels.multiply_levels(from, stride, cut.num_rows(chunk), tile, cut.num_tiles(chunk), matrix.inputs,
+                                   matrix.bits, matrix.block, local, size(cut.width()));
+  }
+  const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
   kernels.multiply(from, stride, cut.num_rows(chunk), tile, cut.num_tiles(chunk), inputs, local, size(cut.width()),
                    false);
 }
 
+namespace {
+
+// Where a level of a lane is in the words of a block: its word, and its place there in bits.
+struct Place {
+  int word, shift;
+  Place(int input, int bits) : word(input * bits / 32) {
+    const int at = input % (32 / bits);
+    shift = bits == 4 ? 16 * (at % 2) + 4 * (at / 2) : 8 * at;
+  }
+};
+
+float from_half(std::uint16_t half) {
+  const std::uint32_t bits = (half & 0x7fffU) << 13, sign = (half & 0x8000U) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  value *= 0x1p112F;
+  std::uint32_t result;
+  std::memcpy(&result, &value, 4);
+  result |= sign;
+  std::memcpy(&value, &result, 4);
+  return value;
+}
+
+void unpack_levels(const Kernels& kernels, const Matrix& matrix, int row, float* to) {
+  const Size lane = size(row % kTile);
+  const char* from = static_cast<const char*>(matrix.weight) + size(row / kTile) * tile_bytes(kernels, matrix);
+  for (int i = 0; i < matrix.inputs; i += matrix.block, from += size(kTile) * size(4 + matrix.block * matrix.bits / 8)) {
+    const auto* halves = reinterpret_cast<const std::uint16_t*>(from);
+    const auto* words = reinterpret_cast<const std::uint32_t*>(from + size(kTile) * 4);
+    const float scale = from_half(halves[lane]), offset = from_half(halves[size(kTile) + lane]);
+    for (int j = 0; j < matrix.block; ++j) {
+      const Place place(j, matrix.bits);
+      const std::uint32_t word = words[size(place.word) * kTile + lane] >> place.shift;
+      const int level = matrix.bits == 4 ? static_cast<int>(word & 15U) : static_cast<std::int8_t>(word & 255U);
+      to[i + j] = scale * static_cast<float>(level) + offset;
+    }
+  }
+}
+
+}  // namespace
+
 void unpack_row(const Kernels& kernels, const Matrix& matrix, int row, float* to) {
+  if (matrix.bits != 0) return unpack_levels(kernels, matrix, row, to);
   const bool wide = kernels.weights == Type::kFloat32;
   const int inputs = wide ? matrix.inputs : padded(matrix.inputs, 2);
   const Size tile = size(row / kTile) * size(kTile) * size(inputs), lane = size(row % kTile);
@@ -65,6 +110,48 @@ void CpuKernels::pack(const void* source, Size stride, int outputs, int inputs, 
   table_->pack(source, stride, outputs, inputs, packed);
 }
 
+void CpuKernels::unpack(const Matrix& matrix, const std::int64_t* rows, int count, float* to) const {
+  for (int i = 0; i < count; ++i) {
+    if (rows[i] < 0 || rows[i] >= matrix.outputs) throw std::invalid_argument("a row is outside of the weight");
+  }
+  // A row of bfloat16 may end in padding.
+  std::vector<float> row(size(padded(matrix.inputs, 2)));
+  for (int i = 0; i < count; ++i, to += matrix.inputs) {
+    cpu::unpack_row(*table_, matrix, static_cast<int>(rows[i]), row.data());
+    std::memcpy(to, row.data(), size(matrix.inputs) * 4);
+  }
+}
+
+Size packed_levels_bytes(const Matrix& matrix) {
+  if (matrix.bits != 4 && matrix.bits != 8) throw std::invalid_argument("levels have 4 or 8 bits");
+  if (matrix.block < 16 || matrix.block > cpu::kMaxBlock || matrix.block % 16 != 0 || matrix.inputs % matrix.block != 0)
+    throw std::invalid_argument("a block has 16 or 32 inputs, and the inputs are whole blocks");
+  return size(padded(matrix.outputs, kTile)) * size(matrix.inputs / matrix.block) *
+         size(4 + matrix.block * matrix.bits / 8);
+}
+
+void pack_levels(const Matrix& matrix, const std::int8_t* levels, const std::uint16_t* scales,
+                 const std::uint16_t* offsets, void* packed) {
+  std::memset(packed, 0, packed_levels_bytes(matrix));
+  const int blocks = matrix.inputs / matrix.block;
+  const Size block_bytes = size(kTile) * size(4 + matrix.block * matrix.bits / 8);
+  for (int row = 0; row < matrix.outputs; ++row) {
+    const Size lane = size(row % kTile);
+    char* to = static_cast<char*>(packed) + size(row / kTile) * size(blocks) * block_bytes;
+    for (int b = 0; b < blocks; ++b, to += block_bytes, ++scales, ++offsets, levels += matrix.block) {
+      auto* halves = reinterpret_cast<std::uint16_t*>(to);
+      auto* words = reinterpret_cast<std::uint32_t*>(to + size(kTile) * 4);
+      halves[lane] = *scales;
+      halves[size(kTile) + lane] = *offsets;
+      for (int i = 0; i < matrix.block; ++i) {
+        const cpu::Place place(i, matrix.bits);
+        const std::uint32_t level = static_cast<std::uint8_t>(levels[i]) & (matrix.bits == 4 ? 15U : 255U);
+        words[size(place.word) * kTile + lane] |= level << place.shift;
+      }
+    }
+  }
+}
+
 namespace {
 
 class Product : public Work {
@@ -77,7 +164,7 @@ class Product : public Work {
         out_(static_cast<char*>(out)),
         outputs_(outputs),
         wide_(wide || kernels.weights == cpu::Type::kFloat32),
-        cut_(kernels, rows, matrix.outputs, matrix.inputs, threads, gate != Activation::kNone),
+        cut_(kernels, rows, matrix, threads, gate != Activation::kNone),
         stride_(size(padded(matrix.inputs, 2))),
         input_(size(rows) * stride_ * cpu::size_of(kernels.inputs)) {
     // A copy: the caller may free its tensor while a thread that is late still reads it.

@@ -17,18 +17,24 @@ inline int divided(int count, int by) { return (count + by - 1) / by; }
 constexpr int kPanel = 96;              // rows of a chunk: their inputs and results stay in the second cache
 constexpr Size kChunkBytes = 64 << 10;  // weights of a chunk of few rows, about 5 us of a core's share of the memory
 
+inline Size tile_bytes(const Kernels& kernels, const Matrix& matrix) {
+  if (matrix.bits != 0) return size(kTile) * size(matrix.inputs / matrix.block) * size(4 + matrix.block * matrix.bits / 8);
+  const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
+  return size(kTile) * size(inputs) * size_of(kernels.weights);
+}
+
 // How a product is cut into chunks: panels of rows times groups of tiles.
 struct Cut {
   int rows, panel, panels, tiles, group;
 
-  Cut(const Kernels& kernels, int rows_, int outputs, int inputs, int threads, bool pairs) : rows(rows_) {
+  Cut(const Kernels& kernels, int rows_, const Matrix& matrix, int threads, bool pairs) : rows(rows_) {
     const int unit = pairs ? 2 : 1;
     panels = divided(rows, kPanel);
     panel = padded(divided(rows, panels), rows > kPanel ? 12 : 1);
     panels = divided(rows, panel);
-    tiles = divided(outputs, kTile);
-    const Size bytes = size(kTile) * size(padded(inputs, 2)) * size_of(kernels.weights);
-    group = rows > kPanel ? 4 : static_cast<int>(std::clamp<Size>(kChunkBytes / bytes, 1, 8));
+    tiles = divided(matrix.outputs, kTile);
+    const Size group_of_few = kChunkBytes / tile_bytes(kernels, matrix);
+    group = rows > kPanel ? 4 : static_cast<int>(std::clamp<Size>(group_of_few, 1, 8));
     group = std::max(1, std::min(group, tiles * panels / (4 * threads)));
     group = padded(group, unit);
   }

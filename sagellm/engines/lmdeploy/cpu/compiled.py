@@ -12,6 +12,7 @@ from lmdeploy.pytorch.backends.graph_runner import GraphRunner
 from torch import nn
 
 from sagellm import _core
+from sagellm.core.config import HookConfig
 from sagellm.engines.lmdeploy.cpu.operators import prepare
 from sagellm.engines.lmdeploy.cpu.operators.activation import kind_of
 from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionImpl
@@ -19,6 +20,7 @@ from sagellm.engines.lmdeploy.cpu.operators.linear import CpuLinearImpl
 from sagellm.engines.lmdeploy.cpu.operators.rotary import TabledRotaryEmbedding
 from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, kernels, team
 from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
+from sagellm.models.gguf_levels import GGUFLevels
 
 __all__ = ["CpuRunner", "describe", "why_eager"]
 
@@ -73,7 +75,7 @@ def describe(model: nn.Module) -> Description:
     """Describe a model that `why_eager` has no reason against, and whose weights are packed."""
     inner, kept = model.model, []
     first, head = inner.layers[0].self_attn.attn_fwd.impl, model.lm_head.impl.packed
-    dtype = head.data.dtype
+    dtype = head.dtype
 
     def numbers(norm: nn.Module | None) -> int:
         if norm is None:
@@ -127,9 +129,9 @@ def describe(model: nn.Module) -> Description:
 class CpuRunner(GraphRunner):
     """Runs a step natively where it can, else module by module."""
 
-    def __init__(self, model: nn.Module, *args, **kwargs) -> None:
-        prepare(model)
-        super().__init__(model, *args, **kwargs)
+    def __init__(self, model: nn.Module, model_config: Any, cache_config: Any, *args, **kwargs) -> None:
+        prepare(model, _levels(cache_config))
+        super().__init__(model, model_config, cache_config, *args, **kwargs)
         self.reason = why_eager(model)
         self.native: Description | None = None if self.reason else describe(model)
         self._bound: Any = None
@@ -178,3 +180,10 @@ class CpuRunner(GraphRunner):
             keys.stride(0) * keys.element_size(), keys.stride(1) * keys.element_size(),
         )  # fmt: skip
         self._bound = caches
+
+
+def _levels(cache_config: Any) -> GGUFLevels | None:
+    """The file of the weights, if they are to stay as they are there."""
+    spec = getattr(cache_config, "sage", None)
+    folder = HookConfig.model_validate_json(spec).packed_weights if spec else None
+    return GGUFLevels(folder) if folder is not None else None

@@ -3,11 +3,13 @@
 import threading
 from functools import cache
 
+import numpy as np
 import torch
 from torch import nn
 
 from sagellm import _core
 from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
+from sagellm.models.gguf_levels import Levels
 
 __all__ = ["TILE", "PackedEmbedding", "PackedGate", "PackedWeight", "can_pack", "kernels", "pack_gate", "team"]
 
@@ -43,21 +45,38 @@ def can_pack(weight: torch.Tensor) -> bool:
 class PackedWeight:
     """A matrix [outputs, inputs] in the kernels' layout.
 
+    Args:
+        weight: the matrix; its dtype is that of inputs and results.
+        levels: the same matrix in few bits, which is packed in its place.
+
     Attributes:
         data: the packed numbers, one-dimensional.
         matrix: the same for the native code.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, levels: Levels | None = None) -> None:
         self.outputs, self.inputs = weight.shape
-        self.kernels = kernels(weight.dtype)
-        size = self.kernels.packed_bytes(self.outputs, self.inputs) // weight.element_size()
-        self.data = torch.empty(size, dtype=weight.dtype)
-        use_huge_pages(self.data.data_ptr(), self.data.nbytes)
-        self.kernels.pack(weight.data_ptr(), weight.stride(0), self.outputs, self.inputs, self.data.data_ptr())
+        self.dtype, self.kernels = weight.dtype, kernels(weight.dtype)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         address = 0 if self._bias is None else self._bias.data_ptr()
-        self.matrix = {"weight": self.data.data_ptr(), "bias": address, "outputs": self.outputs, "inputs": self.inputs}
+        self.matrix = {"bias": address, "outputs": self.outputs, "inputs": self.inputs}
+        if levels is not None:
+            self.matrix |= {"weight": 0, "bits": levels.bits, "block": levels.block}
+            self.data = _storage(_core.packed_levels_bytes(self.matrix), torch.uint8)
+            parts = [np.ascontiguousarray(part) for part in levels[:3]]
+            _core.pack_levels(self.matrix, *(part.ctypes.data for part in parts), self.data.data_ptr())
+        else:
+            size = self.kernels.packed_bytes(self.outputs, self.inputs) // weight.element_size()
+            self.data = _storage(size, weight.dtype)
+            self.kernels.pack(weight.data_ptr(), weight.stride(0), self.outputs, self.inputs, self.data.data_ptr())
+        self.matrix["weight"] = self.data.data_ptr()
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return rows of the matrix, [..., inputs] for int64 [...]."""
+        numbers = numbers.contiguous()
+        out = torch.empty(*numbers.shape, self.inputs)
+        self.kernels.unpack(self.matrix, numbers.data_ptr(), numbers.numel(), out.data_ptr())
+        return out.to(self.dtype)
 
     def multiply(self, x: torch.Tensor, gate: str = "", outputs: int | None = None, wide: bool = False) -> torch.Tensor:
         """Return x W^T + b, [..., outputs], in float32 if `wide`, else in the dtype of `x`: [..., inputs].
@@ -67,8 +86,8 @@ class PackedWeight:
             outputs: numbers of a row of the result, if it is less than the weight has.
         """
         x = x.contiguous()
-        if x.dtype != self.data.dtype or x.shape[-1] != self.inputs:
-            raise ValueError(f"input is {x.dtype} {tuple(x.shape)}; the weight takes {self.data.dtype} [..., {self.inputs}].")
+        if x.dtype != self.dtype or x.shape[-1] != self.inputs:
+            raise ValueError(f"input is {x.dtype} {tuple(x.shape)}; the weight takes {self.dtype} [..., {self.inputs}].")
         outputs = outputs or self.outputs
         out = torch.empty(*x.shape[:-1], outputs, dtype=torch.float32 if wide else x.dtype)
         rows = x.numel() // self.inputs
@@ -76,22 +95,34 @@ class PackedWeight:
         return out
 
 
-def pack_gate(weight: torch.Tensor) -> PackedWeight:
+def _storage(size: int, dtype: torch.dtype) -> torch.Tensor:
+    data = torch.empty(size, dtype=dtype)
+    use_huge_pages(data.data_ptr(), data.nbytes)
+    return data
+
+
+def pack_gate(weight: torch.Tensor, levels: Levels | None = None) -> PackedWeight:
     """Pack [2 * size, inputs], gates first, so that each tile of gates is followed by that of their factors."""
-    halves = weight.unflatten(0, (2, -1))
-    size = halves.shape[1]
-    halves = nn.functional.pad(halves, (0, 0, 0, -size % TILE))
-    return PackedWeight(halves.unflatten(1, (-1, TILE)).transpose(0, 1).flatten(0, 2).contiguous())
+    if levels is not None:
+        levels = levels.in_order(lambda part: _tiles_in_turn(torch.from_numpy(part)).numpy())
+    return PackedWeight(_tiles_in_turn(weight), levels=levels)
+
+
+def _tiles_in_turn(rows: torch.Tensor) -> torch.Tensor:
+    """[2 * size, n] with tiles of both halves in turn, the last ones padded with zeros."""
+    halves = rows.unflatten(0, (2, -1))
+    halves = nn.functional.pad(halves, (0, 0, 0, -halves.shape[1] % TILE))
+    return halves.unflatten(1, (-1, TILE)).transpose(0, 1).flatten(0, 2).contiguous()
 
 
 class PackedGate(nn.Module):
     """act(x Wg^T) * (x Wu^T) in one pass over both weights."""
 
-    def __init__(self, weight: torch.Tensor, activation: str) -> None:
+    def __init__(self, weight: torch.Tensor, activation: str, levels: Levels | None = None) -> None:
         """`weight`: [2 * size, inputs], gates first. `activation`: silu or gelu."""
         super().__init__()
         self.size, self.activation = weight.shape[0] // 2, activation
-        self.packed = pack_gate(weight)
+        self.packed = pack_gate(weight, levels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [..., inputs]; returns [..., size]."""
@@ -107,12 +138,4 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """`tokens`: [...] int64; returns [..., inputs]."""
-        tiles = self.packed.data.view(-1, self._width(), TILE, self._step())
-        rows = tiles[tokens // TILE, :, tokens % TILE]  # [..., width, step]
-        return rows.flatten(-2)[..., : self.packed.inputs]
-
-    def _step(self) -> int:
-        return 2 if self.packed.data.dtype == torch.bfloat16 else 1
-
-    def _width(self) -> int:
-        return -(-self.packed.inputs // self._step())
+        return self.packed.rows(tokens)

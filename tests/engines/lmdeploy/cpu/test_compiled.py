@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from sagellm import _core
 from sagellm.engines.lmdeploy.cpu import packed
 from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, kernels
+from sagellm.models.gguf_levels import Levels
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03}
@@ -88,6 +90,50 @@ def test_gated_product(isa, dtype, size, activation, plain):
 def test_embedding_of_a_packed_weight(dtype, inputs):
     weight, tokens = torch.randn(70, inputs).to(dtype), torch.tensor([[0, 69, 31], [32, 33, 64]])
     assert torch.equal(PackedEmbedding(PackedWeight(weight))(tokens), F.embedding(tokens, weight))
+
+
+def few_bits(outputs: int, inputs: int, bits: int, block: int) -> Levels:
+    random = np.random.default_rng(bits * block)
+    low, high = (0, 16) if bits == 4 else (-128, 128)
+    scales, offsets = (random.normal(size=(outputs, inputs // block)).astype(np.float16) * np.float16(0.1) for _ in range(2))
+    return Levels(random.integers(low, high, (outputs, inputs), np.int8), scales, offsets, bits)
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 32), (4, 16), (8, 16)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (290, 96)])
+def test_product_of_few_bits(isa, dtype, bits, block, outputs, inputs):
+    levels = few_bits(outputs, inputs, bits, block)
+    scales, offsets = (torch.from_numpy(part).double().repeat_interleave(block, 1) for part in levels[1:3])
+    weight = torch.from_numpy(levels.values) * scales + offsets
+    x, b = torch.randn(200, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    ready = PackedWeight(weight.to(dtype), b, levels)
+    out = ready.multiply(x, wide=True)
+    assert ready.data.nbytes == -(-outputs // 32) * 32 * inputs * (4 + block * bits // 8) // block
+    exact, size = F.linear(x.double(), weight, b.double()), F.linear(x.double().abs(), weight.abs())
+    assert ((out - exact).abs() / size).max() < 1e-5
+    for rows in (1, 2, 3, 4, 5, 12, 13, 25, 97):
+        assert torch.equal(ready.multiply(x[:rows], wide=True), out[:rows]), "a row's result depends on the other rows"
+    tokens = torch.tensor([[0, outputs - 1], [31, 32]])
+    torch.testing.assert_close(PackedEmbedding(ready)(tokens), weight[tokens].to(dtype))
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+def test_gated_product_of_few_bits(isa):
+    levels = few_bits(80, 64, 4, 32)
+    scales, offsets = (torch.from_numpy(part).float().repeat_interleave(32, 1) for part in levels[1:3])
+    weight, x = torch.from_numpy(levels.values) * scales + offsets, torch.randn(5, 64)
+    gate, up = F.linear(x, weight).chunk(2, -1)
+    torch.testing.assert_close(PackedGate(weight, "silu", levels)(x), F.silu(gate) * up, rtol=1e-4, atol=1e-3)
+
+
+def test_levels_that_cannot_be_packed():
+    for bits, block in ((5, 32), (4, 24), (4, 64)):
+        with pytest.raises(ValueError, match="levels have 4 or 8 bits|a block has 16 or 32 inputs"):
+            _core.packed_levels_bytes({"weight": 0, "bias": 0, "outputs": 32, "inputs": 192, "bits": bits, "block": block})
+    with pytest.raises(ValueError, match="a row is outside of the weight"):
+        PackedWeight(torch.zeros(32, 32)).rows(torch.tensor([32]))
 
 
 # ---- a whole step

@@ -155,7 +155,7 @@ def test_uniform_numbers_spread():
 def test_one_new_file_brings_builder_packing_and_size(tmp_path, monkeypatch):
     source = """
 from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
-def mark(model):
+def mark(model, levels):
     model.is_marked = True
 FAMILY = OperatorFamily({OPERATOR: "builder"}, prepare=mark, extra_bytes=lambda text, dtype, context: 7 * context)
 """

@@ -10,6 +10,7 @@ from torch import nn
 
 from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
+from sagellm.models.gguf_levels import GGUFLevels
 
 __all__ = ["builders", "extra_bytes", "families", "prepare"]
 
@@ -39,11 +40,15 @@ def builders() -> dict[str, Any]:
     return found
 
 
-def prepare(model: nn.Module) -> None:
-    """Let each family change a loaded model in place."""
+def prepare(model: nn.Module, levels: GGUFLevels | None = None) -> None:
+    """Let each family change a loaded model in place.
+
+    Args:
+        levels: the file of the weights, if they are to stay as they are there.
+    """
     for family in families().values():
         if family.prepare is not None:
-            family.prepare(model)
+            family.prepare(model, levels)
 
 
 def extra_bytes(text_config: Mapping[str, Any], dtype: str, context_length: int) -> int:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from sagellm.models.gguf_levels import GGUFLevels
+
 __all__ = ["OperatorFamily"]
 
 
@@ -15,10 +17,10 @@ class OperatorFamily:
 
     Attributes:
         builders: name of LMDeploy's `OpType` -> builder of the implementation.
-        prepare: changes a loaded model in place, once, as to pack its weights.
+        prepare: changes a loaded model in place, once, as to pack its weights; with the file that they stay as in, or None.
         extra_bytes: (text part of config.json, dtype, context length) -> bytes that stay in use besides the weights.
     """
 
     builders: Mapping[str, Any] = field(default_factory=dict)
-    prepare: Callable[[nn.Module], None] | None = None
+    prepare: Callable[[nn.Module, GGUFLevels | None], None] | None = None
     extra_bytes: Callable[[Mapping[str, Any], str, int], int] | None = None
