@@ -134,15 +134,19 @@ def build(model: str, spec: str | None, tree: str | None) -> Any:
         loop.run_until_complete(run())
         return (time.process_time() - start_s) / NEW_TOKENS * 1e6
 
-    def close() -> None:
-        engine.close()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-
-    answer.close = close
+    answer.close = lambda: close_bare(engine, loop)
     return answer
+
+
+def close_bare(engine: Any, loop: Any) -> None:
+    """End an engine of LMDeploy, and what is left on the loop that it was driven by."""
+    import asyncio
+
+    engine.close()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
 
 
 if __name__ == "__main__":

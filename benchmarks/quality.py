@@ -64,6 +64,8 @@ def compare(model: str, llama: str | None, options: Options) -> QualityReport:
             config = SageConfig(model=folder, dtype=dtype, device="cpu")
             models.append(loaded.enter_context(EngineModel(f"sagellm {dtype}", config)))
         if llama is not None:
+            packed = SageConfig(model=folder, dtype="bfloat16", weights="packed", device="cpu")
+            models.append(loaded.enter_context(EngineModel("sagellm bfloat16, packed weights", packed)))
             models.append(loaded.enter_context(LlamaCppModel("llama.cpp", llama, Path(source.where))))
         return evaluate(source.name, folder, models, options, loaded.enter_context(show_progress()))
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import click
 
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
-from benchmarks.hook_overhead import write_bare_tree
+from benchmarks.hook_overhead import close_bare, write_bare_tree
 
 __all__ = ["PARTS", "Place", "Result"]
 
@@ -381,7 +381,7 @@ def _eagle3_head(target: Path, folder: Path) -> Path:
 
 
 def _big_config(place: Place) -> Path:
-    """Write the configuration of the shape of Qwen2.5-7B, and a tokenizer, which the engine loads. Weights are made in memory."""
+    """Write the configuration of the shape of Qwen2.5-7B and a tokenizer. Weights are made in memory."""
     small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
     large = {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
@@ -460,14 +460,7 @@ def _bare_engine(device: str, model: str, dtype: str, most: int, tree: str | Non
             found[f"step_{size}"] = (end_s - begin_s) / 96
         return found
 
-    def close() -> None:
-        engine.close()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-
-    answer.close = close  # type: ignore[attr-defined]
+    answer.close = lambda: close_bare(engine, loop)  # type: ignore[attr-defined]
     return answer
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -12,11 +13,34 @@ from sagellm.core.cached_folder import build_once, default_cache_dir
 from sagellm.core.file_hashes import hash_files
 from sagellm.models.base import ModelError
 
-__all__ = ["Conversion", "conversion_folder", "conversions", "convert_gguf", "models_dir", "read_conversion"]
+if TYPE_CHECKING:
+    from sagellm.models.gguf_config import Family
+    from sagellm.models.gguf_file import GGUFFile
+
+__all__ = ["Conversion", "StoredMatrix", "conversion_folder", "conversions", "convert_gguf", "models_dir", "read_conversion"]
 
 # Raised whenever the code changes what a file becomes, so that an old folder is never taken for a new one.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 RECORD_NAME = "conversion.json"
+
+
+class StoredMatrix(BaseModel):
+    """A matrix in a GGUF file.
+
+    Attributes:
+        kind: its type, such as Q4_1.
+        outputs: its rows.
+        offset, num_bytes: its place in the file.
+        heads: number of heads whose halves are interleaved in its rows; 0 if none are.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    outputs: int
+    offset: int
+    num_bytes: int
+    heads: int = 0
 
 
 class Conversion(BaseModel):
@@ -25,6 +49,8 @@ class Conversion(BaseModel):
     Attributes:
         source: path of the GGUF file that it was made from.
         sha256: hash of that file.
+        matrices: its matrices by their names in transformers, without `.weight`. To read them anew needs no parser, which takes
+            two seconds for a vocabulary.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -33,6 +59,7 @@ class Conversion(BaseModel):
     name: str
     source: Path
     sha256: str
+    matrices: dict[str, StoredMatrix] = {}
 
 
 def models_dir() -> Path:
@@ -119,8 +146,23 @@ def _convert(record: Conversion, quiet: bool, hidden: Path) -> Conversion:
     with _progress(record.source.name, total, quiet) as tick:
         write_weights(file, family, config, hidden, tick)
     (hidden / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    record = record.model_copy(update={"matrices": _matrices(file, family, config)})
     (hidden / RECORD_NAME).write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return record
+
+
+def _matrices(file: "GGUFFile", family: "Family", config: dict[str, Any]) -> dict[str, StoredMatrix]:
+    from sagellm.models.gguf_weights import num_permuted_heads, tensor_names
+
+    found = {}
+    for ours, theirs in tensor_names(file, family, config).items():
+        tensor = file.tensors[ours]
+        if len(tensor.shape) == 2:
+            found[theirs.removesuffix(".weight")] = StoredMatrix(
+                kind=tensor.tensor_type.name, outputs=int(tensor.shape[1]), offset=int(tensor.data_offset),
+                num_bytes=int(tensor.n_bytes), heads=num_permuted_heads(ours, family, config),
+            )  # fmt: skip
+    return found
 
 
 @contextmanager

@@ -12,10 +12,8 @@ import numpy as np
 from sagellm.core.cached_folder import default_cache_dir
 from sagellm.core.file_hashes import hash_files
 from sagellm.models.base import ModelError
-from sagellm.models.convert import read_conversion
-from sagellm.models.gguf_config import family_of, hf_config
-from sagellm.models.gguf_file import GGUFFile
-from sagellm.models.gguf_weights import compute_dtype, in_halves, tensor_names
+from sagellm.models.convert import StoredMatrix, read_conversion
+from sagellm.models.gguf_weights import in_halves
 
 __all__ = ["LEVEL_TYPES", "GGUFLevels", "Levels"]
 
@@ -77,32 +75,25 @@ class GGUFLevels:
             ) from None
         if digest != record.sha256:
             raise ModelError(f"{record.source} has changed since it was converted; start with --model {record.source} again.")
-        self._file = GGUFFile(record.source)
-        self._family = family_of(self._file)
-        self._config = hf_config(self._file, compute_dtype(self._file))
-        self._names = {theirs: ours for ours, theirs in tensor_names(self._file, self._family, self._config).items()}
+        self._matrices = record.matrices
+        self._data = np.memmap(record.source, np.uint8, "r")
 
     def __contains__(self, name: str) -> bool:
-        return f"{name}.weight" in self._names
+        return name in self._matrices
 
     def of(self, names: Sequence[str]) -> Levels | None:
         """Return the rows of these matrices, by their names in transformers; None if one is not quantized in blocks."""
-        parts = [self._one(self._names[f"{name}.weight"]) for name in names]
+        parts = [self._one(self._matrices[name]) for name in names]
         return Levels.joined(parts) if all(parts) else None
 
-    def _one(self, name: str) -> Levels | None:
-        tensor = self._file.tensors[name]
-        kind = LEVEL_TYPES.get(tensor.tensor_type.name)
+    def _one(self, matrix: StoredMatrix) -> Levels | None:
+        kind = LEVEL_TYPES.get(matrix.kind)
         if kind is None:
             return None
         bytes_of_block, bits, read = kind
-        rows = tensor.data.shape[0]
-        values, scales, offsets = read(np.asarray(tensor.data).reshape(-1, bytes_of_block))
-        levels = Levels(*(np.ascontiguousarray(part).reshape(rows, -1) for part in (values, scales, offsets)), bits)
-        if self._family.permuted and (".attn_q." in name or ".attn_k." in name):
-            heads = self._config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
-            levels = levels.in_order(lambda part: in_halves(part, heads))
-        return levels
+        data = self._data[matrix.offset : matrix.offset + matrix.num_bytes].reshape(-1, bytes_of_block)
+        levels = Levels(*(np.ascontiguousarray(part).reshape(matrix.outputs, -1) for part in read(np.asarray(data))), bits)
+        return levels.in_order(lambda part: in_halves(part, matrix.heads)) if matrix.heads else levels
 
 
 Read = tuple[np.ndarray, np.ndarray, np.ndarray]  # values, scales, offsets of blocks, one a row

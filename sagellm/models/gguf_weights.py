@@ -15,7 +15,10 @@ from sagellm.models.base import ModelError
 from sagellm.models.gguf_config import Family
 from sagellm.models.gguf_file import GGUFFile
 
-__all__ = ["MAX_FLOAT32_BYTES", "TOP_NAMES", "compute_dtype", "in_halves", "tensor_names", "tensor_shape", "write_weights"]
+__all__ = [
+    "MAX_FLOAT32_BYTES", "TOP_NAMES", "compute_dtype", "in_halves", "num_permuted_heads", "tensor_names", "tensor_shape",
+    "write_weights",
+]  # fmt: skip
 
 MAX_FLOAT32_BYTES = 4 << 30
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -58,8 +61,8 @@ def write_weights(
         out.write(len(text).to_bytes(8, "little") + text)
         for ours, theirs in names.items():
             values = file.array(ours)
-            if family.permuted and (".attn_q." in ours or ".attn_k." in ours):
-                values = in_halves(values, config["num_attention_heads" if ".attn_q." in ours else "num_key_value_heads"])
+            if heads := num_permuted_heads(ours, family, config):
+                values = in_halves(values, heads)
             if family.unit_norms and ours.endswith("norm.weight"):
                 values = values - 1
             out.write(_data(values, header[theirs]["dtype"]))
@@ -115,6 +118,13 @@ def _check_shape(file: GGUFFile, name: str, shape: list[int], config: dict[str, 
         wanted = wanted[:1]
     if shape != wanted:
         raise file.damaged(f"tensor {name} has shape {shape}, its metadata ask for {wanted}")
+
+
+def num_permuted_heads(name: str, family: Family, config: Mapping[str, Any]) -> int:
+    """Return the number of heads whose halves are interleaved in the rows of a tensor; 0 if none are."""
+    if not family.permuted or not (".attn_q." in name or ".attn_k." in name):
+        return 0
+    return config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
 
 
 def in_halves(values: np.ndarray, num_heads: int) -> np.ndarray:

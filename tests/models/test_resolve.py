@@ -346,7 +346,7 @@ def test_a_removal_that_is_killed_leaves_no_half_model(cache, monkeypatch):
 
 
 def test_info_names_the_operators_that_the_cpu_device_lacks(tmp_path):
-    from transformers import GptOssConfig, MixtralConfig
+    from transformers import LlamaConfig, MixtralConfig
 
     from tests.models.test_gguf import SHAPE
     from tests.reference import save_random
@@ -354,12 +354,13 @@ def test_info_names_the_operators_that_the_cpu_device_lacks(tmp_path):
     save_random(MixtralConfig(**SHAPE | {"num_hidden_layers": 1}), tmp_path / "mixtral")
     facts = json.loads(run("info", tmp_path / "mixtral", "--json").stdout)
     assert (facts["missing_on_cpu"], facts["eager_on_cpu"]) == ({}, "the native step does not know MixtralForCausalLM")
-    save_random(GptOssConfig(**SHAPE | {"num_hidden_layers": 1, "num_local_experts": 4, "rope_scaling": None}), tmp_path)
+    save_random(LlamaConfig(**SHAPE | {"num_hidden_layers": 1}), tmp_path)
+    edit(tmp_path / "config.json", quantization_config={"quant_method": "smooth_quant", "quant_dtype": "int8"})
     facts = json.loads(run("info", tmp_path, "--json").stdout)
-    assert "needs attention sinks" in facts["missing_on_cpu"]["PagedAttention"]
+    assert "LinearW8A8" in facts["missing_on_cpu"]
     refused = CliRunner().invoke(main, ["serve", "--model", str(tmp_path), "--device", "cpu"])
     assert refused.exit_code == 2
-    assert "GptOssForCausalLM, which the CPU device cannot run: PagedAttention" in refused.stderr
+    assert "LlamaForCausalLM, which the CPU device cannot run: " in refused.stderr and "LinearW8A8" in refused.stderr
     edit(tmp_path / "config.json", architectures=["MartianForCausalLM"])
     refused = CliRunner().invoke(main, ["serve", "--model", str(tmp_path), "--device", "cpu"])
     assert refused.exit_code == 2 and "MartianForCausalLM, which LMDeploy 0.11.0's PyTorch engine does not" in refused.stderr

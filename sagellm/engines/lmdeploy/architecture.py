@@ -36,7 +36,7 @@ def check_architecture(model: Path, device: str, dtype: str) -> None:
     """
     config = read_hf_config(model)
     names = config.get("architectures") or []
-    if COMPLETE.issuperset(names):
+    if COMPLETE.issuperset(names) and not config.get("quantization_config"):
         return
     from lmdeploy.pytorch.models.module_map import MODULE_MAP
 
