@@ -22,6 +22,7 @@ DEVICES = ("auto", "cpu", "cuda", "ascend", "maca", "camb")
 ENGINES = ("pytorch", "turbomind")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 WEIGHTS = ("auto", "packed")
+COMPUTES = ("auto", "float32", "bfloat16")
 ROLES = ("prefill", "decode", "hybrid")
 
 
@@ -165,6 +166,7 @@ class HookConfig(Model):
         run_dir: folder in which worker processes leave their counters for the engine process.
         pd: settings of a prefill/decode group.
         packed_weights: folder of a converted GGUF file, whose weights stay as the file has them.
+        compute: type of the CPU device's products.
     """
 
     plugins: tuple[PluginSpec, ...] = ()
@@ -179,6 +181,7 @@ class HookConfig(Model):
     speculative: SpeculativeSpec | None = None
     pd: PDHooks | None = None
     packed_weights: Path | None = None
+    compute: Literal[COMPUTES] = "auto"
 
 
 class SageConfig(Model):
@@ -186,6 +189,7 @@ class SageConfig(Model):
 
     Attributes:
         weights: packed keeps the weights of a GGUF file in its 4 to 8 bits; auto turns them into `dtype`. On the CPU device.
+        compute: type in which the CPU device multiplies; auto is the quicker one of those that lose nothing.
         kv_blocks, kv_memory_share: size of the engine's KV pool; give one of them at most.
         host_kv_blocks: size of the host tier, to which plug-ins may migrate blocks.
         strategy: scheduling strategy: name or `module:Class`; None leaves scheduling to the engine.
@@ -201,6 +205,7 @@ class SageConfig(Model):
     device: Literal[DEVICES] = "auto"
     dtype: Literal[DTYPES] = "auto"
     weights: Literal[WEIGHTS] = "auto"
+    compute: Literal[COMPUTES] = "auto"
     host: str = Field("127.0.0.1", min_length=1)
     port: int = Field(23333, ge=1, le=65535)
     api_key: tuple[str, ...] = ()

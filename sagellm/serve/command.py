@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from sagellm.core.config import DEVICES, DTYPES, ENGINES, ROLES, WEIGHTS, read_config
+from sagellm.core.config import COMPUTES, DEVICES, DTYPES, ENGINES, ROLES, WEIGHTS, read_config
 from sagellm.core.early import end, stop_at_once
 from sagellm.core.errors import SageError
 from sagellm.serve.objects import with_objects
@@ -19,6 +19,7 @@ from sagellm.serve.objects import with_objects
 @click.option("--device", type=click.Choice(DEVICES), help="Device. Default: auto (cuda if there is a GPU, else cpu).")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Type of weights. Default: auto (as stored; bfloat16 on a CPU).")
 @click.option("--weights", type=click.Choice(WEIGHTS), help="packed: those bits of a GGUF file, on a CPU. Default: auto.")
+@click.option("--compute", type=click.Choice(COMPUTES), help="Type of the products of a CPU. Default: auto (measured once).")
 @click.option("--host", help="Address to listen on. Default: 127.0.0.1.")
 @click.option("--port", type=int, help="Port to listen on. Default: 23333.")
 @click.option("--api-key", multiple=True, help="Key that clients must send; may be given several times.")

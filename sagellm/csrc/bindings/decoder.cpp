@@ -148,6 +148,9 @@ void bind_decoder(py::module_& module) {
            }),
            py::arg("dtype"), py::arg("isa") = "")
       .def_property_readonly("isa", &CpuKernels::isa)
+      .def_property_readonly(
+          "inputs",
+          [](const CpuKernels& kernels) { return kernels.inputs() == Dtype::kFloat32 ? "float32" : "bfloat16"; })
       .def("packed_bytes", &CpuKernels::packed_bytes, py::arg("outputs"), py::arg("inputs"))
       .def(
           "pack",

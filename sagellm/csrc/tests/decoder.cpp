@@ -18,7 +18,7 @@ constexpr int kBlock = 16, kBlocks = 40;
 
 class Model {
  public:
-  Model() : kernels_("", sage::Dtype::kFloat32) {
+  explicit Model(sage::Dtype dtype = sage::Dtype::kFloat32, int bits = 0) : bits_(bits), kernels_("", dtype) {
     std::vector<sage::DecoderLayer> layers(kLayers);
     for (auto& layer : layers) {
       layer.qkv = matrix((kHeads + 2 * kKeyHeads) * kHeadSize, kHidden);
@@ -89,6 +89,7 @@ class Model {
   }
 
   sage::Matrix matrix(int outputs, int inputs) {
+    if (bits_ != 0) return levels(outputs, inputs);
     std::vector<float> values(static_cast<std::size_t>(outputs * inputs));
     for (float& value : values) value = draw();
     auto& packed = kept_.emplace_back(kernels_.packed_bytes(outputs, inputs) / sizeof(float));
@@ -96,6 +97,22 @@ class Model {
     return {packed.data(), nullptr, outputs, inputs};
   }
 
+  sage::Matrix levels(int outputs, int inputs) {
+    sage::Matrix matrix;
+    matrix.outputs = outputs;
+    matrix.inputs = inputs;
+    matrix.bits = bits_;
+    matrix.block = 16;
+    std::vector<std::int8_t> values(static_cast<std::size_t>(outputs * inputs));
+    for (auto& value : values) value = static_cast<std::int8_t>(random_() % 16);
+    const std::vector<std::uint16_t> scales(values.size() / 16, 0x2a66), offsets(values.size() / 16, 0xb266);
+    auto& packed = kept_.emplace_back(sage::packed_levels_bytes(matrix) / sizeof(float));
+    sage::pack_levels(matrix, values.data(), scales.data(), offsets.data(), packed.data());
+    matrix.weight = packed.data();
+    return matrix;
+  }
+
+  const int bits_;
   std::mt19937 random_{1};
   sage::CpuKernels kernels_;
   std::vector<std::vector<float>> kept_, caches_;
@@ -111,6 +128,17 @@ void threads_change_nothing() {
   }
   EXPECT(one.run(alone, {300}, {300}) == several.run(together, {300}, {300}));  // larger buffers
   EXPECT(one.run(alone, {2}, {302}) == several.run(together, {2}, {302}));      // splits of keys
+}
+
+void weights_of_few_bits_run() {
+  for (const int bits : {4, 8}) {
+    for (const auto dtype : {sage::Dtype::kFloat32, sage::Dtype::kBFloat16}) {
+      Model one(dtype, bits), several(dtype, bits);
+      sage::Team alone(1), together(3);
+      EXPECT(one.run(alone, {70, 9}, {70, 9}) == several.run(together, {70, 9}, {70, 9}));
+      EXPECT(one.run(alone, {1, 3}, {71, 12}) == several.run(together, {1, 3}, {71, 12}));
+    }
+  }
 }
 
 void steps_that_cannot_be_are_refused() {
@@ -131,6 +159,7 @@ void steps_that_cannot_be_are_refused() {
 
 int main() {
   threads_change_nothing();
+  weights_of_few_bits_run();
   steps_that_cannot_be_are_refused();
   std::puts("decoder: passed");
 }

@@ -60,7 +60,7 @@ def hook_config(config: SageConfig, run_dir: Path | None = None, pd: PDHooks | N
     return HookConfig(
         plugins=(*all_plugins(config), *feed), time_limit_s=config.plugin_time_limit_s,
         hold_limit_s=config.hold_limit_s, record=config.record, run_dir=run_dir,
-        comm_metrics=config.comm_metrics, speculative=speculative_spec(config), pd=pd,
+        comm_metrics=config.comm_metrics, speculative=speculative_spec(config), pd=pd, compute=config.compute,
     )
 
 
@@ -76,6 +76,7 @@ def build_engine_config(
     known: dict[str, Any] = {"block_bytes": sizes.schema.block_bytes}
     if model is not None:
         check_architecture(model, device, sizes.schema.dtype)
+        _check_compute(config, device, sizes.schema.dtype)
         if config.weights == "packed":
             known["packed_weights"] = _packed_weights(config, model, device)
         known["model"] = config.model_name or model.resolve().name
@@ -110,6 +111,19 @@ def build_engine_config(
         sage=hooks.model_dump_json(),
         **options,
     )
+
+
+def _check_compute(config: SageConfig, device: str, dtype: str) -> None:
+    """Raises ConfigError: a type of products that the device or the processor does not have."""
+    if config.compute == "auto":
+        return
+    if device != "cpu":
+        raise ConfigError(f"compute {config.compute} is a setting of the CPU device, and this engine is on {device}.")
+    import torch
+
+    from sagellm.engines.lmdeploy.cpu.compute import choose_isa
+
+    choose_isa(config.compute, getattr(torch, dtype), default_cache_dir())
 
 
 def _packed_weights(config: SageConfig, model: Path, device: str) -> Path:

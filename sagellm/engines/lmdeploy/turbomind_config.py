@@ -20,6 +20,7 @@ def check_settings(config: SageConfig) -> None:
             ("kv", config.kv and config.kv.policy, "TurboMind does not tell when a request lets go of its cached blocks"),
             ("threads", config.threads, "these are compute threads of a CPU worker"),
             ("weights", config.weights if config.weights == "packed" else None, "packed weights run on the CPU device"),
+            ("compute", config.compute if config.compute != "auto" else None, "that is a setting of the CPU device"),
             ("decode_round", config.decode_round, "TurboMind looks at its queue in every step"),
             ("role", config.pd and config.pd.role, "its blocks cannot be read by others; leave out --engine turbomind"),
             ("speculative", config.speculative, "guesses are checked in steps of the PyTorch engine alone"),

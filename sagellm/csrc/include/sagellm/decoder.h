@@ -33,6 +33,7 @@ class CpuKernels {
   CpuKernels(const char* isa, Dtype weights);
 
   const char* isa() const;
+  Dtype inputs() const;  // what weights are multiplied with
   Dtype weights() const { return weights_; }
   std::size_t packed_bytes(int outputs, int inputs) const;
   // `source`: [outputs, inputs] with `stride` numbers from row to row.

@@ -101,6 +101,10 @@ CpuKernels::CpuKernels(const char* isa, Dtype weights)
 
 const char* CpuKernels::isa() const { return table_->name; }
 
+Dtype CpuKernels::inputs() const {
+  return table_->inputs == cpu::Type::kFloat32 ? Dtype::kFloat32 : Dtype::kBFloat16;
+}
+
 Size CpuKernels::packed_bytes(int outputs, int inputs) const {
   const int wide = weights_ == Dtype::kFloat32 ? inputs : padded(inputs, 2);
   return size(padded(outputs, kTile)) * size(wide) * cpu::size_of(table_->weights);

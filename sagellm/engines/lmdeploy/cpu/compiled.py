@@ -18,7 +18,14 @@ from sagellm.engines.lmdeploy.cpu.operators.activation import kind_of
 from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionImpl
 from sagellm.engines.lmdeploy.cpu.operators.linear import CpuLinearImpl
 from sagellm.engines.lmdeploy.cpu.operators.rotary import TabledRotaryEmbedding
-from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, kernels, team
+from sagellm.engines.lmdeploy.cpu.packed import (
+    PackedEmbedding,
+    PackedGate,
+    PackedWeight,
+    computing_in,
+    kernels,
+    team,
+)
 from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
 from sagellm.models.gguf_levels import GGUFLevels
 
@@ -130,10 +137,13 @@ class CpuRunner(GraphRunner):
     """Runs a step natively where it can, else module by module."""
 
     def __init__(self, model: nn.Module, model_config: Any, cache_config: Any, *args, **kwargs) -> None:
-        prepare(model, _levels(cache_config))
-        super().__init__(model, model_config, cache_config, *args, **kwargs)
-        self.reason = why_eager(model)
-        self.native: Description | None = None if self.reason else describe(model)
+        spec = getattr(cache_config, "sage", None)
+        hooks = HookConfig.model_validate_json(spec) if spec else HookConfig()
+        with computing_in(hooks.compute):
+            prepare(model, None if hooks.packed_weights is None else GGUFLevels(hooks.packed_weights))
+            super().__init__(model, model_config, cache_config, *args, **kwargs)
+            self.reason = why_eager(model)
+            self.native: Description | None = None if self.reason else describe(model)
         self._bound: Any = None
 
     def get_capture_batch_sizes(self) -> list[int]:
@@ -180,10 +190,3 @@ class CpuRunner(GraphRunner):
             keys.stride(0) * keys.element_size(), keys.stride(1) * keys.element_size(),
         )  # fmt: skip
         self._bound = caches
-
-
-def _levels(cache_config: Any) -> GGUFLevels | None:
-    """The file of the weights, if they are to stay as they are there."""
-    spec = getattr(cache_config, "sage", None)
-    folder = HookConfig.model_validate_json(spec).packed_weights if spec else None
-    return GGUFLevels(folder) if folder is not None else None

@@ -1,6 +1,8 @@
 """Weights packed for the native kernels, and the threads that multiply by them."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -8,15 +10,21 @@ import torch
 from torch import nn
 
 from sagellm import _core
+from sagellm.core.cached_folder import default_cache_dir
+from sagellm.engines.lmdeploy.cpu.compute import choose_isa
 from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
 from sagellm.models.gguf_levels import Levels
 
-__all__ = ["TILE", "PackedEmbedding", "PackedGate", "PackedWeight", "can_pack", "kernels", "pack_gate", "team"]
+__all__ = [
+    "TILE", "PackedEmbedding", "PackedGate", "PackedWeight", "can_pack", "computing_in", "kernels", "kernels_of", "pack_gate",
+    "team",
+]  # fmt: skip
 
 TILE = 32  # outputs of a tile of packed weights
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 _local = threading.local()
+_chosen = cache(choose_isa)
 
 
 def team() -> _core.CpuTeam:
@@ -31,9 +39,28 @@ def team() -> _core.CpuTeam:
     return found
 
 
+@contextmanager
+def computing_in(compute: str) -> Iterator[None]:
+    """Pack weights in this thread for products of a type, as `choose_isa` has it; else for the quickest ones."""
+    former, _local.compute = getattr(_local, "compute", "auto"), compute
+    try:
+        yield
+    finally:
+        _local.compute = former
+
+
+def kernels(dtype: torch.dtype) -> _core.CpuKernels:
+    """Return the kernels for weights of `dtype`.
+
+    Raises:
+        ConfigError: as `choose_isa`.
+    """
+    return kernels_of(dtype, _chosen(getattr(_local, "compute", "auto"), dtype, default_cache_dir()))
+
+
 @cache
-def kernels(dtype: torch.dtype, isa: str = "") -> _core.CpuKernels:
-    """Return the kernels for weights of `dtype`; `isa`: see `CpuKernels`, the best of this processor if empty."""
+def kernels_of(dtype: torch.dtype, isa: str) -> _core.CpuKernels:
+    """Return the kernels of an instruction set."""
     return _core.CpuKernels(DTYPES[dtype], isa)
 
 

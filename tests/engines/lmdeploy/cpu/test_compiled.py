@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from sagellm import _core
 from sagellm.engines.lmdeploy.cpu import packed
-from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, kernels
+from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, kernels_of
 from sagellm.models.gguf_levels import Levels
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -45,7 +45,7 @@ def seed():
 
 @pytest.fixture
 def isa(request, monkeypatch):
-    monkeypatch.setattr(packed, "kernels", lambda dtype: kernels(dtype, request.param))
+    monkeypatch.setattr(packed, "kernels", lambda dtype: kernels_of(dtype, request.param))
     return request.param
 
 
