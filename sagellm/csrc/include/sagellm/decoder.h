@@ -17,7 +17,8 @@ struct Kernels;
 enum class Dtype { kFloat32, kBFloat16 };
 
 // A packed weight [outputs, inputs] and its bias; the memory is the caller's. With `bits` a weight is scale * level +
-// offset: levels of 4 bits (0 to 15) or 8 (signed), scale and offset in half precision for each `block` inputs of an output.
+// offset: levels of 4 bits (0 to 15) or 8 (signed), scale and offset in half precision for each `block` inputs of an
+// output.
 struct Matrix {
   const void* weight = nullptr;
   const float* bias = nullptr;

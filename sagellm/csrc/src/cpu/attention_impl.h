@@ -13,10 +13,10 @@ inline std::size_t aligned_to_64(std::size_t bytes) { return (bytes + 63) / 64 *
 
 inline bool is_few(int rows, bool few) { return few && rows < kManyRows; }
 
-inline std::size_t attend_bytes(int rows, int head_size, bool few) {
+inline std::size_t attend_bytes(int rows, int heads, int head_size, bool few) {
   const auto r = static_cast<std::size_t>(rows);
   const auto d = static_cast<std::size_t>(padded(head_size, kTile));
-  if (is_few(rows, few)) return aligned_to_64(r * (kSplit + kTile) * 4) + aligned_to_64(r * d * 4);
+  if (is_few(rows, few)) return aligned_to_64(static_cast<std::size_t>(heads) * r * (kSplit + kTile) * 4);
   return aligned_to_64(r * d * 4) * 2 + aligned_to_64(r * kRound * 4) * 2 + aligned_to_64(kRound * d * 4) +
          aligned_to_64(r * 12);
 }
@@ -121,97 +121,186 @@ inline void pack_keys(const char* const (&keys)[kTile], int words, void* tile) {
   }
 }
 
+#ifdef DOT_BF16
+// Scores of WIDTH adjacent keys for `rows` queries, which stay in registers; the sums are those of BFloat16Dot::dot.
+template <int rows, int parts>
+void score_keys(const std::uint16_t* const* queries, const char* key, std::size_t stride, float* scores, int wide) {
+  __m512bh query[rows][parts];
+  for (int r = 0; r < rows; ++r) {
+    for (int p = 0; p < parts; ++p) query[r][p] = reinterpret_cast<__m512bh>(load_words(queries[r] + p * 32));
+  }
+  Vec products[rows][WIDTH];
+  for (int j = 0; j < WIDTH; ++j, key += stride) {
+    __m512 sums[rows];
+    for (int r = 0; r < rows; ++r) sums[r] = _mm512_setzero_ps();
+    for (int p = 0; p < parts; ++p) {
+      const auto numbers = reinterpret_cast<__m512bh>(load_words(key + p * 64));
+      for (int r = 0; r < rows; ++r) sums[r] = _mm512_dpbf16_ps(sums[r], query[r][p], numbers);
+    }
+    for (int r = 0; r < rows; ++r) products[r][j] = reinterpret_cast<Vec>(sums[r]);
+  }
+  for (int r = 0; r < rows; ++r) store(scores + r * wide, add_up(products[r]));
+}
+
+template <int parts, int rows = 4>
+void score_rows(int count, const std::uint16_t* const* queries, const char* key, std::size_t stride, float* scores,
+                int wide) {
+  if constexpr (rows > 1) {
+    if (count < rows) return score_rows<parts, rows - 1>(count, queries, key, stride, scores, wide);
+  }
+  score_keys<rows, parts>(queries, key, stride, scores, wide);
+}
+#endif
+
+// Even numbers of 2 * WIDTH first, then the odd ones: the order in which pairs of bfloat16 are widened.
+template <class T>
+void in_order(float* numbers, int count) {
+  if constexpr (T::kWeights == Type::kFloat32) return;
+  for (int n = 0; n < count; n += 2 * WIDTH) {
+    float widened[2 * WIDTH];
+    std::memcpy(widened, numbers + n, sizeof(widened));
+    for (int i = 0; i < WIDTH; ++i) {
+      numbers[n + 2 * i] = widened[i];
+      numbers[n + 2 * i + 1] = widened[WIDTH + i];
+    }
+  }
+}
+
+// out[r] += weights[r] . values of 64 numbers of `count` adjacent tokens, for `rows` rows; each value is read once.
+template <class T, int rows>
+void add_values(int count, const typename T::Weight* value, std::size_t stride, const float* weights, int wide,
+                float* out, int size) {
+  constexpr int kParts = 64 / WIDTH;
+  Vec total[rows][kParts];
+  for (int r = 0; r < rows; ++r) {
+    for (int v = 0; v < kParts; ++v) total[r][v] = load(out + r * size + v * WIDTH);
+  }
+  for (int i = 0; i < count; ++i, value += stride) {
+    Vec numbers[kParts];
+    if constexpr (T::kWeights == Type::kFloat32) {
+      for (int v = 0; v < kParts; ++v) numbers[v] = load(value + v * WIDTH);
+    } else {
+      for (int v = 0; v < kParts; v += 2) {
+        const IVec pairs = load_words(value + v * WIDTH);
+        numbers[v] = low_half(pairs);
+        numbers[v + 1] = high_half(pairs);
+      }
+    }
+    for (int r = 0; r < rows; ++r) {
+      const Vec weight = broadcast(weights[r * wide + i]);
+      for (int v = 0; v < kParts; ++v) total[r][v] += weight * numbers[v];
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    for (int v = 0; v < kParts; ++v) store(out + r * size + v * WIDTH, total[r][v]);
+  }
+}
+
+template <class T, int rows = 4>
+void add_values_of(int num_rows, int count, const typename T::Weight* value, std::size_t stride, const float* weights,
+                   int wide, float* out, int size) {
+  if constexpr (rows > 1) {
+    if (num_rows < rows) {
+      return add_values_of<T, rows - 1>(num_rows, count, value, stride, weights, wide, out, size);
+    }
+  }
+  add_values<T, rows>(count, value, stride, weights, wide, out, size);
+}
+
+// The heads of a group of tokens lie side by side and are read one after the other: memory is read in one run.
 template <class T>
 void attend_few(const Attend& task, float* out, float* max, float* sums, char* scratch) {
   using Weight = typename T::Weight;
   const int rows = task.tokens * task.share, size = task.head_size, count = task.end - task.begin;
-  const int wide = padded(count, WIDTH);
-  auto* scores = reinterpret_cast<float*>(scratch);
-  // Rows of keys lie apart, in blocks that may be anywhere, so that the processor does not fetch them ahead by itself.
+  const int wide = padded(count, WIDTH), block = 1 << task.block_shift, group = std::min(WIDTH, block);
+  const std::size_t stride = task.slot_stride / sizeof(Weight);
+  auto* scores = reinterpret_cast<float*>(scratch);  // [heads][rows][wide]
+  const auto scores_of = [&](int head, int row) { return scores + (head * rows + row) * wide; };
+  const auto result = [&](float* of, int head) { return of + static_cast<std::size_t>(head) * task.result_stride; };
+  // Blocks may be anywhere, so that the processor does not fetch the next one ahead by itself.
   const auto fetch = [&](const char* cache, int first) {
-    for (int token = first; token < std::min(first + WIDTH, task.end); ++token) {
+    for (int token = first; token < std::min(first + WIDTH, task.end); token += group) {
       const char* at = slot(task, cache, token);
-      for (std::size_t byte = 0; byte < static_cast<std::size_t>(size) * sizeof(Weight); byte += 64) {
-        __builtin_prefetch(at + byte);
+      for (int t = 0; t < std::min(group, task.end - token); ++t, at += task.slot_stride) {
+        for (int byte = 0; byte < task.heads * size * static_cast<int>(sizeof(Weight)); byte += 64) {
+          __builtin_prefetch(at + byte);
+        }
       }
     }
   };
-  const typename T::Input* queries[kManyRows];
-  for (int row = 0; row < rows; ++row) {
-    queries[row] = static_cast<const typename T::Input*>(task.query) +
-                   static_cast<std::size_t>(row / task.share) * task.query_stride +
-                   static_cast<std::size_t>(row % task.share) * static_cast<std::size_t>(size);
-  }
+  const auto query = [&](int head, int row) {
+    return static_cast<const typename T::Input*>(task.query) +
+           static_cast<std::size_t>(row / task.share) * task.query_stride +
+           static_cast<std::size_t>((head * task.share + row % task.share) * size);
+  };
   fetch(task.keys, task.begin);
   fetch(task.keys, task.begin + WIDTH);
-  const Weight* keys[WIDTH];
   for (int i = 0; i < wide; i += WIDTH) {
     fetch(task.keys, task.begin + i + 2 * WIDTH);
-    fetch(task.values, task.begin + i);
-    for (int j = 0; j < WIDTH; ++j) {
-      keys[j] = reinterpret_cast<const Weight*>(slot(task, task.keys, std::min(task.begin + i + j, task.end - 1)));
+    for (int head = 0; head < task.heads; ++head) {
+      const typename T::Input* queries[kManyRows];
+      for (int row = 0; row < rows; ++row) queries[row] = query(head, row);
+#ifdef DOT_BF16
+      if constexpr (T::kInputs == Type::kBFloat16) {
+        if (i + WIDTH <= count && group == WIDTH && (size == 64 || size == 128)) {
+          const char* key = slot(task, task.keys, task.begin + i) + static_cast<std::size_t>(head * size) * 2;
+          for (int row = 0; row < rows; row += 4) {
+            const auto score = size == 64 ? score_rows<2> : score_rows<4>;
+            score(std::min(4, rows - row), queries + row, key, task.slot_stride, scores_of(head, row) + i, wide);
+          }
+          continue;
+        }
+      }
+#endif
+      const Weight* keys[WIDTH];
+      for (int j = 0; j < WIDTH; ++j) {
+        const char* at = slot(task, task.keys, std::min(task.begin + i + j, task.end - 1));
+        keys[j] = reinterpret_cast<const Weight*>(at) + head * size;
+      }
+      for (int row = 0; row < rows; ++row) {
+        Vec products[WIDTH];
+        for (int j = 0; j < WIDTH; ++j) products[j] = T::dot(queries[row], keys[j], size);
+        store(scores_of(head, row) + i, add_up(products));
+      }
     }
+  }
+  fetch(task.values, task.begin);
+  fetch(task.values, task.begin + group);
+  for (int head = 0; head < task.heads; ++head) {
     for (int row = 0; row < rows; ++row) {
-      Vec products[WIDTH];
-      for (int j = 0; j < WIDTH; ++j) products[j] = T::dot(queries[row], keys[j], size);
-      store(scores + row * wide + i, add_up(products));
+      float *of_row = scores_of(head, row), &top = result(max, head)[row];
+      top = mask(task, row, of_row, task.begin, wide);
+      result(sums, head)[row] = top == kNone ? 0.f : weigh(of_row, wide, top);
+      if (top == kNone) std::fill_n(of_row, wide, 0.f);
     }
+    std::fill_n(result(out, head), rows * size, 0.f);
   }
-  for (int row = 0; row < rows; ++row) {
-    max[row] = mask(task, row, scores + row * wide, task.begin, wide);
-    sums[row] = max[row] == kNone ? 0.f : weigh(scores + row * wide, wide, max[row]);
-    if (max[row] == kNone) std::fill_n(scores + row * wide, wide, 0.f);
-  }
-  // out = weights . values; a value row is read once for up to four rows.
-  constexpr int kRows = 4, kParts = 64 / WIDTH;
-  for (int row = 0; row < rows; row += kRows) {
-    const int here = std::min(kRows, rows - row);
-    for (int part = 0; part < size; part += 64) {
-      const int numbers = std::min(64, size - part);
-      if (numbers == 64) {
-        Vec total[kRows][kParts] = {};
-        for (int i = 0; i < count; ++i) {
-          const auto* value = reinterpret_cast<const Weight*>(slot(task, task.values, task.begin + i)) + part;
-          Vec wide_value[kParts];
-          if constexpr (T::kWeights == Type::kFloat32) {
-            for (int v = 0; v < kParts; ++v) wide_value[v] = load(value + v * WIDTH);
-          } else {  // even numbers, then odd ones, of 2 * WIDTH
-            for (int v = 0; v < kParts; v += 2) {
-              const IVec pairs = load_words(value + v * WIDTH);
-              wide_value[v] = low_half(pairs);
-              wide_value[v + 1] = high_half(pairs);
-            }
-          }
-          for (int r = 0; r < kRows; ++r) {
-            const Vec weight = broadcast(r < here ? scores[(row + r) * wide + i] : 0.f);
-            for (int v = 0; v < kParts; ++v) total[r][v] += weight * wide_value[v];
-          }
+  // out = weights . values; a value is read once for up to four rows.
+  for (int i = 0; i < count; i += group) {
+    fetch(task.values, task.begin + i + 2 * group);
+    const int here = std::min(group, count - i);
+    const auto* values = reinterpret_cast<const Weight*>(slot(task, task.values, task.begin + i));
+    for (int head = 0; head < task.heads; ++head, values += size) {
+      for (int row = 0; row < rows; row += 4) {
+        const float* weights = scores_of(head, row) + i;
+        float* to = result(out, head) + row * size;
+        int part = 0;
+        for (; part + 64 <= size; part += 64) {
+          add_values_of<T>(std::min(4, rows - row), here, values + part, stride, weights, wide, to + part, size);
         }
-        for (int r = 0; r < here; ++r) {
-          float* to = out + (row + r) * size + part;
-          if constexpr (T::kWeights == Type::kFloat32) {
-            for (int v = 0; v < kParts; ++v) store(to + v * WIDTH, total[r][v]);
-          } else {
-            for (int v = 0; v < kParts; v += 2) {
-              for (int i = 0; i < WIDTH; ++i) {
-                to[v * WIDTH + 2 * i] = total[r][v][i];
-                to[v * WIDTH + 2 * i + 1] = total[r][v + 1][i];
-              }
-            }
-          }
-        }
-      } else {
-        for (int r = 0; r < here; ++r) std::fill_n(out + (row + r) * size + part, numbers, 0.f);
-        for (int i = 0; i < count; ++i) {
-          const auto* value = reinterpret_cast<const Weight*>(slot(task, task.values, task.begin + i)) + part;
-          for (int r = 0; r < here; ++r) {
-            const float weight = scores[(row + r) * wide + i];
+        for (int t = 0; t < here && part < size; ++t) {
+          for (int r = 0; r < std::min(4, rows - row); ++r) {
+            const float weight = weights[r * wide + t];
             if (weight == 0.f) continue;
-            for (int n = 0; n < numbers; ++n) out[(row + r) * size + part + n] += weight * T::to_float(value[n]);
+            const Weight* value = values + static_cast<std::size_t>(t) * stride;
+            for (int n = part; n < size; ++n) to[r * size + n] += weight * T::to_float(value[n]);
           }
         }
       }
     }
+  }
+  for (int head = 0; head < task.heads; ++head) {
+    for (int row = 0; row < rows; ++row) in_order<T>(result(out, head) + row * size, size / 64 * 64);
   }
 }
 

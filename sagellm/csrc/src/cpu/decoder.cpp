@@ -71,10 +71,10 @@ struct Stage {
 };
 
 struct Task {  // of attention
-  int sequence, head;
+  int sequence, head, heads;  // `heads` key heads from `head` on
   int first, tokens;     // new tokens of the sequence
   int begin, end;        // keys
-  std::int64_t partial;  // where its result waits to be merged; -1: it is the whole
+  std::int64_t partial;  // where its results wait to be merged, head by head; -1: they are the whole
 };
 
 struct Sequence {
@@ -106,7 +106,7 @@ class StepWork : public Work {
         down_(kernels_, num_tokens_, model_->layers[0].down, threads, false) {
     while ((1 << block_shift_) < cache.block_size) ++block_shift_;
     read_sequences(step);
-    plan_attention();
+    plan_attention(threads);
     plan_stages();
   }
 
@@ -120,7 +120,8 @@ class StepWork : public Work {
     for (const Cut* cut : {&qkv_, &out_, &feed_, &down_}) bytes = std::max(bytes, cut->bytes());
     for (const Task& task : tasks_) {
       const int rows = task.tokens * share();
-      bytes = std::max(bytes, result_bytes(rows) + kernels_.attend_bytes(rows, shape_.head_size, is_decoding_));
+      const Size scratch = kernels_.attend_bytes(rows, task.heads, shape_.head_size, is_decoding_);
+      bytes = std::max(bytes, size(task.heads) * result_bytes(rows) + scratch);
     }
     return bytes;
   }
@@ -227,7 +228,12 @@ class StepWork : public Work {
     }
   }
 
-  void plan_attention() {
+  void plan_attention(int threads) {
+    // The heads of a token lie side by side: a task that reads them all reads memory in one run. Where there are few
+    // tasks each takes one head, so that all threads have some.
+    int splits = 0;
+    for (const Sequence& one : sequences_) splits += divided(one.length, cpu::kSplit);
+    const int heads = is_decoding_ && splits >= 2 * threads ? shape_.kv_heads : 1;
     for (int s = 0; s < static_cast<int>(sequences_.size()); ++s) {
       Sequence& one = sequences_[size(s)];
       if (!one.has_cache) continue;
@@ -235,18 +241,18 @@ class StepWork : public Work {
       // and as a guess beside others, one of a prompt the same whatever part of it was cached.
       const int step = std::max(1, (is_decoding_ ? kFewRows : kQueryRows) / share());
       one.num_splits = is_decoding_ ? divided(one.length, cpu::kSplit) : 0;
-      for (int head = 0; head < shape_.kv_heads; ++head) {
+      for (int head = 0; head < shape_.kv_heads; head += heads) {
         for (int first = 0; first < one.tokens; first += step) {
           const int tokens = std::min(step, one.tokens - first);
           if (!is_decoding_) {
-            tasks_.push_back({s, head, first, tokens, 0, one.length - one.tokens + first + tokens, -1});
+            tasks_.push_back({s, head, heads, first, tokens, 0, one.length - one.tokens + first + tokens, -1});
             continue;
           }
           if (one.num_splits > 1) merged_.push_back(static_cast<int>(tasks_.size()));
           for (int split = 0; split < one.num_splits; ++split) {
             const int begin = split * cpu::kSplit, end = std::min(one.length, begin + cpu::kSplit);
-            tasks_.push_back({s, head, first, tokens, begin, end, one.num_splits > 1 ? num_partials_ : -1});
-            if (one.num_splits > 1) num_partials_ += tokens * share() * (shape_.head_size + 2);
+            tasks_.push_back({s, head, heads, first, tokens, begin, end, one.num_splits > 1 ? num_partials_ : -1});
+            if (one.num_splits > 1) num_partials_ += heads * tokens * share() * (shape_.head_size + 2);
           }
         }
       }
@@ -450,16 +456,11 @@ class StepWork : public Work {
   void attend(int index, const DecoderLayer& layer, int chunk, char* local) const {
     const Task& task = tasks_[size(chunk)];
     const Sequence& one = sequences_[size(task.sequence)];
-    const Size head = size(task.head) * size(shape_.head_size);
     Attend wanted{};
-    wanted.query = buffers_->queries.data() +
-                   (size(one.row + task.first) * size(head_numbers()) + head * size(share())) * element_;
     wanted.query_stride = size(head_numbers());
     wanted.tokens = task.tokens;
     wanted.share = share();
     wanted.head_size = shape_.head_size;
-    wanted.keys = cache_.keys[size(index)] + head * cpu::size_of(kernels_.weights);
-    wanted.values = cache_.values[size(index)] + head * cpu::size_of(kernels_.weights);
     wanted.block_stride = cache_.block_stride;
     wanted.slot_stride = cache_.slot_stride;
     wanted.table = one.table.data();
@@ -472,12 +473,22 @@ class StepWork : public Work {
     wanted.scale = shape_.attention_scale;
     wanted.softcap = shape_.softcap;
     const int rows = task.tokens * share();
-    auto *out = reinterpret_cast<float*>(local), *max = out + rows * shape_.head_size, *sums = max + rows;
-    kernels_.attend(wanted, out, max, sums, local + result_bytes(rows));
+    const Size head = size(task.head) * size(shape_.head_size);
+    wanted.heads = task.heads;
+    wanted.result_stride = result_bytes(rows) / 4;
+    wanted.query = buffers_->queries.data() +
+                   (size(one.row + task.first) * size(head_numbers()) + head * size(share())) * element_;
+    wanted.keys = cache_.keys[size(index)] + head * cpu::size_of(kernels_.weights);
+    wanted.values = cache_.values[size(index)] + head * cpu::size_of(kernels_.weights);
+    auto *results = reinterpret_cast<float*>(local), *max = results + rows * shape_.head_size;
+    kernels_.attend(wanted, results, max, max + rows, local + size(task.heads) * result_bytes(rows));
     if (task.partial >= 0) return;
-    for (int row = 0; row < rows; ++row, out += shape_.head_size) {
-      const float scale = 1.F / sums[row];
-      for (int i = 0; i < shape_.head_size; ++i) out[i] *= scale;
+    for (int h = 0; h < task.heads; ++h, results += wanted.result_stride) {
+      float *out = results, *sums = results + rows * (shape_.head_size + 1);
+      for (int row = 0; row < rows; ++row, out += shape_.head_size) {
+        const float scale = 1.F / sums[row];
+        for (int i = 0; i < shape_.head_size; ++i) out[i] *= scale;
+      }
     }
   }
 
@@ -494,25 +505,31 @@ class StepWork : public Work {
 
   void commit_attended(int chunk, const char* local) {
     const Task& task = tasks_[size(chunk)];
-    const auto* result = reinterpret_cast<const float*>(local);
-    if (task.partial < 0) {
-      return store_attended(sequences_[size(task.sequence)].row + task.first, task.tokens, task.head, result);
+    const int rows = task.tokens * share();
+    const Size numbers = size(rows * (shape_.head_size + 2));
+    for (int h = 0; h < task.heads; ++h, local += result_bytes(rows)) {
+      const auto* result = reinterpret_cast<const float*>(local);
+      if (task.partial < 0) {
+        store_attended(sequences_[size(task.sequence)].row + task.first, task.tokens, task.head + h, result);
+      } else {
+        float* to = buffers_->partials.data() + static_cast<Size>(task.partial) + size(h) * numbers;
+        std::memcpy(to, result, numbers * 4);
+      }
     }
-    const Size numbers = size(task.tokens * share() * (shape_.head_size + 2));
-    std::memcpy(buffers_->partials.data() + task.partial, result, numbers * 4);
   }
 
   void merge(int chunk, float* result) const {
     const Task& first = tasks_[size(merged_[size(chunk)])];
     const int rows = first.tokens * share(), numbers = rows * (shape_.head_size + 2);
-    const int num_splits = sequences_[size(first.sequence)].num_splits;
-    for (int row = 0; row < rows; ++row, result += shape_.head_size) {
-      const float* part = buffers_->partials.data() + first.partial;
+    const int num_splits = sequences_[size(first.sequence)].num_splits, stride = first.heads * numbers;
+    for (int each = 0; each < first.heads * rows; ++each, result += shape_.head_size) {
+      const int row = each % rows;
+      const float* part = buffers_->partials.data() + first.partial + each / rows * numbers;
       const int at_max = rows * shape_.head_size + row, at_sum = at_max + rows;
       float top = part[at_max], total = 0;
-      for (int s = 1; s < num_splits; ++s) top = std::max(top, part[s * numbers + at_max]);
+      for (int s = 1; s < num_splits; ++s) top = std::max(top, part[s * stride + at_max]);
       std::fill_n(result, shape_.head_size, 0.F);
-      for (int s = 0; s < num_splits; ++s, part += numbers) {
+      for (int s = 0; s < num_splits; ++s, part += stride) {
         if (part[at_sum] == 0.F) continue;  // outside of the window
         const float weight = std::exp(part[at_max] - top);
         total += weight * part[at_sum];
@@ -525,7 +542,9 @@ class StepWork : public Work {
 
   void commit_merged(int chunk, const float* result) {
     const Task& first = tasks_[size(merged_[size(chunk)])];
-    store_attended(sequences_[size(first.sequence)].row + first.first, first.tokens, first.head, result);
+    for (int h = 0; h < first.heads; ++h, result += first.tokens * share() * shape_.head_size) {
+      store_attended(sequences_[size(first.sequence)].row + first.first, first.tokens, first.head + h, result);
+    }
   }
 
   const std::shared_ptr<const Decoder::Model> model_;

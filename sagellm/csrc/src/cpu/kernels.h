@@ -16,8 +16,10 @@ enum class Type { kFloat32, kBFloat16 };
 inline std::size_t size_of(Type type) { return type == Type::kFloat32 ? 4 : 2; }
 inline int padded(int count, int to) { return (count + to - 1) / to * to; }
 
-// Queries of adjacent tokens against a range of keys of one key head.
+// Queries of adjacent tokens against a range of keys of adjacent key heads.
 struct Attend {
+  int heads;                 // key heads; above 1 only for few rows that decode
+  std::size_t result_stride;  // floats from the results of a key head to those of the next
   const void* query;         // of the first token's first head, in the kernels' input type
   std::size_t query_stride;  // elements from token to token
   int tokens, share;         // query rows are [tokens][share]; `share` heads use the key head
@@ -53,9 +55,10 @@ struct Kernels {
   void (*from_weight)(const void* from, int count, float* to);
   // gate[i] = act(gate[i]) * up[i]; `gelu`: its tanh form, else SiLU.
   void (*gate)(float* gate, const float* up, int count, bool gelu);
-  // Result rows [tokens * share][head_size]. With `max` and `sum` (one a row) it is left unscaled, to be merged.
+  // Result rows [tokens * share][head_size] of each key head, unscaled, with the largest score and the sum of the
+  // weights of each row.
   void (*attend)(const Attend& task, float* out, float* max, float* sum, char* scratch);
-  std::size_t (*attend_bytes)(int rows, int head_size, bool few);
+  std::size_t (*attend_bytes)(int rows, int heads, int head_size, bool few);
   // Turns [heads][size] numbers of one token by cos and sin, [size] each: the two halves of a head are a pair.
   void (*rotate)(float* heads, int count, int size, const float* cos, const float* sin);
   void (*scale)(float* values, float by, const float* bias, int count);     // `bias` may be null

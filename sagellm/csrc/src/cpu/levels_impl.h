@@ -1,7 +1,8 @@
 // Products with weights of few bits. For `kernels_impl.h` alone, which says what it is compiled for.
 //
-// A weight is scale * level + offset, with one scale and one offset for a block of inputs. Levels are small whole numbers, which
-// every input type holds exactly. So a block's sum of inputs times levels is that of a plain product, and scales come last.
+// A weight is scale * level + offset, with one scale and one offset for a block of inputs. Levels are small whole
+// numbers, which every input type holds exactly. So a block's sum of inputs times levels is that of a plain product,
+// and scales come last.
 #pragma once
 
 #include <vector>
@@ -237,8 +238,8 @@ void multiply_levels_of(const void* input, std::size_t stride, int rows, const v
 template <class T>
 void multiply_levels(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int inputs, int bits,
                      int block, float* out, std::size_t out_stride) {
-  (bits == 4 ? multiply_levels_of<T, 4> : multiply_levels_of<T, 8>)(input, stride, rows, tile, tiles, inputs, block, out,
-                                                                    out_stride);
+  const auto multiply_of = bits == 4 ? multiply_levels_of<T, 4> : multiply_levels_of<T, 8>;
+  multiply_of(input, stride, rows, tile, tiles, inputs, block, out, out_stride);
 }
 
 }  // namespace sage::cpu::NAMESPACE

@@ -14,7 +14,8 @@ namespace cpu {
 void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const char* input, Size stride,
                     int chunk, float* local) {
   const char* from = input + size(cut.first_row(chunk)) * stride * size_of(kernels.inputs);
-  const char* tile = static_cast<const char*>(matrix.weight) + size(cut.first_tile(chunk)) * tile_bytes(kernels, matrix);
+  const Size skipped = size(cut.first_tile(chunk)) * tile_bytes(kernels, matrix);
+  const char* tile = static_cast<const char*>(matrix.weight) + skipped;
   if (matrix.bits != 0) {
     return kernels.multiply_levels(from, stride, cut.num_rows(chunk), tile, cut.num_tiles(chunk), matrix.inputs,
                                    matrix.bits, matrix.block, local, size(cut.width()));
@@ -50,7 +51,8 @@ float from_half(std::uint16_t half) {
 void unpack_levels(const Kernels& kernels, const Matrix& matrix, int row, float* to) {
   const Size lane = size(row % kTile);
   const char* from = static_cast<const char*>(matrix.weight) + size(row / kTile) * tile_bytes(kernels, matrix);
-  for (int i = 0; i < matrix.inputs; i += matrix.block, from += size(kTile) * size(4 + matrix.block * matrix.bits / 8)) {
+  const Size block_bytes = size(kTile) * size(4 + matrix.block * matrix.bits / 8);
+  for (int i = 0; i < matrix.inputs; i += matrix.block, from += block_bytes) {
     const auto* halves = reinterpret_cast<const std::uint16_t*>(from);
     const auto* words = reinterpret_cast<const std::uint32_t*>(from + size(kTile) * 4);
     const float scale = from_half(halves[lane]), offset = from_half(halves[size(kTile) + lane]);

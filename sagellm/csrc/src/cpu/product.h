@@ -18,7 +18,9 @@ constexpr int kPanel = 96;              // rows of a chunk: their inputs and res
 constexpr Size kChunkBytes = 64 << 10;  // weights of a chunk of few rows, about 5 us of a core's share of the memory
 
 inline Size tile_bytes(const Kernels& kernels, const Matrix& matrix) {
-  if (matrix.bits != 0) return size(kTile) * size(matrix.inputs / matrix.block) * size(4 + matrix.block * matrix.bits / 8);
+  if (matrix.bits != 0) {
+    return size(kTile) * size(matrix.inputs / matrix.block) * size(4 + matrix.block * matrix.bits / 8);
+  }
   const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
   return size(kTile) * size(inputs) * size_of(kernels.weights);
 }
