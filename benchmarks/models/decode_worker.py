@@ -10,12 +10,12 @@ from benchmarks.peers.worker import answer_requests
 class VllmWorker:
     """vLLM with its engine in this process. `model`: folder of a Hugging Face model."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, context: int, batch: int) -> None:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(threads)}
         import vllm
 
         self._version, self._sampling, self._number = vllm.__version__, vllm.SamplingParams, 0
-        options = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 8, "enable_prefix_caching": False}
+        options = {"dtype": "bfloat16", "max_model_len": context, "max_num_seqs": batch, "enable_prefix_caching": False}
         self._engine = vllm.LLM(model=model, **options).llm_engine
 
     def about(self) -> dict[str, Any]:
@@ -40,11 +40,11 @@ class VllmWorker:
 class LlamaWorker:
     """llama.cpp, one request at a time. `model`: a GGUF file, computed in the weights that it holds."""
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, context: int, batch: int) -> None:
         import llama_cpp
 
         self._version = llama_cpp.__version__
-        self._model = llama_cpp.Llama(model, n_ctx=2048, n_threads=threads, n_threads_batch=threads, verbose=False)
+        self._model = llama_cpp.Llama(model, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
 
     def about(self) -> dict[str, Any]:
         return {"version": self._version}
@@ -61,8 +61,8 @@ class LlamaWorker:
         raise RuntimeError("llama.cpp stopped generating")
 
 
-def build(engine: str, model: str, threads: int) -> Any:
-    return (VllmWorker if engine == "vllm" else LlamaWorker)(model, threads)
+def build(engine: str, model: str, threads: int, context: int, batch: int) -> Any:
+    return (VllmWorker if engine == "vllm" else LlamaWorker)(model, threads, context, batch)
 
 
 if __name__ == "__main__":
