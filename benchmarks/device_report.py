@@ -23,7 +23,7 @@ from sagellm.core.config import SageConfig
 from sagellm.core.errors import SageError
 from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.contract import operators
-from sagellm.engines.lmdeploy.contract.device import DEVICES, SUITE, bench_of
+from sagellm.engines.lmdeploy.contract.device import DEVICES, SUITE, operators_of
 from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
 PROMPT, NEW, ROUNDS = 512, 65, 5
@@ -38,17 +38,17 @@ def main(name: str, page: Path | None, output: Output) -> None:
     """Check and measure a device; exit code 1: it broke a rule."""
     try:
         check = SUITE.prepare(DEVICES, name, {})
-        bench = bench_of(name)
+        ops = operators_of(name)
     except SageError as error:
         raise click.ClickException(str(error)) from None
     found = check(seed=0, rounds=1, progress=None, limit_s=None)
-    missing = operators.missing_operators(bench)
+    missing = operators.missing_operators(ops)
     dtype = "bfloat16"
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_half_billion(Path(scratch))
-        speed = measure(name, folder, dtype, limits(bench.device))
+        speed = measure(name, folder, dtype, limits(ops.device))
     result = {
-        "device": name, "dtypes": [str(kind).removeprefix("torch.") for kind in bench.dtypes],
+        "device": name, "dtypes": [str(kind).removeprefix("torch.") for kind in ops.dtypes],
         "rules": {rule.rule: rule.message or "kept" for rule in found.results if rule.seen}, "missing": missing,
         "dtype": dtype, **speed,
     }  # fmt: skip

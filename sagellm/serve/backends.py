@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY
 from sagellm.core.config import PDHooks, SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import find_plugin
+from sagellm.engines.lmdeploy.architecture import check_harmony
 from sagellm.engines.lmdeploy.engine import (
     build_engine_config,
     check_threads,
@@ -81,6 +82,7 @@ class PytorchBackend:
         return device
 
     def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path, pd: PDHooks | None = None) -> Any:
+        check_harmony(model)
         set_threads(self._config, device)
         return build_engine_config(self._config, sizes, device, hook_config(self._config, run_dir, pd), model)
 

@@ -366,6 +366,18 @@ def test_info_names_the_operators_that_the_cpu_device_lacks(tmp_path):
     assert refused.exit_code == 2 and "MartianForCausalLM, which LMDeploy 0.11.0's PyTorch engine does not" in refused.stderr
 
 
+def test_a_server_of_gpt_oss_needs_the_vocabulary_of_its_chat_format(tmp_path, monkeypatch):
+    from sagellm.engines.lmdeploy.contract.architectures import write_model
+
+    def load(name):
+        raise OSError("no network.")
+
+    write_model("GptOss", tmp_path)
+    monkeypatch.setattr("openai_harmony.load_harmony_encoding", load)
+    refused = CliRunner().invoke(main, ["serve", "--model", str(tmp_path), "--device", "cpu"])
+    assert refused.exit_code == 2 and "needs the vocabulary of Harmony, its chat format: no network. Download" in refused.stderr
+
+
 def test_errors_are_one_sentence_and_code_2():
     names = ("nothing", "x" * 400, "~nobody-of-this-name/x")
     for words in ((command, name) for command in ("info", "get", "remove") for name in names):

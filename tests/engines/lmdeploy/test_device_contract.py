@@ -18,11 +18,11 @@ def found_in(bench) -> dict[str, str]:
 
 @pytest.fixture
 def bench():
-    return contract.bench_of("cpu")._replace(dtypes=(torch.float32,))
+    return contract.operators_of("cpu")._replace(dtypes=(torch.float32,))
 
 
 def test_the_cpu_device_in_every_type():
-    bench = contract.bench_of("cpu")
+    bench = contract.operators_of("cpu")
     assert bench.dtypes == (torch.float32, torch.bfloat16)
     assert found_in(bench) == {}
     missing = operators.missing_operators(bench)

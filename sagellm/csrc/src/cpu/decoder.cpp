@@ -5,6 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "attention_plan.h"
 #include "product.h"
 
 namespace sage {
@@ -20,9 +21,7 @@ using cpu::size;
 
 namespace {
 
-constexpr int kFewRows = 15;    // query rows of a sequence that decodes, computed together
-constexpr int kQueryRows = 96;  // of a chunk of a prompt
-constexpr int kTokens = 8;      // of a chunk of element-wise work
+constexpr int kTokens = 8;  // of a chunk of element-wise work
 
 }  // namespace
 
@@ -70,20 +69,6 @@ struct Stage {
   int chunks;
 };
 
-struct Task {  // of attention
-  int sequence, head, heads;  // `heads` key heads from `head` on
-  int first, tokens;     // new tokens of the sequence
-  int begin, end;        // keys
-  std::int64_t partial;  // where its results wait to be merged, head by head; -1: they are the whole
-};
-
-struct Sequence {
-  int row, tokens, length;
-  bool has_cache;
-  std::vector<std::int64_t> table;
-  int num_splits = 0;
-};
-
 class StepWork : public Work {
  public:
   StepWork(std::shared_ptr<const Decoder::Model> model, std::shared_ptr<Decoder::Buffers> buffers,
@@ -103,14 +88,16 @@ class StepWork : public Work {
         qkv_(kernels_, num_tokens_, model_->layers[0].qkv, threads, false),
         out_(kernels_, num_tokens_, model_->layers[0].out, threads, false),
         feed_(kernels_, num_tokens_, model_->layers[0].gate_up, threads, true),
-        down_(kernels_, num_tokens_, model_->layers[0].down, threads, false) {
+        down_(kernels_, num_tokens_, model_->layers[0].down, threads, false),
+        attention_(cpu::plan_attention(cache, step, shape_, threads)) {
     while ((1 << block_shift_) < cache.block_size) ++block_shift_;
-    read_sequences(step);
-    plan_attention(threads);
+    for (const std::int64_t token : tokens_) {
+      if (token < 0 || token >= shape_.vocabulary) throw std::invalid_argument("a token is outside of the vocabulary");
+    }
     plan_stages();
   }
 
-  Size num_partials() const { return static_cast<Size>(num_partials_); }
+  Size num_partials() const { return static_cast<Size>(attention_.num_partials); }
   int num_stages() const override { return static_cast<int>(stages_.size()); }
   int num_chunks(int stage) const override { return stages_[size(stage)].chunks; }
 
@@ -118,7 +105,7 @@ class StepWork : public Work {
     const int widest = std::max(shape_.hidden, (shape_.heads + 2 * shape_.kv_heads) * shape_.head_size);
     Size bytes = size(kTokens) * size(widest) * 4;
     for (const Cut* cut : {&qkv_, &out_, &feed_, &down_}) bytes = std::max(bytes, cut->bytes());
-    for (const Task& task : tasks_) {
+    for (const cpu::AttentionTask& task : attention_.tasks) {
       const int rows = task.tokens * share();
       const Size scratch = kernels_.attend_bytes(rows, task.heads, shape_.head_size, is_decoding_);
       bytes = std::max(bytes, size(task.heads) * result_bytes(rows) + scratch);
@@ -201,66 +188,8 @@ class StepWork : public Work {
 
   // ---- planning
 
-  void read_sequences(const DecoderStep& step) {
-    const auto fail = [](const std::string& words) { throw std::invalid_argument(words); };
-    int row = 0;
-    for (int s = 0; s < step.num_sequences; ++s) {
-      const std::int64_t tokens = step.query_lengths[s], length = step.lengths[s];
-      if (tokens < 1 || tokens > step.num_tokens - row) fail("query lengths do not add up to the step's tokens");
-      if (length != 0 && length < tokens) fail("a sequence is shorter than its new tokens");
-      Sequence one{row, static_cast<int>(tokens), static_cast<int>(length), length > 0, {}, 0};
-      const std::int64_t blocks = (length + cache_.block_size - 1) / cache_.block_size;
-      if (blocks > step.table_width) fail("a sequence has more tokens than its blocks hold");
-      const std::int64_t* table = step.tables + size(s) * size(step.table_width);
-      one.table.assign(table, table + blocks);
-      for (const std::int64_t block : one.table) {
-        if (block < 0 || block >= cache_.num_blocks) fail("a block is outside of the cache");
-      }
-      row += one.tokens;
-      sequences_.push_back(std::move(one));
-    }
-    if (row != step.num_tokens) fail("query lengths do not add up to the step's tokens");
-    for (const std::int64_t token : tokens_) {
-      if (token < 0 || token >= shape_.vocabulary) fail("a token is outside of the vocabulary");
-    }
-    for (int s = 0; s < step.num_sequences; ++s) {
-      owners_.insert(owners_.end(), size(sequences_[size(s)].tokens), s);
-    }
-  }
-
-  void plan_attention(int threads) {
-    // The heads of a token lie side by side: a task that reads them all reads memory in one run. Where there are few
-    // tasks each takes one head, so that all threads have some.
-    int splits = 0;
-    for (const Sequence& one : sequences_) splits += divided(one.length, cpu::kSplit);
-    const int heads = is_decoding_ && splits >= 2 * threads ? shape_.kv_heads : 1;
-    for (int s = 0; s < static_cast<int>(sequences_.size()); ++s) {
-      Sequence& one = sequences_[size(s)];
-      if (!one.has_cache) continue;
-      // By what the step does and not by how many tokens there are: a token that is decoded gets the same numbers alone
-      // and as a guess beside others, one of a prompt the same whatever part of it was cached.
-      const int step = std::max(1, (is_decoding_ ? kFewRows : kQueryRows) / share());
-      one.num_splits = is_decoding_ ? divided(one.length, cpu::kSplit) : 0;
-      for (int head = 0; head < shape_.kv_heads; head += heads) {
-        for (int first = 0; first < one.tokens; first += step) {
-          const int tokens = std::min(step, one.tokens - first);
-          if (!is_decoding_) {
-            tasks_.push_back({s, head, heads, first, tokens, 0, one.length - one.tokens + first + tokens, -1});
-            continue;
-          }
-          if (one.num_splits > 1) merged_.push_back(static_cast<int>(tasks_.size()));
-          for (int split = 0; split < one.num_splits; ++split) {
-            const int begin = split * cpu::kSplit, end = std::min(one.length, begin + cpu::kSplit);
-            tasks_.push_back({s, head, heads, first, tokens, begin, end, one.num_splits > 1 ? num_partials_ : -1});
-            if (one.num_splits > 1) num_partials_ += heads * tokens * share() * (shape_.head_size + 2);
-          }
-        }
-      }
-    }
-  }
-
   void plan_stages() {
-    const int groups = divided(num_tokens_, kTokens), attends = static_cast<int>(tasks_.size());
+    const int groups = divided(num_tokens_, kTokens), attends = static_cast<int>(attention_.tasks.size());
     const auto add = [&](Kind kind, int layer, int chunks) { stages_.push_back({kind, layer, chunks}); };
     add(Kind::kEmbed, 0, groups);
     for (int i = 0; i < static_cast<int>(model_->layers.size()); ++i) {
@@ -268,7 +197,7 @@ class StepWork : public Work {
       add(Kind::kQkv, i, qkv_.chunks());
       add(Kind::kRotate, i, groups);
       if (attends > 0) add(Kind::kAttend, i, attends);
-      if (!merged_.empty()) add(Kind::kMerge, i, static_cast<int>(merged_.size()));
+      if (!attention_.merged.empty()) add(Kind::kMerge, i, static_cast<int>(attention_.merged.size()));
       add(Kind::kOut, i, out_.chunks());
       if (layer.after_attention != nullptr) add(Kind::kAddAttended, i, groups);
       add(Kind::kFeed, i, feed_.chunks());
@@ -443,7 +372,7 @@ class StepWork : public Work {
     for (int row = first_of(chunk); row < end_of(chunk); ++row, result += numbers) {
       kernels_.to_input(result, nullptr, head_numbers(),
                         buffers_->queries.data() + size(row) * size(head_numbers()) * element_);
-      const Sequence& one = sequences_[size(owners_[size(row)])];
+      const cpu::Sequence& one = attention_.sequences[size(attention_.owners[size(row)])];
       if (!one.has_cache) continue;
       const int position = one.length - one.tokens + row - one.row;
       const Size at = size(static_cast<int>(one.table[size(position >> block_shift_)])) * cache_.block_stride +
@@ -454,8 +383,8 @@ class StepWork : public Work {
   }
 
   void attend(int index, const DecoderLayer& layer, int chunk, char* local) const {
-    const Task& task = tasks_[size(chunk)];
-    const Sequence& one = sequences_[size(task.sequence)];
+    const cpu::AttentionTask& task = attention_.tasks[size(chunk)];
+    const cpu::Sequence& one = attention_.sequences[size(task.sequence)];
     Attend wanted{};
     wanted.query_stride = size(head_numbers());
     wanted.tokens = task.tokens;
@@ -504,13 +433,13 @@ class StepWork : public Work {
   }
 
   void commit_attended(int chunk, const char* local) {
-    const Task& task = tasks_[size(chunk)];
+    const cpu::AttentionTask& task = attention_.tasks[size(chunk)];
     const int rows = task.tokens * share();
     const Size numbers = size(rows * (shape_.head_size + 2));
     for (int h = 0; h < task.heads; ++h, local += result_bytes(rows)) {
       const auto* result = reinterpret_cast<const float*>(local);
       if (task.partial < 0) {
-        store_attended(sequences_[size(task.sequence)].row + task.first, task.tokens, task.head + h, result);
+        store_attended(attention_.sequences[size(task.sequence)].row + task.first, task.tokens, task.head + h, result);
       } else {
         float* to = buffers_->partials.data() + static_cast<Size>(task.partial) + size(h) * numbers;
         std::memcpy(to, result, numbers * 4);
@@ -519,9 +448,9 @@ class StepWork : public Work {
   }
 
   void merge(int chunk, float* result) const {
-    const Task& first = tasks_[size(merged_[size(chunk)])];
+    const cpu::AttentionTask& first = attention_.tasks[size(attention_.merged[size(chunk)])];
     const int rows = first.tokens * share(), numbers = rows * (shape_.head_size + 2);
-    const int num_splits = sequences_[size(first.sequence)].num_splits, stride = first.heads * numbers;
+    const int num_splits = attention_.sequences[size(first.sequence)].num_splits, stride = first.heads * numbers;
     for (int each = 0; each < first.heads * rows; ++each, result += shape_.head_size) {
       const int row = each % rows;
       const float* part = buffers_->partials.data() + first.partial + each / rows * numbers;
@@ -541,9 +470,9 @@ class StepWork : public Work {
   }
 
   void commit_merged(int chunk, const float* result) {
-    const Task& first = tasks_[size(merged_[size(chunk)])];
+    const cpu::AttentionTask& first = attention_.tasks[size(attention_.merged[size(chunk)])];
     for (int h = 0; h < first.heads; ++h, result += first.tokens * share() * shape_.head_size) {
-      store_attended(sequences_[size(first.sequence)].row + first.first, first.tokens, first.head + h, result);
+      store_attended(attention_.sequences[size(first.sequence)].row + first.first, first.tokens, first.head + h, result);
     }
   }
 
@@ -560,11 +489,7 @@ class StepWork : public Work {
   char* const hidden_;
   const Cut qkv_, out_, feed_, down_;
   int block_shift_ = 0;
-  std::vector<Sequence> sequences_;
-  std::vector<int> owners_;  // sequence of each token
-  std::vector<Task> tasks_;
-  std::vector<int> merged_;  // first of the tasks whose results are merged; its other splits follow
-  std::int64_t num_partials_ = 0;
+  const cpu::AttentionPlan attention_;
   std::vector<Stage> stages_;
 };
 

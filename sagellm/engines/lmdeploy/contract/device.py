@@ -12,7 +12,7 @@ from sagellm.core.errors import ConfigError
 from sagellm.core.registry import Registry, load_offered
 from sagellm.engines.lmdeploy.contract import architectures, operators
 
-__all__ = ["DEVICES", "RULES", "SUITE", "Device", "bench_of"]
+__all__ = ["DEVICES", "RULES", "SUITE", "Device", "operators_of"]
 
 GROUP = "sagellm.devices"
 
@@ -115,14 +115,14 @@ def parts(name: str, seed: int, report: Report) -> Played:
     return Played(1, set(RULES) - {*operators.RULES, *architectures.RULES})
 
 
-def bench_of(name: str) -> operators.Bench:
+def operators_of(name: str) -> operators.DeviceOperators:
     """Return the operators of a device, which is activated in this process."""
     from lmdeploy import sage_device
 
     device = DEVICES.find(name)
     sage_device.activate(name)
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
-    return operators.Bench(device.ops_backend(), device.torch_device, tuple(kind for kind in kinds if takes(name, kind)))
+    dtypes = tuple(kind for kind in (torch.float32, torch.bfloat16, torch.float16) if takes(name, kind))
+    return operators.DeviceOperators(device.ops_backend(), device.torch_device, dtypes)
 
 
 def takes(name: str, kind: torch.dtype) -> bool:
@@ -140,8 +140,8 @@ def takes(name: str, kind: torch.dtype) -> bool:
 
 def compare_operators(name: str, seed: int, report: Report) -> Played:
     """Compare each operator with a plain formula. Operators that the device does not have are no fault."""
-    bench = bench_of(name)
-    return Played(1, operators.check_operators(bench, seed, report, operators.missing_operators(bench)))
+    ops = operators_of(name)
+    return Played(1, operators.check_operators(ops, seed, report, operators.missing_operators(ops)))
 
 
 def compare_architectures(name: str, seed: int, report: Report) -> Played:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sagellm.core.contract import Report
 
-__all__ = ["RULES", "Bench", "check_operators", "missing_operators"]
+__all__ = ["RULES", "DeviceOperators", "check_operators", "missing_operators"]
 
 RULES = {
     "linear": "multiplies by a weight and adds its bias",
@@ -28,7 +28,7 @@ BLOCK, NUM_BLOCKS = 16, 48
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.006}
 
 
-class Bench(NamedTuple):
+class DeviceOperators(NamedTuple):
     """A device's operators.
 
     Attributes:
@@ -52,10 +52,10 @@ class Bench(NamedTuple):
         return (scale * torch.randn(*shape)).to(self.device, dtype)
 
 
-Check = Callable[[Bench, torch.dtype], Iterator[tuple[str, str, Tensor, Tensor]]]  # rule, what, found, expected
+Check = Callable[[DeviceOperators, torch.dtype], Iterator[tuple[str, str, Tensor, Tensor]]]  # rule, what, found, expected
 
 
-def missing_operators(bench: Bench) -> dict[str, str]:
+def missing_operators(ops: DeviceOperators) -> dict[str, str]:
     """Operators that the device cannot build, with its reason."""
     found = {}
     for name, arguments, options in (
@@ -67,26 +67,26 @@ def missing_operators(bench: Bench) -> dict[str, str]:
         ("FusedMoEW8A8", (2, 4), {}), ("FusedMoEBlockedF8", (2, 4), {}),
     ):  # fmt: skip
         try:
-            bench.build(name, *arguments, **options)
+            ops.build(name, *arguments, **options)
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}".rstrip(": ")
     for kind, options in ATTENTION_KINDS.items():
         try:
-            bench.build("PagedAttention", 4, 16, num_kv_heads=2, **options)
+            ops.build("PagedAttention", 4, 16, num_kv_heads=2, **options)
         except Exception as error:
             found[f"PagedAttention, {kind}"] = f"{type(error).__name__}: {error}"
     return found
 
 
-def check_operators(bench: Bench, seed: int, report: Report, missing: dict[str, str]) -> set[str]:
+def check_operators(ops: DeviceOperators, seed: int, report: Report, missing: dict[str, str]) -> set[str]:
     """Compare every operator that there is; returns the rules that were tried."""
     seen = set()
     for needed, check in CHECKS:
         if any(name in missing for name in needed):
             continue
-        for dtype in bench.dtypes:
+        for dtype in ops.dtypes:
             torch.manual_seed(seed)
-            for rule, what, found, expected in check(bench, dtype):
+            for rule, what, found, expected in check(ops, dtype):
                 seen.add(rule)
                 _compare(rule, f"{what}, {str(dtype).removeprefix('torch.')}", found, expected, TOLERANCE[dtype], report)
     return seen
@@ -105,21 +105,21 @@ def _exact(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.double().cpu() for tensor in tensors)
 
 
-def _linear(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _linear(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     for rows, inputs, outputs in ((1, 64, 48), (3, 33, 70), (130, 96, 32)):
         for has_bias in (False, True):
-            x, weight = bench.random(1, rows, inputs, dtype=dtype), bench.random(outputs, inputs, dtype=dtype)
-            bias = bench.random(outputs, dtype=dtype) if has_bias else None
-            impl = bench.build("Linear", inputs, outputs, bias=has_bias, dtype=dtype)
+            x, weight = ops.random(1, rows, inputs, dtype=dtype), ops.random(outputs, inputs, dtype=dtype)
+            bias = ops.random(outputs, dtype=dtype) if has_bias else None
+            impl = ops.build("Linear", inputs, outputs, bias=has_bias, dtype=dtype)
             weight_, bias_ = impl.update_weights(weight, bias)
             expected = F.linear(*_exact(x, weight), None if bias is None else bias.double().cpu())
             yield "linear", f"{rows} rows, {inputs} to {outputs}, bias {has_bias}", impl.forward(x, weight_, bias_), expected
 
 
-def _norms(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _norms(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     for size, epsilon in ((64, 1e-6), (96, 0.5)):
-        x, residual, weight = (bench.random(*shape, dtype=dtype) for shape in ((1, 7, size), (1, 7, size), (size,)))
-        norm = bench.build("RMSNorm", size, eps=epsilon)
+        x, residual, weight = (ops.random(*shape, dtype=dtype) for shape in ((1, 7, size), (1, 7, size), (size,)))
+        norm = ops.build("RMSNorm", size, eps=epsilon)
         rows, others, factor = _exact(x, residual, weight)
 
         def plain(value: Tensor, factor: Tensor = factor, epsilon: float = epsilon) -> Tensor:
@@ -131,24 +131,24 @@ def _norms(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor,
         yield "norms", f"sum with the residual of {size}", total, rows + others
 
 
-def _layer_norms(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    x, weight, bias = (bench.random(*shape, dtype=dtype) for shape in ((1, 7, 64), (64,), (64,)))
-    found = bench.build("LayerNorm", 64, eps=1e-5).forward(x, weight, bias)
+def _layer_norms(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    x, weight, bias = (ops.random(*shape, dtype=dtype) for shape in ((1, 7, 64), (64,), (64,)))
+    found = ops.build("LayerNorm", 64, eps=1e-5).forward(x, weight, bias)
     rows, factor, offset = _exact(x, weight, bias)
     yield "norms", "layer norm", found, F.layer_norm(rows, (64,), factor, offset, 1e-5)
 
 
-def _silu(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    x = bench.random(1, 5, 96, dtype=dtype)
+def _silu(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    x = ops.random(1, 5, 96, dtype=dtype)
     gate, up = _exact(x)[0].chunk(2, -1)
-    yield "activations", "SiLU", bench.build("SiluAndMul", inplace=False).forward(x.clone()), F.silu(gate) * up
+    yield "activations", "SiLU", ops.build("SiluAndMul", inplace=False).forward(x.clone()), F.silu(gate) * up
 
 
-def _gelu(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    x = bench.random(1, 5, 96, dtype=dtype, scale=2.0)
+def _gelu(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    x = ops.random(1, 5, 96, dtype=dtype, scale=2.0)
     gate, up = _exact(x)[0].chunk(2, -1)
     for form in ("none", "tanh"):
-        found = bench.build("GeluAndMul", approximate=form).forward(x.clone())
+        found = ops.build("GeluAndMul", approximate=form).forward(x.clone())
         yield "activations", f"GELU, {form}", found, F.gelu(gate, approximate=form) * up
 
 
@@ -164,7 +164,7 @@ def _angles(dim: int, base: float, positions: list[int], kind: str) -> Tensor:
     return torch.tensor(positions, dtype=torch.float64)[:, None] * frequencies
 
 
-def _rotary_angles(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _rotary_angles(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     from lmdeploy.pytorch.backends.rotary_embedding import Llama3Parameters, RopeType
 
     scalings: dict[str, dict[str, Any]] = {
@@ -173,20 +173,20 @@ def _rotary_angles(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str,
     }  # fmt: skip
     positions = [0, 1, 5, 63, 500]
     for kind, options in scalings.items():
-        impl = bench.build("RotaryEmbedding", 32, 1024, 10000, emb_type=RopeType[kind], **options)
+        impl = ops.build("RotaryEmbedding", 32, 1024, 10000, emb_type=RopeType[kind], **options)
         if isinstance(impl, torch.nn.Module):
-            impl = impl.to(bench.device)
-        x = torch.zeros(1, len(positions), 32, dtype=dtype, device=bench.device)
-        cos, sin = impl(x, torch.tensor([positions], device=bench.device))
+            impl = impl.to(ops.device)
+        x = torch.zeros(1, len(positions), 32, dtype=dtype, device=ops.device)
+        cos, sin = impl(x, torch.tensor([positions], device=ops.device))
         angles = _angles(32, 10000, positions, kind).repeat(1, 2)[None]
         yield "rotary", f"cosines, {kind}", cos, angles.cos()
         yield "rotary", f"sines, {kind}", sin, angles.sin()
 
 
-def _rotary_turn(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    query, key = (bench.random(6, heads, 32, dtype=dtype) for heads in (4, 2))
+def _rotary_turn(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    query, key = (ops.random(6, heads, 32, dtype=dtype) for heads in (4, 2))
     angles = _angles(32, 10000, [0, 1, 2, 17, 18, 900], "Default").repeat(1, 2)
-    cos, sin = (part.to(bench.device, dtype) for part in (angles.cos(), angles.sin()))
+    cos, sin = (part.to(ops.device, dtype) for part in (angles.cos(), angles.sin()))
 
     def turned(states: Tensor) -> Tensor:
         states, *parts = _exact(states, cos, sin)
@@ -194,7 +194,7 @@ def _rotary_turn(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, T
         return states * parts[0][:, None] + other * parts[1][:, None]
 
     expected = turned(query), turned(key)
-    found = bench.build("ApplyRotaryEmb").forward(query.clone(), key.clone(), cos, sin, inplace=False)
+    found = ops.build("ApplyRotaryEmb").forward(query.clone(), key.clone(), cos, sin, inplace=False)
     for name, one, other in zip(("queries", "keys"), found, expected, strict=True):
         yield "rotary", f"turned {name}", one, other
 
@@ -209,29 +209,29 @@ STEPS = {
 }  # fmt: skip
 
 
-def _attention(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _attention(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     for heads, kv_heads in ((4, 4), (4, 2), (6, 1)):
         for what, lengths in STEPS.items():
-            yield "attention", f"{what}, {heads} heads over {kv_heads}", *_attend(bench, dtype, heads, kv_heads, lengths, {})
+            yield "attention", f"{what}, {heads} heads over {kv_heads}", *_attend(ops, dtype, heads, kv_heads, lengths, {})
 
 
 def _attention_kind(kind: str) -> Check:
-    def check(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    def check(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         for what, lengths in STEPS.items():
-            yield "attention_kinds", f"{kind}, {what}", *_attend(bench, dtype, 4, 2, lengths, ATTENTION_KINDS[kind])
+            yield "attention_kinds", f"{kind}, {what}", *_attend(ops, dtype, 4, 2, lengths, ATTENTION_KINDS[kind])
 
     return check
 
 
 def _attend(
-    bench: Bench, dtype: torch.dtype, heads: int, kv_heads: int, lengths: list[tuple[int, int]], options: dict[str, Any]
+    ops: DeviceOperators, dtype: torch.dtype, heads: int, kv_heads: int, lengths: list[tuple[int, int]], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """A step over the operator's own cache. Earlier tokens are brought there by the operator, one sequence at a time."""
     dim = 32
-    impl = bench.build("PagedAttention", heads, dim, scale=dim**-0.5, num_kv_heads=kv_heads, **options)
+    impl = ops.build("PagedAttention", heads, dim, scale=dim**-0.5, num_kv_heads=kv_heads, **options)
     caches = tuple(
-        torch.full((NUM_BLOCKS, *shape(BLOCK, kv_heads, dim, dtype)), float("nan"), dtype=dtype, device=bench.device)
-        for shape in (bench.backend.get_k_block_shape, bench.backend.get_v_block_shape)
+        torch.full((NUM_BLOCKS, *shape(BLOCK, kv_heads, dim, dtype)), float("nan"), dtype=dtype, device=ops.device)
+        for shape in (ops.backend.get_k_block_shape, ops.backend.get_v_block_shape)
     )
     widest = max(-(-(new + past) // BLOCK) for new, past in lengths)
     order, tables = torch.randperm(NUM_BLOCKS).tolist(), []
@@ -239,17 +239,17 @@ def _attend(
         need = -(-(new + past) // BLOCK)
         tables.append([order.pop() for _ in range(need)] + [0] * (widest - need))
     texts = [
-        tuple(bench.random(new + past, count, dim, dtype=dtype) for count in (heads, kv_heads, kv_heads))
+        tuple(ops.random(new + past, count, dim, dtype=dtype) for count in (heads, kv_heads, kv_heads))
         for new, past in lengths
     ]
     more = {}
     if options.get("learnable_sink"):
-        more["learnable_sink"] = bench.random(heads, dtype=dtype)
+        more["learnable_sink"] = ops.random(heads, dtype=dtype)
 
     def step(rows: list[int], begins: list[int], ends: list[int]) -> Tensor:
         parts = [torch.cat([texts[row][part][b:e] for row, b, e in zip(rows, begins, ends, strict=True)]) for part in range(3)]
         new = [e - b for b, e in zip(begins, ends, strict=True)]
-        metadata = _metadata(bench, [tables[row] for row in rows], new, ends, caches)
+        metadata = _metadata(ops, [tables[row] for row in rows], new, ends, caches)
         return impl.forward(*parts, *caches, metadata, **more)
 
     for row, (_, past) in enumerate(lengths):
@@ -264,12 +264,14 @@ def _attend(
     return found, torch.cat(expected)
 
 
-def _metadata(bench: Bench, tables: list[list[int]], new: list[int], ends: list[int], caches: tuple[Tensor, ...]) -> Any:
+def _metadata(
+    ops: DeviceOperators, tables: list[list[int]], new: list[int], ends: list[int], caches: tuple[Tensor, ...]
+) -> Any:
     """The attention metadata that the back end makes of a step."""
     from lmdeploy.pytorch.model_inputs import StepContext
 
     def integers(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=bench.device)
+        return torch.tensor(values, dtype=dtype, device=ops.device)
 
     queries, keys = integers(new), integers(ends)
     model = SimpleNamespace(use_flash_mla=False, num_attention_heads=0)
@@ -279,7 +281,7 @@ def _metadata(bench: Bench, tables: list[list[int]], new: list[int], ends: list[
         q_start_loc=queries.cumsum(0) - queries, kv_caches=[caches], is_decoding=max(new) == 1,
         sum_kv_seqlen=sum(ends), max_kv_seqlen=max(ends),
     )  # fmt: skip
-    return bench.backend.update_step_context(context).attn_metadata
+    return ops.backend.update_step_context(context).attn_metadata
 
 
 def _plain_attention(
@@ -300,24 +302,24 @@ def _plain_attention(
     return torch.einsum("hqk,khd->qhd", weights, values)[past:]
 
 
-def _top_k(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    logits = bench.random(9, 8, dtype=dtype, scale=3.0)
-    weights, ids = bench.build("SoftmaxTopK", 3).forward(logits)
+def _top_k(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    logits = ops.random(9, 8, dtype=dtype, scale=3.0)
+    weights, ids = ops.build("SoftmaxTopK", 3).forward(logits)
     best = _exact(logits)[0].softmax(-1).topk(3)
     yield "experts", "weights of the best experts", weights, best.values
     yield "experts", "the best experts", _exact(logits)[0].gather(1, ids.cpu()), _exact(logits)[0].gather(1, best.indices)
 
 
-def _experts(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _experts(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     num, hidden, size = 4, 48, 40
     x, gate_up, down = (
-        bench.random(*shape, dtype=dtype, scale=0.3) for shape in ((9, hidden), (num, 2 * size, hidden), (num, hidden, size))
+        ops.random(*shape, dtype=dtype, scale=0.3) for shape in ((9, hidden), (num, 2 * size, hidden), (num, hidden, size))
     )
-    ids = torch.stack([torch.randperm(num)[:2] for _ in range(9)]).to(bench.device)
-    weights = torch.rand(9, 2).to(bench.device)
+    ids = torch.stack([torch.randperm(num)[:2] for _ in range(9)]).to(ops.device)
+    weights = torch.rand(9, 2).to(ops.device)
     rows, first, second, shares = _exact(x, gate_up, down, weights)
     for renormalize in (False, True):
-        impl = bench.build("FusedMoE", 2, num, renormalize=renormalize, hidden_dim=hidden)
+        impl = ops.build("FusedMoE", 2, num, renormalize=renormalize, hidden_dim=hidden)
         found = impl.forward(x.clone(), weights, ids, *impl.update_weights(gate_up, down))
         each = shares / shares.sum(-1, keepdim=True) if renormalize else shares
         expected = torch.zeros(9, hidden, dtype=torch.float64)
@@ -328,14 +330,14 @@ def _experts(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tenso
         yield "experts", f"two experts of {num}, renormalize {renormalize}", found, expected
 
 
-def _sampling(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    if dtype != bench.dtypes[0]:  # probabilities are float32 whatever the model computes in
+def _sampling(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    if dtype != ops.dtypes[0]:  # probabilities are float32 whatever the model computes in
         return
     count, probabilities = 6000, torch.tensor([0.1, 0.0, 0.5, 0.0, 0.4])
-    impl = bench.build("MultinomialSampling")
-    scores = probabilities.expand(count, -1).contiguous().to(bench.device)
-    indices = torch.arange(10, 15, device=bench.device).expand(count, -1).contiguous()
-    seeds, zeros = torch.arange(count, device=bench.device), torch.zeros(count, dtype=torch.int64, device=bench.device)
+    impl = ops.build("MultinomialSampling")
+    scores = probabilities.expand(count, -1).contiguous().to(ops.device)
+    indices = torch.arange(10, 15, device=ops.device).expand(count, -1).contiguous()
+    seeds, zeros = torch.arange(count, device=ops.device), torch.zeros(count, dtype=torch.int64, device=ops.device)
     drawn = impl.forward(scores, seeds, zeros, indices)
     share, yes = torch.bincount(drawn.cpu() - 10, minlength=5)[:5] / count, torch.ones(1).double()
     # A share has a standard deviation of 0.0065 at most.
