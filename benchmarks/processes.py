@@ -124,7 +124,9 @@ class ServerProcess:
 
     @property
     def stderr(self) -> str:
-        return (self.folder / "stderr").read_text(errors="replace")
+        with contextlib.suppress(FileNotFoundError):  # its folder goes when it is closed
+            return (self.folder / "stderr").read_text(errors="replace")
+        return ""
 
     def ready(self, deadline_s: float = READY_S) -> dict[str, Any]:
         """Wait for the readiness line and return it. Raises ServerDied if the server ends or takes longer."""

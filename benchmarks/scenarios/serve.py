@@ -280,12 +280,13 @@ def _watched_hits(server: Server, file: Path, before: dict[str, float]) -> Any:
             rows.append((time.perf_counter() - start_s, *counts))
 
     thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
+    try:  # from before its start: an interrupt may come while it starts
+        thread.start()
         yield
     finally:
         stopped.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
         time_s, query, hit = np.array(rows, np.float64).reshape(-1, 3).T
         np.savez_compressed(file, time_s=time_s, query_tokens=query, hit_tokens=hit)
 

@@ -177,9 +177,11 @@ class LooksAround(MemoryBackend):
 
     def _start_all_reduce(self, tensor, op, timeout_s):
         def then():
-            time.sleep(0.05)
-            if self.rank == 0 and self._group.left:
-                raise CommPeerError("somebody has gone")
+            end_s = time.monotonic() + 2
+            while self.rank == 0 and time.monotonic() < end_s:
+                if self._group.left:
+                    raise CommPeerError("somebody has gone")
+                time.sleep(0.01)
 
         return Then(super()._start_all_reduce(tensor, op, timeout_s), then)
 
