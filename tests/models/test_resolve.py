@@ -346,14 +346,15 @@ def test_a_removal_that_is_killed_leaves_no_half_model(cache, monkeypatch):
 
 
 def test_info_names_the_operators_that_the_cpu_device_lacks(tmp_path):
-    from transformers import LlamaConfig, MixtralConfig
+    from transformers import LlamaConfig
 
+    from sagellm.engines.lmdeploy.contract.architectures import write_model
     from tests.models.test_gguf import SHAPE
     from tests.reference import save_random
 
-    save_random(MixtralConfig(**SHAPE | {"num_hidden_layers": 1}), tmp_path / "mixtral")
-    facts = json.loads(run("info", tmp_path / "mixtral", "--json").stdout)
-    assert (facts["missing_on_cpu"], facts["eager_on_cpu"]) == ({}, "the native step does not know MixtralForCausalLM")
+    write_model("DeepseekV2", tmp_path / "deepseek")
+    facts = json.loads(run("info", tmp_path / "deepseek", "--json").stdout)
+    assert (facts["missing_on_cpu"], facts["eager_on_cpu"]) == ({}, "the native step does not know DeepseekV2ForCausalLM")
     save_random(LlamaConfig(**SHAPE | {"num_hidden_layers": 1}), tmp_path)
     edit(tmp_path / "config.json", quantization_config={"quant_method": "smooth_quant", "quant_dtype": "int8"})
     facts = json.loads(run("info", tmp_path, "--json").stdout)

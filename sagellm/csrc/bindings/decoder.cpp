@@ -42,13 +42,28 @@ Matrix matrix_of(const py::dict& given) {
   return matrix;
 }
 
+// A part that the layer does not have is None.
+Matrix optional_matrix_of(const py::object& given) { return given.is_none() ? Matrix{} : matrix_of(given); }
+
+Experts experts_of(const py::object& given) {
+  Experts experts;
+  if (given.is_none()) return experts;
+  experts.router = matrix_of(given["router"]);
+  for (const py::handle each : given["gate_up"]) experts.gate_up.push_back(matrix_of(each.cast<py::dict>()));
+  for (const py::handle each : given["down"]) experts.down.push_back(matrix_of(each.cast<py::dict>()));
+  experts.top_k = given["top_k"].cast<int>();
+  experts.renormalize = given["renormalize"].cast<bool>();
+  return experts;
+}
+
 DecoderLayer layer_of(const py::dict& given) {
   const auto numbers = [&](const char* name) { return at<const float>(given[name].cast<Address>()); };
   DecoderLayer layer;
   layer.qkv = matrix_of(given["qkv"]);
   layer.out = matrix_of(given["out"]);
-  layer.gate_up = matrix_of(given["gate_up"]);
-  layer.down = matrix_of(given["down"]);
+  layer.gate_up = optional_matrix_of(given["gate_up"]);
+  layer.down = optional_matrix_of(given["down"]);
+  layer.experts = experts_of(given["experts"]);
   layer.attention_norm = numbers("attention_norm");
   layer.feed_forward_norm = numbers("feed_forward_norm");
   layer.after_attention = numbers("after_attention");
@@ -65,7 +80,6 @@ DecoderShape shape_of(const py::dict& given) {
   shape.heads = given["heads"].cast<int>();
   shape.kv_heads = given["kv_heads"].cast<int>();
   shape.head_size = given["head_size"].cast<int>();
-  shape.feed_forward = given["feed_forward"].cast<int>();
   shape.vocabulary = given["vocabulary"].cast<int>();
   shape.epsilon = given["epsilon"].cast<float>();
   shape.attention_scale = given["attention_scale"].cast<float>();

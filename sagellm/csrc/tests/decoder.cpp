@@ -14,11 +14,12 @@
 namespace {
 
 constexpr int kHidden = 48, kHeads = 4, kKeyHeads = 2, kHeadSize = 16, kFeed = 64, kVocabulary = 90, kLayers = 2;
-constexpr int kBlock = 16, kBlocks = 40;
+constexpr int kBlock = 16, kBlocks = 40, kExperts = 5;
 
 class Model {
  public:
-  explicit Model(sage::Dtype dtype = sage::Dtype::kFloat32, int bits = 0) : bits_(bits), kernels_("", dtype) {
+  explicit Model(sage::Dtype dtype = sage::Dtype::kFloat32, int bits = 0, bool has_experts = false)
+      : bits_(bits), kernels_("", dtype) {
     std::vector<sage::DecoderLayer> layers(kLayers);
     for (auto& layer : layers) {
       layer.qkv = matrix((kHeads + 2 * kKeyHeads) * kHeadSize, kHidden);
@@ -27,13 +28,19 @@ class Model {
       layer.down = matrix(kHidden, kFeed);
       layer.attention_norm = norm();
       layer.feed_forward_norm = norm();
+      if (!has_experts) continue;
+      layer.experts.top_k = 2;
+      layer.experts.router = matrix(kExperts + 1, kHidden);
+      for (int expert = 0; expert < kExperts; ++expert) {
+        layer.experts.gate_up.push_back(matrix(2 * kFeed, kHidden));
+        layer.experts.down.push_back(matrix(kHidden, kFeed));
+      }
     }
     sage::DecoderShape shape;
     shape.hidden = kHidden;
     shape.heads = kHeads;
     shape.kv_heads = kKeyHeads;
     shape.head_size = kHeadSize;
-    shape.feed_forward = kFeed;
     shape.vocabulary = kVocabulary;
     shape.attention_scale = 0.25F;
     decoder_ = std::make_unique<sage::Decoder>(kernels_, shape, std::move(layers), matrix(kVocabulary, kHidden), norm());
@@ -119,8 +126,8 @@ class Model {
   std::unique_ptr<sage::Decoder> decoder_;
 };
 
-void threads_change_nothing() {
-  Model one, several;
+void threads_change_nothing(bool has_experts) {
+  Model one(sage::Dtype::kFloat32, 0, has_experts), several(sage::Dtype::kFloat32, 0, has_experts);
   sage::Team alone(1), together(3);
   for (int round = 0; round < 20; ++round) {
     EXPECT(one.run(alone, {70, 9}, {70, 9}, round) == several.run(together, {70, 9}, {70, 9}, round));
@@ -158,7 +165,8 @@ void steps_that_cannot_be_are_refused() {
 }  // namespace
 
 int main() {
-  threads_change_nothing();
+  threads_change_nothing(false);
+  threads_change_nothing(true);
   weights_of_few_bits_run();
   steps_that_cannot_be_are_refused();
   std::puts("decoder: passed");

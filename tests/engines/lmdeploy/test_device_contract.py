@@ -154,5 +154,5 @@ def test_a_wrong_mask_is_found_in_answers(monkeypatch):
     monkeypatch.setattr(CpuAttentionImpl, "_mask", mask)
     monkeypatch.setattr(CpuAttentionImpl, "_limits", lambda self, num_tokens: True)
     faults: list[str] = []
-    architectures.check_architectures("cpu", "float32", 0, lambda rule, text: faults.append(text), ["Mixtral"])
-    assert any(text.startswith("Mixtral, after 300 tokens: token") for text in faults), faults
+    architectures.check_architectures("cpu", "float32", 0, lambda rule, text: faults.append(text), ["GptOss"])
+    assert any(text.startswith("GptOss, after 300 tokens: token") for text in faults), faults

@@ -1,9 +1,12 @@
-"""The engine process hears every call, whatever it sends meanwhile."""
+"""The engine process hears every call, whatever it sends meanwhile; and what it sends does not hold up its end."""
 
 import asyncio
+import multiprocessing
 import threading
+from multiprocessing.shared_memory import SharedMemory
 
 import pytest
+from lmdeploy.pytorch.engine.executor.mp_executor import Notifier, SharedBuffer
 from lmdeploy.pytorch.engine.mp_engine.zmq_rpc import AsyncRPCClient, AsyncRPCServer
 
 from sagellm.engines.lmdeploy import rpc
@@ -56,3 +59,13 @@ def test_a_call_that_comes_while_an_answer_goes_out_is_heard(server: Server):
             client.stop()
 
     assert asyncio.run(ask()) == ["slow", "quick"]
+
+
+def test_a_buffer_closes_while_a_message_waits_in_it():
+    """As when a tensor-parallel engine ends: what it still sends is held by a task that never goes on."""
+    buffer = SharedBuffer(-1, Notifier(1, multiprocessing.get_context("spawn")))
+    waiting = buffer.pack_data("a step", 1)
+    next(waiting)
+    buffer.close()
+    with pytest.raises(FileNotFoundError):
+        SharedMemory(buffer.name())

@@ -63,13 +63,24 @@ void multiply(Team& team, const CpuKernels& kernels, const Matrix& matrix, Activ
               void* out, int outputs, bool wide);
 
 struct DecoderShape {
-  int hidden = 0, heads = 0, kv_heads = 0, head_size = 0, feed_forward = 0, vocabulary = 0;
+  int hidden = 0, heads = 0, kv_heads = 0, head_size = 0, vocabulary = 0;
   float epsilon = 1e-6F, attention_scale = 1.F, softcap = 0.F, embedding_scale = 1.F;
   Activation activation = Activation::kSilu;
 };
 
+// A mixture of experts. Each token goes through the `top_k` ones that the softmax of the router's outputs prefers, and
+// the results are added up, weighted by it.
+struct Experts {
+  Matrix router;                      // an output for each expert, and one for the gate of a shared expert
+  std::vector<Matrix> gate_up, down;  // of each expert
+  int top_k = 0;                      // 0: the layer has no experts
+  bool renormalize = false;           // the weights of a token's experts add up to 1
+};
+
 struct DecoderLayer {
-  Matrix qkv, out, gate_up, down;                                         // gate_up in tiles in turn
+  Matrix qkv, out;
+  Matrix gate_up, down;  // gate_up in tiles in turn; beside experts: of the shared one, or without weights
+  Experts experts;
   const float *attention_norm = nullptr, *feed_forward_norm = nullptr;    // before each part
   const float *after_attention = nullptr, *after_feed_forward = nullptr;  // norms of their outputs, or null
   const float *query_norm = nullptr, *key_norm = nullptr;                 // of each head, or null
@@ -97,7 +108,7 @@ struct DecoderStep {
 // Sums run in an order that does not depend on the batch, so a sequence gets the same numbers beside any others.
 class Decoder {
  public:
-  // `embedding`: packed; row i is token i's.
+  // `embedding`: packed; row i is token i's. Throws std::invalid_argument for matrices that do not fit together.
   Decoder(const CpuKernels& kernels, const DecoderShape& shape, std::vector<DecoderLayer> layers, Matrix embedding,
           const float* last_norm);
   ~Decoder();

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "attention_plan.h"
+#include "experts.h"
 #include "product.h"
 
 namespace sage {
@@ -13,6 +14,7 @@ namespace sage {
 using cpu::Attend;
 using cpu::Cut;
 using cpu::divided;
+using cpu::ExpertBlock;
 using cpu::Kernels;
 using cpu::kTile;
 using cpu::padded;
@@ -39,6 +41,8 @@ struct Decoder::Buffers {
   Size partial_capacity = 0;
   std::vector<float> hidden, squares, qkv, branch, partials;
   std::vector<char> input, queries, attended, fed;
+  std::vector<float> logits, expert_branch;  // of routers, and of each slot
+  std::vector<char> expert_fed;
 
   void reserve(const Model& model, int tokens, Size partials_needed) {
     const auto& shape = model.shape;
@@ -53,7 +57,16 @@ struct Decoder::Buffers {
       input.resize(n * size(padded(shape.hidden, 2)) * element);
       queries.resize(n * size(shape.heads * shape.head_size) * element);
       attended.resize(n * size(padded(shape.heads * shape.head_size, 2)) * element);
-      fed.resize(n * size(padded(shape.feed_forward, 2)) * element);
+      for (const DecoderLayer& layer : model.layers) {
+        const Experts& experts = layer.experts;
+        const auto grow = [](auto* buffer, Size needed) { buffer->resize(std::max(buffer->size(), needed)); };
+        if (layer.down.weight != nullptr) grow(&fed, n * size(padded(layer.down.inputs, 2)) * element);
+        if (experts.top_k == 0) continue;
+        const Size slots = n * size(experts.top_k);
+        grow(&logits, n * size(experts.router.outputs));
+        grow(&expert_fed, slots * size(padded(experts.down[0].inputs, 2)) * element);
+        grow(&expert_branch, slots * size(shape.hidden));
+      }
     }
     if (partials_needed > partials.size()) partials.resize(partials_needed);
   }
@@ -61,12 +74,30 @@ struct Decoder::Buffers {
 
 namespace {
 
-enum class Kind { kEmbed, kQkv, kRotate, kAttend, kMerge, kOut, kFeed, kDown, kAddAttended, kAddFed, kLast };
+enum class Kind {
+  kEmbed,
+  kQkv,
+  kRotate,
+  kAttend,
+  kMerge,
+  kOut,
+  kAddAttended,
+  kRoute,
+  kChoose,
+  kFeed,
+  kDown,
+  kFeedExperts,
+  kDownExperts,
+  kAddExperts,
+  kAddFed,
+  kLast
+};
 
 struct Stage {
   Kind kind;
   int layer;
   int chunks;
+  Cut cut;  // of a product
 };
 
 class StepWork : public Work {
@@ -85,16 +116,12 @@ class StepWork : public Work {
         cos_(step.cos, step.cos + size(step.num_tokens) * size(shape_.head_size)),
         sin_(step.sin, step.sin + size(step.num_tokens) * size(shape_.head_size)),
         hidden_(static_cast<char*>(step.hidden)),
-        qkv_(kernels_, num_tokens_, model_->layers[0].qkv, threads, false),
-        out_(kernels_, num_tokens_, model_->layers[0].out, threads, false),
-        feed_(kernels_, num_tokens_, model_->layers[0].gate_up, threads, true),
-        down_(kernels_, num_tokens_, model_->layers[0].down, threads, false),
         attention_(cpu::plan_attention(cache, step, shape_, threads)) {
     while ((1 << block_shift_) < cache.block_size) ++block_shift_;
     for (const std::int64_t token : tokens_) {
       if (token < 0 || token >= shape_.vocabulary) throw std::invalid_argument("a token is outside of the vocabulary");
     }
-    plan_stages();
+    plan_stages(threads);
   }
 
   Size num_partials() const { return static_cast<Size>(attention_.num_partials); }
@@ -104,7 +131,9 @@ class StepWork : public Work {
   Size local_bytes() const override {
     const int widest = std::max(shape_.hidden, (shape_.heads + 2 * shape_.kv_heads) * shape_.head_size);
     Size bytes = size(kTokens) * size(widest) * 4;
-    for (const Cut* cut : {&qkv_, &out_, &feed_, &down_}) bytes = std::max(bytes, cut->bytes());
+    for (const Stage& stage : stages_) {
+      bytes = std::max(bytes, stage.cut.bytes() + gathered_bytes(stage));
+    }
     for (const cpu::AttentionTask& task : attention_.tasks) {
       const int rows = task.tokens * share();
       const Size scratch = kernels_.attend_bytes(rows, task.heads, shape_.head_size, is_decoding_);
@@ -121,7 +150,7 @@ class StepWork : public Work {
       case Kind::kEmbed:
         return embed(chunk, result);
       case Kind::kQkv:
-        return multiply_normed(qkv_, layer.qkv, chunk, result);
+        return multiply_normed(at.cut, layer.qkv, chunk, result);
       case Kind::kRotate:
         return rotate(layer, chunk, result);
       case Kind::kAttend:
@@ -129,15 +158,25 @@ class StepWork : public Work {
       case Kind::kMerge:
         return merge(chunk, result);
       case Kind::kOut:
-        return cpu::multiply_chunk(kernels_, out_, layer.out, buffers_->attended.data(),
+        return cpu::multiply_chunk(kernels_, at.cut, layer.out, buffers_->attended.data(),
                                    size(padded(shape_.heads * shape_.head_size, 2)), chunk, result);
-      case Kind::kFeed:
-        return feed(layer, chunk, result);
-      case Kind::kDown:
-        return cpu::multiply_chunk(kernels_, down_, layer.down, buffers_->fed.data(),
-                                   size(padded(shape_.feed_forward, 2)), chunk, result);
       case Kind::kAddAttended:
         return add_normed(layer.after_attention, chunk, result);
+      case Kind::kRoute:
+        return multiply_normed(at.cut, layer.experts.router, chunk, result);
+      case Kind::kChoose:
+        return;  // all of it is in the commit
+      case Kind::kFeed:
+        return feed(at.cut, layer, chunk, result);
+      case Kind::kDown:
+        return cpu::multiply_chunk(kernels_, at.cut, layer.down, buffers_->fed.data(),
+                                   size(padded(layer.down.inputs, 2)), chunk, result);
+      case Kind::kFeedExperts:
+        return feed_experts(at, layer.experts, chunk, result);
+      case Kind::kDownExperts:
+        return down_experts(at, layer.experts, chunk, result);
+      case Kind::kAddExperts:
+        return add_experts(layer, chunk, result);
       case Kind::kAddFed:
         return add_normed(layer.after_feed_forward, chunk, result);
       case Kind::kLast:
@@ -153,7 +192,7 @@ class StepWork : public Work {
       case Kind::kEmbed:
         return commit_rows(chunk, result, model_->layers[0].attention_norm);
       case Kind::kQkv:
-        return commit_qkv(layer, chunk, result);
+        return commit_product(at.cut, layer.qkv, chunk, result, buffers_->qkv.data());
       case Kind::kRotate:
         return commit_rotated(at.layer, chunk, result);
       case Kind::kAttend:
@@ -161,13 +200,23 @@ class StepWork : public Work {
       case Kind::kMerge:
         return commit_merged(chunk, result);
       case Kind::kOut:
-        return commit_sum(out_, layer.out, chunk, result, layer.after_attention, layer.feed_forward_norm);
-      case Kind::kFeed:
-        return commit_fed(chunk, result);
-      case Kind::kDown:
-        return commit_sum(down_, layer.down, chunk, result, layer.after_feed_forward, next_norm(at.layer));
+        return commit_sum(at.cut, layer.out, chunk, result, layer.after_attention != nullptr, layer.feed_forward_norm);
       case Kind::kAddAttended:
         return commit_rows(chunk, result, layer.feed_forward_norm);
+      case Kind::kRoute:
+        return commit_product(at.cut, layer.experts.router, chunk, result, buffers_->logits.data());
+      case Kind::kChoose:
+        return cpu::choose_experts(buffers_->logits.data(), num_tokens_, layer.experts, &routes_);
+      case Kind::kFeed:
+        return commit_fed(at.cut, layer, chunk, result);
+      case Kind::kDown:
+        return commit_sum(at.cut, layer.down, chunk, result,
+                          layer.after_feed_forward != nullptr || layer.experts.top_k > 0, next_norm(at.layer));
+      case Kind::kFeedExperts:
+        return commit_fed_experts(at, layer.experts, chunk, result);
+      case Kind::kDownExperts:
+        return commit_expert_sums(at, chunk, result);
+      case Kind::kAddExperts:
       case Kind::kAddFed:
         return commit_rows(chunk, result, next_norm(at.layer));
       case Kind::kLast:
@@ -188,20 +237,39 @@ class StepWork : public Work {
 
   // ---- planning
 
-  void plan_stages() {
+  void plan_stages(int threads) {
     const int groups = divided(num_tokens_, kTokens), attends = static_cast<int>(attention_.tasks.size());
-    const auto add = [&](Kind kind, int layer, int chunks) { stages_.push_back({kind, layer, chunks}); };
+    const auto add = [&](Kind kind, int layer, int chunks) { stages_.push_back({kind, layer, chunks, {}}); };
+    const auto add_product = [&](Kind kind, int layer, const Cut& cut) {
+      stages_.push_back({kind, layer, cut.chunks(), cut});
+    };
+    const auto cut_of = [&](const Matrix& matrix, bool pairs) {
+      return Cut(kernels_, num_tokens_, matrix, threads, pairs);
+    };
     add(Kind::kEmbed, 0, groups);
     for (int i = 0; i < static_cast<int>(model_->layers.size()); ++i) {
       const DecoderLayer& layer = model_->layers[size(i)];
-      add(Kind::kQkv, i, qkv_.chunks());
+      add_product(Kind::kQkv, i, cut_of(layer.qkv, false));
       add(Kind::kRotate, i, groups);
       if (attends > 0) add(Kind::kAttend, i, attends);
       if (!attention_.merged.empty()) add(Kind::kMerge, i, static_cast<int>(attention_.merged.size()));
-      add(Kind::kOut, i, out_.chunks());
+      add_product(Kind::kOut, i, cut_of(layer.out, false));
       if (layer.after_attention != nullptr) add(Kind::kAddAttended, i, groups);
-      add(Kind::kFeed, i, feed_.chunks());
-      add(Kind::kDown, i, down_.chunks());
+      const Experts& experts = layer.experts;
+      if (experts.top_k > 0) {
+        add_product(Kind::kRoute, i, cut_of(experts.router, false));
+        add(Kind::kChoose, i, 1);
+      }
+      if (layer.down.weight != nullptr) {
+        add_product(Kind::kFeed, i, cut_of(layer.gate_up, true));
+        add_product(Kind::kDown, i, cut_of(layer.down, false));
+      }
+      if (experts.top_k > 0) {
+        if (routes_.blocks.empty()) routes_ = cpu::Routes(num_tokens_, experts);
+        add_product(Kind::kFeedExperts, i, cpu::cut_of_experts(kernels_, routes_, experts.gate_up[0], threads, true));
+        add_product(Kind::kDownExperts, i, cpu::cut_of_experts(kernels_, routes_, experts.down[0], threads, false));
+        add(Kind::kAddExperts, i, groups);
+      }
       if (layer.after_feed_forward != nullptr) add(Kind::kAddFed, i, groups);
     }
     add(Kind::kLast, static_cast<int>(model_->layers.size()) - 1, groups);
@@ -288,33 +356,39 @@ class StepWork : public Work {
     }
   }
 
-  void commit_qkv(const DecoderLayer& layer, int chunk, const float* result) {
-    const int first = qkv_.first_tile(chunk) * kTile,
-              count = std::min(qkv_.num_tiles(chunk) * kTile, layer.qkv.outputs - first);
-    for (int row = 0; row < qkv_.num_rows(chunk); ++row, result += qkv_.width()) {
-      float* to = buffers_->qkv.data() + size(qkv_.first_row(chunk) + row) * size(layer.qkv.outputs);
-      std::memcpy(to + first, result, size(count) * 4);
+  // `to`: [tokens][the matrix's outputs]
+  void commit_product(const Cut& cut, const Matrix& matrix, int chunk, const float* result, float* to) {
+    const int first = cut.first_tile(chunk) * kTile,
+              count = std::min(cut.num_tiles(chunk) * kTile, matrix.outputs - first);
+    to += size(cut.first_row(chunk)) * size(matrix.outputs) + size(first);
+    for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width(), to += matrix.outputs) {
+      std::memcpy(to, result, size(count) * 4);
     }
   }
 
-  void feed(const DecoderLayer& layer, int chunk, float* result) const {
-    multiply_normed(feed_, layer.gate_up, chunk, result);
-    for (int row = 0; row < feed_.num_rows(chunk); ++row, result += feed_.width()) {
-      for (int t = 0; t < feed_.num_tiles(chunk); t += 2) {
-        kernels_.gate(result + t * kTile, result + (t + 1) * kTile, kTile, shape_.activation == Activation::kGelu);
-      }
+  void gate(float* result, int tiles) const {
+    for (int t = 0; t < tiles; t += 2) {
+      kernels_.gate(result + t * kTile, result + (t + 1) * kTile, kTile, shape_.activation == Activation::kGelu);
     }
   }
 
-  void commit_fed(int chunk, const float* result) {
-    const Size stride = size(padded(shape_.feed_forward, 2));
-    for (int row = 0; row < feed_.num_rows(chunk); ++row, result += feed_.width()) {
-      char* to = buffers_->fed.data() + size(feed_.first_row(chunk) + row) * stride * element_;
-      for (int t = 0; t < feed_.num_tiles(chunk); t += 2) {
-        const int first = (feed_.first_tile(chunk) + t) / 2 * kTile,
-                  count = std::min(kTile, shape_.feed_forward - first);
-        kernels_.to_input(result + t * kTile, nullptr, count, to + size(first) * element_);
-      }
+  void feed(const Cut& cut, const DecoderLayer& layer, int chunk, float* result) const {
+    multiply_normed(cut, layer.gate_up, chunk, result);
+    for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) gate(result, cut.num_tiles(chunk));
+  }
+
+  // Gated numbers of a row, as input of the matrix after them.
+  void store_fed(const Cut& cut, const Matrix& down, int chunk, const float* result, char* row) {
+    for (int t = 0; t < cut.num_tiles(chunk); t += 2) {
+      const int first = (cut.first_tile(chunk) + t) / 2 * kTile, count = std::min(kTile, down.inputs - first);
+      kernels_.to_input(result + t * kTile, nullptr, count, row + size(first) * element_);
+    }
+  }
+
+  void commit_fed(const Cut& cut, const DecoderLayer& layer, int chunk, const float* result) {
+    const Size row_bytes = size(padded(layer.down.inputs, 2)) * element_;
+    for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
+      store_fed(cut, layer.down, chunk, result, buffers_->fed.data() + size(cut.first_row(chunk) + row) * row_bytes);
     }
   }
 
@@ -328,20 +402,107 @@ class StepWork : public Work {
     for (Size at = 0; at < size(tiles) * kTile * element_; at += 64) __builtin_prefetch(input + at, 1);
   }
 
-  // The result of a part of the layer goes to the residual stream, or waits for its own norm.
-  void commit_sum(const Cut& cut, const Matrix& matrix, int chunk, const float* result, const float* after,
-                  const float* norm) {
+  // The result of a part of the layer goes to the residual stream, or waits for its own norm or for experts.
+  void commit_sum(const Cut& cut, const Matrix& matrix, int chunk, const float* result, bool waits, const float* norm) {
     for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
       const Size at = size(cut.first_row(chunk) + row);
       prefetch(at + 4, cut.first_tile(chunk), cut.num_tiles(chunk));
       for (int t = 0; t < cut.num_tiles(chunk); ++t) {
         const int tile = cut.first_tile(chunk) + t, first = tile * kTile,
                   count = std::min(kTile, shape_.hidden - first);
-        float* to = (after == nullptr ? buffers_->hidden : buffers_->branch).data() + at * size(shape_.hidden) + first;
-        if (after != nullptr) std::fill_n(to, count, 0.F);
+        float* to = (waits ? buffers_->branch : buffers_->hidden).data() + at * size(shape_.hidden) + first;
+        if (waits) std::fill_n(to, count, 0.F);
         kernels_.add(to, result + t * kTile, matrix.bias == nullptr ? nullptr : matrix.bias + first, count);
-        if (after == nullptr) store_input(static_cast<int>(at), tile, to, count, norm);
+        if (!waits) store_input(static_cast<int>(at), tile, to, count, norm);
       }
+    }
+  }
+
+  // ---- experts
+
+  // Inputs of an expert's rows, which are gathered behind the result if there are several.
+  static int gathered_inputs(const Kind kind, const Experts& experts) {
+    return kind == Kind::kFeedExperts ? experts.gate_up[0].inputs : experts.down[0].inputs;
+  }
+
+  Size gathered_bytes(const Stage& stage) const {
+    if (stage.kind != Kind::kFeedExperts && stage.kind != Kind::kDownExperts) return 0;
+    const DecoderLayer& layer = model_->layers[size(stage.layer)];
+    return size(stage.cut.panel) * size(padded(gathered_inputs(stage.kind, layer.experts), 2)) * element_;
+  }
+
+  void multiply_block(const Stage& at, const Matrix& matrix, const ExpertBlock& block, const int* slots,
+                      int slots_of_input, const char* inputs, int chunk, float* result) const {
+    const Size stride = size(padded(matrix.inputs, 2)), row_bytes = stride * element_;
+    const char* from = inputs + size(slots[0] / slots_of_input) * row_bytes;
+    if (block.count > 1) {
+      char* gathered = reinterpret_cast<char*>(result) + at.cut.bytes();
+      for (int i = 0; i < block.count; ++i) {
+        std::memcpy(gathered + size(i) * row_bytes, inputs + size(slots[i] / slots_of_input) * row_bytes, row_bytes);
+      }
+      from = gathered;
+    }
+    cpu::multiply_tiles(kernels_, matrix, at.cut.first_tile(chunk), at.cut.num_tiles(chunk), from, stride, block.count,
+                        result, size(at.cut.width()));
+  }
+
+  void feed_experts(const Stage& at, const Experts& experts, int chunk, float* result) const {
+    const int number = chunk % at.cut.panels;
+    const ExpertBlock block = routes_.blocks[size(number)];
+    if (block.count == 0) return;
+    const int* slots = routes_.slots_of(number);
+    multiply_block(at, experts.gate_up[size(block.expert)], block, slots, experts.top_k, buffers_->input.data(), chunk,
+                   result);
+    for (int i = 0; i < block.count; ++i, result += at.cut.width()) {
+      kernels_.scale(result, scale_of(slots[i] / experts.top_k), nullptr, at.cut.num_tiles(chunk) * kTile);
+      gate(result, at.cut.num_tiles(chunk));
+    }
+  }
+
+  void commit_fed_experts(const Stage& at, const Experts& experts, int chunk, const float* result) {
+    const int number = chunk % at.cut.panels, count = routes_.blocks[size(number)].count;
+    const Matrix& down = experts.down[0];
+    const Size row_bytes = size(padded(down.inputs, 2)) * element_;
+    for (int i = 0; i < count; ++i, result += at.cut.width()) {
+      store_fed(at.cut, down, chunk, result, buffers_->expert_fed.data() + size(routes_.slots_of(number)[i]) * row_bytes);
+    }
+  }
+
+  void down_experts(const Stage& at, const Experts& experts, int chunk, float* result) const {
+    const int number = chunk % at.cut.panels;
+    const ExpertBlock block = routes_.blocks[size(number)];
+    if (block.count == 0) return;
+    const int* slots = routes_.slots_of(number);
+    multiply_block(at, experts.down[size(block.expert)], block, slots, 1, buffers_->expert_fed.data(), chunk, result);
+    for (int i = 0; i < block.count; ++i, result += at.cut.width()) {
+      kernels_.scale(result, routes_.weights[size(slots[i])], nullptr, at.cut.num_tiles(chunk) * kTile);
+    }
+  }
+
+  void commit_expert_sums(const Stage& at, int chunk, const float* result) {
+    const int number = chunk % at.cut.panels, count = routes_.blocks[size(number)].count;
+    const int first = at.cut.first_tile(chunk) * kTile,
+              width = std::min(at.cut.num_tiles(chunk) * kTile, shape_.hidden - first);
+    for (int i = 0; i < count; ++i, result += at.cut.width()) {
+      const Size slot = size(routes_.slots_of(number)[i]);
+      std::memcpy(buffers_->expert_branch.data() + slot * size(shape_.hidden) + size(first), result, size(width) * 4);
+    }
+  }
+
+  // hidden += experts of the row, in the order of their weights, and its shared expert
+  void add_experts(const DecoderLayer& layer, int chunk, float* result) const {
+    const int top_k = layer.experts.top_k, outputs = layer.experts.router.outputs;
+    for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
+      const float* hidden = buffers_->hidden.data() + size(row) * size(shape_.hidden);
+      const float* expert = buffers_->expert_branch.data() + size(row * top_k) * size(shape_.hidden);
+      std::fill_n(result, shape_.hidden, 0.F);
+      for (int k = 0; k < top_k; ++k, expert += shape_.hidden) kernels_.add(result, expert, nullptr, shape_.hidden);
+      if (layer.down.weight != nullptr) {
+        const float* branch = buffers_->branch.data() + size(row) * size(shape_.hidden);
+        const float logit = buffers_->logits[size(row + 1) * size(outputs) - 1], share = 1.F / (1.F + std::exp(-logit));
+        for (int i = 0; i < shape_.hidden; ++i) result[i] += share * branch[i];
+      }
+      kernels_.add(result, hidden, nullptr, shape_.hidden);
     }
   }
 
@@ -487,11 +648,46 @@ class StepWork : public Work {
   const std::vector<std::int64_t> tokens_;
   const std::vector<float> cos_, sin_;
   char* const hidden_;
-  const Cut qkv_, out_, feed_, down_;
   int block_shift_ = 0;
   const cpu::AttentionPlan attention_;
   std::vector<Stage> stages_;
+  cpu::Routes routes_;  // of the layer at work
 };
+
+void require(bool holds, const char* otherwise) {
+  if (!holds) throw std::invalid_argument(otherwise);
+}
+
+void check_feed_forward(const Matrix& gate_up, const Matrix& down, int hidden) {
+  require(gate_up.inputs == hidden && down.outputs == hidden && gate_up.outputs == 2 * padded(down.inputs, kTile),
+          "a feed-forward part does not fit the hidden size");
+}
+
+void check_layer(const DecoderLayer& layer, const Experts& others, const DecoderShape& shape) {
+  const Experts& experts = layer.experts;
+  const int attended = shape.heads * shape.head_size, keys = shape.kv_heads * shape.head_size;
+  require(layer.qkv.inputs == shape.hidden && layer.qkv.outputs == attended + 2 * keys && layer.out.inputs == attended &&
+              layer.out.outputs == shape.hidden,
+          "an attention part does not fit the hidden size and the heads");
+  const bool is_shared = layer.down.weight != nullptr;
+  if (is_shared) check_feed_forward(layer.gate_up, layer.down, shape.hidden);
+  require(is_shared || experts.top_k != 0, "a layer needs a feed-forward part or experts");
+  if (experts.top_k == 0) return;
+  const int num_experts = static_cast<int>(experts.down.size());
+  require(experts.top_k > 0 && experts.top_k <= num_experts, "a token goes through between 1 and all experts");
+  require(experts.router.inputs == shape.hidden && experts.router.outputs == num_experts + (is_shared ? 1 : 0),
+          "a router has an output for each expert, and one for a shared expert");
+  require(experts.gate_up.size() == experts.down.size(), "an expert has two matrices");
+  for (Size i = 0; i < experts.down.size(); ++i) {
+    check_feed_forward(experts.gate_up[i], experts.down[i], shape.hidden);
+    require(experts.down[i].inputs == experts.down[0].inputs && experts.down[i].bits == experts.down[0].bits &&
+                experts.gate_up[i].bits == experts.gate_up[0].bits,
+            "experts of a layer have one size and type");
+  }
+  require(experts.top_k == others.top_k && experts.down.size() == others.down.size(),
+          "all layers with experts have as many");
+  require(layer.after_feed_forward == nullptr, "the sum of experts has no norm");
+}
 
 }  // namespace
 
@@ -502,6 +698,11 @@ Decoder::Decoder(const CpuKernels& kernels, const DecoderShape& shape, std::vect
   if (model_->layers.empty()) throw std::invalid_argument("a decoder needs a layer");
   if (shape.kv_heads < 1 || shape.heads % shape.kv_heads != 0)
     throw std::invalid_argument("heads do not divide by key heads");
+  const Experts* first = nullptr;
+  for (const DecoderLayer& layer : model_->layers) {
+    if (first == nullptr && layer.experts.top_k != 0) first = &layer.experts;
+    check_layer(layer, first == nullptr ? layer.experts : *first, shape);
+  }
 }
 
 Decoder::~Decoder() = default;

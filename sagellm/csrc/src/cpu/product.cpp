@@ -11,18 +11,22 @@ namespace sage {
 
 namespace cpu {
 
+void multiply_tiles(const Kernels& kernels, const Matrix& matrix, int first_tile, int num_tiles, const char* input,
+                    Size stride, int rows, float* out, Size width) {
+  const char* tile = static_cast<const char*>(matrix.weight) + size(first_tile) * tile_bytes(kernels, matrix);
+  if (matrix.bits != 0) {
+    return kernels.multiply_levels(input, stride, rows, tile, num_tiles, matrix.inputs, matrix.bits, matrix.block, out,
+                                   width);
+  }
+  const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
+  kernels.multiply(input, stride, rows, tile, num_tiles, inputs, out, width, false);
+}
+
 void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const char* input, Size stride,
                     int chunk, float* local) {
   const char* from = input + size(cut.first_row(chunk)) * stride * size_of(kernels.inputs);
-  const Size skipped = size(cut.first_tile(chunk)) * tile_bytes(kernels, matrix);
-  const char* tile = static_cast<const char*>(matrix.weight) + skipped;
-  if (matrix.bits != 0) {
-    return kernels.multiply_levels(from, stride, cut.num_rows(chunk), tile, cut.num_tiles(chunk), matrix.inputs,
-                                   matrix.bits, matrix.block, local, size(cut.width()));
-  }
-  const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
-  kernels.multiply(from, stride, cut.num_rows(chunk), tile, cut.num_tiles(chunk), inputs, local, size(cut.width()),
-                   false);
+  multiply_tiles(kernels, matrix, cut.first_tile(chunk), cut.num_tiles(chunk), from, stride, cut.num_rows(chunk), local,
+                 size(cut.width()));
 }
 
 namespace {

@@ -27,8 +27,9 @@ inline Size tile_bytes(const Kernels& kernels, const Matrix& matrix) {
 
 // How a product is cut into chunks: panels of rows times groups of tiles.
 struct Cut {
-  int rows, panel, panels, tiles, group;
+  int rows = 0, panel = 0, panels = 0, tiles = 0, group = 1;
 
+  Cut() = default;
   Cut(const Kernels& kernels, int rows_, const Matrix& matrix, int threads, bool pairs) : rows(rows_) {
     const int unit = pairs ? 2 : 1;
     panels = divided(rows, kPanel);
@@ -48,6 +49,10 @@ struct Cut {
   int width() const { return group * kTile; }  // of a row of the chunk's result
   Size bytes() const { return size(panel) * size(width()) * 4; }
 };
+
+// out = input . weight^T for adjacent tiles of outputs, rows `width` floats apart.
+void multiply_tiles(const Kernels& kernels, const Matrix& matrix, int first_tile, int num_tiles, const char* input,
+                    Size stride, int rows, float* out, Size width);
 
 // The chunk's part of input . weight^T, as [rows][cut.width()].
 void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const char* input, Size stride,

@@ -17,6 +17,7 @@ from sagellm.engines.lmdeploy.cpu.operators import prepare
 from sagellm.engines.lmdeploy.cpu.operators.activation import kind_of
 from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionImpl
 from sagellm.engines.lmdeploy.cpu.operators.linear import CpuLinearImpl
+from sagellm.engines.lmdeploy.cpu.operators.moe import CpuFusedMoEImpl
 from sagellm.engines.lmdeploy.cpu.operators.rotary import TabledRotaryEmbedding
 from sagellm.engines.lmdeploy.cpu.packed import (
     PackedEmbedding,
@@ -34,6 +35,7 @@ __all__ = ["CpuRunner", "describe", "why_eager"]
 # Classes of LMDeploy whose modules have the names that `describe` reads. Gemma 2 has Gemma's.
 ARCHITECTURES = (
     "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "GemmaForCausalLM",
+    "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM",
 )  # fmt: skip
 
 
@@ -60,14 +62,24 @@ def why_eager(model: nn.Module) -> str:
         return "it gives hidden states of inner layers to a draft model"
     if not isinstance(inner.rotary_emb, TabledRotaryEmbedding):
         return "its rotary embedding depends on the length of the text"
+    if getattr(model, "enable_return_routed_experts", False):
+        return "it gives the experts of each token to the caller"
     linears = [model.lm_head]
     for block in inner.layers:
-        attention, feed = block.self_attn, block.mlp
-        if not isinstance(feed.gate_up_proj, PackedGate) and not kind_of(feed.act_fn):
-            return "its feed-forward layers are not gated by SiLU or GELU"
+        attention, (feed, mixture) = block.self_attn, _parts(block)
+        if mixture is not None:
+            if not isinstance(mixture.experts.impl, CpuFusedMoEImpl) or mixture.experts.act_func is not None:
+                return "its experts are quantized, or not gated by SiLU"
+            if mixture.softmax_topk.impl.n_groups > 0:
+                return "its router chooses among groups of experts"
+            linears += [mixture.gate] if feed is None else [mixture.gate, mixture.shared_expert_gate]
+        if feed is not None:
+            if not isinstance(feed.gate_up_proj, PackedGate) and not kind_of(feed.act_fn):
+                return "its feed-forward layers are not gated by SiLU or GELU"
+            linears += [feed.gate_up_proj, feed.down_proj]
         if not isinstance(attention.attn_fwd.impl, CpuAttentionImpl):
             return "its attention is not the CPU device's"
-        linears += [attention.qkv_proj, attention.o_proj, feed.gate_up_proj, feed.down_proj]
+        linears += [attention.qkv_proj, attention.o_proj]
     for linear in linears:
         if isinstance(linear, PackedGate):
             continue
@@ -76,6 +88,12 @@ def why_eager(model: nn.Module) -> str:
         if getattr(linear, "all_reduce", False) or len(linear.lora_adapters):
             return "a layer is split over several ranks, or has adapters"
     return ""
+
+
+def _parts(block: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return the feed-forward part of a layer, the shared expert of a mixture, and the mixture; None for what it lacks."""
+    part = block.block_sparse_moe if hasattr(block, "block_sparse_moe") else block.mlp
+    return (getattr(part, "shared_expert", None), part) if hasattr(part, "experts") else (part, None)
 
 
 def describe(model: nn.Module) -> Description:
@@ -90,17 +108,32 @@ def describe(model: nn.Module) -> Description:
         kept.append(norm.weight.detach().float().contiguous())
         return kept[-1].data_ptr()
 
+    def mixture_of(mixture: nn.Module) -> dict[str, Any]:
+        gates = [mixture.gate, mixture.shared_expert_gate] if hasattr(mixture, "shared_expert_gate") else [mixture.gate]
+        rows = [gate.impl.packed.rows(torch.arange(gate.impl.packed.outputs)) for gate in gates]
+        router = PackedWeight(torch.cat(rows))
+        experts = mixture.experts.impl
+        kept.extend([router, experts])
+        return {
+            "router": router.matrix,
+            "gate_up": [gate_up.packed.matrix for gate_up, _ in experts.packed],
+            "down": [down.matrix for _, down in experts.packed],
+            "top_k": mixture.top_k,
+            "renormalize": experts.renormalize,
+        }
+
     def layer(block: nn.Module) -> dict[str, Any]:
-        attention, feed = block.self_attn, block.mlp
+        attention, (feed, mixture) = block.self_attn, _parts(block)
         # Gemma 2 norms the output of each part, and its names for the norms before them differ.
         is_normed = hasattr(block, "pre_feedforward_layernorm")
         before_feed = block.pre_feedforward_layernorm if is_normed else block.post_attention_layernorm
-        kept.extend([attention.qkv_proj, attention.o_proj, feed.gate_up_proj, feed.down_proj])
+        kept.extend([attention.qkv_proj, attention.o_proj, feed])
         return {
             "qkv": attention.qkv_proj.impl.packed.matrix,
             "out": attention.o_proj.impl.packed.matrix,
-            "gate_up": feed.gate_up_proj.packed.matrix,
-            "down": feed.down_proj.impl.packed.matrix,
+            "gate_up": None if feed is None else feed.gate_up_proj.packed.matrix,
+            "down": None if feed is None else feed.down_proj.impl.packed.matrix,
+            "experts": None if mixture is None else mixture_of(mixture),
             "attention_norm": numbers(block.input_layernorm),
             "feed_forward_norm": numbers(before_feed),
             "after_attention": numbers(block.post_attention_layernorm if is_normed else None),
@@ -110,7 +143,8 @@ def describe(model: nn.Module) -> Description:
             "window": attention.attn_fwd.impl.window or 0,
         }
 
-    feed = inner.layers[0].mlp.gate_up_proj
+    feed, mixture = _parts(inner.layers[0])
+    gated = mixture.experts.impl.packed[0][0] if feed is None else feed.gate_up_proj
     if not isinstance(inner.embed_tokens, PackedEmbedding):  # its output layer has weights of its own
         inner.embed_tokens = PackedEmbedding(PackedWeight(inner.embed_tokens.weight.detach()))
     embedding = inner.embed_tokens.packed
@@ -119,13 +153,12 @@ def describe(model: nn.Module) -> Description:
         "heads": first.num_heads,
         "kv_heads": first.num_kv_heads,
         "head_size": first.head_size,
-        "feed_forward": feed.size,
         "vocabulary": embedding.outputs,
         "epsilon": inner.norm.impl.epsilon,
         "attention_scale": first.scale,
         "softcap": first.softcap,
         "embedding_scale": head.inputs**0.5 if type(model).__name__ == "GemmaForCausalLM" else 1.0,
-        "activation": feed.activation,
+        "activation": gated.activation,
     }
     layers = [layer(block) for block in inner.layers]
     kept.append(embedding)

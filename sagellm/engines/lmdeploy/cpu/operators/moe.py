@@ -19,7 +19,7 @@ class CpuFusedMoEImpl(FusedMoEImpl):
     """Expert by expert, over packed weights once the model is loaded."""
 
     def __init__(self, renormalize: bool) -> None:
-        self._renormalize = renormalize
+        self.renormalize = renormalize
         self.packed: list[tuple[Product, PackedWeight]] = []  # of each expert
 
     def pack(
@@ -59,7 +59,7 @@ class CpuFusedMoEImpl(FusedMoEImpl):
         """`hidden_states`: [tokens, hidden]; `topk_weights`, `topk_ids`: [tokens, k]. Returns [tokens, hidden]."""
         if not self.packed:
             self.pack(_Weights(gate_up_weights, gate_up_bias), _Weights(down_weights, down_bias), act_func)
-        if self._renormalize:
+        if self.renormalize:
             topk_weights = topk_weights / topk_weights.sum(-1, keepdim=True)
         out = torch.zeros_like(hidden_states, dtype=torch.float32)
         for expert in topk_ids.unique().tolist():
