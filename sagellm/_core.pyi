@@ -677,6 +677,19 @@ class CpuKernels:
             gate: silu or gelu: tiles of gates and of factors in turn; the result is act(gate) * factor. Else empty.
         """
 
+    def sample(self, logits: int, wishes: dict[str, Any]) -> list[tuple[int, list[float], list[int]]]:
+        """Draw a token from each row of float32 logits, [rows][vocabulary].
+
+        Args:
+            wishes: `rows`, `vocabulary` and `num_logprobs` (-1: none at all); lists with an entry for each row, or absent:
+                `temperature`, `repetition_penalty`, `top_p`, `min_p`, `top_k` (0: all), `seeds` and `offsets` (absent: the
+                likeliest token); `seen`, which the penalty is for, `forbidden` and its `forbidden_marks`: lists of as many
+                entries for each row, one after the other.
+
+        Returns:
+            Of each row its token, and of that and the likeliest ones the log probabilities and the tokens.
+        """
+
 class CpuDecoder:
     """A decoder-only transformer over a paged KV cache, one call a step. `sagellm.engines.lmdeploy.cpu.compiled` makes one."""
 
@@ -687,6 +700,7 @@ class CpuDecoder:
         layers: list[dict[str, int | dict[str, int]]],
         embedding: dict[str, int],
         last_norm: int,
+        head: dict[str, int],
     ) -> None: ...
     def bind(
         self, keys: list[int], values: list[int], num_blocks: int, block_size: int, block_stride: int, slot_stride: int
@@ -694,12 +708,16 @@ class CpuDecoder:
         """Use this cache: keys and values of each layer, [blocks, block size, key heads, head size], strides in bytes."""
 
     def run(
-        self, team: CpuTeam, is_decoding: bool, num_tokens: int, tokens: int, num_sequences: int, query_lengths: int,
-        lengths: int, tables: int, table_width: int, cos: int, sin: int, hidden: int,
-    ) -> None:
+        self, team: CpuTeam, tensors: dict[str, int], wishes: dict[str, Any] | None = None
+    ) -> list[tuple[int, list[float], list[int]]]:
         """Write the hidden states [tokens][hidden] of the sequences' new tokens, and their keys and values.
 
-        `is_decoding`: the new tokens are last ones and guesses, not parts of prompts. Both get the same numbers in any batch.
+        Args:
+            tensors: numbers `num_tokens`, `num_sequences`, `table_width`, `num_angles`; addresses of int64 `tokens` and
+                `positions` [tokens], `query_lengths` and `lengths` [sequences], `tables` [sequences][table_width], of
+                float32 `angles` [num_angles][cos and sin][head size] and of `hidden`, or 0. `is_decoding`: the new tokens
+                are last ones and guesses, not parts of prompts. Both get the same numbers in any batch.
+            wishes: as `CpuKernels.sample` has them, to draw a token behind each new one; the result is then the same.
 
-        Raises ValueError: tokens, lengths or blocks outside of the model and the cache.
+        Raises ValueError: tokens, lengths, positions or blocks outside of the model and the cache.
         """

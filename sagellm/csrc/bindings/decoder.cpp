@@ -84,17 +84,55 @@ DecoderShape shape_of(const py::dict& given) {
   shape.epsilon = given["epsilon"].cast<float>();
   shape.attention_scale = given["attention_scale"].cast<float>();
   shape.softcap = given["softcap"].cast<float>();
+  shape.logit_softcap = given["logit_softcap"].cast<float>();
   shape.embedding_scale = given["embedding_scale"].cast<float>();
   shape.activation = activation_of(given["activation"].cast<std::string>());
   return shape;
+}
+
+template <typename T>
+std::vector<T> numbers_of(const py::dict& given, const char* name) {
+  return given.contains(name) ? given[name].cast<std::vector<T>>() : std::vector<T>{};
+}
+
+Sampling sampling_of(const py::dict& given) {
+  Sampling wishes;
+  wishes.rows = given["rows"].cast<int>();
+  wishes.vocabulary = given["vocabulary"].cast<int>();
+  wishes.temperature = numbers_of<float>(given, "temperature");
+  wishes.repetition_penalty = numbers_of<float>(given, "repetition_penalty");
+  wishes.top_p = numbers_of<float>(given, "top_p");
+  wishes.min_p = numbers_of<float>(given, "min_p");
+  wishes.top_k = numbers_of<std::int64_t>(given, "top_k");
+  wishes.seeds = numbers_of<std::int64_t>(given, "seeds");
+  wishes.offsets = numbers_of<std::int64_t>(given, "offsets");
+  wishes.seen.tokens = numbers_of<std::int64_t>(given, "seen");
+  wishes.forbidden.tokens = numbers_of<std::int64_t>(given, "forbidden");
+  wishes.forbidden.marks = numbers_of<std::uint8_t>(given, "forbidden_marks");
+  const auto width_of = [&](const Sampling::Words& words) {
+    return wishes.rows == 0 ? 0 : static_cast<int>(words.tokens.size()) / wishes.rows;
+  };
+  wishes.seen.width = width_of(wishes.seen);
+  wishes.forbidden.width = width_of(wishes.forbidden);
+  wishes.num_logprobs = given["num_logprobs"].cast<int>();
+  check(wishes);
+  return wishes;
+}
+
+// (token, log probabilities, their tokens) of each row.
+py::list sampled_list(const std::vector<Sampled>& rows) {
+  py::list found;
+  for (const Sampled& row : rows) found.append(py::make_tuple(row.token, row.logprobs, row.ids));
+  return found;
 }
 
 // A decoder and the cache that it was bound to.
 class BoundDecoder {
  public:
   BoundDecoder(const CpuKernels& kernels, const py::dict& shape, const py::list& layers, const py::dict& embedding,
-               Address last_norm)
-      : decoder_(kernels, shape_of(shape), layers_of(layers), matrix_of(embedding), at<const float>(last_norm)) {}
+               Address last_norm, const py::dict& head)
+      : decoder_(kernels, shape_of(shape), layers_of(layers), matrix_of(embedding), at<const float>(last_norm),
+                 matrix_of(head)) {}
 
   void bind(const std::vector<Address>& keys, const std::vector<Address>& values, int num_blocks, int block_size,
             std::size_t block_stride, std::size_t slot_stride) {
@@ -107,21 +145,32 @@ class BoundDecoder {
     cache_.slot_stride = slot_stride;
   }
 
-  void run(Team& team, bool is_decoding, int num_tokens, Address tokens, int num_sequences, Address query_lengths,
-           Address lengths, Address tables, int table_width, Address cos, Address sin, Address hidden) {
+  // `tensors`: addresses and sizes, as `DecoderStep` has them. Draws tokens if there are wishes.
+  py::list run(Team& team, const py::dict& tensors, const py::object& wishes) {
+    const auto numbers = [&](const char* name) { return at<const std::int64_t>(tensors[name].cast<Address>()); };
     DecoderStep step;
-    step.is_decoding = is_decoding;
-    step.num_tokens = num_tokens;
-    step.num_sequences = num_sequences;
-    step.table_width = table_width;
-    step.tokens = at<const std::int64_t>(tokens);
-    step.query_lengths = at<const std::int64_t>(query_lengths);
-    step.lengths = at<const std::int64_t>(lengths);
-    step.tables = at<const std::int64_t>(tables);
-    step.cos = at<const float>(cos);
-    step.sin = at<const float>(sin);
-    step.hidden = at<void>(hidden);
-    decoder_.run(team, cache_, step);
+    step.is_decoding = tensors["is_decoding"].cast<bool>();
+    step.num_tokens = tensors["num_tokens"].cast<int>();
+    step.num_sequences = tensors["num_sequences"].cast<int>();
+    step.table_width = tensors["table_width"].cast<int>();
+    step.tokens = numbers("tokens");
+    step.query_lengths = numbers("query_lengths");
+    step.lengths = numbers("lengths");
+    step.tables = numbers("tables");
+    step.positions = numbers("positions");
+    step.angles = at<const float>(tensors["angles"].cast<Address>());
+    step.num_angles = tensors["num_angles"].cast<int>();
+    step.hidden = at<void>(tensors["hidden"].cast<Address>());
+    std::vector<Sampled> sampled;
+    if (!wishes.is_none()) {
+      step.sampling = std::make_shared<const Sampling>(sampling_of(wishes));
+      step.sampled = &sampled;
+    }
+    {
+      const py::gil_scoped_release release;
+      decoder_.run(team, cache_, step);
+    }
+    return sampled_list(sampled);
   }
 
  private:
@@ -179,6 +228,23 @@ void bind_decoder(py::module_& module) {
           },
           py::arg("matrix"), py::arg("rows"), py::arg("count"), py::arg("to"))
       .def(
+          "sample",
+          [](const CpuKernels& kernels, Address logits, const py::dict& given) {
+            const Sampling wishes = sampling_of(given);
+            std::vector<Sampled> sampled;
+            {
+              const py::gil_scoped_release release;
+              std::vector<float> scratch(static_cast<std::size_t>(wishes.vocabulary));
+              for (int row = 0; row < wishes.rows; ++row) {
+                const auto skipped = static_cast<std::size_t>(row) * scratch.size();
+                sampled.push_back(
+                    sample_row(kernels.table(), at<const float>(logits) + skipped, wishes, row, scratch.data()));
+              }
+            }
+            return sampled_list(sampled);
+          },
+          py::arg("logits"), py::arg("wishes"))
+      .def(
           "multiply",
           [](const CpuKernels& kernels, Team& team, const py::dict& matrix, const std::string& gate, Address input,
              int rows, Address out, int outputs, bool wide) {
@@ -190,14 +256,12 @@ void bind_decoder(py::module_& module) {
           py::arg("team"), py::arg("matrix"), py::arg("gate"), py::arg("input"), py::arg("rows"), py::arg("out"),
           py::arg("outputs"), py::arg("wide"));
   py::class_<BoundDecoder>(module, "CpuDecoder")
-      .def(py::init<const CpuKernels&, const py::dict&, const py::list&, const py::dict&, Address>(),
+      .def(py::init<const CpuKernels&, const py::dict&, const py::list&, const py::dict&, Address, const py::dict&>(),
            py::arg("kernels"), py::arg("shape"), py::arg("layers"), py::arg("embedding"), py::arg("last_norm"),
-           py::keep_alive<1, 2>())
+           py::arg("head"), py::keep_alive<1, 2>())
       .def("bind", &BoundDecoder::bind, py::arg("keys"), py::arg("values"), py::arg("num_blocks"),
            py::arg("block_size"), py::arg("block_stride"), py::arg("slot_stride"))
-      .def("run", &BoundDecoder::run, py::arg("team"), py::arg("is_decoding"), py::arg("num_tokens"), py::arg("tokens"),
-           py::arg("num_sequences"), py::arg("query_lengths"), py::arg("lengths"), py::arg("tables"),
-           py::arg("table_width"), py::arg("cos"), py::arg("sin"), py::arg("hidden"), Release());
+      .def("run", &BoundDecoder::run, py::arg("team"), py::arg("tensors"), py::arg("wishes") = py::none());
 }
 
 }  // namespace sage::python

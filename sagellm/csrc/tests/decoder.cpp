@@ -4,6 +4,7 @@
 #include "sagellm/decoder.h"
 
 #include <cstdint>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <stdexcept>
@@ -43,15 +44,17 @@ class Model {
     shape.head_size = kHeadSize;
     shape.vocabulary = kVocabulary;
     shape.attention_scale = 0.25F;
-    decoder_ = std::make_unique<sage::Decoder>(kernels_, shape, std::move(layers), matrix(kVocabulary, kHidden), norm());
+    const sage::Matrix embedding = matrix(kVocabulary, kHidden);
+    decoder_ = std::make_unique<sage::Decoder>(kernels_, shape, std::move(layers), embedding, norm(), embedding);
     for (int layer = 0; layer < 2 * kLayers; ++layer) {
       caches_.emplace_back(static_cast<std::size_t>(kBlocks * kBlock * kKeyHeads * kHeadSize), 0.F);
     }
   }
 
   // Hidden states of `lengths[i]` tokens of each sequence, `queries[i]` of them new.
+  // Then the tokens behind them, if `draws`.
   std::vector<float> run(sage::Team& team, const std::vector<std::int64_t>& queries,
-                         const std::vector<std::int64_t>& lengths, std::int64_t first_token = 1) {
+                         const std::vector<std::int64_t>& lengths, std::int64_t first_token = 1, bool draws = false) {
     sage::PagedCache cache;
     for (int layer = 0; layer < kLayers; ++layer) {
       cache.keys.push_back(reinterpret_cast<char*>(caches_[static_cast<std::size_t>(2 * layer)].data()));
@@ -68,7 +71,9 @@ class Model {
       tokens[i] = (first_token + static_cast<std::int64_t>(i) * 7) % kVocabulary;
     }
     std::iota(tables.rbegin(), tables.rend(), 0);
-    const std::vector<float> cos(tokens.size() * kHeadSize, 0.6F), sin(tokens.size() * kHeadSize, 0.8F);
+    const std::vector<std::int64_t> positions(tokens.size(), 0);
+    std::vector<float> angles(2 * kHeadSize, 0.6F);
+    std::fill(angles.begin() + kHeadSize, angles.end(), 0.8F);
     std::vector<float> hidden(tokens.size() * kHidden);
     sage::DecoderStep step;
     step.num_tokens = static_cast<int>(num);
@@ -79,10 +84,23 @@ class Model {
     step.query_lengths = queries.data();
     step.lengths = lengths.data();
     step.tables = tables.data();
-    step.cos = cos.data();
-    step.sin = sin.data();
+    step.angles = angles.data();
+    step.num_angles = 1;
+    step.positions = positions.data();
     step.hidden = hidden.data();
+    std::vector<sage::Sampled> sampled;
+    if (draws) {
+      sage::Sampling wishes;
+      wishes.rows = step.num_tokens;
+      wishes.vocabulary = kVocabulary;
+      wishes.temperature.assign(tokens.size(), 0.7F);
+      wishes.seeds.assign(tokens.size(), 5);
+      wishes.offsets.assign(tokens.size(), first_token);
+      step.sampling = std::make_shared<const sage::Sampling>(wishes);
+      step.sampled = &sampled;
+    }
     decoder_->run(team, cache, step);
+    for (const sage::Sampled& each : sampled) hidden.push_back(static_cast<float>(each.token));
     return hidden;
   }
 
@@ -132,6 +150,7 @@ void threads_change_nothing(bool has_experts) {
   for (int round = 0; round < 20; ++round) {
     EXPECT(one.run(alone, {70, 9}, {70, 9}, round) == several.run(together, {70, 9}, {70, 9}, round));
     EXPECT(one.run(alone, {1, 3}, {71, 12}, round) == several.run(together, {1, 3}, {71, 12}, round));
+    EXPECT(one.run(alone, {1, 1}, {72, 13}, round, true) == several.run(together, {1, 1}, {72, 13}, round, true));
   }
   EXPECT(one.run(alone, {300}, {300}) == several.run(together, {300}, {300}));  // larger buffers
   EXPECT(one.run(alone, {2}, {302}) == several.run(together, {2}, {302}));      // splits of keys

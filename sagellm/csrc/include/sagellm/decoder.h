@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "sagellm/sampling.h"
 #include "sagellm/team.h"
 
 namespace sage {
@@ -64,7 +65,7 @@ void multiply(Team& team, const CpuKernels& kernels, const Matrix& matrix, Activ
 
 struct DecoderShape {
   int hidden = 0, heads = 0, kv_heads = 0, head_size = 0, vocabulary = 0;
-  float epsilon = 1e-6F, attention_scale = 1.F, softcap = 0.F, embedding_scale = 1.F;
+  float epsilon = 1e-6F, attention_scale = 1.F, softcap = 0.F, logit_softcap = 0.F, embedding_scale = 1.F;
   Activation activation = Activation::kSilu;
 };
 
@@ -101,19 +102,25 @@ struct DecoderStep {
   const std::int64_t* tokens = nullptr;
   const std::int64_t *query_lengths = nullptr, *lengths = nullptr;  // new tokens; tokens with the new ones, 0: no cache
   const std::int64_t* tables = nullptr;                             // [sequences][table_width], block numbers
-  const float *cos = nullptr, *sin = nullptr;                       // [tokens][head size]
-  void* hidden = nullptr;                                           // result, [tokens][hidden] of the weights' dtype
+  const float* angles = nullptr;                                    // [num_angles][cos and sin][head size]
+  int num_angles = 0;
+  const std::int64_t* positions = nullptr;  // rows of the angles, [tokens]
+  void* hidden = nullptr;                   // result, [tokens][hidden] of the weights' dtype
+  // What tokens are drawn by, if the step draws one for each of its tokens; the result has as many entries then.
+  std::shared_ptr<const Sampling> sampling;
+  std::vector<Sampled>* sampled = nullptr;
 };
 
 // Sums run in an order that does not depend on the batch, so a sequence gets the same numbers beside any others.
 class Decoder {
  public:
-  // `embedding`: packed; row i is token i's. Throws std::invalid_argument for matrices that do not fit together.
+  // `embedding`: packed; row i is token i's. `head`: the output layer. Throws std::invalid_argument for matrices that do
+  // not fit together.
   Decoder(const CpuKernels& kernels, const DecoderShape& shape, std::vector<DecoderLayer> layers, Matrix embedding,
-          const float* last_norm);
+          const float* last_norm, Matrix head);
   ~Decoder();
 
-  // Throws std::invalid_argument for tokens, lengths or blocks outside of the model and the cache.
+  // Throws std::invalid_argument for tokens, lengths, positions or blocks outside of the model and the cache.
   void run(Team& team, const PagedCache& cache, const DecoderStep& step);
 
   struct Model;

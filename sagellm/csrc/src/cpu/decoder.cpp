@@ -33,6 +33,7 @@ struct Decoder::Model {
   std::vector<DecoderLayer> layers;
   Matrix embedding;
   const float* last_norm;
+  Matrix head;
 };
 
 // What stages hand on. They stay where they are while a thread may still read them.
@@ -41,10 +42,11 @@ struct Decoder::Buffers {
   Size partial_capacity = 0;
   std::vector<float> hidden, squares, qkv, branch, partials;
   std::vector<char> input, queries, attended, fed;
-  std::vector<float> logits, expert_branch;  // of routers, and of each slot
+  std::vector<float> routed, expert_branch;  // routers' outputs, and the results of each slot
+  std::vector<float> logits;
   std::vector<char> expert_fed;
 
-  void reserve(const Model& model, int tokens, Size partials_needed) {
+  void reserve(const Model& model, int tokens, Size partials_needed, Size logits_needed) {
     const auto& shape = model.shape;
     const Size element = cpu::size_of(model.kernels->inputs);
     if (tokens > capacity) {
@@ -63,12 +65,13 @@ struct Decoder::Buffers {
         if (layer.down.weight != nullptr) grow(&fed, n * size(padded(layer.down.inputs, 2)) * element);
         if (experts.top_k == 0) continue;
         const Size slots = n * size(experts.top_k);
-        grow(&logits, n * size(experts.router.outputs));
+        grow(&routed, n * size(experts.router.outputs));
         grow(&expert_fed, slots * size(padded(experts.down[0].inputs, 2)) * element);
         grow(&expert_branch, slots * size(shape.hidden));
       }
     }
     if (partials_needed > partials.size()) partials.resize(partials_needed);
+    if (logits_needed > logits.size()) logits.resize(logits_needed);
   }
 };
 
@@ -90,7 +93,9 @@ enum class Kind {
   kDownExperts,
   kAddExperts,
   kAddFed,
-  kLast
+  kLast,
+  kLogits,
+  kSample
 };
 
 struct Stage {
@@ -113,24 +118,42 @@ class StepWork : public Work {
         num_tokens_(step.num_tokens),
         is_decoding_(step.is_decoding),
         tokens_(step.tokens, step.tokens + step.num_tokens),
-        cos_(step.cos, step.cos + size(step.num_tokens) * size(shape_.head_size)),
-        sin_(step.sin, step.sin + size(step.num_tokens) * size(shape_.head_size)),
         hidden_(static_cast<char*>(step.hidden)),
+        sampling_(step.sampling),
+        sampled_(step.sampled),
         attention_(cpu::plan_attention(cache, step, shape_, threads)) {
     while ((1 << block_shift_) < cache.block_size) ++block_shift_;
     for (const std::int64_t token : tokens_) {
       if (token < 0 || token >= shape_.vocabulary) throw std::invalid_argument("a token is outside of the vocabulary");
     }
+    const Size head_size = size(shape_.head_size);
+    angles_.reserve(size(num_tokens_) * 2 * head_size);
+    for (int i = 0; i < num_tokens_; ++i) {
+      const std::int64_t position = step.positions[i];
+      if (position < 0 || position >= step.num_angles) throw std::invalid_argument("a position has no angles");
+      const float* from = step.angles + static_cast<Size>(position) * 2 * head_size;
+      angles_.insert(angles_.end(), from, from + 2 * head_size);
+    }
+    if (sampling_ != nullptr) {
+      if (sampling_->rows != num_tokens_ || sampling_->vocabulary != model_->head.outputs) {
+        throw std::invalid_argument("sampling is for another number of tokens, or another vocabulary");
+      }
+      sampled_->resize(size(num_tokens_));
+    }
     plan_stages(threads);
   }
 
+  Size num_logits() const {
+    return sampling_ == nullptr ? 0 : size(num_tokens_) * size(model_->head.outputs);
+  }
   Size num_partials() const { return static_cast<Size>(attention_.num_partials); }
   int num_stages() const override { return static_cast<int>(stages_.size()); }
   int num_chunks(int stage) const override { return stages_[size(stage)].chunks; }
 
   Size local_bytes() const override {
     const int widest = std::max(shape_.hidden, (shape_.heads + 2 * shape_.kv_heads) * shape_.head_size);
-    Size bytes = size(kTokens) * size(widest) * 4;
+    Size bytes = size(kTokens) * size(widest) * 4 + size(shape_.hidden) * 4;
+    if (sampling_ != nullptr) bytes = std::max(bytes, size(model_->head.outputs) * 4);
     for (const Stage& stage : stages_) {
       bytes = std::max(bytes, stage.cut.bytes() + gathered_bytes(stage));
     }
@@ -181,6 +204,10 @@ class StepWork : public Work {
         return add_normed(layer.after_feed_forward, chunk, result);
       case Kind::kLast:
         return last(chunk, result);
+      case Kind::kLogits:
+        return compute_logits(at.cut, chunk, result);
+      case Kind::kSample:
+        return sample(chunk, local);
     }
   }
 
@@ -204,9 +231,9 @@ class StepWork : public Work {
       case Kind::kAddAttended:
         return commit_rows(chunk, result, layer.feed_forward_norm);
       case Kind::kRoute:
-        return commit_product(at.cut, layer.experts.router, chunk, result, buffers_->logits.data());
+        return commit_product(at.cut, layer.experts.router, chunk, result, buffers_->routed.data());
       case Kind::kChoose:
-        return cpu::choose_experts(buffers_->logits.data(), num_tokens_, layer.experts, &routes_);
+        return cpu::choose_experts(buffers_->routed.data(), num_tokens_, layer.experts, &routes_);
       case Kind::kFeed:
         return commit_fed(at.cut, layer, chunk, result);
       case Kind::kDown:
@@ -221,6 +248,10 @@ class StepWork : public Work {
         return commit_rows(chunk, result, next_norm(at.layer));
       case Kind::kLast:
         return commit_last(chunk, result);
+      case Kind::kLogits:
+        return commit_product(at.cut, model_->head, chunk, result, buffers_->logits.data());
+      case Kind::kSample:
+        return commit_sampled(chunk, local);
     }
   }
 
@@ -272,7 +303,11 @@ class StepWork : public Work {
       }
       if (layer.after_feed_forward != nullptr) add(Kind::kAddFed, i, groups);
     }
-    add(Kind::kLast, static_cast<int>(model_->layers.size()) - 1, groups);
+    const int last = static_cast<int>(model_->layers.size()) - 1;
+    add(Kind::kLast, last, groups);
+    if (sampling_ == nullptr) return;
+    add_product(Kind::kLogits, last, cut_of(model_->head, false));
+    add(Kind::kSample, last, num_tokens_);
   }
 
   // ---- rows of the residual stream
@@ -331,14 +366,49 @@ class StepWork : public Work {
       const float* hidden = buffers_->hidden.data() + size(row) * size(shape_.hidden);
       const float scale = scale_of(row);
       for (int i = 0; i < shape_.hidden; ++i) result[i] = hidden[i] * scale * model_->last_norm[i];
+      // Logits are those of the hidden states that a caller sees.
+      void* narrow = result + size(end_of(chunk) - row) * size(shape_.hidden);  // behind the last row
+      kernels_.to_weight(result, shape_.hidden, narrow);
+      kernels_.from_weight(narrow, shape_.hidden, result);
     }
   }
 
   void commit_last(int chunk, const float* result) {
     const Size row_bytes = size(shape_.hidden) * cpu::size_of(kernels_.weights);
     for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
-      kernels_.to_weight(result, shape_.hidden, hidden_ + size(row) * row_bytes);
+      if (hidden_ != nullptr) kernels_.to_weight(result, shape_.hidden, hidden_ + size(row) * row_bytes);
+      if (sampling_ == nullptr) continue;
+      kernels_.to_input(result, nullptr, shape_.hidden, buffers_->input.data() + size(row) * input_stride() * element_);
     }
+  }
+
+  // ---- the next tokens
+
+  void compute_logits(const Cut& cut, int chunk, float* result) const {
+    const Matrix& head = model_->head;
+    cpu::multiply_chunk(kernels_, cut, head, buffers_->input.data(), input_stride(), chunk, result);
+    const int first = cut.first_tile(chunk) * kTile,
+              count = std::min(cut.num_tiles(chunk) * kTile, head.outputs - first);
+    const float cap = shape_.logit_softcap;
+    for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
+      if (head.bias != nullptr) kernels_.add(result, head.bias + first, nullptr, count);
+      if (cap == 0.F) continue;
+      for (int i = 0; i < count; ++i) result[i] = cap * std::tanh(result[i] / cap);
+    }
+  }
+
+  // A thread keeps what it drew until it commits it, or draws again.
+  void sample(int row, char* local) const {
+    const Size vocabulary = size(model_->head.outputs);
+    const float* logits = buffers_->logits.data() + size(row) * vocabulary;
+    drawn() = sample_row(kernels_, logits, *sampling_, row, reinterpret_cast<float*>(local));
+  }
+
+  void commit_sampled(int row, const char*) { (*sampled_)[size(row)] = std::move(drawn()); }
+
+  static Sampled& drawn() {
+    static thread_local Sampled sampled;
+    return sampled;
   }
 
   // ---- products
@@ -499,7 +569,7 @@ class StepWork : public Work {
       for (int k = 0; k < top_k; ++k, expert += shape_.hidden) kernels_.add(result, expert, nullptr, shape_.hidden);
       if (layer.down.weight != nullptr) {
         const float* branch = buffers_->branch.data() + size(row) * size(shape_.hidden);
-        const float logit = buffers_->logits[size(row + 1) * size(outputs) - 1], share = 1.F / (1.F + std::exp(-logit));
+        const float logit = buffers_->routed[size(row + 1) * size(outputs) - 1], share = 1.F / (1.F + std::exp(-logit));
         for (int i = 0; i < shape_.hidden; ++i) result[i] += share * branch[i];
       }
       kernels_.add(result, hidden, nullptr, shape_.hidden);
@@ -522,9 +592,8 @@ class StepWork : public Work {
       std::memcpy(result, buffers_->qkv.data() + size(row) * size(numbers), size(numbers) * 4);
       if (layer.query_norm != nullptr) norm_heads(result, shape_.heads, layer.query_norm);
       if (layer.key_norm != nullptr) norm_heads(result + head_numbers(), shape_.kv_heads, layer.key_norm);
-      const Size angles = size(row) * size(shape_.head_size);
-      kernels_.rotate(result, shape_.heads + shape_.kv_heads, shape_.head_size, cos_.data() + angles,
-                      sin_.data() + angles);
+      const float* angles = angles_.data() + size(row) * 2 * size(shape_.head_size);
+      kernels_.rotate(result, shape_.heads + shape_.kv_heads, shape_.head_size, angles, angles + shape_.head_size);
     }
   }
 
@@ -646,8 +715,10 @@ class StepWork : public Work {
   const int num_tokens_;
   const bool is_decoding_;
   const std::vector<std::int64_t> tokens_;
-  const std::vector<float> cos_, sin_;
+  std::vector<float> angles_;  // cos and sin of each token
   char* const hidden_;
+  const std::shared_ptr<const Sampling> sampling_;
+  std::vector<Sampled>* const sampled_;
   int block_shift_ = 0;
   const cpu::AttentionPlan attention_;
   std::vector<Stage> stages_;
@@ -692,12 +763,14 @@ void check_layer(const DecoderLayer& layer, const Experts& others, const Decoder
 }  // namespace
 
 Decoder::Decoder(const CpuKernels& kernels, const DecoderShape& shape, std::vector<DecoderLayer> layers,
-                 Matrix embedding, const float* last_norm)
-    : model_(std::make_shared<Model>(Model{&kernels.table(), shape, std::move(layers), embedding, last_norm})),
+                 Matrix embedding, const float* last_norm, Matrix head)
+    : model_(std::make_shared<Model>(Model{&kernels.table(), shape, std::move(layers), embedding, last_norm, head})),
       buffers_(std::make_shared<Buffers>()) {
   if (model_->layers.empty()) throw std::invalid_argument("a decoder needs a layer");
   if (shape.kv_heads < 1 || shape.heads % shape.kv_heads != 0)
     throw std::invalid_argument("heads do not divide by key heads");
+  require(head.inputs == shape.hidden && embedding.inputs == shape.hidden && embedding.outputs >= shape.vocabulary,
+          "the embedding or the output layer does not fit the hidden size and the vocabulary");
   const Experts* first = nullptr;
   for (const DecoderLayer& layer : model_->layers) {
     if (first == nullptr && layer.experts.top_k != 0) first = &layer.experts;
@@ -715,10 +788,14 @@ void Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& step) 
     throw std::invalid_argument("the block size is not a power of two");
   }
   auto work = std::make_shared<StepWork>(model_, buffers_, cache, step, team.threads());
-  if (step.num_tokens > buffers_->capacity || work->num_partials() > buffers_->partials.size()) {
+  if (step.num_tokens > buffers_->capacity || work->num_partials() > buffers_->partials.size() ||
+      work->num_logits() > buffers_->logits.size()) {
     // A thread that is late may still read the old buffers.
+    const std::shared_ptr<const Buffers> old = buffers_;
     buffers_ = std::make_shared<Buffers>();
-    buffers_->reserve(*model_, std::max(step.num_tokens, 64), work->num_partials());
+    buffers_->reserve(*model_, std::max({step.num_tokens, old->capacity, 64}),
+                      std::max(work->num_partials(), old->partials.size()),
+                      std::max(work->num_logits(), old->logits.size()));
     work = std::make_shared<StepWork>(model_, buffers_, cache, step, team.threads());
   }
   team.run(work);

@@ -64,6 +64,8 @@ struct Kernels {
   void (*scale)(float* values, float by, const float* bias, int count);     // `bias` may be null
   void (*add)(float* to, const float* from, const float* bias, int count);  // to += from + bias
   float (*sum_of_squares)(const float* from, int count);
+  float (*largest)(const float* from, int count);
+  float (*sum_of_powers)(const float* from, int count, float top);  // of exp(from - top)
 };
 
 // Keys that one task of a decoding sequence reads; fixed, so that sums do not depend on the batch.

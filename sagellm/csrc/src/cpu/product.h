@@ -27,7 +27,7 @@ inline Size tile_bytes(const Kernels& kernels, const Matrix& matrix) {
 
 // How a product is cut into chunks: panels of rows times groups of tiles.
 struct Cut {
-  int rows = 0, panel = 0, panels = 0, tiles = 0, group = 1;
+  int rows = 0, panel = 0, panels = 0, tiles = 0, group = 1, lanes = 1;
 
   Cut() = default;
   Cut(const Kernels& kernels, int rows_, const Matrix& matrix, int threads, bool pairs) : rows(rows_) {
@@ -40,11 +40,16 @@ struct Cut {
     group = rows > kPanel ? 4 : static_cast<int>(std::clamp<Size>(group_of_few, 1, 8));
     group = std::max(1, std::min(group, tiles * panels / (4 * threads)));
     group = padded(group, unit);
+    lanes = threads;
   }
   int chunks() const { return panels * divided(tiles, group); }
   int first_row(int chunk) const { return chunk % panels * panel; }
   int num_rows(int chunk) const { return std::min(panel, rows - first_row(chunk)); }
-  int first_tile(int chunk) const { return chunk / panels * group; }
+  // Threads take chunks in turn. Each then reads one run of memory, which the processor fetches ahead, and no gaps.
+  int first_tile(int chunk) const {
+    const int at = chunk / panels, groups = divided(tiles, group), lane = at % lanes;
+    return (lane * (groups / lanes) + std::min(lane, groups % lanes) + at / lanes) * group;
+  }
   int num_tiles(int chunk) const { return std::min(group, tiles - first_tile(chunk)); }
   int width() const { return group * kTile; }  // of a row of the chunk's result
   Size bytes() const { return size(panel) * size(width()) * 4; }

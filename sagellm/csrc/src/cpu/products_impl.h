@@ -167,4 +167,22 @@ inline float sum_of_squares(const float* from, int count) {
   return result;
 }
 
+inline float largest(const float* from, int count) {
+  Vec top = broadcast(-std::numeric_limits<float>::infinity());
+  int i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) top = larger(top, load(from + i));
+  float result = maximum(top);
+  for (; i < count; ++i) result = std::max(result, from[i]);
+  return result;
+}
+
+inline float sum_of_powers(const float* from, int count, float top) {
+  Vec total{};
+  int i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) total += exponential(load(from + i) - top);
+  float result = sum(total);
+  for (; i < count; ++i) result += std::exp(from[i] - top);
+  return result;
+}
+
 }  // namespace sage::cpu::NAMESPACE

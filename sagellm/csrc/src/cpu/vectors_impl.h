@@ -92,7 +92,6 @@ struct Float32 {  // float32 weights
     for (int i = 0; i < inputs; ++i, tile += kTile) {
       for (int t = 0; t < tiles; ++t) {
         const Weight* at = tile + t * inputs * kTile;
-        if (rows <= 4) __builtin_prefetch(at + 512);
         Vec weight[kVectors];
         for (int v = 0; v < kVectors; ++v) weight[v] = load(at + v * WIDTH);
         for (int r = 0; r < rows; ++r) {
@@ -126,10 +125,6 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
     for (int i = 0; i < inputs; i += 2, tile += 2 * kTile) {
       for (int t = 0; t < tiles; ++t) {
         const Weight* at = tile + t * inputs * kTile;
-        if (rows <= 4) {
-          __builtin_prefetch(at + 1024);
-          __builtin_prefetch(at + 1056);
-        }
         for (int v = 0; v < kVectors; ++v) {
           const IVec pairs = load_words(at + 2 * v * WIDTH);
           const Vec first = low_half(pairs), second = high_half(pairs);
@@ -181,10 +176,6 @@ struct BFloat16Dot : BFloat16 {  // bfloat16 weights and inputs, products by vdp
     for (int i = 0; i < inputs; i += 2, tile += 2 * kTile) {
       for (int t = 0; t < tiles; ++t) {
         const Weight* at = tile + t * inputs * kTile;
-        if (rows <= 4) {
-          __builtin_prefetch(at + 1024);
-          __builtin_prefetch(at + 1056);
-        }
         const auto first = reinterpret_cast<__m512bh>(load_words(at));
         const auto second = reinterpret_cast<__m512bh>(load_words(at + kTile));
         for (int r = 0; r < rows; ++r) {

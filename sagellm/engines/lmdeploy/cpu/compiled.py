@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lmdeploy.pytorch.backends.graph_runner import GraphRunner
+from lmdeploy.pytorch.engine.logits_process import SamplingInputs
 from torch import nn
 
 from sagellm import _core
@@ -19,6 +20,7 @@ from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionImpl
 from sagellm.engines.lmdeploy.cpu.operators.linear import CpuLinearImpl
 from sagellm.engines.lmdeploy.cpu.operators.moe import CpuFusedMoEImpl
 from sagellm.engines.lmdeploy.cpu.operators.rotary import TabledRotaryEmbedding
+from sagellm.engines.lmdeploy.cpu.operators.sampling import Sampled, wishes_of
 from sagellm.engines.lmdeploy.cpu.packed import (
     PackedEmbedding,
     PackedGate,
@@ -157,12 +159,13 @@ def describe(model: nn.Module) -> Description:
         "epsilon": inner.norm.impl.epsilon,
         "attention_scale": first.scale,
         "softcap": first.softcap,
+        "logit_softcap": getattr(model, "final_logit_softcapping", None) or 0.0,
         "embedding_scale": head.inputs**0.5 if type(model).__name__ == "GemmaForCausalLM" else 1.0,
         "activation": gated.activation,
     }
     layers = [layer(block) for block in inner.layers]
     kept.append(embedding)
-    decoder = _core.CpuDecoder(kernels(dtype), shape, layers, embedding.matrix, numbers(inner.norm))
+    decoder = _core.CpuDecoder(kernels(dtype), shape, layers, embedding.matrix, numbers(inner.norm), head.matrix)
     return Description(decoder, inner.rotary_emb, head.inputs, dtype, head, kept)
 
 
@@ -189,21 +192,45 @@ class CpuRunner(GraphRunner):
                 input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, attn_metadata=attn_metadata,
                 inputs_embeds=inputs_embeds, **more,
             )  # fmt: skip
-        native = self.native
-        if self._bound is not past_key_values:
-            self._bind(past_key_values)
-        # In float32 whatever the model's dtype is: the angles are exact.
-        cos, sin = (part[0].contiguous() for part in native.rotary(torch.empty(0, dtype=torch.float32), position_ids))
-        tokens, tables = input_ids.contiguous(), attn_metadata.block_offsets.to(torch.int64).contiguous()
-        queries, lengths = (each.to(torch.int64).contiguous() for each in (attn_metadata.q_seqlens, attn_metadata.kv_seqlens))
-        hidden = torch.empty(1, tokens.numel(), native.hidden, dtype=native.dtype)
-        native.decoder.run(
-            team(), is_decoding=attn_metadata.is_decoding, num_tokens=tokens.numel(), tokens=tokens.data_ptr(),
-            num_sequences=queries.numel(),
-            query_lengths=queries.data_ptr(), lengths=lengths.data_ptr(), tables=tables.data_ptr(), table_width=tables.shape[1],
-            cos=cos.data_ptr(), sin=sin.data_ptr(), hidden=hidden.data_ptr(),
+        hidden = torch.empty(1, input_ids.numel(), self.native.hidden, dtype=self.native.dtype)
+        self._run(
+            past_key_values, attn_metadata.is_decoding, input_ids, position_ids, int(position_ids.max()) + 1,
+            attn_metadata.q_seqlens, attn_metadata.kv_seqlens, attn_metadata.block_offsets, hidden,
         )  # fmt: skip
         return hidden
+
+    def decode(self, caches: Any, inputs: Any, sampling: SamplingInputs) -> list[Sampled]:
+        """Run a decode step of one token a sequence, and draw the next ones.
+
+        Args:
+            inputs: LMDeploy's `ModelInputs`.
+            sampling: without response formats and logits processors.
+        """
+        wishes = wishes_of(sampling, len(inputs.seq_length), self.native.head.outputs)
+        lengths = inputs.history_lengths + inputs.seq_length - inputs.num_ignored_history
+        return self._run(
+            caches, True, inputs.input_ids, inputs.history_lengths, inputs.max_kv_seqlen, inputs.seq_length, lengths,
+            inputs.block_offsets, None, wishes,
+        )  # fmt: skip
+
+    def _run(
+        self, caches: Any, is_decoding: bool, tokens: torch.Tensor, positions: torch.Tensor, num_positions: int,
+        queries: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, hidden: torch.Tensor | None,
+        wishes: dict[str, Any] | None = None,
+    ) -> list[Sampled]:  # fmt: skip
+        if self._bound is not caches:
+            self._bind(caches)
+        # In float32 whatever the model's dtype is: the angles are exact.
+        angles = self.native.rotary.table(num_positions, torch.float32)
+        whole = [each.to(torch.int64).contiguous() for each in (tokens, positions, queries, lengths, tables)]
+        names = ("tokens", "positions", "query_lengths", "lengths", "tables")
+        tensors = {name: each.data_ptr() for name, each in zip(names, whole, strict=True)}
+        tensors |= {
+            "is_decoding": is_decoding, "num_tokens": tokens.numel(), "num_sequences": queries.numel(),
+            "table_width": tables.shape[1], "angles": angles.data_ptr(), "num_angles": len(angles),
+            "hidden": 0 if hidden is None else hidden.data_ptr(),
+        }  # fmt: skip
+        return self.native.decoder.run(team(), tensors, wishes)
 
     def get_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states`: [..., hidden]; returns [..., vocabulary], in float32 where the model runs natively."""

@@ -134,7 +134,13 @@ class CpuDevice:
         if stepper is None:
             stepper = self._steppers[agent] = _StepThread(asyncio.get_running_loop(), self._threads)
             weakref.finalize(agent, stepper.stop)
-        return await stepper.run(step(agent, *args, **kwargs))
+        return await stepper.run(_step(step, agent, args, kwargs))
+
+    def sample(self, sampling_inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        """Draw a token for each row, [batch], from `logits`, [batch, vocab], to which penalties are applied."""
+        from sagellm.engines.lmdeploy.cpu.operators.sampling import sample
+
+        return sample(logits, sampling_inputs)
 
     def end_steps(self, agent: Any) -> None:
         """The engine of the agent is closed: its thread ends now, not when garbage is collected. Its OpenMP workers would make
@@ -151,6 +157,15 @@ class CpuDevice:
             push(agent, *args, **kwargs)
         else:
             stepper.home.call_soon_threadsafe(lambda: push(agent, *args, **kwargs))
+
+
+async def _step(step: Callable[..., Coroutine], agent: Any, args: tuple, kwargs: dict) -> Any:
+    """Run a round of decode steps natively where it can be, else as LMDeploy does."""
+    from sagellm.engines.lmdeploy.cpu.decode_round import run_round
+
+    if args or not run_round(agent, **kwargs):
+        return await step(agent, *args, **kwargs)
+    return None
 
 
 class _StepThread:

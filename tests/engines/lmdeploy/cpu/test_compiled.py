@@ -157,6 +157,7 @@ class Model:
     windows: tuple[int, ...] = (0, 0)
     softcap: float = 0.0
     embedding_scale: float = 1.0
+    logit_softcap: float = 0.0
     activation: str = "silu"
     experts: int = 0
     top_k: int = 2
@@ -236,12 +237,11 @@ class Model:
         ]
         shape = {
             "epsilon": 1e-5, "attention_scale": self.head_size**-0.5, "softcap": self.softcap,
-            "embedding_scale": self.embedding_scale, "activation": self.activation,
+            "embedding_scale": self.embedding_scale, "activation": self.activation, "logit_softcap": self.logit_softcap,
             **{name: getattr(self, name) for name in SIZES},
         }  # fmt: skip
-        return _core.CpuDecoder(
-            packed.kernels(self.dtype), shape, layers, packed_matrix(PackedWeight(self.embedding)), numbers(self.last)
-        )
+        embedding = packed_matrix(PackedWeight(self.embedding))
+        return _core.CpuDecoder(packed.kernels(self.dtype), shape, layers, embedding, numbers(self.last), embedding)
 
 
 class Step:
@@ -249,6 +249,7 @@ class Step:
 
     def __init__(self, model: Model, lengths: list[tuple[int, int]]) -> None:
         self.lengths = lengths
+        self.change: dict[str, int] = {}  # of what the native code is told
         free, widest = torch.randperm(NUM_BLOCKS), max(-(-sum(one) // BLOCK) for one in lengths)
         self.tables = torch.zeros(len(lengths), widest, dtype=torch.int64)
         self.texts = [torch.randint(model.vocabulary, (sum(one),)) for one in lengths]
@@ -257,9 +258,13 @@ class Step:
             self.tables[row, :need], free = free[:need], free[need:]
 
     def run(
-        self, model: Model, decoder, caches, team, rows: list[int], past_only: bool = False, is_decoding: bool = True
+        self, model: Model, decoder, caches, team, rows: list[int], past_only: bool = False, is_decoding: bool = True,
+        wishes: dict | None = None,
     ) -> list[torch.Tensor]:
-        """Run the new tokens of some sequences (`past_only`: those before them) and return the hidden states of each."""
+        """Run the new tokens of some sequences (`past_only`: those before them) and return the hidden states of each.
+
+        With `wishes` a token is drawn for each new one; `drawn` has them.
+        """
         kept, new, whole = [], [], []
         for row in rows:
             count, past = self.lengths[row]
@@ -267,17 +272,20 @@ class Step:
             new.append(past if past_only else count)
             whole.append(past if past_only else count + past)
         positions = torch.cat([torch.arange(end - count, end) for count, end in zip(new, whole, strict=True)])
-        cos, sin = angles(model, positions)
+        table = torch.cat(angles(model, torch.arange(1024)), -1)
         tokens, queries, lengths = torch.cat(kept), torch.tensor(new), torch.tensor(whole)
         tables, hidden = self.tables[rows].contiguous(), torch.empty(len(tokens), model.hidden, dtype=model.dtype)
         decoder.bind(
             [keys.data_ptr() for keys, _ in caches], [values.data_ptr() for _, values in caches], NUM_BLOCKS, BLOCK,
             caches[0][0].stride(0) * caches[0][0].element_size(), caches[0][0].stride(1) * caches[0][0].element_size(),
         )  # fmt: skip
-        decoder.run(
-            team, is_decoding, len(tokens), tokens.data_ptr(), len(rows), queries.data_ptr(), lengths.data_ptr(),
-            tables.data_ptr(), tables.shape[1], cos.data_ptr(), sin.data_ptr(), hidden.data_ptr(),
-        )  # fmt: skip
+        tensors = {
+            "is_decoding": is_decoding, "num_tokens": len(tokens), "tokens": tokens.data_ptr(), "num_sequences": len(rows),
+            "query_lengths": queries.data_ptr(), "lengths": lengths.data_ptr(), "tables": tables.data_ptr(),
+            "table_width": tables.shape[1], "angles": table.data_ptr(), "num_angles": len(table),
+            "positions": positions.data_ptr(), "hidden": hidden.data_ptr(),
+        }  # fmt: skip
+        self.drawn = decoder.run(team, tensors | self.change, wishes)
         return list(hidden.split(new))
 
 
@@ -443,22 +451,20 @@ def test_threads_that_lose_their_time_slices_change_nothing():
     [
         (dict(tokens=torch.tensor([100])), "a token is outside of the vocabulary"),
         (dict(tokens=torch.tensor([-1])), "a token is outside of the vocabulary"),
-        (dict(queries=torch.tensor([2])), "query lengths do not add up"),
+        (dict(query_lengths=torch.tensor([2])), "query lengths do not add up"),
         (dict(lengths=torch.tensor([17])), "a sequence has more tokens than its blocks hold"),
         (dict(tables=torch.tensor([[NUM_BLOCKS]])), "a block is outside of the cache"),
+        (dict(positions=torch.tensor([1024])), "a position has no angles"),
     ],
 )
 def test_a_step_that_cannot_be(change, message):
     model = Model()
     step, decoder, caches = Step(model, [(1, 0)]), model.native(), model.caches()
     (before,) = step.run(model, decoder, caches, _core.CpuTeam(1), [0])
-    one = dict(tokens=step.texts[0], queries=torch.tensor([1]), lengths=torch.tensor([1]), tables=step.tables) | change
-    cos, sin = angles(model, torch.tensor([0]))
+    step.change = {name: value.data_ptr() for name, value in change.items()}
     with pytest.raises(ValueError, match=message):
-        decoder.run(
-            _core.CpuTeam(1), True, 1, one["tokens"].data_ptr(), 1, one["queries"].data_ptr(), one["lengths"].data_ptr(),
-            one["tables"].data_ptr(), 1, cos.data_ptr(), sin.data_ptr(), torch.empty(1, model.hidden).data_ptr(),
-        )  # fmt: skip
+        step.run(model, decoder, caches, _core.CpuTeam(1), [0])
+    step.change = {}
     assert torch.equal(step.run(model, decoder, caches, _core.CpuTeam(1), [0])[0], before)
 
 
@@ -488,3 +494,34 @@ def test_experts_that_cannot_be(monkeypatch, change, message):
     monkeypatch.setattr(_core, "CpuDecoder", altered)
     with pytest.raises(ValueError, match=message):
         model.native()
+
+
+# ---- the next tokens
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cap", [0.0, 4.0])
+def test_the_next_tokens_are_drawn_from_the_output_layer(isa, dtype, cap):
+    model = Model(dtype=dtype, logit_softcap=cap)
+    lengths = [(1, 5), (1, 40), (1, 300)]
+    step, decoder, caches, team = Step(model, lengths), model.native(), model.caches(), _core.CpuTeam(2)
+    step.run(model, decoder, caches, team, [0, 1, 2], past_only=True)
+    wishes = {"rows": 3, "vocabulary": model.vocabulary, "num_logprobs": 5}
+    hidden = torch.cat(step.run(model, decoder, caches, team, [0, 1, 2], wishes=wishes))
+    together, logits = step.drawn, hidden.double() @ model.embedding.double().T
+    logits = cap * (logits / cap).tanh() if cap else logits
+    exact = logits.log_softmax(-1).topk(5)
+    for row, (token, values, ids) in enumerate(together):
+        assert ids == [token, *exact.indices[row].tolist()] and token == ids[1]
+        torch.testing.assert_close(torch.tensor(values[1:]).double(), exact.values[row], rtol=1e-4, atol=1e-4)
+        step.run(model, decoder, caches, team, [row], wishes=wishes | {"rows": 1})
+        assert step.drawn == [together[row]], "a row's token depends on the other rows"
+
+
+def test_sampling_of_another_vocabulary_is_refused():
+    model = Model()
+    step, decoder, caches = Step(model, [(1, 0)]), model.native(), model.caches()
+    for wishes in ({"rows": 2, "vocabulary": 100}, {"rows": 1, "vocabulary": 99}):
+        with pytest.raises(ValueError, match="sampling is for another number of tokens, or another vocabulary"):
+            step.run(model, decoder, caches, _core.CpuTeam(1), [0], wishes=wishes | {"num_logprobs": -1})

@@ -29,13 +29,17 @@ class TabledRotaryEmbedding(nn.Module):
         self._tables: dict[torch.dtype, torch.Tensor] = {}  # [positions, 2 * dim]
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        size, table = int(position_ids.max()) + 1, self._tables.get(x.dtype)
-        if table is None or len(table) < size:
-            table = self._tables[x.dtype] = self._table(x, max(FIRST_POSITIONS, 1 << (size - 1).bit_length()))
+        table = self.table(int(position_ids.max()) + 1, x.dtype)
         return table.index_select(0, position_ids.flatten()).view(*position_ids.shape, -1).chunk(2, dim=-1)
 
-    def _table(self, x: torch.Tensor, size: int) -> torch.Tensor:
-        return torch.cat(self._embedding(x, torch.arange(size, device=x.device)[None]), dim=-1)[0]
+    def table(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return cos and sin of at least the positions below `size`, [positions, 2 * dim]."""
+        found = self._tables.get(dtype)
+        if found is None or len(found) < size:
+            positions = torch.arange(max(FIRST_POSITIONS, 1 << (size - 1).bit_length()))
+            found = torch.cat(self._embedding(torch.empty(0, dtype=dtype), positions[None]), dim=-1)[0]
+            self._tables[dtype] = found
+        return found
 
 
 def _table_bytes(text_config: Mapping[str, Any], dtype: str, context_length: int) -> int:

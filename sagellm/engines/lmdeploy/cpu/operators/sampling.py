@@ -1,9 +1,58 @@
-"""Sampling a token from probabilities, reproducible from a seed."""
+"""Drawing the next tokens, reproducible from a seed."""
+
+from typing import Any
 
 import torch
 from lmdeploy.pytorch.backends.multinomial_sampling import MultinomialSamplingBuilder, MultinomialSamplingImpl
+from lmdeploy.pytorch.engine.logits_process import SamplingInputs
 
 from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
+from sagellm.engines.lmdeploy.cpu.packed import kernels_of
+
+Sampled = tuple[int, list[float], list[int]]  # a token; log probabilities, and their tokens
+
+
+def wishes_of(sampling: SamplingInputs, rows: int, vocabulary: int) -> dict[str, Any]:
+    """Translate what LMDeploy asks of a step for the native code."""
+    wishes: dict[str, Any] = choice_of(sampling, rows, vocabulary) | {"num_logprobs": sampling.max_num_logprobs}
+    for name in ("temperature", "repetition_penalty"):
+        if (values := getattr(sampling, name)) is not None:
+            wishes[name] = values.tolist()
+    if sampling.repetition_penalty is not None:
+        wishes["seen"] = sampling.all_ids.flatten().tolist()
+    words, marks = [], []
+    if sampling.bad_words is not None:
+        words, marks = [sampling.bad_words], [sampling.bad_mask]
+    if sampling.stop_words is not None and any(left > 0 for left in sampling.num_ignore_eos.tolist()):
+        words.append(sampling.stop_words)
+        marks.append(sampling.stop_mask & (sampling.num_ignore_eos > 0)[:, None])
+    if words:
+        wishes["forbidden"] = torch.cat(words, 1).flatten().tolist()
+        wishes["forbidden_marks"] = torch.cat(marks, 1).flatten().tolist()
+    return wishes
+
+
+def choice_of(sampling: SamplingInputs, rows: int, vocabulary: int) -> dict[str, Any]:
+    """Translate how a token is chosen once penalties are applied."""
+    wishes: dict[str, Any] = {"rows": rows, "vocabulary": vocabulary, "num_logprobs": -1}
+    if sampling.max_top_k == 1:
+        return wishes
+    if sampling.top_k is not None:
+        wishes["top_k"] = sampling.top_k.tolist()
+    elif sampling.max_top_k > 0:
+        wishes["top_k"] = [sampling.max_top_k] * rows
+    for name in ("top_p", "min_p"):
+        if (values := getattr(sampling, name)) is not None:
+            wishes[name] = values.tolist()
+    return wishes | {"seeds": sampling.random_seeds.tolist(), "offsets": sampling.random_offsets.tolist()}
+
+
+def sample(logits: torch.Tensor, sampling: SamplingInputs) -> torch.Tensor:
+    """Draw a token for each row of `logits`, [rows, vocabulary], to which penalties are applied. Returns [rows]."""
+    logits = logits.float().contiguous()
+    wishes = choice_of(sampling, *logits.shape)
+    drawn = kernels_of(torch.float32, "").sample(logits.data_ptr(), wishes)
+    return torch.tensor([token for token, _, _ in drawn])
 
 
 class CpuMultinomialSamplingImpl(MultinomialSamplingImpl):

@@ -1,0 +1,74 @@
+"""Decode steps without LMDeploy's modules in between: each is one native call, from the last tokens to the next ones."""
+
+from typing import Any
+
+import torch
+from lmdeploy.pytorch.engine.model_agent import BatchedLogProbs, BatchedOutputs, cache_swapping
+from lmdeploy.pytorch.strategies.ar.model_agent import ARModelAgentStrategy
+
+from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner
+from sagellm.engines.lmdeploy.cpu.operators.sampling import Sampled
+
+__all__ = ["run_round"]
+
+
+def run_round(
+    agent: Any, inputs: Any, loop_count: int, swap_in_map: dict | None = None, swap_out_map: dict | None = None,
+    sampling_inputs: Any = None, stopping_criteria: Any = None, extra_inputs: Any = None, **more: bool,
+) -> bool:  # fmt: skip
+    """Run a round of decode steps as LMDeploy's agent does. Returns False, with nothing done, if it is not a plain one.
+
+    A round is plain if its model runs natively on one rank, nobody guesses tokens, and no request wants logits, a response
+    format or a processor of its own.
+    """
+    if any(more.values()) or not _is_plain(agent, inputs, sampling_inputs):
+        return False
+    runner, strategy = agent.patched_model, agent.agent_strategy
+    for session in sampling_inputs.session_to_cleanup or ():
+        if agent.guided_decoding_manager:
+            agent.guided_decoding_manager.remove_processor(session)
+    cache_swapping(agent.cache_engine, swap_in_map=swap_in_map, swap_out_map=swap_out_map)
+    for step in range(loop_count):
+        is_last = step == loop_count - 1
+        drawn = runner.decode(agent.cache_engine.gpu_cache, inputs, sampling_inputs)
+        tokens = torch.tensor([token for token, _, _ in drawn])
+        stopped, stop_pos, stopping_criteria = stopping_criteria.step(
+            tokens, sampling_inputs.stop_words, inputs=inputs, extra_inputs=extra_inputs
+        )
+        agent._push_output(
+            BatchedOutputs(
+                next_token_ids=tokens, stopped=stopped, stop_pos=stop_pos,
+                logprobs=_logprobs(drawn) if sampling_inputs.max_num_logprobs >= 0 else None,
+                extra_outputs=strategy.make_extra_outputs(extra_inputs, last_loop_step=is_last),
+            )
+        )  # fmt: skip
+        if not is_last:
+            inputs, extra_inputs = strategy.update_inputs_for_next_step(
+                inputs, sampling_inputs, next_token_ids=tokens, model_metas=None, extra_inputs=extra_inputs
+            )
+    return True
+
+
+def _is_plain(agent: Any, inputs: Any, sampling: Any) -> bool:
+    runner = agent.patched_model
+    return (
+        inputs.is_decoding
+        and isinstance(runner, CpuRunner)
+        and runner.native is not None
+        and type(agent.agent_strategy) is ARModelAgentStrategy
+        and agent.agent_strategy.speculator is None
+        and not agent.spec_agent.is_enabled()
+        and agent.dist_config.dp == 1
+        and inputs.max_q_seqlen == 1
+        and (inputs.vision_inputs, inputs.local_adapter_ids) == (None, None)
+        and (sampling.max_num_logprobs < 0 or agent.misc_config.logprobs_mode == "raw_logprobs")
+        and not any(sampling.logits_processors)
+        and not any(sampling.response_formats)
+    )
+
+
+def _logprobs(drawn: list[Sampled]) -> BatchedLogProbs:
+    return BatchedLogProbs(
+        vals=torch.tensor([values for _, values, _ in drawn]),
+        indices=torch.tensor([ids for _, _, ids in drawn], dtype=torch.int32),
+    )
