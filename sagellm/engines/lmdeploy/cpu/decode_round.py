@@ -18,8 +18,8 @@ def run_round(
 ) -> bool:  # fmt: skip
     """Run a round of decode steps as LMDeploy's agent does. Returns False, with nothing done, if it is not a plain one.
 
-    A round is plain if its model runs natively on one rank, nobody guesses tokens, and no request wants logits, a response
-    format or a processor of its own.
+    A round is plain if its model runs natively on one rank, without speculation, and no request wants logits, a response format
+    or a processor of its own.
     """
     if any(more.values()) or not _is_plain(agent, inputs, sampling_inputs):
         return False
