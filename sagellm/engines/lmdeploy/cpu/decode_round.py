@@ -56,7 +56,7 @@ def _is_plain(agent: Any, inputs: Any, sampling: Any) -> bool:
         and isinstance(runner, CpuRunner)
         and runner.native is not None
         and type(agent.agent_strategy) is ARModelAgentStrategy
-        and agent.agent_strategy.speculator is None
+        and getattr(agent.agent_strategy, "speculator", None) is None  # patch 0006 may be there alone
         and not agent.spec_agent.is_enabled()
         and agent.dist_config.dp == 1
         and inputs.max_q_seqlen == 1
