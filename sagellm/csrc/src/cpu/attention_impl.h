@@ -16,7 +16,7 @@ inline bool is_few(int rows, bool few) { return few && rows < kManyRows; }
 inline std::size_t attend_bytes(int rows, int heads, int head_size, bool few) {
   const auto r = static_cast<std::size_t>(rows);
   const auto d = static_cast<std::size_t>(padded(head_size, kTile));
-  if (is_few(rows, few)) return aligned_to_64(static_cast<std::size_t>(heads) * r * (kSplit + kTile) * 4);
+  if (is_few(rows, few)) return aligned_to_64(static_cast<std::size_t>(heads) * r * (kSplit + kTile + d) * 4);
   return aligned_to_64(r * d * 4) * 2 + aligned_to_64(r * kRound * 4) * 2 + aligned_to_64(kRound * d * 4) +
          aligned_to_64(r * 12);
 }
@@ -121,176 +121,127 @@ inline void pack_keys(const char* const (&keys)[kTile], int words, void* tile) {
   }
 }
 
-#ifdef DOT_BF16
-// Scores of WIDTH adjacent keys for `rows` queries, which stay in registers; the sums are those of BFloat16Dot::dot.
-template <int rows, int parts>
-void score_keys(const std::uint16_t* const* queries, const char* key, std::size_t stride, float* scores, int wide) {
-  __m512bh query[rows][parts];
-  for (int r = 0; r < rows; ++r) {
-    for (int p = 0; p < parts; ++p) query[r][p] = reinterpret_cast<__m512bh>(load_words(queries[r] + p * 32));
+// Scores of WIDTH keys for up to `rows` queries; a key is read once for all of them. `fixed`: the head size where it is
+// known when this is compiled, so that queries stay in registers, else 0.
+template <class T, int fixed, int rows = 4>
+void score_keys(int num_rows, const typename T::Input* const* queries, const typename T::Weight* const (&keys)[WIDTH],
+                int size, float* scores, int wide) {
+  if constexpr (rows > 1) {
+    if (num_rows < rows) return score_keys<T, fixed, rows - 1>(num_rows, queries, keys, size, scores, wide);
   }
+  const typename T::Input* of_rows[rows];
+  std::copy_n(queries, rows, of_rows);
   Vec products[rows][WIDTH];
-  for (int j = 0; j < WIDTH; ++j, key += stride) {
-    __m512 sums[rows];
-    for (int r = 0; r < rows; ++r) sums[r] = _mm512_setzero_ps();
-    for (int p = 0; p < parts; ++p) {
-      const auto numbers = reinterpret_cast<__m512bh>(load_words(key + p * 64));
-      for (int r = 0; r < rows; ++r) sums[r] = _mm512_dpbf16_ps(sums[r], query[r][p], numbers);
-    }
-    for (int r = 0; r < rows; ++r) products[r][j] = reinterpret_cast<Vec>(sums[r]);
+  for (int j = 0; j < WIDTH; ++j) {
+    Vec sums[rows]{};
+    T::template dots<rows>(of_rows, keys[j], fixed > 0 ? fixed : size, sums);
+    for (int r = 0; r < rows; ++r) products[r][j] = sums[r];
   }
   for (int r = 0; r < rows; ++r) store(scores + r * wide, add_up(products[r]));
 }
 
-template <int parts, int rows = 4>
-void score_rows(int count, const std::uint16_t* const* queries, const char* key, std::size_t stride, float* scores,
-                int wide) {
+// out[r] += weights[r] . values of kNumbers numbers of `count` adjacent tokens; a value is read once for all rows.
+template <class T, int rows = 4>
+void add_values(int num_rows, const typename T::Input* weights, std::size_t wide, int count,
+                const typename T::Weight* value, std::size_t stride, float* out, int size) {
   if constexpr (rows > 1) {
-    if (count < rows) return score_rows<parts, rows - 1>(count, queries, key, stride, scores, wide);
+    if (num_rows < rows) return add_values<T, rows - 1>(num_rows, weights, wide, count, value, stride, out, size);
   }
-  score_keys<rows, parts>(queries, key, stride, scores, wide);
-}
-#endif
-
-// Even numbers of 2 * WIDTH first, then the odd ones: the order in which pairs of bfloat16 are widened.
-template <class T>
-void in_order(float* numbers, int count) {
-  if constexpr (T::kWeights == Type::kFloat32) return;
-  for (int n = 0; n < count; n += 2 * WIDTH) {
-    float widened[2 * WIDTH];
-    std::memcpy(widened, numbers + n, sizeof(widened));
-    for (int i = 0; i < WIDTH; ++i) {
-      numbers[n + 2 * i] = widened[i];
-      numbers[n + 2 * i + 1] = widened[WIDTH + i];
-    }
-  }
-}
-
-// out[r] += weights[r] . values of 64 numbers of `count` adjacent tokens, for `rows` rows; each value is read once.
-template <class T, int rows>
-void add_values(int count, const typename T::Weight* value, std::size_t stride, const float* weights, int wide,
-                float* out, int size) {
-  constexpr int kParts = 64 / WIDTH;
-  Vec total[rows][kParts];
+  Vec sums[rows][4];
   for (int r = 0; r < rows; ++r) {
-    for (int v = 0; v < kParts; ++v) total[r][v] = load(out + r * size + v * WIDTH);
+    for (int v = 0; v < 4; ++v) sums[r][v] = load(out + r * size + v * WIDTH);
   }
-  for (int i = 0; i < count; ++i, value += stride) {
-    Vec numbers[kParts];
-    if constexpr (T::kWeights == Type::kFloat32) {
-      for (int v = 0; v < kParts; ++v) numbers[v] = load(value + v * WIDTH);
-    } else {
-      for (int v = 0; v < kParts; v += 2) {
-        const IVec pairs = load_words(value + v * WIDTH);
-        numbers[v] = low_half(pairs);
-        numbers[v + 1] = high_half(pairs);
+  T::template add_values<rows>(weights, wide, count, value, stride, sums);
+  for (int r = 0; r < rows; ++r) {
+    for (int v = 0; v < 4; ++v) store(out + r * size + v * WIDTH, sums[r][v]);
+  }
+}
+
+// Reads the keys or values of a task's tokens into the second-level cache. Four runs in turn, by loads which the
+// processor's own prefetcher follows, reach the speed of memory. One run, software prefetches, or the order in which
+// `score_keys` reads reach half of it.
+inline void read_ahead(const Attend& task, const char* cache, std::size_t slot_bytes) {
+  constexpr int kRun = kSplit / 4;
+  for (int first = task.begin; first < task.begin + kRun; ++first) {
+    for (int token = first; token < task.end; token += kRun) {
+      const char* at = slot(task, cache, token);
+      for (std::size_t byte = 0; byte < slot_bytes; byte += 64) {
+        static_cast<void>(*static_cast<const volatile char*>(at + byte));
       }
     }
-    for (int r = 0; r < rows; ++r) {
-      const Vec weight = broadcast(weights[r * wide + i]);
-      for (int v = 0; v < kParts; ++v) total[r][v] += weight * numbers[v];
-    }
   }
-  for (int r = 0; r < rows; ++r) {
-    for (int v = 0; v < kParts; ++v) store(out + r * size + v * WIDTH, total[r][v]);
-  }
-}
-
-template <class T, int rows = 4>
-void add_values_of(int num_rows, int count, const typename T::Weight* value, std::size_t stride, const float* weights,
-                   int wide, float* out, int size) {
-  if constexpr (rows > 1) {
-    if (num_rows < rows) {
-      return add_values_of<T, rows - 1>(num_rows, count, value, stride, weights, wide, out, size);
-    }
-  }
-  add_values<T, rows>(count, value, stride, weights, wide, out, size);
 }
 
 // The heads of a group of tokens lie side by side and are read one after the other: memory is read in one run.
 template <class T>
 void attend_few(const Attend& task, float* out, float* max, float* sums, char* scratch) {
   using Weight = typename T::Weight;
+  using Input = typename T::Input;
   const int rows = task.tokens * task.share, size = task.head_size, count = task.end - task.begin;
-  const int wide = padded(count, WIDTH), block = 1 << task.block_shift, group = std::min(WIDTH, block);
+  const int wide = padded(count, WIDTH), group = std::min(WIDTH, 1 << task.block_shift);
   const std::size_t stride = task.slot_stride / sizeof(Weight);
+  const std::size_t slot_bytes = static_cast<std::size_t>(task.heads * size) * sizeof(Weight);
   auto* scores = reinterpret_cast<float*>(scratch);  // [heads][rows][wide]
+  auto* queries = reinterpret_cast<Input*>(scores + task.heads * rows * wide);  // [heads][rows][size]
   const auto scores_of = [&](int head, int row) { return scores + (head * rows + row) * wide; };
   const auto result = [&](float* of, int head) { return of + static_cast<std::size_t>(head) * task.result_stride; };
-  // Blocks may be anywhere, so that the processor does not fetch the next one ahead by itself.
-  const auto fetch = [&](const char* cache, int first) {
-    for (int token = first; token < std::min(first + WIDTH, task.end); token += group) {
-      const char* at = slot(task, cache, token);
-      for (int t = 0; t < std::min(group, task.end - token); ++t, at += task.slot_stride) {
-        for (int byte = 0; byte < task.heads * size * static_cast<int>(sizeof(Weight)); byte += 64) {
-          __builtin_prefetch(at + byte);
-        }
-      }
-    }
-  };
-  const auto query = [&](int head, int row) {
-    return static_cast<const typename T::Input*>(task.query) +
-           static_cast<std::size_t>(row / task.share) * task.query_stride +
-           static_cast<std::size_t>((head * task.share + row % task.share) * size);
-  };
-  fetch(task.keys, task.begin);
-  fetch(task.keys, task.begin + WIDTH);
+  for (int head = 0; head < task.heads; ++head) {
+    std::fill_n(result(out, head), rows * size, 0.f);
+    std::fill_n(result(max, head), rows, kNone);
+    std::fill_n(result(sums, head), rows, 0.f);
+  }
+  if (first_seen(task, 0) >= task.end) return;  // the window has passed these keys
+  for (int each = 0; each < task.heads * rows; ++each) {
+    const int head = each / rows, row = each % rows;
+    const auto* query = static_cast<const Input*>(task.query) +
+                        static_cast<std::size_t>(row / task.share) * task.query_stride +
+                        static_cast<std::size_t>((head * task.share + row % task.share) * size);
+    T::arrange(query, size, queries + each * size);
+  }
+  const auto score = size == 64 ? score_keys<T, 64> : size == 128 ? score_keys<T, 128> : score_keys<T, 0>;
+  read_ahead(task, task.keys, slot_bytes);
   for (int i = 0; i < wide; i += WIDTH) {
-    fetch(task.keys, task.begin + i + 2 * WIDTH);
+    const Weight* keys[WIDTH];
+    for (int j = 0; j < WIDTH; ++j) {
+      keys[j] = reinterpret_cast<const Weight*>(slot(task, task.keys, std::min(task.begin + i + j, task.end - 1)));
+    }
     for (int head = 0; head < task.heads; ++head) {
-      const typename T::Input* queries[kManyRows];
-      for (int row = 0; row < rows; ++row) queries[row] = query(head, row);
-#ifdef DOT_BF16
-      if constexpr (T::kInputs == Type::kBFloat16) {
-        if (i + WIDTH <= count && group == WIDTH && (size == 64 || size == 128)) {
-          const char* key = slot(task, task.keys, task.begin + i) + static_cast<std::size_t>(head * size) * 2;
-          for (int row = 0; row < rows; row += 4) {
-            const auto score = size == 64 ? score_rows<2> : score_rows<4>;
-            score(std::min(4, rows - row), queries + row, key, task.slot_stride, scores_of(head, row) + i, wide);
-          }
-          continue;
-        }
+      for (int row = 0; row < rows; row += 4) {
+        const Input* of_rows[4];
+        for (int r = 0; r < 4; ++r) of_rows[r] = queries + (head * rows + std::min(row + r, rows - 1)) * size;
+        score(rows - row, of_rows, keys, size, scores_of(head, row) + i, wide);
       }
-#endif
-      const Weight* keys[WIDTH];
-      for (int j = 0; j < WIDTH; ++j) {
-        const char* at = slot(task, task.keys, std::min(task.begin + i + j, task.end - 1));
-        keys[j] = reinterpret_cast<const Weight*>(at) + head * size;
-      }
-      for (int row = 0; row < rows; ++row) {
-        Vec products[WIDTH];
-        for (int j = 0; j < WIDTH; ++j) products[j] = T::dot(queries[row], keys[j], size);
-        store(scores_of(head, row) + i, add_up(products));
-      }
+      for (auto& key : keys) key += size;
     }
   }
-  fetch(task.values, task.begin);
-  fetch(task.values, task.begin + group);
+  read_ahead(task, task.values, slot_bytes);
   for (int head = 0; head < task.heads; ++head) {
     for (int row = 0; row < rows; ++row) {
-      float *of_row = scores_of(head, row), &top = result(max, head)[row];
-      top = mask(task, row, of_row, task.begin, wide);
-      result(sums, head)[row] = top == kNone ? 0.f : weigh(of_row, wide, top);
-      if (top == kNone) std::fill_n(of_row, wide, 0.f);
+      float* of_row = scores_of(head, row);
+      const float top = result(max, head)[row] = mask(task, row, of_row, task.begin, wide);
+      if (top == kNone)
+        std::fill_n(of_row, wide, 0.f);
+      else
+        result(sums, head)[row] = weigh(of_row, wide, top);
+      to_input<T>(of_row, nullptr, wide, of_row);  // in place: an input is not larger than a float
     }
-    std::fill_n(result(out, head), rows * size, 0.f);
   }
-  // out = weights . values; a value is read once for up to four rows.
+  const std::size_t weights_stride = static_cast<std::size_t>(wide) * (sizeof(float) / sizeof(Input));
   for (int i = 0; i < count; i += group) {
-    fetch(task.values, task.begin + i + 2 * group);
     const int here = std::min(group, count - i);
     const auto* values = reinterpret_cast<const Weight*>(slot(task, task.values, task.begin + i));
     for (int head = 0; head < task.heads; ++head, values += size) {
       for (int row = 0; row < rows; row += 4) {
-        const float* weights = scores_of(head, row) + i;
+        const auto* weights = reinterpret_cast<const Input*>(scores_of(head, row)) + i;
         float* to = result(out, head) + row * size;
         int part = 0;
-        for (; part + 64 <= size; part += 64) {
-          add_values_of<T>(std::min(4, rows - row), here, values + part, stride, weights, wide, to + part, size);
+        for (; part + T::kNumbers <= size; part += T::kNumbers) {
+          add_values<T>(rows - row, weights, weights_stride, here, values + part, stride, to + part, size);
         }
         for (int t = 0; t < here && part < size; ++t) {
           for (int r = 0; r < std::min(4, rows - row); ++r) {
-            const float weight = weights[r * wide + t];
+            const float weight =
+                T::to_float(weights[static_cast<std::size_t>(r) * weights_stride + static_cast<std::size_t>(t)]);
             if (weight == 0.f) continue;
             const Weight* value = values + static_cast<std::size_t>(t) * stride;
             for (int n = part; n < size; ++n) to[r * size + n] += weight * T::to_float(value[n]);
@@ -300,7 +251,10 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
     }
   }
   for (int head = 0; head < task.heads; ++head) {
-    for (int row = 0; row < rows; ++row) in_order<T>(result(out, head) + row * size, size / 64 * 64);
+    for (int row = 0; row < rows; ++row) {
+      float* to = result(out, head) + row * size;
+      for (int part = 0; part + T::kNumbers <= size; part += T::kNumbers) T::in_order(to + part);
+    }
   }
 }
 

@@ -46,7 +46,7 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
   // each takes one head, so that all threads have some.
   int splits = 0;
   for (const Sequence& one : plan.sequences) splits += divided(one.length, kSplit);
-  const int heads = step.is_decoding && splits >= 2 * threads ? shape.kv_heads : 1;
+  const int heads = step.is_decoding && splits >= threads ? shape.kv_heads : 1;
   for (int s = 0; s < static_cast<int>(plan.sequences.size()); ++s) {
     Sequence& one = plan.sequences[size(s)];
     plan.owners.insert(plan.owners.end(), size(one.tokens), s);

@@ -101,14 +101,36 @@ struct Float32 {  // float32 weights
       }
     }
   }
-  // Sum over `size` of query times key, as a vector that is still to be added up.
-  static Vec dot(const Input* query, const Weight* key, int size) {
-    Vec result{};
+
+  // Attention. A query's numbers are brought into the order in which `dots` meets a key's.
+  static void arrange(const Input* query, int size, Input* to) { std::copy_n(query, size, to); }
+  // sums[r]: query r times the key, as a vector that is still to be added up.
+  template <int rows>
+  static void dots(const Input* const (&queries)[rows], const Weight* key, int size, Vec (&sums)[rows]) {
     int i = 0;
-    for (; i + WIDTH <= size; i += WIDTH) result += load(query + i) * load(key + i);
-    for (; i < size; ++i) result[0] += query[i] * key[i];
-    return result;
+    for (; i + WIDTH <= size; i += WIDTH) {
+      const Vec numbers = load(key + i);
+      for (int r = 0; r < rows; ++r) sums[r] += load(queries[r] + i) * numbers;
+    }
+    for (; i < size; ++i) {
+      for (int r = 0; r < rows; ++r) sums[r][0] += queries[r][i] * key[i];
+    }
   }
+  // sums[r] += weights[r] . values of kNumbers numbers of `count` tokens, in an order that `in_order` undoes.
+  static constexpr int kNumbers = 4 * WIDTH;
+  template <int rows>
+  static void add_values(const Input* weights, std::size_t wide, int count, const Weight* value, std::size_t stride,
+                         Vec (&sums)[rows][4]) {
+    for (int i = 0; i < count; ++i, value += stride) {
+      Vec numbers[4];
+      for (int v = 0; v < 4; ++v) numbers[v] = load(value + v * WIDTH);
+      for (int r = 0; r < rows; ++r) {
+        const Vec weight = broadcast(weights[static_cast<std::size_t>(r) * wide + static_cast<std::size_t>(i)]);
+        for (int v = 0; v < 4; ++v) sums[r][v] += weight * numbers[v];
+      }
+    }
+  }
+  static void in_order(float*) {}
 };
 
 struct BFloat16 {  // bfloat16 weights, float32 inputs
@@ -117,6 +139,7 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
   static constexpr Type kWeights = Type::kBFloat16, kInputs = Type::kFloat32;
   static constexpr int kStep = 2;
   static float to_float(Weight value) { return widen(value); }
+  static float to_float(float value) { return value; }
   static Input from_float(float value) { return value; }
 
   template <int rows, int tiles>
@@ -137,27 +160,59 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
       }
     }
   }
-  static Vec dot(const Input* query, const Weight* key, int size) {
-    Vec result{};
+
+  // Even numbers of 2 * WIDTH first, then the odd ones: the order in which pairs of bfloat16 are widened.
+  static void arrange(const Input* query, int size, Input* to) {
+    int i = 0;
+    for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
+      for (int k = 0; k < WIDTH; ++k) {
+        to[i + k] = query[i + 2 * k];
+        to[i + WIDTH + k] = query[i + 2 * k + 1];
+      }
+    }
+    std::copy_n(query + i, size - i, to + i);
+  }
+  template <int rows>
+  static void dots(const Input* const (&queries)[rows], const Weight* key, int size, Vec (&sums)[rows]) {
     int i = 0;
     for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
       const IVec pairs = load_words(key + i);
-      const Vec a = load(query + i), b = load(query + i + WIDTH);
-      result += even(a, b) * low_half(pairs);
-      result += odd(a, b) * high_half(pairs);
+      const Vec even = low_half(pairs), odd = high_half(pairs);
+      for (int r = 0; r < rows; ++r) {
+        sums[r] += load(queries[r] + i) * even;
+        sums[r] += load(queries[r] + i + WIDTH) * odd;
+      }
     }
-    for (; i < size; ++i) result[i % WIDTH] += query[i] * widen(key[i]);
-    return result;
+    for (; i < size; ++i) {
+      for (int r = 0; r < rows; ++r) sums[r][i % WIDTH] += queries[r][i] * widen(key[i]);
+    }
   }
-  static Vec even(Vec a, Vec b) {
-    IVec pick;
-    for (int i = 0; i < WIDTH; ++i) pick[i] = 2 * i;
-    return __builtin_shuffle(a, b, pick);
+  static constexpr int kNumbers = 4 * WIDTH;
+  template <int rows>
+  static void add_values(const Input* weights, std::size_t wide, int count, const Weight* value, std::size_t stride,
+                         Vec (&sums)[rows][4]) {
+    for (int i = 0; i < count; ++i, value += stride) {
+      Vec numbers[4];
+      for (int v = 0; v < 4; v += 2) {
+        const IVec pairs = load_words(value + v * WIDTH);
+        numbers[v] = low_half(pairs);
+        numbers[v + 1] = high_half(pairs);
+      }
+      for (int r = 0; r < rows; ++r) {
+        const Vec weight = broadcast(weights[static_cast<std::size_t>(r) * wide + static_cast<std::size_t>(i)]);
+        for (int v = 0; v < 4; ++v) sums[r][v] += weight * numbers[v];
+      }
+    }
   }
-  static Vec odd(Vec a, Vec b) {
-    IVec pick;
-    for (int i = 0; i < WIDTH; ++i) pick[i] = 2 * i + 1;
-    return __builtin_shuffle(a, b, pick);
+  static void in_order(float* numbers) {
+    for (int n = 0; n < kNumbers; n += 2 * WIDTH, numbers += 2 * WIDTH) {
+      float widened[2 * WIDTH];
+      std::memcpy(widened, numbers, sizeof(widened));
+      for (int i = 0; i < WIDTH; ++i) {
+        numbers[2 * i] = widened[i];
+        numbers[2 * i + 1] = widened[WIDTH + i];
+      }
+    }
   }
 };
 
@@ -166,13 +221,13 @@ struct BFloat16Dot : BFloat16 {  // bfloat16 weights and inputs, products by vdp
   using Input = std::uint16_t;
   static constexpr Type kInputs = Type::kBFloat16;
   static Input from_float(float value) { return narrow(value); }
+  static void add(Vec& sum, __m512bh a, __m512bh b) {
+    sum = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), a, b));
+  }
 
   template <int rows, int tiles>
   static void multiply(const Input* input, std::size_t stride, const Weight* tile, int inputs,
                        Vec (&sums)[tiles][rows][kVectors]) {
-    const auto add = [](Vec& sum, __m512bh x, __m512bh weight) {
-      sum = reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), x, weight));
-    };
     for (int i = 0; i < inputs; i += 2, tile += 2 * kTile) {
       for (int t = 0; t < tiles; ++t) {
         const Weight* at = tile + t * inputs * kTile;
@@ -188,16 +243,47 @@ struct BFloat16Dot : BFloat16 {  // bfloat16 weights and inputs, products by vdp
       }
     }
   }
-  static Vec dot(const Input* query, const Weight* key, int size) {
-    __m512 result = _mm512_setzero_ps();
+
+  static void arrange(const Input* query, int size, Input* to) { std::copy_n(query, size, to); }
+  template <int rows>
+  static void dots(const Input* const (&queries)[rows], const Weight* key, int size, Vec (&sums)[rows]) {
     int i = 0;
-    for (; i + 32 <= size; i += 32) {
-      result = _mm512_dpbf16_ps(result, reinterpret_cast<__m512bh>(load_words(query + i)),
-                                reinterpret_cast<__m512bh>(load_words(key + i)));
+    for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
+      const auto numbers = reinterpret_cast<__m512bh>(load_words(key + i));
+      for (int r = 0; r < rows; ++r) add(sums[r], reinterpret_cast<__m512bh>(load_words(queries[r] + i)), numbers);
     }
-    Vec wide = reinterpret_cast<Vec>(result);
-    for (; i < size; ++i) wide[i % WIDTH] += widen(query[i]) * widen(key[i]);
-    return wide;
+    for (; i < size; ++i) {
+      for (int r = 0; r < rows; ++r) sums[r][i % WIDTH] += widen(queries[r][i]) * widen(key[i]);
+    }
+  }
+  // Two tokens at a time, number by number. The weight of a token beyond the last one is 0.
+  template <int rows>
+  static void add_values(const Input* weights, std::size_t wide, int count, const Weight* value, std::size_t stride,
+                         Vec (&sums)[rows][4]) {
+    for (int i = 0; i < count; i += 2, value += 2 * stride) {
+      const Weight* next = i + 1 < count ? value + stride : value;
+      __m512bh pairs[4];
+      for (int v = 0; v < 4; v += 2) {
+        const auto a = reinterpret_cast<__m512i>(load_words(value + v * WIDTH)),
+                   b = reinterpret_cast<__m512i>(load_words(next + v * WIDTH));
+        pairs[v] = reinterpret_cast<__m512bh>(_mm512_unpacklo_epi16(a, b));
+        pairs[v + 1] = reinterpret_cast<__m512bh>(_mm512_unpackhi_epi16(a, b));
+      }
+      for (int r = 0; r < rows; ++r) {
+        std::int32_t pair;
+        std::memcpy(&pair, weights + static_cast<std::size_t>(r) * wide + i, 4);
+        const auto weight = reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair));
+        for (int v = 0; v < 4; ++v) add(sums[r][v], weight, pairs[v]);
+      }
+    }
+  }
+  // Of 32 numbers, those of `unpacklo` first: 0 to 3, 8 to 11, 16 to 19, 24 to 27.
+  static void in_order(float* numbers) {
+    for (int n = 0; n < kNumbers; n += 2 * WIDTH, numbers += 2 * WIDTH) {
+      float unpacked[2 * WIDTH];
+      std::memcpy(unpacked, numbers, sizeof(unpacked));
+      for (int i = 0; i < 2 * WIDTH; ++i) numbers[i] = unpacked[(i & 4) * 4 + i / 8 * 4 + i % 4];
+    }
   }
 };
 #endif
