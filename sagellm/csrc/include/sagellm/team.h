@@ -53,28 +53,39 @@ class Team {
     std::vector<char> local;
     std::uint64_t chunk_ns = 0;
   };
+  // Chunk c of a stage is in lane c % threads. A thread takes the chunks of its own lane first, so that what it wrote in
+  // one stage is in its cache in the next, and threads share few lines of it.
+  struct alignas(64) Lane {
+    std::atomic<std::uint64_t> next{0};  // stage id, and the number of its chunks that were taken
+  };
+  struct alignas(64) Line {
+    static constexpr std::size_t kFlags = 8;
+    std::atomic<std::uint64_t> flags[kFlags]{};
+  };
 
-  void serve(Place& place);
-  void take_part(Work& work, std::uint64_t step, Place& place);
-  void execute(Work& work, std::uint64_t ticket, int chunk, int num_chunks, Place& place);
-  void wait_or_repeat(Work& work, std::uint64_t ticket, int num_chunks, Place& place);
+  void serve(Place& place, int lane);
+  void take_part(Work& work, std::uint64_t step, Place& place, int lane);
+  int take(std::uint64_t id, int lane, int num_chunks);
+  void execute(Work& work, std::uint64_t id, int chunk, Place& place);
+  void wait_or_repeat(Work& work, std::uint64_t id, int num_chunks, Place& place);
   void wait_for_leavers(std::uint64_t oldest);
   void reserve(const Work& work);
 
-  // Step number, stage and next chunk of the stage in one word.
+  // Stages are numbered over all steps.
   static constexpr int kChunkBits = 20, kStageBits = 12;
-  static constexpr std::uint64_t stage_id(std::uint64_t ticket) { return ticket >> kChunkBits; }
-  static constexpr std::uint64_t step_of(std::uint64_t ticket) { return ticket >> (kChunkBits + kStageBits); }
-  static constexpr int stage_of(std::uint64_t ticket) {
-    return static_cast<int>(stage_id(ticket) & ((1U << kStageBits) - 1));
+  static constexpr int stage_of(std::uint64_t id) { return static_cast<int>(id & ((1U << kStageBits) - 1)); }
+  static constexpr std::uint64_t claimed(std::uint64_t id) { return 2 * id; }
+  static constexpr std::uint64_t committed(std::uint64_t id) { return 2 * id + 1; }
+  std::atomic<std::uint64_t>& flag(int chunk) {  // the last stage in which the chunk was claimed or committed
+    const auto at = static_cast<std::size_t>(chunk / threads());
+    return flags_[static_cast<std::size_t>(chunk % threads()) * lines_ + at / Line::kFlags].flags[at % Line::kFlags];
   }
-  static constexpr int chunk_of(std::uint64_t ticket) { return static_cast<int>(ticket & ((1U << kChunkBits) - 1)); }
 
-  alignas(64) std::atomic<std::uint64_t> ticket_{0};
-  alignas(64) std::atomic<std::uint32_t> done_{0};  // committed chunks of the stage
+  std::atomic<std::uint64_t> step_{0};
   alignas(64) std::atomic<std::uint64_t> repeated_{0};
-  std::unique_ptr<std::atomic<std::uint64_t>[]> committed_;  // per chunk: the last stage id that committed it
-  std::size_t num_committed_ = 0;
+  std::unique_ptr<Lane[]> lanes_;
+  std::unique_ptr<Line[]> flags_;
+  std::size_t lines_ = 0;            // of a lane's flags
   std::shared_ptr<Work> works_[2];   // of the last two steps, by parity
   std::unique_ptr<Place[]> places_;  // the caller's first
   std::mutex mutex_;

@@ -36,15 +36,34 @@ struct Decoder::Model {
   Matrix head;
 };
 
+// Numbers that begin with a line of the cache, so that a tile of one thread shares no line with a tile of another.
+template <class T>
+class Lines {
+ public:
+  T* data() { return reinterpret_cast<T*>(lines_.data()); }
+  T& operator[](Size at) { return data()[at]; }
+  Size size() const { return size_; }
+  void resize(Size count) {
+    size_ = count;
+    lines_.resize((count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line));
+  }
+
+ private:
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::vector<Line> lines_;
+  Size size_ = 0;
+};
+
 // What stages hand on. They stay where they are while a thread may still read them.
 struct Decoder::Buffers {
   int capacity = 0;  // tokens
   Size partial_capacity = 0;
-  std::vector<float> hidden, squares, qkv, branch, partials;
-  std::vector<char> input, queries, attended, fed;
-  std::vector<float> routed, expert_branch;  // routers' outputs, and the results of each slot
-  std::vector<float> logits;
-  std::vector<char> expert_fed;
+  Lines<float> hidden, squares, qkv, branch, partials, logits;
+  Lines<char> input, queries, attended, fed;
+  Lines<float> routed, expert_branch;  // routers' outputs, and the results of each slot
+  Lines<char> expert_fed;
 
   void reserve(const Model& model, int tokens, Size partials_needed, Size logits_needed) {
     const auto& shape = model.shape;
@@ -54,7 +73,7 @@ struct Decoder::Buffers {
       const Size n = size(tokens);
       hidden.resize(n * size(shape.hidden));
       branch.resize(n * size(shape.hidden));
-      squares.resize(n * size(divided(shape.hidden, kTile)));
+      squares.resize(size(padded(tokens, 16)) * size(divided(shape.hidden, kTile)));
       qkv.resize(n * size((shape.heads + 2 * shape.kv_heads) * shape.head_size));
       input.resize(n * size(padded(shape.hidden, 2)) * element);
       queries.resize(n * size(shape.heads * shape.head_size) * element);
@@ -315,11 +334,15 @@ class StepWork : public Work {
   int first_of(int chunk) const { return chunk * kTokens; }
   int end_of(int chunk) const { return std::min(num_tokens_, first_of(chunk) + kTokens); }
 
+  // Sum of squares of a tile of a row. The rows of a tile lie side by side, since one thread writes them.
+  float& squares(int row, int tile) const {
+    return buffers_->squares[size(tile) * size(padded(num_tokens_, 16)) + size(row)];
+  }
+
   // 1 / root mean square of a row of the residual stream, from the sums of squares of its tiles.
   float scale_of(int row) const {
-    const float* squares = buffers_->squares.data() + size(row) * size(hidden_tiles());
     float total = 0;
-    for (int t = 0; t < hidden_tiles(); ++t) total += squares[t];
+    for (int t = 0; t < hidden_tiles(); ++t) total += squares(row, t);
     return 1.F / std::sqrt(total / static_cast<float>(shape_.hidden) + shape_.epsilon);
   }
 
@@ -329,7 +352,7 @@ class StepWork : public Work {
     const Size first = size(tile) * kTile;
     kernels_.to_input(values, norm + first, count,
                       buffers_->input.data() + (size(row) * input_stride() + first) * element_);
-    buffers_->squares[size(row) * size(hidden_tiles()) + size(tile)] = kernels_.sum_of_squares(values, count);
+    squares(row, tile) = kernels_.sum_of_squares(values, count);
   }
 
   void embed(int chunk, float* result) const {
@@ -462,21 +485,10 @@ class StepWork : public Work {
     }
   }
 
-  // Rows are far from each other in memory, so that the processor does not see which comes next.
-  void prefetch(Size row, int tile, int tiles) const {
-    if (row >= size(num_tokens_)) return;
-    const Size first = row * size(shape_.hidden) + size(tile) * kTile;
-    const auto* hidden = reinterpret_cast<const char*>(buffers_->hidden.data() + first);
-    const char* input = buffers_->input.data() + (row * input_stride() + size(tile) * kTile) * element_;
-    for (Size at = 0; at < size(tiles) * kTile * 4; at += 64) __builtin_prefetch(hidden + at, 1);
-    for (Size at = 0; at < size(tiles) * kTile * element_; at += 64) __builtin_prefetch(input + at, 1);
-  }
-
   // The result of a part of the layer goes to the residual stream, or waits for its own norm or for experts.
   void commit_sum(const Cut& cut, const Matrix& matrix, int chunk, const float* result, bool waits, const float* norm) {
     for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
       const Size at = size(cut.first_row(chunk) + row);
-      prefetch(at + 4, cut.first_tile(chunk), cut.num_tiles(chunk));
       for (int t = 0; t < cut.num_tiles(chunk); ++t) {
         const int tile = cut.first_tile(chunk) + t, first = tile * kTile,
                   count = std::min(kTile, shape_.hidden - first);

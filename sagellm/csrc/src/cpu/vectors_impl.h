@@ -76,6 +76,21 @@ inline Vec exponential(Vec x) {
   return as_float(as_bits(y) + ((as_bits(shifted) - as_bits(magic)) << 23));
 }
 
+// Vectors a and b in turn become runs of a and b in turn.
+template <int run>
+void interleave(float* numbers, int count) {
+  for (int n = 0; n < count; n += 2 * WIDTH) {
+    const Vec a = load(numbers + n), b = load(numbers + n + WIDTH);
+    IVec low, high;
+    for (int i = 0; i < WIDTH; ++i) {
+      low[i] = i / (2 * run) * run + i % run + (i / run % 2) * WIDTH;
+      high[i] = low[i] + WIDTH / 2;
+    }
+    store(numbers + n, __builtin_shuffle(a, b, low));
+    store(numbers + n + WIDTH, __builtin_shuffle(a, b, high));
+  }
+}
+
 // ---- types of weights and inputs
 
 struct Float32 {  // float32 weights
@@ -165,10 +180,14 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
   static void arrange(const Input* query, int size, Input* to) {
     int i = 0;
     for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
+      const Vec a = load(query + i), b = load(query + i + WIDTH);
+      IVec even, odd;
       for (int k = 0; k < WIDTH; ++k) {
-        to[i + k] = query[i + 2 * k];
-        to[i + WIDTH + k] = query[i + 2 * k + 1];
+        even[k] = 2 * k;
+        odd[k] = 2 * k + 1;
       }
+      store(to + i, __builtin_shuffle(a, b, even));
+      store(to + i + WIDTH, __builtin_shuffle(a, b, odd));
     }
     std::copy_n(query + i, size - i, to + i);
   }
@@ -204,16 +223,7 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
       }
     }
   }
-  static void in_order(float* numbers) {
-    for (int n = 0; n < kNumbers; n += 2 * WIDTH, numbers += 2 * WIDTH) {
-      float widened[2 * WIDTH];
-      std::memcpy(widened, numbers, sizeof(widened));
-      for (int i = 0; i < WIDTH; ++i) {
-        numbers[2 * i] = widened[i];
-        numbers[2 * i + 1] = widened[WIDTH + i];
-      }
-    }
-  }
+  static void in_order(float* numbers) { interleave<1>(numbers, kNumbers); }
 };
 
 #ifdef DOT_BF16
@@ -277,14 +287,8 @@ struct BFloat16Dot : BFloat16 {  // bfloat16 weights and inputs, products by vdp
       }
     }
   }
-  // Of 32 numbers, those of `unpacklo` first: 0 to 3, 8 to 11, 16 to 19, 24 to 27.
-  static void in_order(float* numbers) {
-    for (int n = 0; n < kNumbers; n += 2 * WIDTH, numbers += 2 * WIDTH) {
-      float unpacked[2 * WIDTH];
-      std::memcpy(unpacked, numbers, sizeof(unpacked));
-      for (int i = 0; i < 2 * WIDTH; ++i) numbers[i] = unpacked[(i & 4) * 4 + i / 8 * 4 + i % 4];
-    }
-  }
+  // Of 8 numbers `unpacklo` takes the first 4, `unpackhi` the others.
+  static void in_order(float* numbers) { interleave<4>(numbers, kNumbers); }
 };
 #endif
 
