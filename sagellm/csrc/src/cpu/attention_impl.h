@@ -73,11 +73,7 @@ inline float weigh(float* scores, int count, float top) {
 
 // Adds up each of WIDTH vectors: result[i] is the sum of values[i].
 inline Vec add_up(Vec (&values)[WIDTH]) {
-  IVec even, odd;
-  for (int i = 0; i < WIDTH; ++i) {
-    even[i] = 2 * i;
-    odd[i] = 2 * i + 1;
-  }
+  const IVec even = indices([](int i) { return 2 * i; }), odd = even + 1;
   for (int left = WIDTH; left > 1; left /= 2) {
     for (int i = 0; i < left / 2; ++i) {
       const Vec a = values[2 * i], b = values[2 * i + 1];

@@ -339,11 +339,21 @@ class StepWork : public Work {
     return buffers_->squares[size(tile) * size(padded(num_tokens_, 16)) + size(row)];
   }
 
-  // 1 / root mean square of a row of the residual stream, from the sums of squares of its tiles.
+  // 1 / root mean square of rows [first, first + count) of the residual stream, from the sums of squares of their tiles.
+  void scales_of(int first, int count, float* scales) const {
+    std::fill_n(scales, count, 0.F);
+    for (int t = 0; t < hidden_tiles(); ++t) {
+      const float* of_tile = &squares(first, t);
+      for (int i = 0; i < count; ++i) scales[i] += of_tile[i];
+    }
+    for (int i = 0; i < count; ++i) {
+      scales[i] = 1.F / std::sqrt(scales[i] / static_cast<float>(shape_.hidden) + shape_.epsilon);
+    }
+  }
   float scale_of(int row) const {
-    float total = 0;
-    for (int t = 0; t < hidden_tiles(); ++t) total += squares(row, t);
-    return 1.F / std::sqrt(total / static_cast<float>(shape_.hidden) + shape_.epsilon);
+    float scale;
+    scales_of(row, 1, &scale);
+    return scale;
   }
 
   // Numbers [first, first + count) of a row are known: what the next product needs of them. The row's scale, which
@@ -441,8 +451,10 @@ class StepWork : public Work {
     cpu::multiply_chunk(kernels_, cut, matrix, buffers_->input.data(), input_stride(), chunk, result);
     const int first = cut.first_tile(chunk) * kTile;
     const int count = std::min(cut.num_tiles(chunk) * kTile, padded(matrix.outputs, kTile) - first);
+    float scales[cpu::kPanel];
+    scales_of(cut.first_row(chunk), cut.num_rows(chunk), scales);
     for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
-      const float scale = scale_of(cut.first_row(chunk) + row);
+      const float scale = scales[row];
       const int biased = matrix.bias == nullptr ? 0 : std::min(count, matrix.outputs - first);
       if (biased > 0) kernels_.scale(result, scale, matrix.bias + first, biased);
       kernels_.scale(result + biased, scale, nullptr, count - biased);

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "kernels.h"
 
@@ -46,17 +47,29 @@ inline std::uint16_t narrow(float value) {  // to the nearest, ties to even; NaN
   return static_cast<std::uint16_t>(value == value ? rounded : quiet);
 }
 
-inline float sum(Vec value) {
-  float result = 0;
-  for (int i = 0; i < WIDTH; ++i) result += value[i];
-  return result;
+// A constant vector of at(0), at(1), ...: which numbers a shuffle takes.
+template <class F, int... i>
+inline IVec indices_of(F at, std::integer_sequence<int, i...>) {
+  return IVec{at(i)...};
+}
+template <class F>
+inline IVec indices(F at) {
+  return indices_of(at, std::make_integer_sequence<int, WIDTH>{});
 }
 
-inline float maximum(Vec value) {
-  float result = value[0];
-  for (int i = 1; i < WIDTH; ++i) result = std::max(result, value[i]);
-  return result;
+// Halves are joined until one number is left.
+template <int half = WIDTH / 2, class F>
+inline float reduce(Vec value, F join) {
+  const Vec joined = join(value, __builtin_shuffle(value, indices([](int i) { return i ^ half; })));
+  if constexpr (half == 1)
+    return joined[0];
+  else
+    return reduce<half / 2>(joined, join);
 }
+inline float sum(Vec value) {
+  return reduce(value, [](Vec a, Vec b) { return a + b; });
+}
+inline float maximum(Vec value) { return reduce(value, larger); }
 
 // Cephes' expf: the nearest power of two, and a polynomial for the rest; within 2 units in the last place.
 inline Vec exponential(Vec x) {
@@ -81,13 +94,9 @@ template <int run>
 void interleave(float* numbers, int count) {
   for (int n = 0; n < count; n += 2 * WIDTH) {
     const Vec a = load(numbers + n), b = load(numbers + n + WIDTH);
-    IVec low, high;
-    for (int i = 0; i < WIDTH; ++i) {
-      low[i] = i / (2 * run) * run + i % run + (i / run % 2) * WIDTH;
-      high[i] = low[i] + WIDTH / 2;
-    }
+    const IVec low = indices([](int i) { return i / (2 * run) * run + i % run + i / run % 2 * WIDTH; });
     store(numbers + n, __builtin_shuffle(a, b, low));
-    store(numbers + n + WIDTH, __builtin_shuffle(a, b, high));
+    store(numbers + n + WIDTH, __builtin_shuffle(a, b, low + WIDTH / 2));
   }
 }
 
@@ -181,13 +190,9 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
     int i = 0;
     for (; i + 2 * WIDTH <= size; i += 2 * WIDTH) {
       const Vec a = load(query + i), b = load(query + i + WIDTH);
-      IVec even, odd;
-      for (int k = 0; k < WIDTH; ++k) {
-        even[k] = 2 * k;
-        odd[k] = 2 * k + 1;
-      }
+      const IVec even = indices([](int k) { return 2 * k; });
       store(to + i, __builtin_shuffle(a, b, even));
-      store(to + i + WIDTH, __builtin_shuffle(a, b, odd));
+      store(to + i + WIDTH, __builtin_shuffle(a, b, even + 1));
     }
     std::copy_n(query + i, size - i, to + i);
   }
