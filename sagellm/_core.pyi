@@ -663,6 +663,9 @@ class CpuKernels:
 
     @property
     def isa(self) -> str: ...
+    @property
+    def has_8_bits(self) -> bool:
+        """Whether there are products of inputs rounded to 8 bits."""
     def packed_bytes(self, outputs: int, inputs: int) -> int: ...
     def pack(self, source: int, stride: int, outputs: int, inputs: int, packed: int) -> None:
         """Pack [outputs, inputs], `stride` numbers from row to row."""
@@ -673,7 +676,8 @@ class CpuKernels:
         """out[rows][outputs] = input[rows][inputs] weight^T + bias. `out` is float32 if `wide`.
 
         Args:
-            matrix: weight and bias (addresses, bias 0 for none), outputs, inputs.
+            matrix: weight and bias (addresses, bias 0 for none), outputs, inputs; for few bits, `bits` and `block`, and
+                `in_8_bits` to round inputs too.
             gate: silu or gelu: tiles of gates and of factors in turn; the result is act(gate) * factor. Else empty.
         """
 

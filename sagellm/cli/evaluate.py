@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from sagellm.cli.tables import show_rows
-from sagellm.core.config import DEVICES, DTYPES
+from sagellm.core.config import COMPUTES, DEVICES, DTYPES
 from sagellm.core.errors import SageError
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 @click.option(
     "--against-dtype", type=click.Choice(DTYPES), default="float32", show_default=True, help="Type of the other's weights."
 )
+@click.option(
+    "--compute", type=click.Choice(COMPUTES), default="auto", show_default=True, help="Type of MODEL's products on a CPU."
+)
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
 @click.option("--tokens", type=click.IntRange(1024), default=52_000, show_default=True, help="Tokens of text to score.")
 @click.option("--answers", type=click.IntRange(0), default=50, show_default=True, help="Greedy answers to compare.")
@@ -36,8 +39,9 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context
 def evaluate(
-    context: click.Context, model: str | None, against: str | None, dtype: str, against_dtype: str, device: str, tokens: int,
-    answers: int, answer_tokens: int, out: Path | None, compare: tuple[Path, Path] | None, as_json: bool,
+    context: click.Context, model: str | None, against: str | None, dtype: str, against_dtype: str, compute: str,
+    device: str, tokens: int, answers: int, answer_tokens: int, out: Path | None, compare: tuple[Path, Path] | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Measure how well MODEL is computed, beside a reference.
 
@@ -56,7 +60,7 @@ def evaluate(
 
     try:
         options = Options(tokens=tokens, answers=answers, answer_tokens=answer_tokens)
-        report = _measure((model, dtype), None if against is None else (against, against_dtype), device, options)
+        report = _measure((model, dtype, compute), None if against is None else (against, against_dtype), device, options)
         if out is not None:
             report.write(out)
     except (SageError, OSError) as error:
@@ -66,18 +70,18 @@ def evaluate(
 
 
 def _measure(
-    given: tuple[str, str], against: tuple[str, str] | None, device: str, options: "Options"
+    given: tuple[str, str, str], against: tuple[str, str] | None, device: str, options: "Options"
 ) -> "QualityReport":
-    """Evaluate a model of a name and a dtype against another, or against itself in transformers in float32."""
+    """Evaluate a model of a name, dtype and type of products against another, or itself in transformers in float32."""
     from sagellm.core.config import SageConfig
     from sagellm.evaluate.models import EngineModel, TransformersModel
     from sagellm.evaluate.run import evaluate as measure
     from sagellm.evaluate.texts import check_same_tokens
     from sagellm.models import find_model, prepare_model
 
-    source, dtype = find_model(given[0]), given[1]
+    source, (dtype, compute) = find_model(given[0]), given[1:]
     folder = prepare_model(source)
-    name, config = f"{source.name} {dtype}", SageConfig(device=device)
+    name, config = f"{source.name} {dtype}" + f", {compute}" * (compute != "auto"), SageConfig(device=device)
     with contextlib.ExitStack() as loaded:
         if against is None:
             reference_name = _other_than(name, "transformers float32")
@@ -88,7 +92,7 @@ def _measure(
             check_same_tokens(folder, other_folder)
             settings = config.model_copy(update={"model": other_folder, "dtype": against[1]})
             reference = loaded.enter_context(EngineModel(_other_than(name, f"{other.name} {against[1]}"), settings))
-        settings = config.model_copy(update={"model": folder, "dtype": dtype})
+        settings = config.model_copy(update={"model": folder, "dtype": dtype, "compute": compute})
         contestant = loaded.enter_context(EngineModel(name, settings))
         tick = loaded.enter_context(show_progress())
         return measure(source.name, folder, [reference, contestant], options, tick)

@@ -22,7 +22,7 @@ DEVICES = ("auto", "cpu", "cuda", "ascend", "maca", "camb")
 ENGINES = ("pytorch", "turbomind")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 WEIGHTS = ("auto", "packed")
-COMPUTES = ("auto", "float32", "bfloat16")
+COMPUTES = ("auto", "float32", "bfloat16", "int8")
 ROLES = ("prefill", "decode", "hybrid")
 
 
@@ -189,7 +189,8 @@ class SageConfig(Model):
 
     Attributes:
         weights: packed keeps the weights of a GGUF file in its 4 to 8 bits; auto turns them into `dtype`. On the CPU device.
-        compute: type in which the CPU device multiplies; auto is the quicker one of those that lose nothing.
+        compute: type in which the CPU device multiplies; auto is the quicker one of those that lose nothing. int8 rounds
+            weights and inputs to 8 bits.
         kv_blocks, kv_memory_share: size of the engine's KV pool; give one of them at most.
         host_kv_blocks: size of the host tier, to which plug-ins may migrate blocks.
         strategy: scheduling strategy: name or `module:Class`; None leaves scheduling to the engine.

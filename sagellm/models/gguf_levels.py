@@ -43,6 +43,22 @@ class Levels(NamedTuple):
         """Return the matrix with its rows, axis 0, in another order."""
         return Levels(*(np.ascontiguousarray(order(part)) for part in self[:3]), self.bits)
 
+    @classmethod
+    def rounded(cls, weight: np.ndarray) -> "Levels | None":
+        """Return the nearest levels of 8 bits to float32 [outputs, inputs], as ggml's Q8_0.
+
+        None: the inputs are no whole blocks of 16.
+        """
+        outputs, inputs = weight.shape
+        block = next((size for size in (BLOCK, BLOCK // 2) if inputs % size == 0), None)
+        if block is None:
+            return None
+        blocks = weight.reshape(outputs, -1, block)
+        scales = (np.abs(blocks).max(axis=2) / 127).astype(np.float16)
+        by = np.divide(1, scales, where=scales > 0, out=np.zeros(scales.shape, np.float32), dtype=np.float32)
+        values = np.rint(blocks * by[:, :, None]).clip(-127, 127).astype(np.int8)
+        return cls(values.reshape(outputs, inputs), scales, np.zeros_like(scales), 8)
+
     @staticmethod
     def joined(parts: Sequence["Levels"]) -> "Levels":
         """Return the rows of several matrices one after the other, in what all of them can be stored in."""

@@ -38,6 +38,7 @@ Matrix matrix_of(const py::dict& given) {
   if (given.contains("bits")) {
     matrix.bits = given["bits"].cast<int>();
     matrix.block = given["block"].cast<int>();
+    matrix.in_8_bits = given.contains("in_8_bits");
   }
   return matrix;
 }
@@ -214,6 +215,7 @@ void bind_decoder(py::module_& module) {
       .def_property_readonly(
           "inputs",
           [](const CpuKernels& kernels) { return kernels.inputs() == Dtype::kFloat32 ? "float32" : "bfloat16"; })
+      .def_property_readonly("has_8_bits", &CpuKernels::has_8_bits)
       .def("packed_bytes", &CpuKernels::packed_bytes, py::arg("outputs"), py::arg("inputs"))
       .def(
           "pack",

@@ -78,7 +78,7 @@ def test_others_decode_between_the_parts(start_engine, reference, model):
     engine = start_engine(chunked(tokens=16), model=model, decode_round=1)
     prompts = [*SHORT, LONG]
     long_params = [SamplingParams(max_new_tokens=400, ignore_eos=True)] * len(SHORT) + [PARAMS]
-    found = answers(engine, prompts, [0, 0, 0, 0.01], long_params)
+    found = answers(engine, prompts, [0, 0, 0, 0.1], long_params)
     assert found[:-1] == reference(SHORT, 400, model) and found[-1:] == reference([LONG], NEW, model)
     settle(engine)
     steps = plugin_of(engine).steps

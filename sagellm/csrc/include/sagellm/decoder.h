@@ -25,6 +25,7 @@ struct Matrix {
   const float* bias = nullptr;
   int outputs = 0, inputs = 0;
   int bits = 0, block = 0;
+  bool in_8_bits = false;  // with `bits`: inputs are rounded to 8 bits, each block of a row with a scale of its own
 };
 
 // Kernels of one instruction set and dtype of weights.
@@ -36,6 +37,7 @@ class CpuKernels {
 
   const char* isa() const;
   Dtype inputs() const;  // what weights are multiplied with
+  bool has_8_bits() const;  // whether `Matrix::in_8_bits` may be set
   Dtype weights() const { return weights_; }
   std::size_t packed_bytes(int outputs, int inputs) const;
   // `source`: [outputs, inputs] with `stride` numbers from row to row.

@@ -45,7 +45,8 @@ struct Kernels {
                    float* out, std::size_t out_stride, bool accumulate);
   // The same, without `accumulate`, for weights of 4 or 8 bits; see `Matrix`.
   void (*multiply_levels)(const void* input, std::size_t input_stride, int rows, const void* tile, int tiles,
-                          int inputs, int bits, int block, float* out, std::size_t out_stride);
+                          int inputs, int bits, int block, bool in_8_bits, float* out, std::size_t out_stride);
+  bool has_8_bits;  // products of inputs that are rounded to 8 bits
   // [outputs][inputs] row-major, as stored, to packed tiles.
   void (*pack)(const void* source, std::size_t stride, int outputs, int inputs, void* packed);
   // to[i] = from[i] * by[i], rounded to the input type; `by` may be null. Pads with zeros to an even count.

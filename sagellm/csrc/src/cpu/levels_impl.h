@@ -9,7 +9,7 @@
 
 #include "products_impl.h"
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -235,10 +235,206 @@ void multiply_levels_of(const void* input, std::size_t stride, int rows, const v
   }
 }
 
+#ifdef __AVX2__
+// ---- inputs of 8 bits
+//
+// An input is scale * level too, with a scale for each block of a row, so that blocks are multiplied in whole numbers
+// (as ggml's Q8_0). An instruction adds up kGroup adjacent products of each lane.
+
+#ifdef __AVX512VNNI__
+using Level = std::int8_t;
+constexpr int kUnsigned = 128;  // vpdpbusd takes one factor without sign: levels of 8 bits are moved up by so much
+inline IVec add_products(IVec total, IVec levels, std::int32_t inputs) {
+  return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(
+      reinterpret_cast<__m512i>(total), reinterpret_cast<__m512i>(levels), _mm512_set1_epi32(inputs)));
+}
+#else
+using Level = std::int16_t;
+constexpr int kUnsigned = 0;
+inline IVec add_products(IVec total, IVec levels, std::int32_t inputs) {
+#ifdef __AVX512BW__
+  return total + reinterpret_cast<IVec>(
+                     _mm512_madd_epi16(reinterpret_cast<__m512i>(levels), _mm512_set1_epi32(inputs)));
+#else
+  return total + reinterpret_cast<IVec>(
+                     _mm256_madd_epi16(reinterpret_cast<__m256i>(levels), _mm256_set1_epi32(inputs)));
+#endif
+}
+#endif
+constexpr int kGroup = 4 / sizeof(Level);
+
+// The levels of each lane's word that instruction `step` of it takes, as they lie in the word.
+template <int bits>
+IVec levels_of(IVec words, int step) {
+  if constexpr (bits == 4) return (words >> (4 * step)) & (kGroup == 4 ? 0x0f0f0f0f : 0x000f000f);
+  if constexpr (bits == 8 && kGroup == 4) return words ^ static_cast<std::int32_t>(0x80808080);
+  typedef std::int16_t Halves __attribute__((vector_size(WIDTH * 4)));
+  const auto halves = reinterpret_cast<Halves>(words);
+  return reinterpret_cast<IVec>(step == 0 ? (halves << 8) >> 8 : halves >> 8);
+}
+
+// Their numbers among 8 adjacent ones, instruction by instruction.
+template <int bits>
+constexpr int number_of(int at) {
+  constexpr int kFirst4[] = {0, 4, 1, 5, 2, 6, 3, 7}, kFirst2[] = {0, 2, 1, 3, 4, 6, 5, 7};
+  if (bits == 4) return kGroup == 4 ? kFirst4[at] : at;
+  return kGroup == 4 ? at : kFirst2[at];
+}
+
+template <int bits>
+struct Order {
+  Level at[16]{};
+  constexpr Order() {
+    for (int i = 0; i < 16; ++i) at[i] = static_cast<Level>(i / 8 * 8 + number_of<bits>(i % 8));
+  }
+};
+
+// Inputs of a chunk's rows in levels.
+struct InputLevels {
+  std::vector<Level> levels;  // [rows][blocks][block], in the order of `number_of`
+  std::vector<float> scales;  // [rows][blocks]
+  std::vector<std::int32_t> sums;
+};
+
+template <class T, int bits>
+void quantize(const typename T::Input* input, int block, Level* levels, float* scale, std::int32_t* sum_of_levels) {
+  typedef Level Levels __attribute__((vector_size(WIDTH * sizeof(Level))));
+  typedef Level Levels16 __attribute__((vector_size(16 * sizeof(Level))));
+  alignas(64) float numbers[kMaxBlock];
+  for (int i = 0; i < block; ++i) numbers[i] = T::to_float(input[i]);
+  Vec sizes{};
+  for (int i = 0; i < block; i += WIDTH) sizes = larger(sizes, as_float(as_bits(load(numbers + i)) & 0x7fffffff));
+  const float top = maximum(sizes);
+  const float by = top > 1e-30f ? 127.f / top : 0.f;
+  *scale = by == 0.f ? 0.f : top / 127.f;
+  const Vec magic = broadcast(12582912.f);  // puts the nearest whole number into the low bits
+  Vec total{};
+  alignas(64) Level rounded[kMaxBlock];
+  for (int i = 0; i < block; i += WIDTH) {
+    const Vec shifted = load(numbers + i) * by + magic;
+    const Levels narrow = __builtin_convertvector(as_bits(shifted) - as_bits(magic), Levels);
+    std::memcpy(rounded + i, &narrow, sizeof(narrow));
+    total += shifted - magic;
+  }
+  *sum_of_levels = static_cast<std::int32_t>(sum(total));
+  static constexpr Order<bits> kOrder;
+  Levels16 all, order;
+  std::memcpy(&order, kOrder.at, sizeof(order));
+  for (int i = 0; i < block; i += 16) {
+    std::memcpy(&all, rounded + i, sizeof(all));
+    all = __builtin_shuffle(all, order);
+    std::memcpy(levels + i, &all, sizeof(all));
+  }
+}
+
+// One block's part of a sum: the same words for every number of rows, so that they round alike.
+inline Vec add_levels(Vec total, IVec products, Vec scale, Vec offset, float of_inputs, std::int32_t sum) {
+  const Vec of_block = __builtin_convertvector(products, Vec) * scale + static_cast<float>(sum) * offset;
+  return total + of_block * of_inputs;
+}
+
+// Vectors [first, first + vectors) of a tile, for `rows` rows.
+template <int bits, int rows, int vectors>
+void multiply_whole(const InputLevels& inputs, int first_row, const char* tile, int first, int blocks, int block,
+                    float* out, std::size_t out_stride) {
+  constexpr int kSteps = 32 / bits / kGroup;  // of a word
+  const auto block_bytes = static_cast<std::size_t>(kTile) * static_cast<std::size_t>(4 + block * bits / 8);
+  Vec totals[rows][vectors];
+  for (auto& row : totals) {
+    for (Vec& total : row) total = Vec{};
+  }
+  for (int b = 0; b < blocks; ++b, tile += block_bytes) {
+    const char* words = tile + kTile * 4 + first * WIDTH * 4;
+    const Level* of_rows[rows];
+    IVec products[rows][vectors];
+    for (int r = 0; r < rows; ++r) {
+      of_rows[r] = inputs.levels.data() + static_cast<std::size_t>((first_row + r) * blocks + b) * block;
+      for (int v = 0; v < vectors; ++v) products[r][v] = IVec{};
+    }
+    for (int i = 0; i < block; words += kTile * 4) {
+      IVec lanes[vectors];
+      for (int v = 0; v < vectors; ++v) lanes[v] = load_words(words + v * WIDTH * 4);
+      for (int step = 0; step < kSteps; ++step, i += kGroup) {
+        for (int v = 0; v < vectors; ++v) {
+          const IVec levels = levels_of<bits>(lanes[v], step);
+          for (int r = 0; r < rows; ++r) {
+            std::int32_t group;
+            std::memcpy(&group, of_rows[r] + i, 4);
+            products[r][v] = add_products(products[r][v], levels, group);
+          }
+        }
+      }
+    }
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(tile) + first * WIDTH;
+    for (int v = 0; v < vectors; ++v) {
+      const Vec scale = from_halves(scales + v * WIDTH), offset = from_halves(scales + kTile + v * WIDTH);
+      for (int r = 0; r < rows; ++r) {
+        const auto at = static_cast<std::size_t>((first_row + r) * blocks + b);
+        const IVec moved = bits == 8 ? products[r][v] - kUnsigned * inputs.sums[at] : products[r][v];
+        totals[r][v] = add_levels(totals[r][v], moved, scale, offset, inputs.scales[at], inputs.sums[at]);
+      }
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    for (int v = 0; v < vectors; ++v) store(out + static_cast<std::size_t>(r) * out_stride + (first + v) * WIDTH, totals[r][v]);
+  }
+}
+
+template <int bits, int rows>
+void multiply_whole_rest(int count, const InputLevels& inputs, int first_row, const char* tile, int blocks, int block,
+                         float* out, std::size_t out_stride) {
+  if constexpr (rows > 1) {
+    if (count < rows) {
+      return multiply_whole_rest<bits, rows - 1>(count, inputs, first_row, tile, blocks, block, out, out_stride);
+    }
+  }
+  // Few rows wait for memory, which is read in one run; with many the sums of all vectors do not fit the registers.
+  constexpr int kAtOnce = rows * kVectors <= 4 ? kVectors : 1;
+  for (int v = 0; v < kVectors; v += kAtOnce) {
+    multiply_whole<bits, rows, kAtOnce>(inputs, first_row, tile, v, blocks, block, out, out_stride);
+  }
+}
+
+template <class T, int bits>
+void multiply_in_8_bits(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int num_inputs,
+                        int block, float* out, std::size_t out_stride) {
+  static thread_local InputLevels inputs;
+  const int blocks = num_inputs / block;
+  const auto* from = static_cast<const typename T::Input*>(input);
+  const auto count = static_cast<std::size_t>(rows) * static_cast<std::size_t>(blocks);
+  if (inputs.scales.size() < count) {
+    inputs.scales.resize(count);
+    inputs.sums.resize(count);
+  }
+  if (inputs.levels.size() < count * static_cast<std::size_t>(block)) {
+    inputs.levels.resize(count * static_cast<std::size_t>(block));
+  }
+  for (int r = 0; r < rows; ++r) {
+    for (int b = 0; b < blocks; ++b) {
+      const auto at = static_cast<std::size_t>(r * blocks + b);
+      quantize<T, bits>(from + static_cast<std::size_t>(r) * stride + b * block, block,
+                        inputs.levels.data() + at * static_cast<std::size_t>(block), &inputs.scales[at], &inputs.sums[at]);
+    }
+  }
+  const auto tile_bytes =
+      static_cast<std::size_t>(kTile) * static_cast<std::size_t>(blocks) * static_cast<std::size_t>(4 + block * bits / 8);
+  const auto* at = static_cast<const char*>(tile);
+  for (int t = 0; t < tiles; ++t, at += tile_bytes, out += kTile) {
+    for (int first = 0; first < rows; first += ROWS) {
+      multiply_whole_rest<bits, ROWS>(rows - first, inputs, first, at, blocks, block,
+                                      out + static_cast<std::size_t>(first) * out_stride, out_stride);
+    }
+  }
+}
+#endif
+
 template <class T>
 void multiply_levels(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int inputs, int bits,
-                     int block, float* out, std::size_t out_stride) {
-  const auto multiply_of = bits == 4 ? multiply_levels_of<T, 4> : multiply_levels_of<T, 8>;
+                     int block, [[maybe_unused]] bool in_8_bits, float* out, std::size_t out_stride) {
+  auto multiply_of = bits == 4 ? multiply_levels_of<T, 4> : multiply_levels_of<T, 8>;
+#ifdef __AVX2__
+  if (in_8_bits) multiply_of = bits == 4 ? multiply_in_8_bits<T, 4> : multiply_in_8_bits<T, 8>;
+#endif
   multiply_of(input, stride, rows, tile, tiles, inputs, block, out, out_stride);
 }
 

@@ -15,8 +15,8 @@ void multiply_tiles(const Kernels& kernels, const Matrix& matrix, int first_tile
                     Size stride, int rows, float* out, Size width) {
   const char* tile = static_cast<const char*>(matrix.weight) + size(first_tile) * tile_bytes(kernels, matrix);
   if (matrix.bits != 0) {
-    return kernels.multiply_levels(input, stride, rows, tile, num_tiles, matrix.inputs, matrix.bits, matrix.block, out,
-                                   width);
+    return kernels.multiply_levels(input, stride, rows, tile, num_tiles, matrix.inputs, matrix.bits, matrix.block,
+                                   matrix.in_8_bits, out, width);
   }
   const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
   kernels.multiply(input, stride, rows, tile, num_tiles, inputs, out, width, false);
@@ -106,6 +106,8 @@ CpuKernels::CpuKernels(const char* isa, Dtype weights)
 }
 
 const char* CpuKernels::isa() const { return table_->name; }
+
+bool CpuKernels::has_8_bits() const { return table_->has_8_bits; }
 
 Dtype CpuKernels::inputs() const {
   return table_->inputs == cpu::Type::kFloat32 ? Dtype::kFloat32 : Dtype::kBFloat16;

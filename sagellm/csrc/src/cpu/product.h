@@ -37,7 +37,8 @@ struct Cut {
     panels = divided(rows, panel);
     tiles = divided(matrix.outputs, kTile);
     const Size group_of_few = kChunkBytes / tile_bytes(kernels, matrix);
-    group = rows > kPanel ? 4 : static_cast<int>(std::clamp<Size>(group_of_few, 1, 8));
+    // With inputs of 8 bits each chunk rounds those of its rows, so that many rows are worth more tiles.
+    group = rows > kPanel ? (matrix.in_8_bits ? 16 : 4) : static_cast<int>(std::clamp<Size>(group_of_few, 1, 8));
     group = std::max(1, std::min(group, tiles * panels / (4 * threads)));
     group = padded(group, unit);
     lanes = threads;

@@ -23,6 +23,7 @@ def choose_isa(compute: str, dtype: torch.dtype, cache_dir: Path) -> str:
 
     Args:
         compute: float32, bfloat16, or auto, the quicker one for weights of `dtype`. It never lowers the precision of float32.
+            int8: weights and inputs are rounded to 8 bits. auto never takes it.
         cache_dir: folder of the file that remembers what was measured. A file that cannot be read or written costs a new
             measurement.
 
@@ -33,13 +34,17 @@ def choose_isa(compute: str, dtype: torch.dtype, cache_dir: Path) -> str:
     best: dict[str, str] = {}  # by type of the products
     for isa in INSTRUCTION_SETS:
         with suppress(ValueError):
-            best.setdefault(_core.CpuKernels(name, isa).inputs, isa)
+            kernels = _core.CpuKernels(name, isa)
+            best.setdefault(kernels.inputs, isa)
+            if kernels.has_8_bits and dtype != torch.float32:
+                best.setdefault("int8", isa)
     if compute != "auto":
         if compute not in best:
             is_wide = dtype == torch.float32
             reason = "weights of float32 keep its precision" if is_wide else "this processor has no instruction for it"
             raise ConfigError(f"compute {compute}: {reason}. Use {', '.join(sorted(best))} or auto.")
         return best[compute]
+    best.pop("int8", None)
     if len(best) == 1:
         return next(iter(best.values()))
     key, file = f"{_processor()}, {name}, sagellm {__version__}", cache_dir / CACHE_NAME

@@ -42,11 +42,15 @@ def team() -> _core.CpuTeam:
 @contextmanager
 def computing_in(compute: str) -> Iterator[None]:
     """Pack weights in this thread for products of a type, as `choose_isa` has it; else for the quickest ones."""
-    former, _local.compute = getattr(_local, "compute", "auto"), compute
+    former, _local.compute = _compute(), compute
     try:
         yield
     finally:
         _local.compute = former
+
+
+def _compute() -> str:
+    return getattr(_local, "compute", "auto")
 
 
 def kernels(dtype: torch.dtype) -> _core.CpuKernels:
@@ -55,7 +59,7 @@ def kernels(dtype: torch.dtype) -> _core.CpuKernels:
     Raises:
         ConfigError: as `choose_isa`.
     """
-    return kernels_of(dtype, _chosen(getattr(_local, "compute", "auto"), dtype, default_cache_dir()))
+    return kernels_of(dtype, _chosen(_compute(), dtype, default_cache_dir()))
 
 
 @cache
@@ -74,7 +78,7 @@ class PackedWeight:
 
     Args:
         weight: the matrix; its dtype is that of inputs and results.
-        levels: the same matrix in few bits, which is packed in its place.
+        levels: the same matrix in few bits, which is packed in its place. With `computing_in("int8")` every matrix has some.
 
     Attributes:
         data: the packed numbers, one-dimensional.
@@ -87,8 +91,13 @@ class PackedWeight:
         self._bias = None if bias is None else bias.detach().float().contiguous()
         address = 0 if self._bias is None else self._bias.data_ptr()
         self.matrix = {"bias": address, "outputs": self.outputs, "inputs": self.inputs}
+        in_8_bits = _compute() == "int8"
+        if in_8_bits and levels is None:
+            levels = Levels.rounded(weight.detach().float().numpy())
         if levels is not None:
             self.matrix |= {"weight": 0, "bits": levels.bits, "block": levels.block}
+            if in_8_bits:
+                self.matrix["in_8_bits"] = 1
             self.data = _storage(_core.packed_levels_bytes(self.matrix), torch.uint8)
             parts = [np.ascontiguousarray(part) for part in levels[:3]]
             _core.pack_levels(self.matrix, *(part.ctypes.data for part in parts), self.data.data_ptr())

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from sagellm import _core
 from sagellm.engines.lmdeploy.cpu import packed
-from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, kernels_of
+from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, computing_in, kernels_of
 from sagellm.models.gguf_levels import Levels
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -126,6 +126,41 @@ def test_gated_product_of_few_bits(isa):
     weight, x = torch.from_numpy(levels.values) * scales + offsets, torch.randn(5, 64)
     gate, up = F.linear(x, weight).chunk(2, -1)
     torch.testing.assert_close(PackedGate(weight, "silu", levels)(x), F.silu(gate) * up, rtol=1e-4, atol=1e-3)
+
+
+def rounded_inputs(x: torch.Tensor, block: int) -> torch.Tensor:
+    """The values that inputs have in 8 bits."""
+    blocks = x.double().unflatten(-1, (-1, block))
+    top = blocks.abs().amax(-1, keepdim=True)
+    return ((blocks * (127 / top).float()).round() * (top / 127)).flatten(-2)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if _core.CpuKernels("bfloat16", isa).has_8_bits], indirect=True)
+@pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 32), (4, 16), (8, 16), (0, 32)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (290, 96)])
+def test_product_in_8_bits(isa, bits, block, outputs, inputs):
+    levels = few_bits(outputs, inputs, bits, block) if bits else Levels.rounded(torch.randn(outputs, inputs).numpy())
+    scales, offsets = (torch.from_numpy(part).double().repeat_interleave(block, 1) for part in levels[1:3])
+    weight = torch.from_numpy(levels.values) * scales + offsets
+    x, b = torch.randn(200, inputs, dtype=torch.bfloat16), torch.randn(outputs, dtype=torch.bfloat16)
+    with computing_in("int8"):
+        ready = PackedWeight(weight.bfloat16(), b, levels)
+    out, taken = ready.multiply(x, wide=True), rounded_inputs(x, block)
+    exact, size = F.linear(taken, weight, b.double()), F.linear(taken.abs(), weight.abs())
+    assert ((out - exact).abs() / size).max() < 1e-5
+    for rows in (1, 2, 3, 4, 5, 12, 13, 25, 97):
+        assert torch.equal(ready.multiply(x[:rows], wide=True), out[:rows]), "a row's result depends on the other rows"
+    assert ready.multiply(torch.zeros_like(x[:1]), wide=True).double().equal(b[None].double())
+
+
+def test_weights_that_come_in_full_are_rounded_to_8_bits_where_their_inputs_are_whole_blocks():
+    weight = torch.randn(48, 64, dtype=torch.bfloat16)
+    weight[3] = 0
+    with computing_in("int8"):
+        ready, other = PackedWeight(weight), PackedWeight(weight[:, :33])
+    step = weight.float().abs().unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, 1) / 127
+    assert ((ready.rows(torch.arange(48)).float() - weight.float()).abs() <= 0.51 * step + weight.float().abs() / 256).all()
+    assert ready.data.nbytes < 0.6 * weight.nbytes * 64 / 48 and "bits" not in other.matrix
 
 
 def test_levels_that_cannot_be_packed():

@@ -8,6 +8,7 @@ import torch
 from sagellm import _core
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import ConfigError
+from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.cpu import compute
 from sagellm.engines.lmdeploy.cpu.compute import CACHE_NAME, INSTRUCTION_SETS, choose_isa
 from tests.engines.lmdeploy.cpu.test_compiled import ISAS
@@ -32,6 +33,16 @@ def test_what_is_not_there_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"compute bfloat16: this processor has no instruction for it\. Use float32"):
         choose_isa("bfloat16", torch.bfloat16, tmp_path)
     assert choose_isa("auto", torch.bfloat16, tmp_path) in ("avx2", "plain")
+
+
+def test_8_bits_are_for_who_asks(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"compute int8: weights of float32 keep its precision\. Use float32 or auto\."):
+        choose_isa("int8", torch.float32, tmp_path)
+    if _core.CpuKernels("bfloat16").has_8_bits:
+        assert choose_isa("int8", torch.bfloat16, tmp_path) == ISAS[-1]
+    monkeypatch.setattr(compute, "INSTRUCTION_SETS", ("plain",))
+    with pytest.raises(ConfigError, match=r"compute int8: this processor has no instruction for it\. Use float32 or auto\."):
+        choose_isa("int8", torch.bfloat16, tmp_path)
 
 
 @pytest.mark.skipif(not HAS_BF16, reason="this processor has one type of products")
@@ -68,4 +79,16 @@ def test_an_engine_multiplies_in_the_type(start_engine, model_folder):
     with pytest.raises(ConfigError, match="compute bfloat16: weights of float32 keep its precision"):
         start_engine(model=model_folder("llama"), dtype="float32", compute="bfloat16")
     with pytest.raises(ValueError, match="compute"):
-        SageConfig(compute="int8")
+        SageConfig(compute="int4")
+
+
+@pytest.mark.skipif(not _core.CpuKernels("bfloat16").has_8_bits, reason="this processor has no products of 8 bits")
+def test_an_engine_multiplies_in_8_bits(start_engine, model_folder):
+    texts = [[5, 9, 2, 7] * 6, [8, 1, 4] * 5]
+    folder = model_folder("llama-bf16")
+    engines = {name: start_engine(model=folder, dtype="bfloat16", compute=name) for name in ("auto", "int8")}
+    packed = engines["int8"].engine.executor.model_agent.patched_model.model.lm_head.impl.packed
+    assert "in_8_bits" in packed.matrix and packed.data.nbytes < 0.6 * packed.outputs * packed.inputs * 2
+    exact, near = (torch.from_numpy(engine.prompt_logits(texts[0])).float() for engine in engines.values())
+    assert 0 < (exact - near).abs().mean() < 0.05 * exact.std(), "8 bits change something, and little"
+    assert [len(answer.token_ids) for answer in engines["int8"].generate(texts, SamplingParams(6, ignore_eos=True))] == [6, 6]
