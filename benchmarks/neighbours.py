@@ -37,7 +37,7 @@ def main(model: str, rounds: int, threads: int, output: Output) -> None:
     text = RealText(folder)
     with contextlib.ExitStack() as stack:
         contestants = [
-            Contestant(OURS, build_ours, str(folder), threads),
+            Contestant(OURS, build_ours, str(folder), threads, {"context": 2 * (PROMPT_TOKENS + NEW_TOKENS), "batch": 1}),
             Contestant(PEER, build_transformers, str(folder), threads),
         ]
         for contestant in contestants:
