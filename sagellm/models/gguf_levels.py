@@ -5,7 +5,6 @@ The layouts of the blocks are those of ggml (`ggml-common.h`).
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,59 +13,11 @@ from sagellm.core.file_hashes import hash_files
 from sagellm.models.base import ModelError
 from sagellm.models.convert import StoredMatrix, read_conversion
 from sagellm.models.gguf_weights import in_halves
+from sagellm.models.levels import LEVELS4, LEVELS8, Levels
 
-__all__ = ["LEVEL_TYPES", "GGUFLevels", "Levels"]
+__all__ = ["LEVEL_TYPES", "GGUFLevels"]
 
 BLOCK = 32  # weights of a block of most types
-
-
-class Levels(NamedTuple):
-    """A matrix whose weights are level * scale + offset.
-
-    Attributes:
-        values: int8 [outputs, inputs].
-        scales, offsets: float16 [outputs, inputs / block].
-        bits: 4 if the values are 0 to 15, else 8.
-    """
-
-    values: np.ndarray
-    scales: np.ndarray
-    offsets: np.ndarray
-    bits: int
-
-    @property
-    def block(self) -> int:
-        """Inputs that share a scale."""
-        return self.values.shape[1] // self.scales.shape[1]
-
-    def in_order(self, order: Callable[[np.ndarray], np.ndarray]) -> "Levels":
-        """Return the matrix with its rows, axis 0, in another order."""
-        return Levels(*(np.ascontiguousarray(order(part)) for part in self[:3]), self.bits)
-
-    @classmethod
-    def rounded(cls, weight: np.ndarray) -> "Levels | None":
-        """Return the nearest levels of 8 bits to float32 [outputs, inputs], as ggml's Q8_0.
-
-        None: the inputs are no whole blocks of 16.
-        """
-        outputs, inputs = weight.shape
-        block = next((size for size in (BLOCK, BLOCK // 2) if inputs % size == 0), None)
-        if block is None:
-            return None
-        blocks = weight.reshape(outputs, -1, block)
-        scales = (np.abs(blocks).max(axis=2) / 127).astype(np.float16)
-        by = np.divide(1, scales, where=scales > 0, out=np.zeros(scales.shape, np.float32), dtype=np.float32)
-        values = np.rint(blocks * by[:, :, None]).clip(-127, 127).astype(np.int8)
-        return cls(values.reshape(outputs, inputs), scales, np.zeros_like(scales), 8)
-
-    @staticmethod
-    def joined(parts: Sequence["Levels"]) -> "Levels":
-        """Return the rows of several matrices one after the other, in what all of them can be stored in."""
-        block = min(part.block for part in parts)
-        scales, offsets = (
-            np.concatenate([np.repeat(part[field], part.block // block, axis=1) for part in parts]) for field in (1, 2)
-        )
-        return Levels(np.concatenate([part.values for part in parts]), scales, offsets, max(part.bits for part in parts))
 
 
 class GGUFLevels:
@@ -106,9 +57,9 @@ class GGUFLevels:
         kind = LEVEL_TYPES.get(matrix.kind)
         if kind is None:
             return None
-        bytes_of_block, bits, read = kind
+        bytes_of_block, form, read = kind
         data = self._data[matrix.offset : matrix.offset + matrix.num_bytes].reshape(-1, bytes_of_block)
-        levels = Levels(*(np.ascontiguousarray(part).reshape(matrix.outputs, -1) for part in read(np.asarray(data))), bits)
+        levels = Levels(*(np.ascontiguousarray(part).reshape(matrix.outputs, -1) for part in read(np.asarray(data))), form)
         return levels.in_order(lambda part: in_halves(part, matrix.heads)) if matrix.heads else levels
 
 
@@ -188,8 +139,9 @@ def _q6_k(data: np.ndarray) -> Read:
     return values, scales, np.zeros_like(scales)
 
 
-# Type: bytes of a block or super-block, bits of a level here, how to read it.
-LEVEL_TYPES: dict[str, tuple[int, int, Callable[[np.ndarray], Read]]] = {
-    "Q4_0": (18, 4, _q4_0), "Q4_1": (20, 4, _q4_1), "Q5_0": (22, 8, _q5_0), "Q5_1": (24, 8, _q5_1),
-    "Q8_0": (34, 8, _q8_0), "Q4_K": (144, 4, _q4_k), "Q5_K": (176, 8, _q5_k), "Q6_K": (210, 8, _q6_k),
+# Type: bytes of a block or super-block, format of the levels here, how to read it.
+LEVEL_TYPES: dict[str, tuple[int, str, Callable[[np.ndarray], Read]]] = {
+    "Q4_0": (18, LEVELS4, _q4_0), "Q4_1": (20, LEVELS4, _q4_1), "Q4_K": (144, LEVELS4, _q4_k),
+    "Q5_0": (22, LEVELS8, _q5_0), "Q5_1": (24, LEVELS8, _q5_1), "Q5_K": (176, LEVELS8, _q5_k),
+    "Q6_K": (210, LEVELS8, _q6_k), "Q8_0": (34, LEVELS8, _q8_0),
 }  # fmt: skip

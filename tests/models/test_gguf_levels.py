@@ -12,7 +12,8 @@ from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.engine import LMDeployEngine
 from sagellm.models import ModelError
 from sagellm.models.convert import convert_gguf
-from sagellm.models.gguf_levels import LEVEL_TYPES, GGUFLevels, Levels
+from sagellm.models.gguf_levels import LEVEL_TYPES, GGUFLevels
+from sagellm.models.levels import LEVELS4, LEVELS8, Levels
 from tests.models.test_gguf import random_model
 
 SUPER = 256  # weights of a super-block
@@ -41,20 +42,20 @@ def test_levels_are_the_values_of_the_gguf_package(name):
     for place in HALVES[name]:
         data[:, place : place + 2] = random.normal(size=(len(data), 1)).astype(np.float16).view(np.uint8)
     expected = gguf.dequantize(data.reshape(12, -1), kind)
-    size, bits, read = LEVEL_TYPES[name]
-    levels = Levels(*(part.reshape(12, -1) for part in read(data)), bits)
+    size, form, read = LEVEL_TYPES[name]
+    levels = Levels(*(part.reshape(12, -1) for part in read(data)), form)
     assert size == bytes_of_block and levels.values.dtype == np.int8 and levels.scales.dtype == np.float16
-    assert levels.block in (16, 32) and (bits == 8 or (levels.values.min() >= 0 and levels.values.max() <= 15))
+    assert levels.block in (16, 32) and (form == LEVELS8 or (levels.values.min() >= 0 and levels.values.max() <= 15))
     # Scales of super-blocks are products, which are rounded to halves; a weight is the difference of two of them.
     rounding = 1e-3 * np.abs(levels.values).max() * np.abs(levels.scales.astype(np.float32)).max() if name.endswith("K") else 0
     np.testing.assert_allclose(values_of(levels), expected, rtol=1e-6, atol=rounding + 1e-6)
 
 
 def test_parts_are_joined_in_what_holds_them_all():
-    four = Levels(np.full((2, 64), 15, np.int8), np.ones((2, 2), np.float16), np.zeros((2, 2), np.float16), 4)
-    six = Levels(np.full((1, 64), -32, np.int8), np.ones((1, 4), np.float16), np.zeros((1, 4), np.float16), 8)
+    four = Levels(np.full((2, 64), 15, np.int8), np.ones((2, 2), np.float16), np.zeros((2, 2), np.float16), LEVELS4)
+    six = Levels(np.full((1, 64), -32, np.int8), np.ones((1, 4), np.float16), np.zeros((1, 4), np.float16), LEVELS8)
     both = Levels.joined([four, six])
-    assert (both.bits, both.block, both.values.shape) == (8, 16, (3, 64))
+    assert (both.format, both.block, both.values.shape) == (LEVELS8, 16, (3, 64))
     assert np.array_equal(values_of(both), np.concatenate([values_of(four), values_of(six)]))
 
 

@@ -29,14 +29,22 @@ Activation activation_of(const std::string& name) {
   throw py::value_error("activation is '" + name + "'; use silu or gelu.");
 }
 
+Format format_of(const std::string& name) {
+  if (name == "levels4") return Format::kLevels4;
+  if (name == "levels8") return Format::kLevels8;
+  if (name == "float8") return Format::kFloat8;
+  throw py::value_error("format is '" + name + "'; use levels4, levels8 or float8.");
+}
+
 Matrix matrix_of(const py::dict& given) {
   Matrix matrix;
   matrix.weight = at<const void>(given["weight"].cast<Address>());
   matrix.bias = at<const float>(given["bias"].cast<Address>());
   matrix.outputs = given["outputs"].cast<int>();
   matrix.inputs = given["inputs"].cast<int>();
-  if (given.contains("bits")) {
-    matrix.bits = given["bits"].cast<int>();
+  if (given.contains("format")) {
+    matrix.format = format_of(given["format"].cast<std::string>());
+    if (given.contains("order")) matrix.order = at<const std::int32_t>(given["order"].cast<Address>());
     matrix.block = given["block"].cast<int>();
     matrix.in_8_bits = given.contains("in_8_bits");
   }

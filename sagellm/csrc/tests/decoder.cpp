@@ -19,8 +19,9 @@ constexpr int kBlock = 16, kBlocks = 40, kExperts = 5;
 
 class Model {
  public:
-  explicit Model(sage::Dtype dtype = sage::Dtype::kFloat32, int bits = 0, bool has_experts = false)
-      : bits_(bits), kernels_("", dtype) {
+  explicit Model(sage::Dtype dtype = sage::Dtype::kFloat32, sage::Format format = sage::Format::kPlain,
+                 bool has_experts = false)
+      : format_(format), kernels_("", dtype) {
     std::vector<sage::DecoderLayer> layers(kLayers);
     for (auto& layer : layers) {
       layer.qkv = matrix((kHeads + 2 * kKeyHeads) * kHeadSize, kHidden);
@@ -114,7 +115,7 @@ class Model {
   }
 
   sage::Matrix matrix(int outputs, int inputs) {
-    if (bits_ != 0) return levels(outputs, inputs);
+    if (format_ != sage::Format::kPlain) return levels(outputs, inputs);
     std::vector<float> values(static_cast<std::size_t>(outputs * inputs));
     for (float& value : values) value = draw();
     auto& packed = kept_.emplace_back(kernels_.packed_bytes(outputs, inputs) / sizeof(float));
@@ -126,7 +127,7 @@ class Model {
     sage::Matrix matrix;
     matrix.outputs = outputs;
     matrix.inputs = inputs;
-    matrix.bits = bits_;
+    matrix.format = format_;
     matrix.block = 16;
     std::vector<std::int8_t> values(static_cast<std::size_t>(outputs * inputs));
     for (auto& value : values) value = static_cast<std::int8_t>(random_() % 16);
@@ -137,7 +138,7 @@ class Model {
     return matrix;
   }
 
-  const int bits_;
+  const sage::Format format_;
   std::mt19937 random_{1};
   sage::CpuKernels kernels_;
   std::vector<std::vector<float>> kept_, caches_;
@@ -145,7 +146,8 @@ class Model {
 };
 
 void threads_change_nothing(bool has_experts) {
-  Model one(sage::Dtype::kFloat32, 0, has_experts), several(sage::Dtype::kFloat32, 0, has_experts);
+  const auto plain = sage::Format::kPlain;
+  Model one(sage::Dtype::kFloat32, plain, has_experts), several(sage::Dtype::kFloat32, plain, has_experts);
   sage::Team alone(1), together(3);
   for (int round = 0; round < 20; ++round) {
     EXPECT(one.run(alone, {70, 9}, {70, 9}, round) == several.run(together, {70, 9}, {70, 9}, round));
@@ -157,9 +159,9 @@ void threads_change_nothing(bool has_experts) {
 }
 
 void weights_of_few_bits_run() {
-  for (const int bits : {4, 8}) {
+  for (const auto format : {sage::Format::kLevels4, sage::Format::kLevels8, sage::Format::kFloat8}) {
     for (const auto dtype : {sage::Dtype::kFloat32, sage::Dtype::kBFloat16}) {
-      Model one(dtype, bits), several(dtype, bits);
+      Model one(dtype, format), several(dtype, format);
       sage::Team alone(1), together(3);
       EXPECT(one.run(alone, {70, 9}, {70, 9}) == several.run(together, {70, 9}, {70, 9}));
       EXPECT(one.run(alone, {1, 3}, {71, 12}) == several.run(together, {1, 3}, {71, 12}));

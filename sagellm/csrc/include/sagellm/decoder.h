@@ -17,15 +17,25 @@ struct Kernels;
 
 enum class Dtype { kFloat32, kBFloat16 };
 
-// A packed weight [outputs, inputs] and its bias; the memory is the caller's. With `bits` a weight is scale * level +
-// offset: levels of 4 bits (0 to 15) or 8 (signed), scale and offset in half precision for each `block` inputs of an
-// output.
+// What a packed weight is made of. Other than a plain one it is scale * level + offset, with scale and offset in half
+// precision for each block of inputs of an output.
+enum class Format {
+  kPlain,    // numbers of the kernels' type
+  kLevels4,  // levels 0 to 15
+  kLevels8,  // levels -128 to 127
+  kFloat8,   // levels are floats of 8 bits (e4m3), divided by 256
+};
+
+// A packed weight [outputs, inputs] and its bias; the memory is the caller's.
 struct Matrix {
   const void* weight = nullptr;
   const float* bias = nullptr;
   int outputs = 0, inputs = 0;
-  int bits = 0, block = 0;
-  bool in_8_bits = false;  // with `bits`: inputs are rounded to 8 bits, each block of a row with a scale of its own
+  Format format = Format::kPlain;
+  int block = 0;           // inputs that share a scale, except in a plain weight
+  bool in_8_bits = false;  // with whole levels: inputs are rounded to 8 bits, each block of a row with its own scale
+  // Input `order[i]` belongs to the weight's number i; null: they are in order. [inputs]
+  const std::int32_t* order = nullptr;
 };
 
 // Kernels of one instruction set and dtype of weights.
@@ -52,8 +62,8 @@ class CpuKernels {
 };
 
 std::size_t packed_levels_bytes(const Matrix& matrix);
-// `levels`: [outputs, inputs], `scales` and `offsets`: [outputs, inputs / block]. The matrix says sizes, bits and block,
-// and `weight` is not read. Throws std::invalid_argument for other bits than 4 and 8, or inputs that are no whole blocks.
+// `levels`: [outputs, inputs], `scales` and `offsets`: [outputs, inputs / block]. The matrix says sizes, format and block,
+// and `weight` is not read. Throws std::invalid_argument for a plain format, or inputs that are no whole blocks.
 void pack_levels(const Matrix& matrix, const std::int8_t* levels, const std::uint16_t* scales,
                  const std::uint16_t* offsets, void* packed);
 

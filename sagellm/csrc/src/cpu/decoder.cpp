@@ -775,8 +775,8 @@ void check_layer(const DecoderLayer& layer, const Experts& others, const Decoder
   require(experts.gate_up.size() == experts.down.size(), "an expert has two matrices");
   for (Size i = 0; i < experts.down.size(); ++i) {
     check_feed_forward(experts.gate_up[i], experts.down[i], shape.hidden);
-    require(experts.down[i].inputs == experts.down[0].inputs && experts.down[i].bits == experts.down[0].bits &&
-                experts.gate_up[i].bits == experts.gate_up[0].bits,
+    require(experts.down[i].inputs == experts.down[0].inputs && experts.down[i].format == experts.down[0].format &&
+                experts.gate_up[i].format == experts.gate_up[0].format,
             "experts of a layer have one size and type");
   }
   require(experts.top_k == others.top_k && experts.down.size() == others.down.size(),

@@ -4,12 +4,18 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "sagellm/decoder.h"
+
 namespace sage::cpu {
 
 // Weights are packed in tiles of so many outputs. A tile of bfloat16 holds pairs: [inputs / 2][kTile][2], one of
 // float32 [inputs][kTile]; padding is zero.
 constexpr int kTile = 32;
-constexpr int kMaxBlock = 32;  // inputs that share a scale
+constexpr int kMaxBlock = 64;  // inputs that share a scale
+
+// Floats of 8 bits, e4m3: a sign, 4 bits of exponent and 3 of mantissa. They are computed as 2^kFloat8Shift times less, so
+// that their scales are in the range of half precision.
+constexpr int kFloat8Bias = 7, kFloat8Shift = 8;
 
 enum class Type { kFloat32, kBFloat16 };
 
@@ -43,9 +49,9 @@ struct Kernels {
   // runs over the inputs in order, so a row's result does not depend on the other rows.
   void (*multiply)(const void* input, std::size_t input_stride, int rows, const void* tile, int tiles, int inputs,
                    float* out, std::size_t out_stride, bool accumulate);
-  // The same, without `accumulate`, for weights of 4 or 8 bits; see `Matrix`.
+  // The same, without `accumulate`, for weights of few bits; see `Matrix`.
   void (*multiply_levels)(const void* input, std::size_t input_stride, int rows, const void* tile, int tiles,
-                          int inputs, int bits, int block, bool in_8_bits, float* out, std::size_t out_stride);
+                          int inputs, Format format, int block, bool in_8_bits, float* out, std::size_t out_stride);
   bool has_8_bits;  // products of inputs that are rounded to 8 bits
   // [outputs][inputs] row-major, as stored, to packed tiles.
   void (*pack)(const void* source, std::size_t stride, int outputs, int inputs, void* packed);

@@ -1,7 +1,7 @@
 // Products with weights of few bits. For `kernels_impl.h` alone, which says what it is compiled for.
 //
 // A weight is scale * level + offset, with one scale and one offset for a block of inputs. Levels are small whole
-// numbers, which every input type holds exactly. So a block's sum of inputs times levels is that of a plain product,
+// numbers, or floats of 8 bits, which every input type holds exactly. So a block's sum of inputs times levels is that of a plain product,
 // and scales come last.
 #pragma once
 
@@ -14,6 +14,10 @@
 #endif
 
 namespace sage::cpu::NAMESPACE {
+
+constexpr int bits_of(Format format) { return format == Format::kLevels4 ? 4 : 8; }
+
+constexpr float kLeastFloat8 = 0x1p-9f / (1 << kFloat8Shift);
 
 constexpr int kFusedRows = 4;  // rows for which levels are decoded as they are multiplied, not into a tile first
 
@@ -31,20 +35,26 @@ inline Vec from_halves(const std::uint16_t* from) {
 }
 
 // Number `at` of the levels in each lane's word: 8 of 4 bits, adjacent ones in different halves of the word, or 4 of 8
-// bits.
-template <int bits>
+// bits, of which floats of 8 bits lie in different halves too.
+template <Format format>
 Vec level_of(IVec words, int at) {
-  if constexpr (bits == 4)
+  if constexpr (format == Format::kLevels4) {
     return __builtin_convertvector((words >> (16 * (at % 2) + 4 * (at / 2))) & 15, Vec);
-  else
+  } else if constexpr (format == Format::kLevels8) {
     return __builtin_convertvector((words << (24 - 8 * at)) >> 24, Vec);
+  } else {
+    const IVec byte = words >> (16 * (at % 2) + 8 * (at / 2)), size = byte & 0x7f;
+    const Vec normal = as_float((size << 20) + ((127 - kFloat8Bias - kFloat8Shift) << 23));
+    const Vec small = __builtin_convertvector(size, Vec) * kLeastFloat8;
+    return as_float(as_bits(size < 8 ? small : normal) | ((byte & 0x80) << 24));
+  }
 }
 
 #ifdef DOT_BF16
 // Two adjacent levels of each lane, as bfloat16.
-template <int bits>
+template <Format format>
 __m512bh pair_of(IVec words, int at) {
-  if constexpr (bits == 4) {
+  if constexpr (format == Format::kLevels4) {
     // The sixteen levels twice over: the fifth bit of an index belongs to the next level.
     alignas(64) static constexpr std::uint16_t kLevels[32] = {
         0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
@@ -52,18 +62,30 @@ __m512bh pair_of(IVec words, int at) {
         0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
     const auto shifted = _mm512_srli_epi16(reinterpret_cast<__m512i>(words), static_cast<unsigned>(2 * at));
     return reinterpret_cast<__m512bh>(_mm512_permutexvar_epi16(shifted, _mm512_load_si512(kLevels)));
-  } else {
-    const IVec first = as_bits(level_of<bits>(words, at)), second = as_bits(level_of<bits>(words, at + 1));
+  } else if constexpr (format == Format::kLevels8) {
+    const IVec first = as_bits(level_of<format>(words, at)), second = as_bits(level_of<format>(words, at + 1));
     return reinterpret_cast<__m512bh>(((first >> 16) & 0xffff) | (second & static_cast<std::int32_t>(0xffff0000)));
+  } else {
+    // m * 2^-9 of the numbers without an exponent, moved as all others.
+    alignas(64) static constexpr std::uint16_t kSmall[32] = {0,      0x3700, 0x3780, 0x37c0,
+                                                             0x3800, 0x3820, 0x3840, 0x3860};
+    const auto bytes = _mm512_srli_epi16(reinterpret_cast<__m512i>(words), static_cast<unsigned>(4 * at));
+    const auto size = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
+    constexpr short kExponent = (127 - kFloat8Bias - kFloat8Shift) << 7;
+    const auto normal = _mm512_add_epi16(_mm512_slli_epi16(size, 4), _mm512_set1_epi16(kExponent));
+    const auto is_small = _mm512_cmplt_epi16_mask(size, _mm512_set1_epi16(8));
+    const auto number = _mm512_mask_permutexvar_epi16(normal, is_small, size, _mm512_load_si512(kSmall));
+    const auto sign = _mm512_slli_epi16(_mm512_and_si512(bytes, _mm512_set1_epi16(0x80)), 8);
+    return reinterpret_cast<__m512bh>(_mm512_or_si512(number, sign));
   }
 }
 #endif
 
 // sums[r] = inputs of row r times the levels of a block, in the order of T::multiply.
-template <class T, int bits, int rows>
+template <class T, Format format, int rows>
 void multiply_block(const typename T::Input* input, std::size_t stride, const char* words, int block,
                     Vec (&sums)[rows][kVectors]) {
-  constexpr int kLevels = 32 / bits;  // of a word
+  constexpr int kLevels = 32 / bits_of(format);  // of a word
   for (int r = 0; r < rows; ++r) {
     for (int v = 0; v < kVectors; ++v) sums[r][v] = Vec{};
   }
@@ -73,7 +95,7 @@ void multiply_block(const typename T::Input* input, std::size_t stride, const ch
       for (int at = 0; at < kLevels; at += 2) {
 #ifdef DOT_BF16
         if constexpr (T::kInputs == Type::kBFloat16) {
-          const __m512bh weight = pair_of<bits>(lanes, at);
+          const __m512bh weight = pair_of<format>(lanes, at);
           for (int r = 0; r < rows; ++r) {
             std::int32_t pair;
             std::memcpy(&pair, input + static_cast<std::size_t>(r) * stride + i + at, 4);
@@ -84,7 +106,7 @@ void multiply_block(const typename T::Input* input, std::size_t stride, const ch
         }
 #endif
         if constexpr (T::kInputs == Type::kFloat32) {
-          const Vec first = level_of<bits>(lanes, at), second = level_of<bits>(lanes, at + 1);
+          const Vec first = level_of<format>(lanes, at), second = level_of<format>(lanes, at + 1);
           for (int r = 0; r < rows; ++r) {
             const float* x = input + static_cast<std::size_t>(r) * stride + i + at;
             sums[r][v] += x[0] * first;
@@ -97,9 +119,9 @@ void multiply_block(const typename T::Input* input, std::size_t stride, const ch
 }
 
 // The levels of a block as a tile of the plain kernels.
-template <class T, int bits>
+template <class T, Format format>
 void expand_block(const char* words, int block, typename T::Weight* tile) {
-  constexpr int kLevels = 32 / bits;
+  constexpr int kLevels = 32 / bits_of(format);
   for (int i = 0; i < block; i += kLevels, words += kTile * 4) {
     for (int v = 0; v < kVectors; ++v) {
       const IVec lanes = load_words(words + v * WIDTH * 4);
@@ -107,12 +129,12 @@ void expand_block(const char* words, int block, typename T::Weight* tile) {
         auto* to = tile + (i + at) * kTile + v * WIDTH * T::kStep;
 #ifdef DOT_BF16
         if constexpr (T::kInputs == Type::kBFloat16) {
-          const __m512bh pair = pair_of<bits>(lanes, at);
+          const __m512bh pair = pair_of<format>(lanes, at);
           std::memcpy(to, &pair, sizeof(pair));
           continue;
         }
 #endif
-        const Vec first = level_of<bits>(lanes, at), second = level_of<bits>(lanes, at + 1);
+        const Vec first = level_of<format>(lanes, at), second = level_of<format>(lanes, at + 1);
         if constexpr (T::kWeights == Type::kFloat32) {
           store(to, first);
           store(to + kTile, second);
@@ -152,22 +174,22 @@ inline void add_block(float* to, Vec sum, Vec scale, Vec offset, float inputs) {
   store(to, load(to) + scale * sum + offset * inputs);
 }
 
-template <class T, int bits, int rows>
+template <class T, Format format, int rows>
 void multiply_few_levels(int count, const typename T::Input* input, std::size_t stride, const char* tile, int tiles,
                          int blocks, int block, const float* of_inputs, float* out, std::size_t out_stride) {
   if constexpr (rows > 1) {
     if (count < rows) {
-      return multiply_few_levels<T, bits, rows - 1>(count, input, stride, tile, tiles, blocks, block, of_inputs, out,
+      return multiply_few_levels<T, format, rows - 1>(count, input, stride, tile, tiles, blocks, block, of_inputs, out,
                                                     out_stride);
     }
   }
-  const auto block_bytes = static_cast<std::size_t>(kTile) * static_cast<std::size_t>(4 + block * bits / 8);
+  const auto block_bytes = static_cast<std::size_t>(kTile) * static_cast<std::size_t>(4 + block * bits_of(format) / 8);
   for (int t = 0; t < tiles; ++t) {
     for (int b = 0; b < blocks; ++b, tile += block_bytes) {
       for (std::size_t at = 0; at < block_bytes; at += 64) __builtin_prefetch(tile + 4096 + at);
       const auto* scales = reinterpret_cast<const std::uint16_t*>(tile);
       Vec sums[rows][kVectors];
-      multiply_block<T, bits, rows>(input + b * block, stride, tile + kTile * 4, block, sums);
+      multiply_block<T, format, rows>(input + b * block, stride, tile + kTile * 4, block, sums);
       for (int v = 0; v < kVectors; ++v) {
         const Vec scale = from_halves(scales + v * WIDTH), offset = from_halves(scales + kTile + v * WIDTH);
         for (int r = 0; r < rows; ++r) {
@@ -179,10 +201,10 @@ void multiply_few_levels(int count, const typename T::Input* input, std::size_t 
   }
 }
 
-template <class T, int bits>
+template <class T, Format format>
 void multiply_many_levels(const typename T::Input* input, std::size_t stride, int rows, const char* tile, int tiles,
                           int blocks, int block, const float* of_inputs, float* out, std::size_t out_stride) {
-  const auto block_bytes = static_cast<std::size_t>(kTile) * static_cast<std::size_t>(4 + block * bits / 8);
+  const auto block_bytes = static_cast<std::size_t>(kTile) * static_cast<std::size_t>(4 + block * bits_of(format) / 8);
   alignas(64) typename T::Weight levels[kMaxBlock * kTile];
   alignas(64) float sums[ROWS * kTile];
   for (int t = 0; t < tiles; ++t, out += kTile) {
@@ -193,7 +215,7 @@ void multiply_many_levels(const typename T::Input* input, std::size_t stride, in
         scale[v] = from_halves(scales + v * WIDTH);
         offset[v] = from_halves(scales + kTile + v * WIDTH);
       }
-      expand_block<T, bits>(tile + kTile * 4, block, levels);
+      expand_block<T, format>(tile + kTile * 4, block, levels);
       for (int first = 0; first < rows; first += ROWS) {
         const int count = std::min(ROWS, rows - first);
         const auto* from = input + static_cast<std::size_t>(first) * stride + b * block;
@@ -212,7 +234,7 @@ void multiply_many_levels(const typename T::Input* input, std::size_t stride, in
   }
 }
 
-template <class T, int bits>
+template <class T, Format format>
 void multiply_levels_of(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int inputs,
                         int block, float* out, std::size_t out_stride) {
   static thread_local std::vector<float> of_inputs;
@@ -228,10 +250,10 @@ void multiply_levels_of(const void* input, std::size_t stride, int rows, const v
   }
   const auto* bytes = static_cast<const char*>(tile);
   if (rows <= kFusedRows) {
-    multiply_few_levels<T, bits, kFusedRows>(rows, from, stride, bytes, tiles, blocks, block, of_inputs.data(), out,
+    multiply_few_levels<T, format, kFusedRows>(rows, from, stride, bytes, tiles, blocks, block, of_inputs.data(), out,
                                              out_stride);
   } else {
-    multiply_many_levels<T, bits>(from, stride, rows, bytes, tiles, blocks, block, of_inputs.data(), out, out_stride);
+    multiply_many_levels<T, format>(from, stride, rows, bytes, tiles, blocks, block, of_inputs.data(), out, out_stride);
   }
 }
 
@@ -429,11 +451,13 @@ void multiply_in_8_bits(const void* input, std::size_t stride, int rows, const v
 #endif
 
 template <class T>
-void multiply_levels(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int inputs, int bits,
-                     int block, [[maybe_unused]] bool in_8_bits, float* out, std::size_t out_stride) {
-  auto multiply_of = bits == 4 ? multiply_levels_of<T, 4> : multiply_levels_of<T, 8>;
+void multiply_levels(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int inputs,
+                     Format format, int block, [[maybe_unused]] bool in_8_bits, float* out, std::size_t out_stride) {
+  auto multiply_of = format == Format::kLevels4   ? multiply_levels_of<T, Format::kLevels4>
+                     : format == Format::kLevels8 ? multiply_levels_of<T, Format::kLevels8>
+                                                  : multiply_levels_of<T, Format::kFloat8>;
 #ifdef __AVX2__
-  if (in_8_bits) multiply_of = bits == 4 ? multiply_in_8_bits<T, 4> : multiply_in_8_bits<T, 8>;
+  if (in_8_bits) multiply_of = format == Format::kLevels4 ? multiply_in_8_bits<T, 4> : multiply_in_8_bits<T, 8>;
 #endif
   multiply_of(input, stride, rows, tile, tiles, inputs, block, out, out_stride);
 }

@@ -1,5 +1,6 @@
 #include "product.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -11,11 +12,42 @@ namespace sage {
 
 namespace cpu {
 
+namespace {
+
+template <typename Input>
+void copy_in_order(const Matrix& matrix, const char* input, Size stride, int rows, Size wide, char* to) {
+  for (int row = 0; row < rows; ++row) {
+    const auto* from = reinterpret_cast<const Input*>(input) + size(row) * stride;
+    auto* numbers = reinterpret_cast<Input*>(to) + size(row) * wide;
+    for (int i = 0; i < matrix.inputs; ++i) numbers[i] = from[matrix.order[i]];
+    for (Size i = size(matrix.inputs); i < wide; ++i) numbers[i] = Input{};
+  }
+}
+
+// The inputs in the order of the weight, [rows][padded inputs].
+const char* in_order(const Kernels& kernels, const Matrix& matrix, const char* input, Size stride, int rows,
+                     std::vector<char>* ordered) {
+  const Size wide = size(padded(matrix.inputs, 2));
+  ordered->resize(size(rows) * wide * size_of(kernels.inputs));
+  if (kernels.inputs == Type::kFloat32)
+    copy_in_order<float>(matrix, input, stride, rows, wide, ordered->data());
+  else
+    copy_in_order<std::uint16_t>(matrix, input, stride, rows, wide, ordered->data());
+  return ordered->data();
+}
+
+}  // namespace
+
 void multiply_tiles(const Kernels& kernels, const Matrix& matrix, int first_tile, int num_tiles, const char* input,
                     Size stride, int rows, float* out, Size width) {
   const char* tile = static_cast<const char*>(matrix.weight) + size(first_tile) * tile_bytes(kernels, matrix);
-  if (matrix.bits != 0) {
-    return kernels.multiply_levels(input, stride, rows, tile, num_tiles, matrix.inputs, matrix.bits, matrix.block,
+  static thread_local std::vector<char> ordered;
+  if (matrix.order != nullptr) {
+    input = in_order(kernels, matrix, input, stride, rows, &ordered);
+    stride = size(padded(matrix.inputs, 2));
+  }
+  if (matrix.format != Format::kPlain) {
+    return kernels.multiply_levels(input, stride, rows, tile, num_tiles, matrix.inputs, matrix.format, matrix.block,
                                    matrix.in_8_bits, out, width);
   }
   const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
@@ -34,11 +66,21 @@ namespace {
 // Where a level of a lane is in the words of a block: its word, and its place there in bits.
 struct Place {
   int word, shift;
-  Place(int input, int bits) : word(input * bits / 32) {
-    const int at = input % (32 / bits);
-    shift = bits == 4 ? 16 * (at % 2) + 4 * (at / 2) : 8 * at;
+  Place(int input, Format format) {
+    const int bits = format == Format::kLevels4 ? 4 : 8, at = input % (32 / bits);
+    word = input * bits / 32;
+    shift = format == Format::kLevels8 ? 8 * at : 16 * (at % 2) + bits * (at / 2);
   }
 };
+
+float level_of(std::uint32_t word, Format format) {
+  if (format == Format::kLevels4) return static_cast<float>(word & 15U);
+  if (format == Format::kLevels8) return static_cast<float>(static_cast<std::int8_t>(word & 255U));
+  const int exponent = static_cast<int>(word >> 3 & 15U), mantissa = static_cast<int>(word & 7U);
+  const float size = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -2 - kFloat8Bias)
+                                   : std::ldexp(static_cast<float>(8 + mantissa), exponent - 3 - kFloat8Bias);
+  return std::ldexp((word & 128U) != 0 ? -size : size, -kFloat8Shift);
+}
 
 float from_half(std::uint16_t half) {
   const std::uint32_t bits = (half & 0x7fffU) << 13, sign = (half & 0x8000U) << 16;
@@ -55,16 +97,14 @@ float from_half(std::uint16_t half) {
 void unpack_levels(const Kernels& kernels, const Matrix& matrix, int row, float* to) {
   const Size lane = size(row % kTile);
   const char* from = static_cast<const char*>(matrix.weight) + size(row / kTile) * tile_bytes(kernels, matrix);
-  const Size block_bytes = size(kTile) * size(4 + matrix.block * matrix.bits / 8);
-  for (int i = 0; i < matrix.inputs; i += matrix.block, from += block_bytes) {
+  for (int i = 0; i < matrix.inputs; i += matrix.block, from += block_bytes(matrix)) {
     const auto* halves = reinterpret_cast<const std::uint16_t*>(from);
     const auto* words = reinterpret_cast<const std::uint32_t*>(from + size(kTile) * 4);
     const float scale = from_half(halves[lane]), offset = from_half(halves[size(kTile) + lane]);
     for (int j = 0; j < matrix.block; ++j) {
-      const Place place(j, matrix.bits);
-      const std::uint32_t word = words[size(place.word) * kTile + lane] >> place.shift;
-      const int level = matrix.bits == 4 ? static_cast<int>(word & 15U) : static_cast<std::int8_t>(word & 255U);
-      to[i + j] = scale * static_cast<float>(level) + offset;
+      const Place place(j, matrix.format);
+      const float level = level_of(words[size(place.word) * kTile + lane] >> place.shift, matrix.format);
+      to[matrix.order == nullptr ? i + j : matrix.order[i + j]] = scale * level + offset;
     }
   }
 }
@@ -72,7 +112,7 @@ void unpack_levels(const Kernels& kernels, const Matrix& matrix, int row, float*
 }  // namespace
 
 void unpack_row(const Kernels& kernels, const Matrix& matrix, int row, float* to) {
-  if (matrix.bits != 0) return unpack_levels(kernels, matrix, row, to);
+  if (matrix.format != Format::kPlain) return unpack_levels(kernels, matrix, row, to);
   const bool wide = kernels.weights == Type::kFloat32;
   const int inputs = wide ? matrix.inputs : padded(matrix.inputs, 2);
   const Size tile = size(row / kTile) * size(kTile) * size(inputs), lane = size(row % kTile);
@@ -135,18 +175,17 @@ void CpuKernels::unpack(const Matrix& matrix, const std::int64_t* rows, int coun
 }
 
 Size packed_levels_bytes(const Matrix& matrix) {
-  if (matrix.bits != 4 && matrix.bits != 8) throw std::invalid_argument("levels have 4 or 8 bits");
-  if (matrix.block < 16 || matrix.block > cpu::kMaxBlock || matrix.block % 16 != 0 || matrix.inputs % matrix.block != 0)
-    throw std::invalid_argument("a block has 16 or 32 inputs, and the inputs are whole blocks");
-  return size(padded(matrix.outputs, kTile)) * size(matrix.inputs / matrix.block) *
-         size(4 + matrix.block * matrix.bits / 8);
+  if (matrix.format == Format::kPlain) throw std::invalid_argument("a plain weight has no levels");
+  if ((matrix.block != 16 && matrix.block != 32 && matrix.block != 64) || matrix.inputs % matrix.block != 0)
+    throw std::invalid_argument("a block has 16, 32 or 64 inputs, and the inputs are whole blocks");
+  return size(padded(matrix.outputs, kTile)) / kTile * size(matrix.inputs / matrix.block) * cpu::block_bytes(matrix);
 }
 
 void pack_levels(const Matrix& matrix, const std::int8_t* levels, const std::uint16_t* scales,
                  const std::uint16_t* offsets, void* packed) {
   std::memset(packed, 0, packed_levels_bytes(matrix));
   const int blocks = matrix.inputs / matrix.block;
-  const Size block_bytes = size(kTile) * size(4 + matrix.block * matrix.bits / 8);
+  const Size block_bytes = cpu::block_bytes(matrix);
   for (int row = 0; row < matrix.outputs; ++row) {
     const Size lane = size(row % kTile);
     char* to = static_cast<char*>(packed) + size(row / kTile) * size(blocks) * block_bytes;
@@ -156,8 +195,9 @@ void pack_levels(const Matrix& matrix, const std::int8_t* levels, const std::uin
       halves[lane] = *scales;
       halves[size(kTile) + lane] = *offsets;
       for (int i = 0; i < matrix.block; ++i) {
-        const cpu::Place place(i, matrix.bits);
-        const std::uint32_t level = static_cast<std::uint8_t>(levels[i]) & (matrix.bits == 4 ? 15U : 255U);
+        const cpu::Place place(i, matrix.format);
+        const std::uint32_t level =
+            static_cast<std::uint8_t>(levels[i]) & (matrix.format == Format::kLevels4 ? 15U : 255U);
         words[size(place.word) * kTile + lane] |= level << place.shift;
       }
     }

@@ -17,10 +17,13 @@ inline int divided(int count, int by) { return (count + by - 1) / by; }
 constexpr int kPanel = 96;              // rows of a chunk: their inputs and results stay in the second cache
 constexpr Size kChunkBytes = 192 << 10;  // weights of a chunk of few rows: shorter runs are not fetched ahead in time
 
+// Of a tile of a weight that is not plain: scales, offsets and levels of a block of inputs.
+inline Size block_bytes(const Matrix& matrix) {
+  return size(kTile) * size(4 + (matrix.format == Format::kLevels4 ? matrix.block / 2 : matrix.block));
+}
+
 inline Size tile_bytes(const Kernels& kernels, const Matrix& matrix) {
-  if (matrix.bits != 0) {
-    return size(kTile) * size(matrix.inputs / matrix.block) * size(4 + matrix.block * matrix.bits / 8);
-  }
+  if (matrix.format != Format::kPlain) return size(matrix.inputs / matrix.block) * block_bytes(matrix);
   const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
   return size(kTile) * size(inputs) * size_of(kernels.weights);
 }

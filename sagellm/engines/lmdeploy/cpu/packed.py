@@ -13,7 +13,7 @@ from sagellm import _core
 from sagellm.core.cached_folder import default_cache_dir
 from sagellm.engines.lmdeploy.cpu.compute import choose_isa
 from sagellm.engines.lmdeploy.cpu.runtime import HUGE_PAGE_BYTES, use_huge_pages
-from sagellm.models.gguf_levels import Levels
+from sagellm.models.levels import FLOAT8, Levels
 
 __all__ = [
     "TILE", "PackedEmbedding", "PackedGate", "PackedWeight", "can_pack", "computing_in", "kernels", "kernels_of", "pack_gate",
@@ -95,9 +95,12 @@ class PackedWeight:
         if in_8_bits and levels is None:
             levels = Levels.rounded(weight.detach().float().numpy())
         if levels is not None:
-            self.matrix |= {"weight": 0, "bits": levels.bits, "block": levels.block}
-            if in_8_bits:
+            self.matrix |= {"weight": 0, "format": levels.format, "block": levels.block}
+            if in_8_bits and levels.format != FLOAT8:
                 self.matrix["in_8_bits"] = 1
+            if levels.order is not None:
+                self._order = np.ascontiguousarray(levels.order, np.int32)
+                self.matrix["order"] = self._order.ctypes.data
             self.data = _storage(_core.packed_levels_bytes(self.matrix), torch.uint8)
             parts = [np.ascontiguousarray(part) for part in levels[:3]]
             _core.pack_levels(self.matrix, *(part.ctypes.data for part in parts), self.data.data_ptr())

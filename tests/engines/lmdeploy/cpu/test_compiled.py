@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from sagellm import _core
 from sagellm.engines.lmdeploy.cpu import packed
 from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, computing_in, kernels_of
-from sagellm.models.gguf_levels import Levels
+from sagellm.models.levels import FLOAT8, FLOAT8_SHIFT, LEVELS4, LEVELS8, Levels
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.03}
@@ -92,25 +92,43 @@ def test_embedding_of_a_packed_weight(dtype, inputs):
     assert torch.equal(PackedEmbedding(PackedWeight(weight))(tokens), F.embedding(tokens, weight))
 
 
-def few_bits(outputs: int, inputs: int, bits: int, block: int) -> Levels:
-    random = np.random.default_rng(bits * block)
-    low, high = (0, 16) if bits == 4 else (-128, 128)
+BITS = {LEVELS4: 4, LEVELS8: 8, FLOAT8: 8}
+
+
+def few_bits(outputs: int, inputs: int, form: str, block: int, is_ordered: bool = False) -> Levels:
+    random = np.random.default_rng(block)
+    low, high = (0, 16) if form == LEVELS4 else (-128, 128)
     scales, offsets = (random.normal(size=(outputs, inputs // block)).astype(np.float16) * np.float16(0.1) for _ in range(2))
-    return Levels(random.integers(low, high, (outputs, inputs), np.int8), scales, offsets, bits)
+    values = random.integers(low, high, (outputs, inputs), np.int8)
+    values[(values & 127) == 127] = 0 if form == FLOAT8 else values[(values & 127) == 127]  # no NaN
+    order = random.permutation(inputs).astype(np.int32) if is_ordered else None
+    return Levels(values, scales, offsets, form, order)
+
+
+def values_of(levels: Levels) -> torch.Tensor:
+    """The weights, in float64."""
+    values = torch.from_numpy(levels.values)
+    values = values.view(torch.float8_e4m3fn).double() / 2**FLOAT8_SHIFT if levels.format == FLOAT8 else values.double()
+    scales, offsets = (torch.from_numpy(part).double().repeat_interleave(levels.block, 1) for part in levels[1:3])
+    weight = values * scales + offsets
+    return weight if levels.order is None else weight[:, np.argsort(levels.order)]
 
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 32), (4, 16), (8, 16)])
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (290, 96)])
-def test_product_of_few_bits(isa, dtype, bits, block, outputs, inputs):
-    levels = few_bits(outputs, inputs, bits, block)
-    scales, offsets = (torch.from_numpy(part).double().repeat_interleave(block, 1) for part in levels[1:3])
-    weight = torch.from_numpy(levels.values) * scales + offsets
+@pytest.mark.parametrize(
+    ("form", "block", "is_ordered"),
+    [(LEVELS4, 64, False), (LEVELS8, 64, True), (LEVELS4, 32, True), (LEVELS4, 16, False), (LEVELS8, 16, False),
+     (FLOAT8, 64, False), (FLOAT8, 16, True)],
+)  # fmt: skip
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (290, 192)])
+def test_product_of_few_bits(isa, dtype, form, block, is_ordered, outputs, inputs):
+    levels = few_bits(outputs, inputs, form, block, is_ordered)
+    weight = values_of(levels)
     x, b = torch.randn(200, inputs).to(dtype), torch.randn(outputs).to(dtype)
     ready = PackedWeight(weight.to(dtype), b, levels)
     out = ready.multiply(x, wide=True)
-    assert ready.data.nbytes == -(-outputs // 32) * 32 * inputs * (4 + block * bits // 8) // block
+    assert ready.data.nbytes == -(-outputs // 32) * 32 * inputs * (4 + block * BITS[form] // 8) // block
     exact, size = F.linear(x.double(), weight, b.double()), F.linear(x.double().abs(), weight.abs())
     assert ((out - exact).abs() / size).max() < 1e-5
     for rows in (1, 2, 3, 4, 5, 12, 13, 25, 97):
@@ -121,9 +139,8 @@ def test_product_of_few_bits(isa, dtype, bits, block, outputs, inputs):
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
 def test_gated_product_of_few_bits(isa):
-    levels = few_bits(80, 64, 4, 32)
-    scales, offsets = (torch.from_numpy(part).float().repeat_interleave(32, 1) for part in levels[1:3])
-    weight, x = torch.from_numpy(levels.values) * scales + offsets, torch.randn(5, 64)
+    levels = few_bits(80, 64, LEVELS4, 32)
+    weight, x = values_of(levels).float(), torch.randn(5, 64)
     gate, up = F.linear(x, weight).chunk(2, -1)
     torch.testing.assert_close(PackedGate(weight, "silu", levels)(x), F.silu(gate) * up, rtol=1e-4, atol=1e-3)
 
@@ -136,12 +153,13 @@ def rounded_inputs(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if _core.CpuKernels("bfloat16", isa).has_8_bits], indirect=True)
-@pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 32), (4, 16), (8, 16), (0, 32)])
-@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (290, 96)])
-def test_product_in_8_bits(isa, bits, block, outputs, inputs):
-    levels = few_bits(outputs, inputs, bits, block) if bits else Levels.rounded(torch.randn(outputs, inputs).numpy())
-    scales, offsets = (torch.from_numpy(part).double().repeat_interleave(block, 1) for part in levels[1:3])
-    weight = torch.from_numpy(levels.values) * scales + offsets
+@pytest.mark.parametrize(
+    ("form", "block"), [(LEVELS4, 64), (LEVELS8, 64), (LEVELS4, 32), (LEVELS8, 32), (LEVELS4, 16), (LEVELS8, 16), ("", 32)]
+)
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 64), (290, 192)])
+def test_product_in_8_bits(isa, form, block, outputs, inputs):
+    levels = few_bits(outputs, inputs, form, block) if form else Levels.rounded(torch.randn(outputs, inputs).numpy())
+    weight = values_of(levels)
     x, b = torch.randn(200, inputs, dtype=torch.bfloat16), torch.randn(outputs, dtype=torch.bfloat16)
     with computing_in("int8"):
         ready = PackedWeight(weight.bfloat16(), b, levels)
@@ -160,13 +178,13 @@ def test_weights_that_come_in_full_are_rounded_to_8_bits_where_their_inputs_are_
         ready, other = PackedWeight(weight), PackedWeight(weight[:, :33])
     step = weight.float().abs().unflatten(1, (-1, 32)).amax(-1).repeat_interleave(32, 1) / 127
     assert ((ready.rows(torch.arange(48)).float() - weight.float()).abs() <= 0.51 * step + weight.float().abs() / 256).all()
-    assert ready.data.nbytes < 0.6 * weight.nbytes * 64 / 48 and "bits" not in other.matrix
+    assert ready.data.nbytes < 0.6 * weight.nbytes * 64 / 48 and "format" not in other.matrix
 
 
 def test_levels_that_cannot_be_packed():
-    for bits, block in ((5, 32), (4, 24), (4, 64)):
-        with pytest.raises(ValueError, match="levels have 4 or 8 bits|a block has 16 or 32 inputs"):
-            _core.packed_levels_bytes({"weight": 0, "bias": 0, "outputs": 32, "inputs": 192, "bits": bits, "block": block})
+    for form, block in (("levels5", 32), (LEVELS4, 24), (LEVELS4, 128)):
+        with pytest.raises(ValueError, match="use levels4, levels8 or float8|a block has 16, 32 or 64 inputs"):
+            _core.packed_levels_bytes({"weight": 0, "bias": 0, "outputs": 32, "inputs": 192, "format": form, "block": block})
     with pytest.raises(ValueError, match="a row is outside of the weight"):
         PackedWeight(torch.zeros(32, 32)).rows(torch.tensor([32]))
 

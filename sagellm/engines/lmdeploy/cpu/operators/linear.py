@@ -11,7 +11,8 @@ from sagellm.core.errors import EngineError
 from sagellm.engines.lmdeploy.cpu.operators.activation import kind_of
 from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
 from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, can_pack
-from sagellm.models.gguf_levels import GGUFLevels, Levels
+from sagellm.models.gguf_levels import GGUFLevels
+from sagellm.models.levels import Levels
 
 
 class CpuLinearImpl(LinearImpl):

@@ -1,0 +1,79 @@
+"""Weights of few bits: levels, with a scale and an offset for each block of inputs."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["FLOAT8", "FLOAT8_SHIFT", "LEVELS4", "LEVELS8", "Levels"]
+
+LEVELS4, LEVELS8, FLOAT8 = "levels4", "levels8", "float8"  # as the native code names them
+FLOAT8_SHIFT = 8  # floats of 8 bits count as so many powers of two less
+BLOCKS = (64, 32, 16)  # inputs that can share a scale in the native code
+
+
+class Levels(NamedTuple):
+    """A matrix whose weights are level * scale + offset.
+
+    Attributes:
+        values: int8 [outputs, inputs].
+        scales, offsets: float16 [outputs, inputs / block].
+        format: LEVELS4: values are 0 to 15. LEVELS8: -128 to 127. FLOAT8: values are the bytes of floats (e4m3), which count as
+            2 ** FLOAT8_SHIFT times less, so that scales stay in the range of half precision.
+        order: column i of `values` is that of input `order[i]`, int32 [inputs]; None: they are in order.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    offsets: np.ndarray
+    format: str
+    order: np.ndarray | None = None
+
+    @property
+    def block(self) -> int:
+        """Inputs that share a scale."""
+        return self.values.shape[1] // self.scales.shape[1]
+
+    def in_order(self, order: Callable[[np.ndarray], np.ndarray]) -> "Levels":
+        """Return the matrix with its rows, axis 0, in another order."""
+        values, scales, offsets = (np.ascontiguousarray(order(part)) for part in self[:3])
+        return self._replace(values=values, scales=scales, offsets=offsets)
+
+    def in_blocks(self) -> "Levels | None":
+        """Return the matrix with blocks of a size that the native code has; None if its inputs are no whole ones."""
+        block = next((size for size in BLOCKS if self.block % size == 0), None)
+        if block is None:
+            return None
+        scales, offsets = (np.repeat(part, self.block // block, axis=1) for part in (self.scales, self.offsets))
+        return self._replace(scales=scales, offsets=offsets)
+
+    @classmethod
+    def rounded(cls, weight: np.ndarray, block: int = 32) -> "Levels | None":
+        """Return the nearest levels of 8 bits to float32 [outputs, inputs], as ggml's Q8_0.
+
+        Args:
+            block: inputs that share a scale at most.
+
+        None: the inputs are no whole blocks of 16.
+        """
+        outputs, inputs = weight.shape
+        block = next((size for size in BLOCKS if size <= block and inputs % size == 0), 0)
+        if not block:
+            return None
+        blocks = weight.reshape(outputs, -1, block)
+        scales = (np.abs(blocks).max(axis=2) / 127).astype(np.float16)
+        by = np.divide(1, scales, where=scales > 0, out=np.zeros(scales.shape, np.float32), dtype=np.float32)
+        values = np.rint(blocks * by[:, :, None]).clip(-127, 127).astype(np.int8)
+        return cls(values.reshape(outputs, inputs), scales, np.zeros_like(scales), LEVELS8)
+
+    @staticmethod
+    def joined(parts: Sequence["Levels"]) -> "Levels | None":
+        """Return the rows of several matrices one after the other, in what all of them can be stored in; None: in nothing."""
+        formats, orders = {part.format for part in parts}, {part.order is None or part.order.tobytes() for part in parts}
+        if len(orders) > 1 or (len(formats) > 1 and FLOAT8 in formats):
+            return None
+        block = min(part.block for part in parts)
+        scales, offsets = (
+            np.concatenate([np.repeat(part[field], part.block // block, axis=1) for part in parts]) for field in (1, 2)
+        )
+        return Levels(np.concatenate([part.values for part in parts]), scales, offsets, max(formats), parts[0].order)
