@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.evaluate.texts import fixed_texts
+from sagellm.models.texts import fixed_texts
 
 __all__ = ["RealText", "model_folder"]
 

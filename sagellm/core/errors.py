@@ -90,3 +90,7 @@ class PeerError(SageError):
 
 class PeerTimeoutError(PeerError, TimeoutError):
     """A peer that has not answered before the deadline."""
+
+
+class QuantizationError(SageError, ValueError):
+    """A model, method or size that cannot be quantized, or a quantized model that is damaged."""

@@ -11,7 +11,7 @@ import numpy as np
 from sagellm.core.errors import ConfigError
 from sagellm.evaluate.models import CHUNK, ScoredModel
 from sagellm.evaluate.report import ModelQuality, QualityReport, TextInfo
-from sagellm.evaluate.texts import chunks, fixed_texts, prompts
+from sagellm.models.texts import chunks, fixed_texts, prompts
 
 __all__ = ["Options", "divergence", "evaluate"]
 

@@ -15,7 +15,7 @@ from sagellm.core.errors import ConfigError, EngineError
 from sagellm.evaluate.models import EngineModel, ScoredModel, TransformersModel
 from sagellm.evaluate.report import QualityReport, compare_reports, markdown
 from sagellm.evaluate.run import Options, divergence, evaluate
-from sagellm.evaluate.texts import chunks, fixed_texts, prompts
+from sagellm.models.texts import chunks, fixed_texts, prompts
 
 SMALL = Options(tokens=512, chunk=64, answers=6, answer_tokens=8)
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from sagellm.core.errors import ConfigError
 from sagellm.core.tasks import end_tasks
 from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, keep_freed_memory, memory_bytes
+from sagellm.models.quantized import container_of, quantization_of, to_container
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -84,6 +85,36 @@ class CpuDevice:
             return name
         stored = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
         return "float32" if str(stored).removeprefix("torch.") == "float32" else "bfloat16"
+
+    def quantization(self, hf_config: Any) -> None:
+        """Change `quantization_config` where LMDeploy has no linear layer for the weights; `weights` converts them.
+
+        Raises:
+            ModelError: weights that the device cannot compute from.
+        """
+        found = quantization_of(vars(hf_config))
+        if found is None or "holds" in hf_config.quantization_config:
+            return
+        given = hf_config
+        head_size = getattr(given, "head_dim", None) or given.hidden_size // given.num_attention_heads
+        heads = (given.num_attention_heads, getattr(given, "num_key_value_heads", None) or given.num_attention_heads)
+        sizes = (given.hidden_size, given.intermediate_size, *(head_size * number for number in heads))
+        changed = container_of(found, sizes)
+        if changed is not None:
+            given.quantization_config = changed | {"original": given.quantization_config}
+
+    def awq_dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a model with AWQ weights is computed in, as `dtype` resolved it."""
+        return getattr(torch, name)
+
+    def weights(self, tensors: Iterable[tuple[str, torch.Tensor]], model: Any) -> Iterable[tuple[str, torch.Tensor]]:
+        """Convert the tensors of a checkpoint for the linear layers that `quantization` chose."""
+        config = getattr(getattr(model, "config", None), "quantization_config", None) or {}
+        if "original" not in config:
+            return tensors
+        found = quantization_of({"quantization_config": config["original"]})
+        model.sage_orders = getattr(model, "sage_orders", {})
+        return to_container(found, config["group_size"], tensors, model.sage_orders)
 
     def window_size(self, size: int) -> int:
         """Keep every block of a model with a sliding window: the attention masks what lies outside.

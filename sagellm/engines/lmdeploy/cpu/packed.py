@@ -79,24 +79,27 @@ class PackedWeight:
     Args:
         weight: the matrix; its dtype is that of inputs and results.
         levels: the same matrix in few bits, which is packed in its place. With `computing_in("int8")` every matrix has some.
+        in_8_bits: inputs are rounded to 8 bits, where this processor multiplies these. With `computing_in("int8")` they always
+            are.
 
     Attributes:
         data: the packed numbers, one-dimensional.
         matrix: the same for the native code.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, levels: Levels | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, levels: Levels | None = None, in_8_bits: bool = False
+    ) -> None:
         self.outputs, self.inputs = weight.shape
         self.dtype, self.kernels = weight.dtype, kernels(weight.dtype)
         self._bias = None if bias is None else bias.detach().float().contiguous()
         address = 0 if self._bias is None else self._bias.data_ptr()
         self.matrix = {"bias": address, "outputs": self.outputs, "inputs": self.inputs}
-        in_8_bits = _compute() == "int8"
-        if in_8_bits and levels is None:
+        if _compute() == "int8" and levels is None:
             levels = Levels.rounded(weight.detach().float().numpy())
         if levels is not None:
             self.matrix |= {"weight": 0, "format": levels.format, "block": levels.block}
-            if in_8_bits and levels.format != FLOAT8:
+            if (in_8_bits or _compute() == "int8") and self.kernels.has_8_bits and levels.format != FLOAT8:
                 self.matrix["in_8_bits"] = 1
             if levels.order is not None:
                 self._order = np.ascontiguousarray(levels.order, np.int32)
@@ -169,11 +172,11 @@ def _storage(size: int, dtype: torch.dtype) -> torch.Tensor:
     return _huge_pages.take(size * dtype.itemsize).view(dtype)
 
 
-def pack_gate(weight: torch.Tensor, levels: Levels | None = None) -> PackedWeight:
+def pack_gate(weight: torch.Tensor, levels: Levels | None = None, in_8_bits: bool = False) -> PackedWeight:
     """Pack [2 * size, inputs], gates first, so that each tile of gates is followed by that of their factors."""
     if levels is not None:
         levels = levels.in_order(lambda part: _tiles_in_turn(torch.from_numpy(part)).numpy())
-    return PackedWeight(_tiles_in_turn(weight), levels=levels)
+    return PackedWeight(_tiles_in_turn(weight), levels=levels, in_8_bits=in_8_bits)
 
 
 def _tiles_in_turn(rows: torch.Tensor) -> torch.Tensor:
@@ -186,11 +189,13 @@ def _tiles_in_turn(rows: torch.Tensor) -> torch.Tensor:
 class PackedGate(nn.Module):
     """act(x Wg^T) * (x Wu^T) in one pass over both weights."""
 
-    def __init__(self, weight: torch.Tensor, activation: str, levels: Levels | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, activation: str, levels: Levels | None = None, in_8_bits: bool = False
+    ) -> None:
         """`weight`: [2 * size, inputs], gates first. `activation`: silu or gelu."""
         super().__init__()
         self.size, self.activation = weight.shape[0] // 2, activation
-        self.packed = pack_gate(weight, levels)
+        self.packed = pack_gate(weight, levels, in_8_bits)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: [..., inputs]; returns [..., size]."""

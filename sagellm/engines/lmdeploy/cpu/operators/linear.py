@@ -1,5 +1,6 @@
 """Linear layers. The weight is reordered once into the layout that the native kernels read."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from lmdeploy.pytorch import distributed as dist
@@ -12,13 +13,27 @@ from sagellm.engines.lmdeploy.cpu.operators.activation import kind_of
 from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
 from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, can_pack
 from sagellm.models.gguf_levels import GGUFLevels
-from sagellm.models.levels import Levels
+from sagellm.models.levels import BLOCKS, Levels
 
 
 class CpuLinearImpl(LinearImpl):
-    """y = x W^T + b."""
+    """y = x W^T + b.
+
+    Attributes:
+        is_quantized: the weight comes from `levels`.
+        in_8_bits: inputs are rounded to 8 bits where the processor multiplies these.
+    """
 
     packed: PackedWeight | None = None
+    is_quantized = in_8_bits = False
+
+    def levels(self, module: nn.Module, holds: str = "") -> Levels:
+        """Return the weights of LMDeploy's module.
+
+        Args:
+            holds: method of the weights, where the module can hold those of several.
+        """
+        raise NotImplementedError
 
     def update_weights(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
         """Weights stay as they are until the whole model is loaded; `pack_model` packs them then."""
@@ -57,14 +72,20 @@ def pack_model(model: nn.Module, levels: GGUFLevels | None = None) -> None:
     Args:
         levels: the file of the weights; what is quantized there is packed from it.
     """
+    source = _Source(model, levels)
     for name, module in list(model.named_modules()):
-        _fuse_gate(name, module, levels)
+        _fuse_gate(name, module, source)
     packed: dict[int, PackedWeight] = {}  # by address of the original
     for name, module in model.named_modules():
-        if _is_plain(module) and module.impl.packed is None:
-            weight, known = module.weight.detach(), _levels_of(levels, name, module.weight)
-            module.impl.packed = packed[weight.data_ptr()] = PackedWeight(weight, module.bias, known)
-            module.weight = nn.Parameter(module.impl.packed.data, requires_grad=False)
+        if _can_pack(module) and module.impl.packed is None:
+            known = source.levels(name, module)
+            if module.impl.is_quantized:
+                module.impl.packed = PackedWeight(source.shape(module), module.bias, known, module.impl.in_8_bits)
+                _free(module)
+            else:
+                weight = module.weight.detach()
+                module.impl.packed = packed[weight.data_ptr()] = PackedWeight(weight, module.bias, known)
+                module.weight = nn.Parameter(module.impl.packed.data, requires_grad=False)
     for place, parent in list(model.named_modules()):
         for name, child in parent.named_children():
             if type(child) is not nn.Embedding:
@@ -72,6 +93,53 @@ def pack_model(model: nn.Module, levels: GGUFLevels | None = None) -> None:
             shared, known = packed.get(child.weight.data_ptr()), _levels_of(levels, f"{place}.{name}", child.weight)
             if shared is not None or known is not None:
                 setattr(parent, name, PackedEmbedding(shared or PackedWeight(child.weight.detach(), levels=known)))
+
+
+def _free(module: nn.Module) -> None:
+    """Drop the quantized tensors of a module that has been packed."""
+    for name, tensor in list(module.named_parameters(recurse=False)):
+        if name != "bias":
+            setattr(module, name, nn.Parameter(tensor.new_empty(0), requires_grad=False))
+
+
+class _Source:
+    """Where the levels of a model's weights come from: a GGUF file, its own quantized layers, or nowhere.
+
+    Args:
+        model: of LMDeploy, loaded. `sage_orders` are the orders of inputs that `CpuDevice.weights` found.
+    """
+
+    def __init__(self, model: nn.Module, levels: GGUFLevels | None) -> None:
+        self._file = levels
+        config = getattr(getattr(model, "config", None), "quantization_config", None) or {}
+        self._holds, self._head_bits = config.get("holds", "awq"), config.get("head_bits", 16)
+        self._orders = getattr(model, "sage_orders", {})
+        floats = (tensor.dtype for tensor in model.parameters() if tensor.dtype in (torch.float32, torch.bfloat16))
+        self._dtype = next(floats, torch.float32)
+
+    def shape(self, module: nn.Module) -> torch.Tensor:
+        """Return a tensor without numbers of the shape that a quantized weight stands for."""
+        return torch.empty(module.out_features, module.in_features, dtype=self._dtype, device="meta")
+
+    def levels(self, name: str, module: nn.Module) -> Levels | None:
+        """Return the levels of LMDeploy's module `name`, or None if its weights are to be packed as they are loaded."""
+        if module.impl.is_quantized:
+            return module.impl.levels(module, self._holds)._replace(order=self._order(name, module))
+        if self._head_bits == 8 and name.rpartition(".")[2] == "lm_head":
+            return Levels.rounded(module.weight.detach().float().numpy(), max(BLOCKS))
+        return _levels_of(self._file, name, module.weight)
+
+    def _order(self, name: str, module: nn.Module) -> np.ndarray | None:
+        place, _, last = name.rpartition(".")
+        names = [name, *(f"{place}.{part}" for part in JOINED.get(last, ()))]
+        found = [self._orders[each] for each in names if each in self._orders]
+        if not found:
+            return None
+        if len(found) not in (1, len(names) - 1) or any(not torch.equal(each, found[0]) for each in found):
+            raise EngineError(f"the parts of {name} have different orders of activation, and LMDeploy joins them.")
+        if module.is_tp and not module.colwise:
+            raise EngineError(f"{name} has an order of activation, which cannot be split over ranks; use tensor_parallel 1.")
+        return found[0].numpy()
 
 
 # Matrices of transformers that LMDeploy joins, by the last part of its name. The output layer may be the embedding.
@@ -98,19 +166,22 @@ def _levels_of(levels: GGUFLevels | None, name: str, weight: torch.Tensor) -> Le
     return found
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _can_pack(module: nn.Module) -> bool:
     impl = getattr(module, "impl", None)
-    return isinstance(module, LinearBase) and isinstance(impl, CpuLinearImpl) and can_pack(module.weight)
+    if not isinstance(module, LinearBase) or not isinstance(impl, CpuLinearImpl):
+        return False
+    return impl.is_quantized or can_pack(module.weight)
 
 
-def _fuse_gate(name: str, block: nn.Module, levels: GGUFLevels | None) -> None:
+def _fuse_gate(name: str, block: nn.Module, source: _Source) -> None:
     """Turn `act_fn(gate_up_proj(x))` of a feed-forward block, where it is exactly that, into one layer."""
     merged, activation = getattr(block, "gate_up_proj", None), getattr(block, "act_fn", None)
     kind = kind_of(activation)
-    if not kind or not _is_plain(merged) or merged.bias is not None or len(merged.lora_adapters):
+    if not kind or not _can_pack(merged) or merged.bias is not None or len(merged.lora_adapters):
         return
-    known = _levels_of(levels, f"{name}.gate_up_proj", merged.weight)
-    block.gate_up_proj = PackedGate(merged.weight.detach(), kind, known)
+    known = source.levels(f"{name}.gate_up_proj", merged)
+    weight = source.shape(merged) if merged.impl.is_quantized else merged.weight.detach()
+    block.gate_up_proj = PackedGate(weight, kind, known, merged.impl.in_8_bits)
     block.act_fn = nn.Identity()
 
 

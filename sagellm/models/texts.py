@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from sagellm.core.errors import ConfigError
 
-__all__ = ["Texts", "check_same_tokens", "chunks", "fixed_texts", "prompts"]
+__all__ = ["Texts", "calibration_texts", "check_same_tokens", "chunks", "fixed_texts", "prompts"]
 
 CODE_FILES = ("argparse.py", "ast.py", "dataclasses.py", "inspect.py", "json/decoder.py", "tarfile.py", "typing.py")
+CALIBRATION_FILES = ("pathlib.py", "subprocess.py", "heapq.py", "random.py")  # none that a model is evaluated on
 PROSE_CHARS, CODE_CHARS = 160_000, 120_000  # of SmolLM2's tokenizer about 38,000 and 32,000 tokens
 
 
@@ -35,17 +36,31 @@ def fixed_texts() -> Texts:
     Raises:
         ConfigError: this Python comes without its documentation or the sources of its library.
     """
+    prose, code = _read(CODE_FILES)
+    prose, code = prose[:PROSE_CHARS], code[:CODE_CHARS]
+    digest = hashlib.sha256(f"{prose}\0{code}".encode()).hexdigest()
+    return Texts(prose, code, ".".join(map(str, sys.version_info[:3])), digest)
+
+
+def calibration_texts() -> tuple[str, str]:
+    """Read prose and code to calibrate quantized weights with. No part of it is in `fixed_texts`.
+
+    Raises:
+        ConfigError: as `fixed_texts`.
+    """
+    prose, code = _read(CALIBRATION_FILES)
+    return prose[PROSE_CHARS:], code
+
+
+def _read(files: tuple[str, ...]) -> tuple[str, str]:
     try:
         from pydoc_data.topics import topics
 
         library = Path(sysconfig.get_path("stdlib"))
-        code = "\n".join((library / name).read_text(encoding="utf-8") for name in CODE_FILES)
+        code = "\n".join((library / name).read_text(encoding="utf-8") for name in files)
     except (ImportError, OSError) as error:
-        raise ConfigError(f"this Python lacks the texts that models are evaluated on: {error}") from None
-    prose = "\n\n".join(topics[name] for name in sorted(topics))[:PROSE_CHARS]
-    code = code[:CODE_CHARS]
-    digest = hashlib.sha256(f"{prose}\0{code}".encode()).hexdigest()
-    return Texts(prose, code, ".".join(map(str, sys.version_info[:3])), digest)
+        raise ConfigError(f"this Python lacks its documentation or the sources of its library: {error}") from None
+    return "\n\n".join(topics[name] for name in sorted(topics)), code
 
 
 def check_same_tokens(one: Path, other: Path) -> None:
