@@ -5,6 +5,8 @@ from sagellm.core.late_imports import late_imports
 __version__ = "0.1.0"
 
 _HOME = {
+    "AccelConfig": "accel.controller",
+    "AccelController": "accel.controller",
     "EvictionPolicy": "kv_policy.base",
     "KINDS": "core.kinds",
     "KVTransferChannel": "comm_backend.kv_transfer.base",

@@ -1,9 +1,21 @@
-"""Modules that make the engine faster without changing what it says."""
+"""Modules that make the engine faster: speculation, quantized weights, and the controller of both."""
 
-from sagellm.accel.speculative.base import SpeculativeStrategy
-from sagellm.accel.speculative.draft_model import DraftModelStrategy
-from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
-from sagellm.accel.speculative.ngram import NgramStrategy
-from sagellm.accel.speculative.suffix import SuffixStrategy
+from sagellm.core.late_imports import late_imports
 
-__all__ = ["DraftModelStrategy", "DynamicLookaheadStrategy", "NgramStrategy", "SpeculativeStrategy", "SuffixStrategy"]
+_HOME = {
+    "AccelConfig": "controller",
+    "AccelController": "controller",
+    "BaseQuantizer": "quantization.base",
+    "Calibration": "quantization.calibration",
+    "DraftModelStrategy": "speculative.draft_model",
+    "DynamicLookaheadStrategy": "speculative.dynamic",
+    "NgramStrategy": "speculative.ngram",
+    "QuantizationProfile": "quantization.base",
+    "SpeculativeRun": "controller",
+    "SpeculativeStrategy": "speculative.base",
+    "SuffixStrategy": "speculative.suffix",
+}
+
+__all__ = sorted(_HOME)
+
+__getattr__, __dir__ = late_imports(__name__, _HOME)

@@ -19,6 +19,7 @@ COMMANDS = {
     "topology": (at("sagellm.cli.topology:topology"), "Show how the devices of this machine are connected."),
     "replay": (at("sagellm.cli.replay:replay"), "Replay a trace or a recorded log without an engine."),
     "evaluate": (at("sagellm.cli.evaluate:evaluate"), "Measure the quality of a model, or of an engine's settings."),
+    "quantize": (at("sagellm.cli.quantize:quantize"), "Quantize a model's weights, or report what that cost."),
     "doctor": (at("sagellm.cli.doctor:doctor"), "Report what this machine can run and what is missing."),
 }
 

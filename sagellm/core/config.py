@@ -189,6 +189,7 @@ class SageConfig(Model):
 
     Attributes:
         weights: packed keeps the weights of a GGUF file in its 4 to 8 bits; auto turns them into `dtype`. On the CPU device.
+        quantization: method that the model's weights are quantized by, at the first start; None leaves them as they are.
         compute: type in which the CPU device multiplies; auto is the quicker one of those that lose nothing. int8 rounds
             weights and inputs to 8 bits.
         kv_blocks, kv_memory_share: size of the engine's KV pool; give one of them at most.
@@ -206,6 +207,8 @@ class SageConfig(Model):
     device: Literal[DEVICES] = "auto"
     dtype: Literal[DTYPES] = "auto"
     weights: Literal[WEIGHTS] = "auto"
+    quantization: str | None = Field(None, min_length=1)
+    quantization_options: dict[str, Any] = Field(default_factory=dict)
     compute: Literal[COMPUTES] = "auto"
     host: str = Field("127.0.0.1", min_length=1)
     port: int = Field(23333, ge=1, le=65535)

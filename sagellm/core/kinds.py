@@ -97,6 +97,13 @@ KINDS = (
         old_list=("speculative", "list"), old_check=("speculative", "check"),
     ),
     Kind(
+        name="quantizer", what="quantization method", key="quantizer", docs="sagellm/accel/quantization/README.md",
+        base="sagellm.accel.quantization.base:BaseQuantizer",
+        registry="sagellm.accel.quantization.registry:QUANTIZERS",
+        suite="sagellm.accel.quantization.contract:SUITE",
+        example="sagellm.accel.quantization.methods.int8:Int8",
+    ),
+    Kind(
         name="backend", what="collective backend", key="backend", docs="sagellm/comm_backend/README.md",
         base="sagellm.comm_backend.base:CommBackendProtocol",
         registry="sagellm.comm_backend.registry:BACKENDS",

@@ -7,17 +7,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sagellm.core.errors import ConfigError
 
-__all__ = ["ModelQuality", "QualityReport", "TextInfo", "compare_reports", "markdown", "write_plots"]
+__all__ = ["Model", "ModelQuality", "QualityReport", "TextInfo", "compare_reports", "markdown", "write_plots"]
 
 FORMAT_VERSION = 1
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
 
 
-class _Model(BaseModel):
+class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class TextInfo(_Model):
+class TextInfo(Model):
     """The text of an evaluation. Figures on different texts cannot be compared.
 
     Attributes:
@@ -33,7 +33,7 @@ class TextInfo(_Model):
     chunk: int
 
 
-class ModelQuality(_Model):
+class ModelQuality(Model):
     """One model beside the reference.
 
     Attributes:
@@ -59,7 +59,7 @@ class ModelQuality(_Model):
     seconds: float
 
 
-class QualityReport(_Model):
+class QualityReport(Model):
     """An evaluation.
 
     Attributes:

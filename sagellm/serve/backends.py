@@ -12,6 +12,7 @@ from sagellm.core.registry import find_plugin
 from sagellm.engines.lmdeploy.architecture import check_harmony
 from sagellm.engines.lmdeploy.engine import (
     build_engine_config,
+    check_quantization,
     check_threads,
     hook_config,
     require_patched,
@@ -77,6 +78,7 @@ class PytorchBackend:
     def require(self) -> str:
         require_patched()
         check_settings_plugins(self._config)
+        check_quantization(self._config)
         device = resolve_device(self._config.device)
         check_threads(self._config, device)
         return device

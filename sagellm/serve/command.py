@@ -19,6 +19,8 @@ from sagellm.serve.objects import with_objects
 @click.option("--device", type=click.Choice(DEVICES), help="Device. Default: auto (cuda if there is a GPU, else cpu).")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Type of weights. Default: auto (as stored; bfloat16 on a CPU).")
 @click.option("--weights", type=click.Choice(WEIGHTS), help="packed: those bits of a GGUF file, on a CPU. Default: auto.")
+@click.option("--quantization", help="Method of `sagellm list quantizer`, once, into the cache. Default: none.")
+@click.option("--quantization-options", help="Options of --quantization, as JSON.")
 @click.option("--compute", type=click.Choice(COMPUTES), help="Type of the products of a CPU. Default: auto (measured once).")
 @click.option("--host", help="Address to listen on. Default: 127.0.0.1.")
 @click.option("--port", type=int, help="Port to listen on. Default: 23333.")

@@ -22,6 +22,7 @@ from sagellm.core.early import skip_teardown
 from sagellm.core.errors import ConfigError, PeerError, PluginError
 from sagellm.core.registry import check_owners, find_plugin
 from sagellm.core.run_folder import hold, remove_abandoned
+from sagellm.engines.lmdeploy.engine import prepare_weights
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
@@ -70,7 +71,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         run_dir.mkdir(0o700)  # not before there is somebody to take it away again
         hold(run_dir)
         remove_abandoned(f"{RUN_PREFIX}????????")
-        model = prepare_model(source)
+        model = prepare_weights(config, prepare_model(source))
         sizes = size_engine(config, model, device)
         engine_config = backend.engine_config(model, sizes, device, run_dir, member.hooks if member else None)
         banner = _Banner(config, device, sizes, as_json, claim_stdout())

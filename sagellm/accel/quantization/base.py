@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from sagellm.accel.quantization.calibration import Calibration
     from sagellm.accel.quantization.layers import Site
 
-__all__ = ["PROFILE_NAME", "BaseQuantizer", "LayerError", "QuantizationProfile", "Quantized"]
+__all__ = ["ALIGNMENT_NAME", "PROFILE_NAME", "BaseQuantizer", "LayerError", "QuantizationProfile", "Quantized"]
 
-PROFILE_NAME = "quantization_profile.json"
+ALIGNMENT_NAME, PROFILE_NAME = "alignment.json", "quantization_profile.json"
 
 
 class LayerError(BaseModel):
@@ -49,6 +49,7 @@ class QuantizationProfile(BaseModel):
         symmetric: whether zero is always the middle level.
         ignored_layers: linear layers that keep their weights.
         head_bits: in which the CPU device holds the output layer.
+        source: folder of the model that was quantized.
         calibration: texts, as `Calibration.facts`; empty if the method reads none.
         report: errors by layer.
     """
@@ -63,6 +64,7 @@ class QuantizationProfile(BaseModel):
     symmetric: bool = False
     ignored_layers: tuple[str, ...] = ("lm_head",)
     head_bits: int = 8
+    source: str = ""
     calibration: dict[str, Any] = {}
     report: dict[str, LayerError] = {}
 
@@ -103,6 +105,7 @@ class BaseQuantizer(ABC):
     Attributes:
         name: the method, on the command line.
         needs_calibration: whether it looks at the inputs of layers.
+        has_whole_groups: whether `group_size` of the profile must divide the inputs of each layer.
 
     Args:
         head_bits: 8 or 16; bits in which the CPU device holds the output layer. The folder keeps it in 16 bits.
@@ -113,6 +116,7 @@ class BaseQuantizer(ABC):
 
     name: ClassVar[str]
     needs_calibration: ClassVar[bool] = False
+    has_whole_groups: ClassVar[bool] = False
 
     def __init__(self, head_bits: int = 8) -> None:
         if head_bits not in (8, 16):
@@ -141,6 +145,16 @@ class BaseQuantizer(ABC):
         Raises:
             QuantizationError: a layer that cannot be quantized.
         """
+
+    def check(self, model_folder: Path) -> None:
+        """Check whether a folder can be quantized, without loading it.
+
+        Raises:
+            QuantizationError, ModelError: it cannot.
+        """
+        from sagellm.accel.quantization.write import check_model
+
+        check_model(self, Path(model_folder))
 
     def quantize(self, model_folder: Path, calibration: "Calibration | None" = None, out: Path | None = None) -> QuantizationProfile:
         """Write a quantized copy of a Hugging Face folder.

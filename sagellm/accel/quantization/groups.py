@@ -4,12 +4,10 @@ from typing import NamedTuple
 
 import torch
 
-from sagellm.core.errors import QuantizationError
 from sagellm.models.quantized import pack_awq
 
-__all__ = ["GROUPS", "Grid", "awq_tensors", "check_group", "choose_grid", "error_of"]
+__all__ = ["Grid", "awq_tensors", "choose_grid", "error_of"]
 
-GROUPS = (32, 64, 128)  # sizes that checkpoints have
 SHRINKS = [1.0 - 0.05 * step for step in range(10)]  # of the range that the levels span
 ROWS = 256  # of a weight whose groups are searched at once
 
@@ -45,14 +43,6 @@ class Grid(NamedTuple):
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the nearest weights that the grid has."""
         return self.values(self.levels(weight))
-
-
-def check_group(name: str, inputs: int, group_size: int) -> None:
-    """Raise QuantizationError if a group size does not divide the inputs of the layer `name`."""
-    if inputs % group_size:
-        fitting = [str(size) for size in GROUPS if inputs % size == 0]
-        advice = f"use {' or '.join(fitting)}" if fitting else f"none of {', '.join(map(str, GROUPS))} does"
-        raise QuantizationError(f"group size {group_size} does not divide the {inputs} inputs of {name}; {advice}.")
 
 
 def choose_grid(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.accel.quantization.base import PROFILE_NAME, BaseQuantizer, LayerError, Quantized, QuantizationProfile
 from sagellm.accel.quantization.calibration import Calibration
+from sagellm.accel.quantization.sizes import check_group
 from sagellm.core.cached_folder import build_once
 from sagellm.core.errors import QuantizationError
 from sagellm.models.folder import check_folder, read_hf_config
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from sagellm.accel.quantization.layers import Site
 
-__all__ = ["quantize_folder"]
+__all__ = ["check_model", "quantize_folder"]
 
 # Files of a model's folder that are written anew, or belong to its weights.
 NOT_COPIED = ("config.json", "conversion.json", PROFILE_NAME, "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
@@ -25,15 +26,30 @@ SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of a tokenizer and its setti
 WEIGHTS = "model.safetensors"
 
 
-def quantize_folder(
-    quantizer: BaseQuantizer, model: Path, calibration: Calibration | None, out: Path | None
-) -> QuantizationProfile:
-    """Do what `BaseQuantizer.quantize` says."""
+def check_model(quantizer: BaseQuantizer, model: Path) -> None:
+    """Do what `BaseQuantizer.check` says."""
     check_folder(model)
     config = read_hf_config(model)
     if (found := config.get("quantization_config")) is not None:
         method = found.get("quant_method") if isinstance(found, dict) else found
         raise QuantizationError(f"{model} is quantized by {method} already; quantize the model that it was made from.")
+    if "text_config" in config:
+        raise QuantizationError(f"{model} is a model of text and images, which no method here quantizes.")
+    if quantizer.has_whole_groups:
+        heads = config.get("num_attention_heads") or 1
+        head_size = config.get("head_dim") or config.get("hidden_size", 0) // heads
+        for name, inputs in (("mlp.gate_proj", config.get("hidden_size")), ("mlp.down_proj", config.get("intermediate_size")),
+                             ("self_attn.o_proj", heads * head_size)):  # fmt: skip
+            if inputs:
+                check_group(name, inputs, quantizer.profile().group_size)
+
+
+def quantize_folder(
+    quantizer: BaseQuantizer, model: Path, calibration: Calibration | None, out: Path | None
+) -> QuantizationProfile:
+    """Do what `BaseQuantizer.quantize` says."""
+    check_model(quantizer, model)
+    config = read_hf_config(model)
     out = (out or model.parent / f"{model.name}-{quantizer.name}").absolute()
     if out.exists():
         raise QuantizationError(f"{out} exists already; give another folder, or remove it.")
@@ -44,7 +60,7 @@ def quantize_folder(
         return None if not out.exists() else QuantizationProfile.read(out)
 
     try:
-        profile, _ = build_once(out, find, partial(_build, quantizer, model, config, calibration), waiting=f"Waiting for {out}.")
+        profile, _ = build_once(out, find, partial(_build, quantizer, model, config, calibration), waiting=f"Another process is writing {out.name}; waiting for it.")
     except OSError as error:
         raise QuantizationError(f"{out} cannot be written: {error.strerror or error}. Nothing is left of it.") from None
     return profile
@@ -86,7 +102,7 @@ def _build(
     ignored = tuple(sorted(name for name in names - report.keys() if _is_linear(loaded, name)))
     profile = quantizer.profile().model_copy(
         update={
-            "ignored_layers": ignored, "report": report,
+            "ignored_layers": ignored, "report": report, "source": str(model.absolute()),
             "calibration": calibration.facts() if quantizer.needs_calibration and calibration else {},
         }
     )  # fmt: skip

@@ -113,6 +113,50 @@ def build_engine_config(
     )
 
 
+def check_engine(config: SageConfig) -> None:
+    """Raise what `LMDeployEngine` raises before it loads weights. With `quantization` the quantized copy is made."""
+    require_patched()
+    check_settings_plugins(config)
+    check_quantization(config)
+    device = resolve_device(config.device)
+    model = prepare_weights(config, prepare_model(find_model(config.model)))
+    sizes = size_engine(config, model, device)
+    build_engine_config(config, sizes, device, hook_config(config), model)
+
+
+def check_quantization(config: SageConfig) -> "BaseQuantizer | None":
+    """Return the method that weights are quantized by, or None.
+
+    Raises:
+        ConfigError, QuantizationError: it is unknown, its options are invalid, or other settings contradict it.
+    """
+    if config.quantization is None:
+        if config.quantization_options:
+            raise ConfigError("quantization_options needs quantization; name a method.")
+        return None
+    from sagellm.accel.quantization.registry import make_quantizer
+
+    if config.weights == "packed":
+        raise ConfigError("weights packed keeps a GGUF file's own quantization; leave out weights, or quantization.")
+    if config.engine == "turbomind":
+        raise ConfigError("quantization is a setting of the PyTorch engine; give TurboMind a folder of `sagellm quantize`.")
+    return make_quantizer(config.quantization, **config.quantization_options)
+
+
+def prepare_weights(config: SageConfig, model: Path) -> Path:
+    """Return the folder to load: the model's, or with `quantization` a quantized copy of it, made by the first call.
+
+    Raises:
+        QuantizationError: the method cannot quantize the model.
+    """
+    quantizer = check_quantization(config)
+    if quantizer is None:
+        return model
+    from sagellm.accel.quantization.cache import quantized_copy
+
+    return quantized_copy(model, quantizer)
+
+
 def _check_compute(config: SageConfig, device: str, dtype: str) -> None:
     """Raises ConfigError: a type of products that the device or the processor does not have."""
     if config.compute == "auto":
@@ -182,8 +226,8 @@ class LMDeployEngine(BaseEngine):
     def __init__(self, config: SageConfig, model: Path | None = None, pd: PDHooks | None = None) -> None:
         require_patched()
         check_settings_plugins(config)
-        model = prepare_model(find_model(model or config.model))
         device = resolve_device(config.device)
+        model = prepare_weights(config, prepare_model(find_model(model or config.model)))
         sizes = size_engine(config, model, device)
         set_threads(config, device)
         engine_config = build_engine_config(config, sizes, device, hook_config(config, pd=pd), model)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from sagellm.accel.quantization.base import BaseQuantizer, QuantizationProfile, Quantized
-from sagellm.accel.quantization.groups import GROUPS, awq_tensors, check_group, choose_grid, error_of
+from sagellm.accel.quantization.groups import awq_tensors, choose_grid, error_of
 from sagellm.accel.quantization.layers import Producer, Site, producer_of
-from sagellm.core.errors import QuantizationError
+from sagellm.accel.quantization.sizes import allow_group, check_group
 
 BITS = 4
 RATIOS = [step / 20 for step in range(20)]  # of the inputs' size in a scale
@@ -27,13 +27,11 @@ class Awq(BaseQuantizer):
     """
 
     name = "awq"
-    needs_calibration = True
+    needs_calibration = has_whole_groups = True
 
     def __init__(self, group_size: int = 64, head_bits: int = 8) -> None:
         super().__init__(head_bits)
-        if group_size not in GROUPS:
-            raise QuantizationError(f"group_size is {group_size}; AWQ takes {', '.join(map(str, GROUPS))}.")
-        self.group_size = group_size
+        self.group_size = allow_group("AWQ", group_size)
 
     def profile(self) -> QuantizationProfile:
         return QuantizationProfile(

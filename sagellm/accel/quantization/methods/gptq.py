@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from sagellm.accel.quantization.base import BaseQuantizer, QuantizationProfile, Quantized
-from sagellm.accel.quantization.groups import GROUPS, Grid, awq_tensors, check_group, choose_grid
+from sagellm.accel.quantization.groups import Grid, awq_tensors, choose_grid
 from sagellm.accel.quantization.input_order import InputOrder
 from sagellm.accel.quantization.layers import Site
+from sagellm.accel.quantization.sizes import allow_group, check_group
 from sagellm.core.errors import QuantizationError
 from sagellm.models.quantized import pack_gptq
 
@@ -26,15 +27,13 @@ class Gptq(BaseQuantizer):
     """
 
     name = "gptq"
-    needs_calibration = True
+    needs_calibration = has_whole_groups = True
 
     def __init__(self, bits: int = 4, group_size: int = 64, head_bits: int = 8) -> None:
         super().__init__(head_bits)
         if bits not in (4, 8):
             raise QuantizationError(f"bits is {bits}; GPTQ takes 4 or 8.")
-        if group_size not in GROUPS:
-            raise QuantizationError(f"group_size is {group_size}; GPTQ takes {', '.join(map(str, GROUPS))}.")
-        self.bits, self.group_size = bits, group_size
+        self.bits, self.group_size = bits, allow_group("GPTQ", group_size)
 
     def profile(self) -> QuantizationProfile:
         return QuantizationProfile(
