@@ -5,11 +5,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["FLOAT8", "FLOAT8_SHIFT", "LEVELS4", "LEVELS8", "Levels"]
+__all__ = ["FLOAT8", "FLOAT8_SHIFT", "LEVELS4", "LEVELS8", "Levels", "whole_block"]
 
 LEVELS4, LEVELS8, FLOAT8 = "levels4", "levels8", "float8"  # as the native code names them
 FLOAT8_SHIFT = 8  # floats of 8 bits count as so many powers of two less
-BLOCKS = (64, 32, 16)  # inputs that can share a scale in the native code
+BLOCKS = range(256, 0, -16)  # inputs that can share a scale in the native code
+
+
+def whole_block(inputs: int, largest: int = BLOCKS[0]) -> int | None:
+    """Return the largest block that the native code has and that divides a number of inputs; None if there is none."""
+    return next((size for size in BLOCKS if size <= largest and inputs % size == 0), None)
 
 
 class Levels(NamedTuple):
@@ -41,7 +46,7 @@ class Levels(NamedTuple):
 
     def in_blocks(self) -> "Levels | None":
         """Return the matrix with blocks of a size that the native code has; None if its inputs are no whole ones."""
-        block = next((size for size in BLOCKS if self.block % size == 0), None)
+        block = whole_block(self.block)
         if block is None:
             return None
         scales, offsets = (np.repeat(part, self.block // block, axis=1) for part in (self.scales, self.offsets))
@@ -57,9 +62,10 @@ class Levels(NamedTuple):
         None: the inputs are no whole blocks of 16.
         """
         outputs, inputs = weight.shape
-        block = next((size for size in BLOCKS if size <= block and inputs % size == 0), 0)
-        if not block:
+        found = whole_block(inputs, block)
+        if found is None:
             return None
+        block = found
         blocks = weight.reshape(outputs, -1, block)
         scales = (np.abs(blocks).max(axis=2) / 127).astype(np.float16)
         by = np.divide(1, scales, where=scales > 0, out=np.zeros(scales.shape, np.float32), dtype=np.float32)

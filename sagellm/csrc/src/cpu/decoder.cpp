@@ -1,6 +1,7 @@
 #include "sagellm/decoder.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -64,6 +65,7 @@ struct Decoder::Buffers {
   Lines<char> input, queries, attended, fed;
   Lines<float> routed, expert_branch;  // routers' outputs, and the results of each slot
   Lines<char> expert_fed;
+  Lines<char> rounded;  // inputs of the next product in 8 bits
 
   void reserve(const Model& model, int tokens, Size partials_needed, Size logits_needed) {
     const auto& shape = model.shape;
@@ -78,9 +80,13 @@ struct Decoder::Buffers {
       input.resize(n * size(padded(shape.hidden, 2)) * element);
       queries.resize(n * size(shape.heads * shape.head_size) * element);
       attended.resize(n * size(padded(shape.heads * shape.head_size, 2)) * element);
+      const auto grow = [](auto* buffer, Size needed) { buffer->resize(std::max(buffer->size(), needed)); };
+      grow(&rounded, n * cpu::rounded_bytes(*model.kernels, model.head));
       for (const DecoderLayer& layer : model.layers) {
         const Experts& experts = layer.experts;
-        const auto grow = [](auto* buffer, Size needed) { buffer->resize(std::max(buffer->size(), needed)); };
+        for (const Matrix* each : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) {
+          grow(&rounded, n * cpu::rounded_bytes(*model.kernels, *each));
+        }
         if (layer.down.weight != nullptr) grow(&fed, n * size(padded(layer.down.inputs, 2)) * element);
         if (experts.top_k == 0) continue;
         const Size slots = n * size(experts.top_k);
@@ -97,6 +103,7 @@ struct Decoder::Buffers {
 namespace {
 
 enum class Kind {
+  kRound,
   kEmbed,
   kQkv,
   kRotate,
@@ -121,7 +128,8 @@ struct Stage {
   Kind kind;
   int layer;
   int chunks;
-  Cut cut;  // of a product
+  Cut cut;             // of a product
+  Kind product = kind;  // whose inputs kRound rounds to 8 bits
 };
 
 class StepWork : public Work {
@@ -140,7 +148,8 @@ class StepWork : public Work {
         hidden_(static_cast<char*>(step.hidden)),
         sampling_(step.sampling),
         sampled_(step.sampled),
-        attention_(cpu::plan_attention(cache, step, shape_, threads)) {
+        attention_(cpu::plan_attention(cache, step, shape_, threads)),
+        id_(next_id()) {
     while ((1 << block_shift_) < cache.block_size) ++block_shift_;
     for (const std::int64_t token : tokens_) {
       if (token < 0 || token >= shape_.vocabulary) throw std::invalid_argument("a token is outside of the vocabulary");
@@ -175,6 +184,8 @@ class StepWork : public Work {
     if (sampling_ != nullptr) bytes = std::max(bytes, size(model_->head.outputs) * 4);
     for (const Stage& stage : stages_) {
       bytes = std::max(bytes, stage.cut.bytes() + gathered_bytes(stage));
+      if (stage.kind != Kind::kRound) continue;
+      bytes = std::max(bytes, size(kTokens) * cpu::rounded_bytes(kernels_, matrix_of(stage.product, stage.layer)));
     }
     for (const cpu::AttentionTask& task : attention_.tasks) {
       const int rows = task.tokens * share();
@@ -189,10 +200,12 @@ class StepWork : public Work {
     const DecoderLayer& layer = model_->layers[size(at.layer)];
     auto* result = reinterpret_cast<float*>(local);
     switch (at.kind) {
+      case Kind::kRound:
+        return round(at, chunk, local);
       case Kind::kEmbed:
         return embed(chunk, result);
       case Kind::kQkv:
-        return multiply_normed(at.cut, layer.qkv, chunk, result);
+        return multiply_normed(at, layer.qkv, chunk, result);
       case Kind::kRotate:
         return rotate(layer, chunk, result);
       case Kind::kAttend:
@@ -200,19 +213,17 @@ class StepWork : public Work {
       case Kind::kMerge:
         return merge(chunk, result);
       case Kind::kOut:
-        return cpu::multiply_chunk(kernels_, at.cut, layer.out, buffers_->attended.data(),
-                                   size(padded(shape_.heads * shape_.head_size, 2)), chunk, result);
+        return cpu::multiply_chunk(kernels_, at.cut, layer.out, inputs_of(at), chunk, result);
       case Kind::kAddAttended:
         return add_normed(layer.after_attention, chunk, result);
       case Kind::kRoute:
-        return multiply_normed(at.cut, layer.experts.router, chunk, result);
+        return multiply_normed(at, layer.experts.router, chunk, result);
       case Kind::kChoose:
         return;  // all of it is in the commit
       case Kind::kFeed:
-        return feed(at.cut, layer, chunk, result);
+        return feed(at, layer, chunk, result);
       case Kind::kDown:
-        return cpu::multiply_chunk(kernels_, at.cut, layer.down, buffers_->fed.data(),
-                                   size(padded(layer.down.inputs, 2)), chunk, result);
+        return cpu::multiply_chunk(kernels_, at.cut, layer.down, inputs_of(at), chunk, result);
       case Kind::kFeedExperts:
         return feed_experts(at, layer.experts, chunk, result);
       case Kind::kDownExperts:
@@ -224,7 +235,7 @@ class StepWork : public Work {
       case Kind::kLast:
         return last(chunk, result);
       case Kind::kLogits:
-        return compute_logits(at.cut, chunk, result);
+        return compute_logits(at, chunk, result);
       case Kind::kSample:
         return sample(chunk, local);
     }
@@ -235,6 +246,8 @@ class StepWork : public Work {
     const DecoderLayer& layer = model_->layers[size(at.layer)];
     const auto* result = reinterpret_cast<const float*>(local);
     switch (at.kind) {
+      case Kind::kRound:
+        return commit_rounded(at, chunk, local);
       case Kind::kEmbed:
         return commit_rows(chunk, result, model_->layers[0].attention_norm);
       case Kind::kQkv:
@@ -285,12 +298,20 @@ class StepWork : public Work {
     return size(layer) + 1 < model_->layers.size() ? model_->layers[size(layer) + 1].attention_norm : model_->last_norm;
   }
 
+  // A number that no other step has, with room for the numbers of its stages.
+  static std::uint64_t next_id() {
+    static std::atomic<std::uint64_t> count{0};
+    return ++count << 32U;
+  }
+
   // ---- planning
 
   void plan_stages(int threads) {
     const int groups = divided(num_tokens_, kTokens), attends = static_cast<int>(attention_.tasks.size());
     const auto add = [&](Kind kind, int layer, int chunks) { stages_.push_back({kind, layer, chunks, {}}); };
     const auto add_product = [&](Kind kind, int layer, const Cut& cut) {
+      // One row is rounded by each chunk for itself.
+      if (num_tokens_ > 1 && matrix_of(kind, layer).in_8_bits) stages_.push_back({Kind::kRound, layer, groups, {}, kind});
       stages_.push_back({kind, layer, cut.chunks(), cut});
     };
     const auto cut_of = [&](const Matrix& matrix, bool pairs) {
@@ -417,9 +438,10 @@ class StepWork : public Work {
 
   // ---- the next tokens
 
-  void compute_logits(const Cut& cut, int chunk, float* result) const {
+  void compute_logits(const Stage& at, int chunk, float* result) const {
     const Matrix& head = model_->head;
-    cpu::multiply_chunk(kernels_, cut, head, buffers_->input.data(), input_stride(), chunk, result);
+    const Cut& cut = at.cut;
+    cpu::multiply_chunk(kernels_, cut, head, inputs_of(at), chunk, result);
     const int first = cut.first_tile(chunk) * kTile,
               count = std::min(cut.num_tiles(chunk) * kTile, head.outputs - first);
     const float cap = shape_.logit_softcap;
@@ -446,9 +468,50 @@ class StepWork : public Work {
 
   // ---- products
 
+  const Matrix& matrix_of(Kind product, int layer_number) const {
+    const DecoderLayer& layer = model_->layers[size(layer_number)];
+    switch (product) {
+      case Kind::kQkv:
+        return layer.qkv;
+      case Kind::kOut:
+        return layer.out;
+      case Kind::kFeed:
+        return layer.gate_up;
+      case Kind::kDown:
+        return layer.down;
+      case Kind::kLogits:
+        return model_->head;
+      default:
+        return layer.experts.router;  // experts round the rows that they gather
+    }
+  }
+
+  // Inputs of a product, or of that which a stage rounds them for.
+  cpu::Inputs inputs_of(const Stage& at) const {
+    const Matrix& matrix = matrix_of(at.product, at.layer);
+    auto& rows = at.product == Kind::kOut    ? buffers_->attended
+                 : at.product == Kind::kDown ? buffers_->fed
+                                             : buffers_->input;
+    const bool is_rounded = num_tokens_ > 1 && matrix.in_8_bits && at.kind != Kind::kRound;
+    const auto stage = static_cast<std::uint64_t>(&at - stages_.data());
+    return {rows.data(), size(padded(matrix.inputs, 2)), is_rounded ? buffers_->rounded.data() : nullptr, id_ + stage};
+  }
+
+  void round(const Stage& at, int chunk, char* local) const {
+    cpu::Inputs inputs = inputs_of(at);
+    inputs.numbers += size(first_of(chunk)) * inputs.stride * element_;
+    cpu::round_rows(kernels_, matrix_of(at.product, at.layer), inputs, end_of(chunk) - first_of(chunk), local);
+  }
+
+  void commit_rounded(const Stage& at, int chunk, const char* local) {
+    const Size bytes = cpu::rounded_bytes(kernels_, matrix_of(at.product, at.layer));
+    std::memcpy(buffers_->rounded.data() + size(first_of(chunk)) * bytes, local, size(end_of(chunk) - first_of(chunk)) * bytes);
+  }
+
   // The product of normed rows: their scales come last.
-  void multiply_normed(const Cut& cut, const Matrix& matrix, int chunk, float* result) const {
-    cpu::multiply_chunk(kernels_, cut, matrix, buffers_->input.data(), input_stride(), chunk, result);
+  void multiply_normed(const Stage& at, const Matrix& matrix, int chunk, float* result) const {
+    const Cut& cut = at.cut;
+    cpu::multiply_chunk(kernels_, cut, matrix, inputs_of(at), chunk, result);
     const int first = cut.first_tile(chunk) * kTile;
     const int count = std::min(cut.num_tiles(chunk) * kTile, padded(matrix.outputs, kTile) - first);
     float scales[cpu::kPanel];
@@ -477,8 +540,9 @@ class StepWork : public Work {
     }
   }
 
-  void feed(const Cut& cut, const DecoderLayer& layer, int chunk, float* result) const {
-    multiply_normed(cut, layer.gate_up, chunk, result);
+  void feed(const Stage& at, const DecoderLayer& layer, int chunk, float* result) const {
+    const Cut& cut = at.cut;
+    multiply_normed(at, layer.gate_up, chunk, result);
     for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) gate(result, cut.num_tiles(chunk));
   }
 
@@ -536,7 +600,7 @@ class StepWork : public Work {
       }
       from = gathered;
     }
-    cpu::multiply_tiles(kernels_, matrix, at.cut.first_tile(chunk), at.cut.num_tiles(chunk), from, stride, block.count,
+    cpu::multiply_tiles(kernels_, matrix, at.cut.first_tile(chunk), at.cut.num_tiles(chunk), {from, stride}, block.count,
                         result, size(at.cut.width()));
   }
 
@@ -745,6 +809,7 @@ class StepWork : public Work {
   std::vector<Sampled>* const sampled_;
   int block_shift_ = 0;
   const cpu::AttentionPlan attention_;
+  const std::uint64_t id_;
   std::vector<Stage> stages_;
   cpu::Routes routes_;  // of the layer at work
 };

@@ -11,7 +11,13 @@ namespace sage::cpu {
 // Weights are packed in tiles of so many outputs. A tile of bfloat16 holds pairs: [inputs / 2][kTile][2], one of
 // float32 [inputs][kTile]; padding is zero.
 constexpr int kTile = 32;
-constexpr int kMaxBlock = 64;  // inputs that share a scale
+constexpr int kMaxBlock = 256;  // inputs that share a scale, in whole 16s
+constexpr int kLanes = 16;     // outputs of a run of levels: a tile that is not plain is two of them
+
+// Of a run: scales, offsets and levels of a block of inputs.
+inline std::size_t bytes_of_block(int bits, int block) {
+  return static_cast<std::size_t>(kLanes) * static_cast<std::size_t>(4 + block * bits / 8);
+}
 
 // Floats of 8 bits, e4m3: a sign, 4 bits of exponent and 3 of mantissa. They are computed as 2^kFloat8Shift times less, so
 // that their scales are in the range of half precision.
@@ -51,8 +57,12 @@ struct Kernels {
                    float* out, std::size_t out_stride, bool accumulate);
   // The same, without `accumulate`, for weights of few bits; see `Matrix`.
   void (*multiply_levels)(const void* input, std::size_t input_stride, int rows, const void* tile, int tiles,
-                          int inputs, Format format, int block, bool in_8_bits, float* out, std::size_t out_stride);
-  bool has_8_bits;  // products of inputs that are rounded to 8 bits
+                          int inputs, Format format, int block, float* out, std::size_t out_stride);
+  // Inputs that are rounded to 8 bits, for weights with whole levels. Null where the instruction set has no such products.
+  std::size_t (*rounded_bytes)(int inputs, int block);  // of a row
+  void (*round_inputs)(const void* input, std::size_t input_stride, int rows, int inputs, Format format, int block, char* to);
+  void (*multiply_rounded)(const char* rounded, int rows, const void* tile, int tiles, int inputs, Format format, int block,
+                           float* out, std::size_t out_stride);
   // [outputs][inputs] row-major, as stored, to packed tiles.
   void (*pack)(const void* source, std::size_t stride, int outputs, int inputs, void* packed);
   // to[i] = from[i] * by[i], rounded to the input type; `by` may be null. Pads with zeros to an even count.

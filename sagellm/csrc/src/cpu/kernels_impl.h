@@ -7,18 +7,19 @@
 
 namespace sage::cpu::NAMESPACE {
 
-#ifdef __AVX2__
-constexpr bool kHas8Bits = true;
-#else
-constexpr bool kHas8Bits = false;
-#endif
-
 template <class T>
 const Kernels* kernels_of(const char* name) {
-  static const Kernels found = {name,      T::kWeights,   T::kInputs, multiply<T>,  multiply_levels<T>,
-                                kHas8Bits, pack<T>,       to_input<T>, to_weight<T>, from_weight<T>,
-                                gate,      attend<T>,     attend_bytes, rotate,      scale_row,
-                                add_row,   sum_of_squares, largest,     sum_of_powers};
+  static const Kernels found = [name] {
+    Kernels table = {name,     T::kWeights,  T::kInputs,   multiply<T>,    multiply_levels<T>, nullptr,      nullptr,
+                     nullptr,  pack<T>,      to_input<T>,  to_weight<T>,   from_weight<T>,     gate,         attend<T>,
+                     attend_bytes, rotate,   scale_row,    add_row,        sum_of_squares,     largest,      sum_of_powers};
+#ifdef __AVX2__
+    table.rounded_bytes = rounded_bytes;
+    table.round_inputs = round_inputs<T>;
+    table.multiply_rounded = multiply_rounded;
+#endif
+    return table;
+  }();
   return &found;
 }
 

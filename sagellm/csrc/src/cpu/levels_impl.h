@@ -15,6 +15,13 @@
 
 namespace sage::cpu::NAMESPACE {
 
+constexpr int kRunVectors = std::max(1, kLanes / WIDTH);
+
+// Where vector v of a tile begins: a tile is two runs of kLanes outputs each, so that what a thread reads lies in one run.
+inline std::size_t place_of(int v, std::size_t run_bytes) {
+  return static_cast<std::size_t>(v * WIDTH / kLanes) * run_bytes + static_cast<std::size_t>(v * WIDTH % kLanes * 4);
+}
+
 constexpr int bits_of(Format format) { return format == Format::kLevels4 ? 4 : 8; }
 
 constexpr float kLeastFloat8 = 0x1p-9f / (1 << kFloat8Shift);
@@ -84,13 +91,13 @@ __m512bh pair_of(IVec words, int at) {
 // sums[r] = inputs of row r times the levels of a block, in the order of T::multiply.
 template <class T, Format format, int rows>
 void multiply_block(const typename T::Input* input, std::size_t stride, const char* words, int block,
-                    Vec (&sums)[rows][kVectors]) {
+                    Vec (&sums)[rows][kRunVectors]) {
   constexpr int kLevels = 32 / bits_of(format);  // of a word
   for (int r = 0; r < rows; ++r) {
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = Vec{};
+    for (int v = 0; v < kRunVectors; ++v) sums[r][v] = Vec{};
   }
-  for (int i = 0; i < block; i += kLevels, words += kTile * 4) {
-    for (int v = 0; v < kVectors; ++v) {
+  for (int i = 0; i < block; i += kLevels, words += kLanes * 4) {
+    for (int v = 0; v < kRunVectors; ++v) {
       const IVec lanes = load_words(words + v * WIDTH * 4);
       for (int at = 0; at < kLevels; at += 2) {
 #ifdef DOT_BF16
@@ -120,11 +127,11 @@ void multiply_block(const typename T::Input* input, std::size_t stride, const ch
 
 // The levels of a block as a tile of the plain kernels.
 template <class T, Format format>
-void expand_block(const char* words, int block, typename T::Weight* tile) {
+void expand_block(const char* words, std::size_t run_bytes, int block, typename T::Weight* tile) {
   constexpr int kLevels = 32 / bits_of(format);
-  for (int i = 0; i < block; i += kLevels, words += kTile * 4) {
+  for (int i = 0; i < block; i += kLevels, words += kLanes * 4) {
     for (int v = 0; v < kVectors; ++v) {
-      const IVec lanes = load_words(words + v * WIDTH * 4);
+      const IVec lanes = load_words(words + place_of(v, run_bytes));
       for (int at = 0; at < kLevels; at += 2) {
         auto* to = tile + (i + at) * kTile + v * WIDTH * T::kStep;
 #ifdef DOT_BF16
@@ -169,6 +176,16 @@ float sum_of_inputs(const typename T::Input* input, int count) {
   return total;
 }
 
+// Scales and offsets of a vector's outputs in a block.
+struct Scales {
+  Vec scale, offset;
+};
+
+inline Scales scales_of(const char* tile, int v, std::size_t run_bytes) {
+  const auto* halves = reinterpret_cast<const std::uint16_t*>(tile + static_cast<std::size_t>(v * WIDTH / kLanes) * run_bytes);
+  return {from_halves(halves + v * WIDTH % kLanes), from_halves(halves + kLanes + v * WIDTH % kLanes)};
+}
+
 // One block's part of the result: the same words for every number of rows, so that they round alike.
 inline void add_block(float* to, Vec sum, Vec scale, Vec offset, float inputs) {
   store(to, load(to) + scale * sum + offset * inputs);
@@ -183,17 +200,16 @@ void multiply_few_levels(int count, const typename T::Input* input, std::size_t 
                                                     out_stride);
     }
   }
-  const auto block_bytes = static_cast<std::size_t>(kTile) * static_cast<std::size_t>(4 + block * bits_of(format) / 8);
-  for (int t = 0; t < tiles; ++t) {
+  const std::size_t block_bytes = bytes_of_block(bits_of(format), block);
+  // Run by run: the processor fetches one stream ahead better than two.
+  for (int run = 0; run < 2 * tiles; ++run) {
     for (int b = 0; b < blocks; ++b, tile += block_bytes) {
-      for (std::size_t at = 0; at < block_bytes; at += 64) __builtin_prefetch(tile + 4096 + at);
-      const auto* scales = reinterpret_cast<const std::uint16_t*>(tile);
-      Vec sums[rows][kVectors];
-      multiply_block<T, format, rows>(input + b * block, stride, tile + kTile * 4, block, sums);
-      for (int v = 0; v < kVectors; ++v) {
-        const Vec scale = from_halves(scales + v * WIDTH), offset = from_halves(scales + kTile + v * WIDTH);
+      Vec sums[rows][kRunVectors];
+      multiply_block<T, format, rows>(input + b * block, stride, tile + kLanes * 4, block, sums);
+      for (int v = 0; v < kRunVectors; ++v) {
+        const auto [scale, offset] = scales_of(tile, v, 0);
         for (int r = 0; r < rows; ++r) {
-          add_block(out + static_cast<std::size_t>(r) * out_stride + t * kTile + v * WIDTH, sums[r][v], scale, offset,
+          add_block(out + static_cast<std::size_t>(r) * out_stride + run * kLanes + v * WIDTH, sums[r][v], scale, offset,
                     of_inputs[r * blocks + b]);
         }
       }
@@ -204,18 +220,14 @@ void multiply_few_levels(int count, const typename T::Input* input, std::size_t 
 template <class T, Format format>
 void multiply_many_levels(const typename T::Input* input, std::size_t stride, int rows, const char* tile, int tiles,
                           int blocks, int block, const float* of_inputs, float* out, std::size_t out_stride) {
-  const auto block_bytes = static_cast<std::size_t>(kTile) * static_cast<std::size_t>(4 + block * bits_of(format) / 8);
+  const std::size_t block_bytes = bytes_of_block(bits_of(format), block), run_bytes = static_cast<std::size_t>(blocks) * block_bytes;
   alignas(64) typename T::Weight levels[kMaxBlock * kTile];
   alignas(64) float sums[ROWS * kTile];
-  for (int t = 0; t < tiles; ++t, out += kTile) {
+  for (int t = 0; t < tiles; ++t, tile += run_bytes, out += kTile) {
     for (int b = 0; b < blocks; ++b, tile += block_bytes) {
-      const auto* scales = reinterpret_cast<const std::uint16_t*>(tile);
-      Vec scale[kVectors], offset[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
-        scale[v] = from_halves(scales + v * WIDTH);
-        offset[v] = from_halves(scales + kTile + v * WIDTH);
-      }
-      expand_block<T, format>(tile + kTile * 4, block, levels);
+      Scales scales[kVectors];
+      for (int v = 0; v < kVectors; ++v) scales[v] = scales_of(tile, v, run_bytes);
+      expand_block<T, format>(tile + kLanes * 4, run_bytes, block, levels);
       for (int first = 0; first < rows; first += ROWS) {
         const int count = std::min(ROWS, rows - first);
         const auto* from = input + static_cast<std::size_t>(first) * stride + b * block;
@@ -226,7 +238,8 @@ void multiply_many_levels(const typename T::Input* input, std::size_t stride, in
         for (int r = 0; r < count; ++r) {
           for (int v = 0; v < kVectors; ++v) {
             add_block(out + static_cast<std::size_t>(first + r) * out_stride + v * WIDTH,
-                      load(sums + r * kTile + v * WIDTH), scale[v], offset[v], of_inputs[(first + r) * blocks + b]);
+                      load(sums + r * kTile + v * WIDTH), scales[v].scale, scales[v].offset,
+                      of_inputs[(first + r) * blocks + b]);
           }
         }
       }
@@ -311,24 +324,45 @@ struct Order {
   }
 };
 
-// Inputs of a chunk's rows in levels.
-struct InputLevels {
-  std::vector<Level> levels;  // [rows][blocks][block], in the order of `number_of`
-  std::vector<float> scales;  // [rows][blocks]
-  std::vector<std::int32_t> sums;
+// What follows the levels of a rounded block, which are in the order of `number_of`.
+struct OfRounded {
+  float scale, sum;
 };
 
+inline std::size_t bytes_of_rounded(int block) {
+  return static_cast<std::size_t>(block) * sizeof(Level) + sizeof(OfRounded);
+}
+
+inline std::size_t rounded_bytes(int inputs, int block) {
+  return static_cast<std::size_t>(inputs / block) * bytes_of_rounded(block);
+}
+
+// WIDTH inputs as floats.
+template <class T>
+Vec widened(const typename T::Input* input) {
+  if constexpr (T::kInputs == Type::kFloat32) {
+    return load(input);
+  } else {
+    typedef std::uint16_t Narrow __attribute__((vector_size(WIDTH * 2)));
+    Narrow narrow;
+    std::memcpy(&narrow, input, sizeof(narrow));
+    return as_float(__builtin_convertvector(narrow, IVec) << 16);
+  }
+}
+
 template <class T, int bits>
-void quantize(const typename T::Input* input, int block, Level* levels, float* scale, std::int32_t* sum_of_levels) {
+void round_block(const typename T::Input* input, int block, char* to) {
   typedef Level Levels __attribute__((vector_size(WIDTH * sizeof(Level))));
   typedef Level Levels16 __attribute__((vector_size(16 * sizeof(Level))));
   alignas(64) float numbers[kMaxBlock];
-  for (int i = 0; i < block; ++i) numbers[i] = T::to_float(input[i]);
   Vec sizes{};
-  for (int i = 0; i < block; i += WIDTH) sizes = larger(sizes, as_float(as_bits(load(numbers + i)) & 0x7fffffff));
+  for (int i = 0; i < block; i += WIDTH) {
+    const Vec wide = widened<T>(input + i);
+    store(numbers + i, wide);
+    sizes = larger(sizes, as_float(as_bits(wide) & 0x7fffffff));
+  }
   const float top = maximum(sizes);
-  const float by = top > 1e-30f ? 127.f / top : 0.f;
-  *scale = by == 0.f ? 0.f : top / 127.f;
+  const float by = top > 1e-30f ? 127.f / top : 0.f, scale = by == 0.f ? 0.f : top / 127.f;
   const Vec magic = broadcast(12582912.f);  // puts the nearest whole number into the low bits
   Vec total{};
   alignas(64) Level rounded[kMaxBlock];
@@ -338,127 +372,137 @@ void quantize(const typename T::Input* input, int block, Level* levels, float* s
     std::memcpy(rounded + i, &narrow, sizeof(narrow));
     total += shifted - magic;
   }
-  *sum_of_levels = static_cast<std::int32_t>(sum(total));
   static constexpr Order<bits> kOrder;
   Levels16 all, order;
   std::memcpy(&order, kOrder.at, sizeof(order));
   for (int i = 0; i < block; i += 16) {
     std::memcpy(&all, rounded + i, sizeof(all));
     all = __builtin_shuffle(all, order);
-    std::memcpy(levels + i, &all, sizeof(all));
+    std::memcpy(to + static_cast<std::size_t>(i) * sizeof(Level), &all, sizeof(all));
+  }
+  const OfRounded last{scale, sum(total)};
+  std::memcpy(to + static_cast<std::size_t>(block) * sizeof(Level), &last, sizeof(last));
+}
+
+template <class T>
+void round_inputs(const void* input, std::size_t stride, int rows, int inputs, Format format, int block, char* to) {
+  const auto* from = static_cast<const typename T::Input*>(input);
+  for (int r = 0; r < rows; ++r, from += stride) {
+    for (int i = 0; i < inputs; i += block, to += bytes_of_rounded(block)) {
+      if (format == Format::kLevels4)
+        round_block<T, 4>(from + i, block, to);
+      else
+        round_block<T, 8>(from + i, block, to);
+    }
   }
 }
 
-// One block's part of a sum: the same words for every number of rows, so that they round alike.
-inline Vec add_levels(Vec total, IVec products, Vec scale, Vec offset, float of_inputs, std::int32_t sum) {
-  const Vec of_block = __builtin_convertvector(products, Vec) * scale + static_cast<float>(sum) * offset;
-  return total + of_block * of_inputs;
+// a * b + c in one rounding, whatever stands around it.
+inline Vec fused(Vec a, Vec b, Vec c) {
+#ifdef __AVX512F__
+  return reinterpret_cast<Vec>(
+      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#else
+  return reinterpret_cast<Vec>(
+      _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#endif
 }
 
-// Vectors [first, first + vectors) of a tile, for `rows` rows.
+// Vectors [first, first + vectors) of a tile, for `rows` rows. Each block's part is added to `out`, in the same words for
+// every number of rows, so that they round alike.
 template <int bits, int rows, int vectors>
-void multiply_whole(const InputLevels& inputs, int first_row, const char* tile, int first, int blocks, int block,
-                    float* out, std::size_t out_stride) {
+void multiply_whole(const char* rounded, std::size_t row_bytes, const char* tile, int first, int blocks, int block, float* out,
+                    std::size_t out_stride) {
   constexpr int kSteps = 32 / bits / kGroup;  // of a word
-  const auto block_bytes = static_cast<std::size_t>(kTile) * static_cast<std::size_t>(4 + block * bits / 8);
-  Vec totals[rows][vectors];
-  for (auto& row : totals) {
-    for (Vec& total : row) total = Vec{};
-  }
-  for (int b = 0; b < blocks; ++b, tile += block_bytes) {
-    const char* words = tile + kTile * 4 + first * WIDTH * 4;
-    const Level* of_rows[rows];
+  const std::size_t block_bytes = bytes_of_block(bits, block), run_bytes = static_cast<std::size_t>(blocks) * block_bytes;
+  for (int b = 0; b < blocks; ++b, tile += block_bytes, rounded += bytes_of_rounded(block)) {
+    // All loops over rows and vectors are unrolled, or else the sums lie in memory.
     IVec products[rows][vectors];
+#pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
-      of_rows[r] = inputs.levels.data() + static_cast<std::size_t>((first_row + r) * blocks + b) * block;
+#pragma GCC unroll 4
       for (int v = 0; v < vectors; ++v) products[r][v] = IVec{};
     }
-    for (int i = 0; i < block; words += kTile * 4) {
+    const auto of_row = [&](int r) {
+      OfRounded found;
+      std::memcpy(&found, rounded + static_cast<std::size_t>(r) * row_bytes + block * sizeof(Level), sizeof(found));
+      return found;
+    };
+    const char *words = tile + kLanes * 4, *levels = rounded;
+    for (int i = 0; i < block; i += 32 / bits, words += kLanes * 4) {
       IVec lanes[vectors];
-      for (int v = 0; v < vectors; ++v) lanes[v] = load_words(words + v * WIDTH * 4);
-      for (int step = 0; step < kSteps; ++step, i += kGroup) {
-        for (int v = 0; v < vectors; ++v) {
-          const IVec levels = levels_of<bits>(lanes[v], step);
-          for (int r = 0; r < rows; ++r) {
-            std::int32_t group;
-            std::memcpy(&group, of_rows[r] + i, 4);
-            products[r][v] = add_products(products[r][v], levels, group);
-          }
+      for (int v = 0; v < vectors; ++v) lanes[v] = load_words(words + place_of(first + v, run_bytes));
+      for (int step = 0; step < kSteps; ++step, levels += 4) {
+        IVec of_step[vectors];
+        for (int v = 0; v < vectors; ++v) of_step[v] = levels_of<bits>(lanes[v], step);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; ++r) {
+          std::int32_t group;
+          std::memcpy(&group, levels + static_cast<std::size_t>(r) * row_bytes, 4);
+#pragma GCC unroll 4
+          for (int v = 0; v < vectors; ++v) products[r][v] = add_products(products[r][v], of_step[v], group);
         }
       }
     }
-    const auto* scales = reinterpret_cast<const std::uint16_t*>(tile) + first * WIDTH;
+#pragma GCC unroll 4
     for (int v = 0; v < vectors; ++v) {
-      const Vec scale = from_halves(scales + v * WIDTH), offset = from_halves(scales + kTile + v * WIDTH);
+      auto [scale, offset] = scales_of(tile, first + v, run_bytes);
+      if (bits == 8) offset -= static_cast<float>(kUnsigned) * scale;
+#pragma GCC unroll 16
       for (int r = 0; r < rows; ++r) {
-        const auto at = static_cast<std::size_t>((first_row + r) * blocks + b);
-        const IVec moved = bits == 8 ? products[r][v] - kUnsigned * inputs.sums[at] : products[r][v];
-        totals[r][v] = add_levels(totals[r][v], moved, scale, offset, inputs.scales[at], inputs.sums[at]);
+        const OfRounded of_input = of_row(r);
+        const Vec of_levels = __builtin_convertvector(products[r][v], Vec) * scale;
+        const Vec of_block = fused(broadcast(of_input.sum), offset, of_levels);
+        float* to = out + static_cast<std::size_t>(r) * out_stride + (first + v) * WIDTH;
+        store(to, fused(of_block, broadcast(of_input.scale), b == 0 ? Vec{} : load(to)));
       }
     }
-  }
-  for (int r = 0; r < rows; ++r) {
-    for (int v = 0; v < vectors; ++v) store(out + static_cast<std::size_t>(r) * out_stride + (first + v) * WIDTH, totals[r][v]);
   }
 }
 
 template <int bits, int rows>
-void multiply_whole_rest(int count, const InputLevels& inputs, int first_row, const char* tile, int blocks, int block,
+void multiply_whole_rest(int count, const char* rounded, std::size_t row_bytes, const char* tile, int blocks, int block,
                          float* out, std::size_t out_stride) {
   if constexpr (rows > 1) {
     if (count < rows) {
-      return multiply_whole_rest<bits, rows - 1>(count, inputs, first_row, tile, blocks, block, out, out_stride);
+      return multiply_whole_rest<bits, rows - 1>(count, rounded, row_bytes, tile, blocks, block, out, out_stride);
     }
   }
-  // Few rows wait for memory, which is read in one run; with many the sums of all vectors do not fit the registers.
-  constexpr int kAtOnce = rows * kVectors <= 4 ? kVectors : 1;
+  // Few rows wait for memory, of which the processor fetches one stream ahead better than two. Many have as many sums as there
+  // are registers.
+  constexpr int kAtOnce = rows <= 4 ? kRunVectors : WIDTH == 16 ? kVectors : 1;
   for (int v = 0; v < kVectors; v += kAtOnce) {
-    multiply_whole<bits, rows, kAtOnce>(inputs, first_row, tile, v, blocks, block, out, out_stride);
+    multiply_whole<bits, rows, kAtOnce>(rounded, row_bytes, tile, v, blocks, block, out, out_stride);
   }
 }
 
-template <class T, int bits>
-void multiply_in_8_bits(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int num_inputs,
-                        int block, float* out, std::size_t out_stride) {
-  static thread_local InputLevels inputs;
-  const int blocks = num_inputs / block;
-  const auto* from = static_cast<const typename T::Input*>(input);
-  const auto count = static_cast<std::size_t>(rows) * static_cast<std::size_t>(blocks);
-  if (inputs.scales.size() < count) {
-    inputs.scales.resize(count);
-    inputs.sums.resize(count);
-  }
-  if (inputs.levels.size() < count * static_cast<std::size_t>(block)) {
-    inputs.levels.resize(count * static_cast<std::size_t>(block));
-  }
-  for (int r = 0; r < rows; ++r) {
-    for (int b = 0; b < blocks; ++b) {
-      const auto at = static_cast<std::size_t>(r * blocks + b);
-      quantize<T, bits>(from + static_cast<std::size_t>(r) * stride + b * block, block,
-                        inputs.levels.data() + at * static_cast<std::size_t>(block), &inputs.scales[at], &inputs.sums[at]);
-    }
-  }
-  const auto tile_bytes =
-      static_cast<std::size_t>(kTile) * static_cast<std::size_t>(blocks) * static_cast<std::size_t>(4 + block * bits / 8);
-  const auto* at = static_cast<const char*>(tile);
-  for (int t = 0; t < tiles; ++t, at += tile_bytes, out += kTile) {
+template <int bits>
+void multiply_rounded_of(const char* rounded, int rows, const char* tile, int tiles, int inputs, int block, float* out,
+                         std::size_t out_stride) {
+  const int blocks = inputs / block;
+  const std::size_t row_bytes = rounded_bytes(inputs, block);
+  for (int t = 0; t < tiles; ++t, out += kTile) {
     for (int first = 0; first < rows; first += ROWS) {
-      multiply_whole_rest<bits, ROWS>(rows - first, inputs, first, at, blocks, block,
-                                      out + static_cast<std::size_t>(first) * out_stride, out_stride);
+      multiply_whole_rest<bits, ROWS>(rows - first, rounded + static_cast<std::size_t>(first) * row_bytes, row_bytes, tile,
+                                      blocks, block, out + static_cast<std::size_t>(first) * out_stride, out_stride);
     }
+    tile += 2 * static_cast<std::size_t>(blocks) * bytes_of_block(bits, block);
   }
+}
+
+inline void multiply_rounded(const char* rounded, int rows, const void* tile, int tiles, int inputs, Format format, int block,
+                             float* out, std::size_t out_stride) {
+  const auto multiply_of = format == Format::kLevels4 ? multiply_rounded_of<4> : multiply_rounded_of<8>;
+  multiply_of(rounded, rows, static_cast<const char*>(tile), tiles, inputs, block, out, out_stride);
 }
 #endif
 
 template <class T>
 void multiply_levels(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int inputs,
-                     Format format, int block, [[maybe_unused]] bool in_8_bits, float* out, std::size_t out_stride) {
-  auto multiply_of = format == Format::kLevels4   ? multiply_levels_of<T, Format::kLevels4>
-                     : format == Format::kLevels8 ? multiply_levels_of<T, Format::kLevels8>
-                                                  : multiply_levels_of<T, Format::kFloat8>;
-#ifdef __AVX2__
-  if (in_8_bits) multiply_of = format == Format::kLevels4 ? multiply_in_8_bits<T, 4> : multiply_in_8_bits<T, 8>;
-#endif
+                     Format format, int block, float* out, std::size_t out_stride) {
+  const auto multiply_of = format == Format::kLevels4   ? multiply_levels_of<T, Format::kLevels4>
+                           : format == Format::kLevels8 ? multiply_levels_of<T, Format::kLevels8>
+                                                        : multiply_levels_of<T, Format::kFloat8>;
   multiply_of(input, stride, rows, tile, tiles, inputs, block, out, out_stride);
 }
 

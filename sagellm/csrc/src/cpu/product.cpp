@@ -38,30 +38,66 @@ const char* in_order(const Kernels& kernels, const Matrix& matrix, const char* i
 
 }  // namespace
 
-void multiply_tiles(const Kernels& kernels, const Matrix& matrix, int first_tile, int num_tiles, const char* input,
-                    Size stride, int rows, float* out, Size width) {
-  const char* tile = static_cast<const char*>(matrix.weight) + size(first_tile) * tile_bytes(kernels, matrix);
+void round_rows(const Kernels& kernels, const Matrix& matrix, const Inputs& inputs, int rows, char* to) {
   static thread_local std::vector<char> ordered;
+  const char* numbers = inputs.numbers;
+  Size stride = inputs.stride;
   if (matrix.order != nullptr) {
-    input = in_order(kernels, matrix, input, stride, rows, &ordered);
+    numbers = in_order(kernels, matrix, numbers, stride, rows, &ordered);
+    stride = size(padded(matrix.inputs, 2));
+  }
+  kernels.round_inputs(numbers, stride, rows, matrix.inputs, matrix.format, matrix.block, to);
+}
+
+void multiply_tiles(const Kernels& kernels, const Matrix& matrix, int first_tile, int num_tiles, const Inputs& inputs,
+                    int rows, float* out, Size width) {
+  static thread_local std::vector<char> scratch;
+  const char* tile = static_cast<const char*>(matrix.weight) + size(first_tile) * tile_bytes(kernels, matrix);
+  if (matrix.in_8_bits) {
+    const char* rounded = inputs.rounded;
+    if (rounded == nullptr) {
+      static thread_local std::uint64_t key = 0;
+      if (inputs.key == 0 || inputs.key != key) {
+        scratch.resize(std::max(scratch.size(), size(rows) * rounded_bytes(kernels, matrix)));
+        round_rows(kernels, matrix, inputs, rows, scratch.data());
+        key = inputs.key;
+      }
+      rounded = scratch.data();
+    }
+    return kernels.multiply_rounded(rounded, rows, tile, num_tiles, matrix.inputs, matrix.format, matrix.block, out, width);
+  }
+  static thread_local std::vector<char> ordered;
+  const char* numbers = inputs.numbers;
+  Size stride = inputs.stride;
+  if (matrix.order != nullptr) {
+    numbers = in_order(kernels, matrix, numbers, stride, rows, &ordered);
     stride = size(padded(matrix.inputs, 2));
   }
   if (matrix.format != Format::kPlain) {
-    return kernels.multiply_levels(input, stride, rows, tile, num_tiles, matrix.inputs, matrix.format, matrix.block,
-                                   matrix.in_8_bits, out, width);
+    return kernels.multiply_levels(numbers, stride, rows, tile, num_tiles, matrix.inputs, matrix.format, matrix.block,
+                                   out, width);
   }
-  const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
-  kernels.multiply(input, stride, rows, tile, num_tiles, inputs, out, width, false);
+  const int wide = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
+  kernels.multiply(numbers, stride, rows, tile, num_tiles, wide, out, width, false);
 }
 
-void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const char* input, Size stride,
-                    int chunk, float* local) {
-  const char* from = input + size(cut.first_row(chunk)) * stride * size_of(kernels.inputs);
-  multiply_tiles(kernels, matrix, cut.first_tile(chunk), cut.num_tiles(chunk), from, stride, cut.num_rows(chunk), local,
+void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const Inputs& inputs, int chunk,
+                    float* local) {
+  const Size first = size(cut.first_row(chunk));
+  Inputs rows = inputs;
+  rows.numbers += first * inputs.stride * size_of(kernels.inputs);
+  if (rows.rounded != nullptr) rows.rounded += first * rounded_bytes(kernels, matrix);
+  multiply_tiles(kernels, matrix, cut.first_tile(chunk), cut.num_tiles(chunk), rows, cut.num_rows(chunk), local,
                  size(cut.width()));
 }
 
 namespace {
+
+// Where the levels of an output are in a tile: its run, and its lane there.
+struct Lane {
+  Size run, lane;
+  explicit Lane(int row) : run(size(row % kTile / kLanes)), lane(size(row % kLanes)) {}
+};
 
 // Where a level of a lane is in the words of a block: its word, and its place there in bits.
 struct Place {
@@ -95,15 +131,16 @@ float from_half(std::uint16_t half) {
 }
 
 void unpack_levels(const Kernels& kernels, const Matrix& matrix, int row, float* to) {
-  const Size lane = size(row % kTile);
-  const char* from = static_cast<const char*>(matrix.weight) + size(row / kTile) * tile_bytes(kernels, matrix);
-  for (int i = 0; i < matrix.inputs; i += matrix.block, from += block_bytes(matrix)) {
+  const auto [run, lane] = Lane(row);
+  const Size tile = tile_bytes(kernels, matrix);
+  const char* from = static_cast<const char*>(matrix.weight) + size(row / kTile) * tile + run * tile / 2;
+  for (int i = 0; i < matrix.inputs; i += matrix.block, from += bytes_of_block(bits_of(matrix.format), matrix.block)) {
     const auto* halves = reinterpret_cast<const std::uint16_t*>(from);
-    const auto* words = reinterpret_cast<const std::uint32_t*>(from + size(kTile) * 4);
-    const float scale = from_half(halves[lane]), offset = from_half(halves[size(kTile) + lane]);
+    const auto* words = reinterpret_cast<const std::uint32_t*>(from + size(kLanes) * 4);
+    const float scale = from_half(halves[lane]), offset = from_half(halves[size(kLanes) + lane]);
     for (int j = 0; j < matrix.block; ++j) {
       const Place place(j, matrix.format);
-      const float level = level_of(words[size(place.word) * kTile + lane] >> place.shift, matrix.format);
+      const float level = level_of(words[size(place.word) * kLanes + lane] >> place.shift, matrix.format);
       to[matrix.order == nullptr ? i + j : matrix.order[i + j]] = scale * level + offset;
     }
   }
@@ -147,7 +184,7 @@ CpuKernels::CpuKernels(const char* isa, Dtype weights)
 
 const char* CpuKernels::isa() const { return table_->name; }
 
-bool CpuKernels::has_8_bits() const { return table_->has_8_bits; }
+bool CpuKernels::has_8_bits() const { return table_->rounded_bytes != nullptr; }
 
 Dtype CpuKernels::inputs() const {
   return table_->inputs == cpu::Type::kFloat32 ? Dtype::kFloat32 : Dtype::kBFloat16;
@@ -176,29 +213,30 @@ void CpuKernels::unpack(const Matrix& matrix, const std::int64_t* rows, int coun
 
 Size packed_levels_bytes(const Matrix& matrix) {
   if (matrix.format == Format::kPlain) throw std::invalid_argument("a plain weight has no levels");
-  if ((matrix.block != 16 && matrix.block != 32 && matrix.block != 64) || matrix.inputs % matrix.block != 0)
-    throw std::invalid_argument("a block has 16, 32 or 64 inputs, and the inputs are whole blocks");
-  return size(padded(matrix.outputs, kTile)) / kTile * size(matrix.inputs / matrix.block) * cpu::block_bytes(matrix);
+  if (matrix.block < 16 || matrix.block > cpu::kMaxBlock || matrix.block % 16 != 0 || matrix.inputs % matrix.block != 0)
+    throw std::invalid_argument("a block has 16 to 256 inputs, in 16s, and the inputs are whole blocks");
+  return size(padded(matrix.outputs, kTile)) / cpu::kLanes * size(matrix.inputs / matrix.block) *
+         cpu::bytes_of_block(cpu::bits_of(matrix.format), matrix.block);
 }
 
 void pack_levels(const Matrix& matrix, const std::int8_t* levels, const std::uint16_t* scales,
                  const std::uint16_t* offsets, void* packed) {
   std::memset(packed, 0, packed_levels_bytes(matrix));
   const int blocks = matrix.inputs / matrix.block;
-  const Size block_bytes = cpu::block_bytes(matrix);
+  const Size block_bytes = cpu::bytes_of_block(cpu::bits_of(matrix.format), matrix.block);
   for (int row = 0; row < matrix.outputs; ++row) {
-    const Size lane = size(row % kTile);
-    char* to = static_cast<char*>(packed) + size(row / kTile) * size(blocks) * block_bytes;
+    const auto [run, lane] = cpu::Lane(row);
+    char* to = static_cast<char*>(packed) + (2 * size(row / kTile) + run) * size(blocks) * block_bytes;
     for (int b = 0; b < blocks; ++b, to += block_bytes, ++scales, ++offsets, levels += matrix.block) {
       auto* halves = reinterpret_cast<std::uint16_t*>(to);
-      auto* words = reinterpret_cast<std::uint32_t*>(to + size(kTile) * 4);
+      auto* words = reinterpret_cast<std::uint32_t*>(to + size(cpu::kLanes) * 4);
       halves[lane] = *scales;
-      halves[size(kTile) + lane] = *offsets;
+      halves[size(cpu::kLanes) + lane] = *offsets;
       for (int i = 0; i < matrix.block; ++i) {
         const cpu::Place place(i, matrix.format);
         const std::uint32_t level =
             static_cast<std::uint8_t>(levels[i]) & (matrix.format == Format::kLevels4 ? 15U : 255U);
-        words[size(place.word) * kTile + lane] |= level << place.shift;
+        words[size(place.word) * cpu::kLanes + lane] |= level << place.shift;
       }
     }
   }
@@ -235,7 +273,7 @@ class Product : public Work {
 
   void compute(int, int chunk, char* local) const override {
     auto* sums = reinterpret_cast<float*>(local);
-    cpu::multiply_chunk(kernels_, cut_, matrix_, input_.data(), stride_, chunk, sums);
+    cpu::multiply_chunk(kernels_, cut_, matrix_, {input_.data(), stride_}, chunk, sums);
     for (int row = 0; row < cut_.num_rows(chunk); ++row, sums += cut_.width()) {
       if (matrix_.bias != nullptr) {
         const int first = cut_.first_tile(chunk) * kTile, count = std::min(cut_.width(), matrix_.outputs - first);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 
 #include "kernels.h"
 #include "sagellm/decoder.h"
@@ -17,13 +18,12 @@ inline int divided(int count, int by) { return (count + by - 1) / by; }
 constexpr int kPanel = 96;              // rows of a chunk: their inputs and results stay in the second cache
 constexpr Size kChunkBytes = 192 << 10;  // weights of a chunk of few rows: shorter runs are not fetched ahead in time
 
-// Of a tile of a weight that is not plain: scales, offsets and levels of a block of inputs.
-inline Size block_bytes(const Matrix& matrix) {
-  return size(kTile) * size(4 + (matrix.format == Format::kLevels4 ? matrix.block / 2 : matrix.block));
-}
+inline int bits_of(Format format) { return format == Format::kLevels4 ? 4 : 8; }
 
 inline Size tile_bytes(const Kernels& kernels, const Matrix& matrix) {
-  if (matrix.format != Format::kPlain) return size(matrix.inputs / matrix.block) * block_bytes(matrix);
+  if (matrix.format != Format::kPlain) {
+    return 2 * size(matrix.inputs / matrix.block) * bytes_of_block(bits_of(matrix.format), matrix.block);
+  }
   const int inputs = kernels.weights == Type::kFloat32 ? matrix.inputs : padded(matrix.inputs, 2);
   return size(kTile) * size(inputs) * size_of(kernels.weights);
 }
@@ -40,8 +40,7 @@ struct Cut {
     panels = divided(rows, panel);
     tiles = divided(matrix.outputs, kTile);
     const Size group_of_few = kChunkBytes / tile_bytes(kernels, matrix);
-    // With inputs of 8 bits each chunk rounds those of its rows, so that many rows are worth more tiles.
-    group = rows > kPanel ? (matrix.in_8_bits ? 16 : 4) : static_cast<int>(std::clamp<Size>(group_of_few, 1, 8));
+    group = rows > kPanel ? 4 : static_cast<int>(std::clamp<Size>(group_of_few, 1, 8));
     group = std::max(1, std::min(group, tiles * panels / (4 * threads)));
     group = padded(group, unit);
     lanes = threads;
@@ -59,13 +58,27 @@ struct Cut {
   Size bytes() const { return size(panel) * size(width()) * 4; }
 };
 
+// Rows of inputs of a product.
+struct Inputs {
+  const char* numbers;
+  Size stride;                    // in numbers
+  const char* rounded = nullptr;  // the same rows in 8 bits, or null
+  std::uint64_t key = 0;          // equal for equal inputs, which a thread then rounds once; 0: it rounds them each time
+};
+
+// Rows of inputs in 8 bits, as a matrix with `in_8_bits` wants them.
+inline Size rounded_bytes(const Kernels& kernels, const Matrix& matrix) {
+  return matrix.in_8_bits ? kernels.rounded_bytes(matrix.inputs, matrix.block) : 0;
+}
+void round_rows(const Kernels& kernels, const Matrix& matrix, const Inputs& inputs, int rows, char* to);
+
 // out = input . weight^T for adjacent tiles of outputs, rows `width` floats apart.
-void multiply_tiles(const Kernels& kernels, const Matrix& matrix, int first_tile, int num_tiles, const char* input,
-                    Size stride, int rows, float* out, Size width);
+void multiply_tiles(const Kernels& kernels, const Matrix& matrix, int first_tile, int num_tiles, const Inputs& inputs,
+                    int rows, float* out, Size width);
 
 // The chunk's part of input . weight^T, as [rows][cut.width()].
-void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const char* input, Size stride,
-                    int chunk, float* local);
+void multiply_chunk(const Kernels& kernels, const Cut& cut, const Matrix& matrix, const Inputs& inputs, int chunk,
+                    float* local);
 
 // Number `row` of a packed weight, in float32.
 void unpack_row(const Kernels& kernels, const Matrix& matrix, int row, float* to);

@@ -79,8 +79,8 @@ class PackedWeight:
     Args:
         weight: the matrix; its dtype is that of inputs and results.
         levels: the same matrix in few bits, which is packed in its place. With `computing_in("int8")` every matrix has some.
-        in_8_bits: inputs are rounded to 8 bits, where this processor multiplies these. With `computing_in("int8")` they always
-            are.
+        in_8_bits: inputs are rounded to 8 bits, where this processor multiplies these and weights are not in float32, unless
+            `computing_in` asks for another type. With "int8" they are rounded for all weights.
 
     Attributes:
         data: the packed numbers, one-dimensional.
@@ -99,7 +99,8 @@ class PackedWeight:
             levels = Levels.rounded(weight.detach().float().numpy())
         if levels is not None:
             self.matrix |= {"weight": 0, "format": levels.format, "block": levels.block}
-            if (in_8_bits or _compute() == "int8") and self.kernels.has_8_bits and levels.format != FLOAT8:
+            wanted = _compute() == "int8" or (in_8_bits and _compute() == "auto" and weight.dtype != torch.float32)
+            if wanted and self.kernels.has_8_bits and levels.format != FLOAT8:
                 self.matrix["in_8_bits"] = 1
             if levels.order is not None:
                 self._order = np.ascontiguousarray(levels.order, np.int32)

@@ -13,7 +13,10 @@ from sagellm.engines.lmdeploy.cpu.operators.activation import kind_of
 from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
 from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, can_pack
 from sagellm.models.gguf_levels import GGUFLevels
-from sagellm.models.levels import BLOCKS, Levels
+from sagellm.models.levels import Levels
+
+
+HEAD_BLOCK = 64  # inputs that share a scale in an output layer that is rounded to 8 bits
 
 
 class CpuLinearImpl(LinearImpl):
@@ -84,7 +87,8 @@ def pack_model(model: nn.Module, levels: GGUFLevels | None = None) -> None:
                 _free(module)
             else:
                 weight = module.weight.detach()
-                module.impl.packed = packed[weight.data_ptr()] = PackedWeight(weight, module.bias, known)
+                ready = PackedWeight(weight, module.bias, known, source.in_8_bits(name))
+                module.impl.packed = packed[weight.data_ptr()] = ready
                 module.weight = nn.Parameter(module.impl.packed.data, requires_grad=False)
     for place, parent in list(model.named_modules()):
         for name, child in parent.named_children():
@@ -116,17 +120,23 @@ class _Source:
         self._orders = getattr(model, "sage_orders", {})
         floats = (tensor.dtype for tensor in model.parameters() if tensor.dtype in (torch.float32, torch.bfloat16))
         self._dtype = next(floats, torch.float32)
+        impls = [module.impl for module in model.modules() if isinstance(getattr(module, "impl", None), CpuLinearImpl)]
+        self._rounds = self._holds != "fp8" and any(impl.in_8_bits for impl in impls)
 
     def shape(self, module: nn.Module) -> torch.Tensor:
         """Return a tensor without numbers of the shape that a quantized weight stands for."""
         return torch.empty(module.out_features, module.in_features, dtype=self._dtype, device="meta")
+
+    def in_8_bits(self, name: str) -> bool:
+        """Return whether the inputs of a plain weight are rounded: an output layer is computed as the layers before it."""
+        return self._rounds and self._head_bits == 8 and name.rpartition(".")[2] == "lm_head"
 
     def levels(self, name: str, module: nn.Module) -> Levels | None:
         """Return the levels of LMDeploy's module `name`, or None if its weights are to be packed as they are loaded."""
         if module.impl.is_quantized:
             return module.impl.levels(module, self._holds)._replace(order=self._order(name, module))
         if self._head_bits == 8 and name.rpartition(".")[2] == "lm_head":
-            return Levels.rounded(module.weight.detach().float().numpy(), max(BLOCKS))
+            return Levels.rounded(module.weight.detach().float().numpy(), HEAD_BLOCK)
         return _levels_of(self._file, name, module.weight)
 
     def _order(self, name: str, module: nn.Module) -> np.ndarray | None:

@@ -13,8 +13,11 @@ from sagellm.core.errors import EngineError
 from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
 from sagellm.engines.lmdeploy.cpu.operators.linear import CpuLinearImpl
 from sagellm.engines.lmdeploy.cpu.operators.norm import CpuRMSNormImpl
-from sagellm.models.levels import BLOCKS, FLOAT8, FLOAT8_SHIFT, LEVELS4, LEVELS8, Levels
+from sagellm.models.levels import FLOAT8, FLOAT8_SHIFT, LEVELS4, LEVELS8, Levels, whole_block
 from sagellm.models.quantized import FP8_BLOCK, unpack_awq
+
+
+MAX_BLOCK = 64  # inputs that are rounded with one scale; 256 double the loss of SmolLM2, and save a tenth of a prompt's time
 
 
 class _QuantizedImpl(CpuLinearImpl):
@@ -38,7 +41,12 @@ class _QuantizedImpl(CpuLinearImpl):
 
 
 class CpuAwqImpl(_QuantizedImpl):
-    """4 bits in AutoAWQ's layout, or 8 bits of another method (`sagellm.models.quantized.container_of`)."""
+    """4 bits in AutoAWQ's layout, or 8 bits of another method (`sagellm.models.quantized.container_of`).
+
+    Inputs are rounded to 8 bits, as llama.cpp does: on SmolLM2 that moves answers a twentieth as far as 4-bit weights do.
+    """
+
+    in_8_bits = True
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -57,10 +65,11 @@ class CpuAwqImpl(_QuantizedImpl):
 
 
 class CpuW8A8Impl(_QuantizedImpl):
-    """8 bits with a scale for each output, as LMDeploy's `smooth_quant`. Inputs are rounded to 8 bits too, where the processor
-    multiplies these, each 64 of a row with a scale of their own (LMDeploy: one for the row)."""
+    """8 bits with a scale for each output, as LMDeploy's `smooth_quant`. Inputs are rounded to 8 bits block by block of a row
+    (LMDeploy: with one scale for the row)."""
 
-    in_8_bits = True
+    def __init__(self, in_8_bits: bool) -> None:
+        self.in_8_bits = in_8_bits
 
     def levels(self, module: nn.Module, holds: str = "") -> Levels:
         weight, scale = module.weight.detach(), module.scale.detach()
@@ -85,17 +94,17 @@ class CpuBlockedF8Impl(_QuantizedImpl):
 
 
 def _num_blocks(inputs: int) -> int:
-    size = next((size for size in BLOCKS if inputs % size == 0), 0)
-    if not size:
-        raise EngineError(f"a quantized layer has {inputs} inputs; the CPU device takes multiples of {BLOCKS[-1]}.")
-    return inputs // size
+    block = whole_block(inputs, MAX_BLOCK)
+    if block is None:
+        raise EngineError(f"a quantized layer has {inputs} inputs; the CPU device takes multiples of 16.")
+    return inputs // block
 
 
 def _in_blocks(levels: Levels) -> Levels:
     """Cut groups of scales into blocks that the native code has."""
     found = levels.in_blocks()
     if found is None:
-        raise EngineError(f"a quantized layer has groups of {levels.block} inputs; the CPU device takes multiples of {BLOCKS[-1]}.")
+        raise EngineError(f"a quantized layer has groups of {levels.block} inputs; the CPU device takes multiples of 16.")
     return found
 
 
@@ -110,7 +119,7 @@ class CpuW8A8Builder(LinearW8A8Builder):
     def build(in_features: int, out_features: int, bias: bool = True, dtype: Any = None, quant_dtype: Any = torch.int8):
         if quant_dtype not in (torch.int8, torch.float8_e4m3fn):
             raise EngineError(f"{quant_dtype} weights do not run on the CPU device; use int8 or float8_e4m3fn.")
-        return CpuW8A8Impl()
+        return CpuW8A8Impl(quant_dtype == torch.int8)
 
 
 class CpuBlockedF8Builder(LinearBlockedF8Builder):
