@@ -10,6 +10,7 @@ from typing import Any
 from sagellm.models.base import ModelError
 from sagellm.models.gguf_config import FAMILIES
 from sagellm.models.gguf_weights import TOP_NAMES, tensor_shape
+from sagellm.models.quantized import quantization_of, wrong_tensor
 
 __all__ = ["check_folder", "num_weights", "read_hf_config", "sampling_defaults", "text_config"]
 
@@ -167,7 +168,11 @@ def _check_weights(model: Path, architecture: str, config: dict[str, Any]) -> No
             raise ModelError(f"{model / INDEX} has no object weight_map; download it again.")
         if missing := sorted(set(map(str, wanted.values())) - {file.name for file in files}):
             raise ModelError(f"{model} lacks {len(missing)} files of its index, such as {missing[0]}; download it again.")
-    if files and (wrong := _wrong_tensor(architecture, config, shapes)):
+    quantization = quantization_of(config)
+    wrong = _wrong_tensor(architecture, config, shapes)
+    if not wrong and quantization is not None:
+        wrong = wrong_tensor(quantization, shapes)
+    if files and wrong:
         raise ModelError(f"{model} {wrong}; download it again.")
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "FP8_BLOCK", "METHODS", "Quantization", "container_of", "pack_awq", "pack_gptq", "quantization_of", "to_container", "unpack_awq",
-    "unpack_gptq", "wrong_tensor",
+    "FP8_BLOCK", "METHODS", "PARTS", "Quantization", "container_of", "pack_awq", "plain_weight", "pack_gptq",
+    "quantization_of", "to_container", "unpack_awq", "unpack_gptq", "wrong_tensor",
 ]  # fmt: skip
 
 METHODS = ("awq", "gptq", "fp8", "smooth_quant")
@@ -256,3 +256,30 @@ def _convert_fp8(
     scales = scales[:, : inputs // group_size].T.contiguous()  # [groups, outputs]
     zeros = torch.zeros(len(scales), outputs // 4, dtype=torch.int32)
     return {"qweight": pack_awq(weight.view(torch.uint8).T, 8), "qzeros": zeros, "scales": scales.half()}
+
+
+def plain_weight(found: Quantization, layer: Mapping[str, "torch.Tensor"]) -> "torch.Tensor":
+    """Return the weight that a layer's tensors stand for, float32 [outputs, inputs], by the formula of its method.
+
+    It shares no code with the kernels, and is what they are held against.
+
+    Args:
+        layer: tensors by the last part of their names.
+    """
+    import torch
+
+    if found.method == "smooth_quant":
+        return layer["weight"].float() * layer["scale"].float()
+    if found.method == "fp8":
+        outputs, inputs = layer["weight"].shape
+        scales = layer["weight_scale_inv"].float()
+        rows, columns = torch.arange(outputs) // FP8_BLOCK, torch.arange(inputs) // FP8_BLOCK
+        return layer["weight"].float() * scales[rows][:, columns]
+    scales = layer["scales"].float()
+    if found.method == "awq":
+        levels, zeros = unpack_awq(layer["qweight"], 4).float(), unpack_awq(layer["qzeros"], 4).float()
+        group = torch.arange(len(levels)) // found.group_size
+    else:
+        levels, zeros = unpack_gptq(layer["qweight"], found.bits, 0).float(), unpack_gptq(layer["qzeros"], found.bits, 1).float()
+        zeros, group = zeros + found.zero_offset, layer["g_idx"].long()
+    return ((levels - zeros[group]) * scales[group]).T
