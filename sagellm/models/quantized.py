@@ -22,7 +22,7 @@ __all__ = [
 METHODS = ("awq", "gptq", "fp8", "smooth_quant")
 FP8_BLOCK = 128
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each nibble of a word
-SCALE_GROUPS = (64, 32)  # of a container whose scales belong to other numbers of inputs
+GROUPS = (128, 64, 32)  # inputs that share a scale in a container
 # Tensors of a quantized layer, by method.
 PARTS = {
     "awq": ("qweight", "qzeros", "scales"),
@@ -180,17 +180,15 @@ def container_of(found: Quantization, sizes: Iterable[int]) -> dict[str, Any] | 
         sizes: inputs and outputs of all linear layers.
     """
     sizes = list(sizes)
-    if found.method == "gptq":
-        group = found.group_size or next((size for size in SCALE_GROUPS if all(each % size == 0 for each in sizes)), 0)
-        if not group:
-            raise ModelError(f"GPTQ with one scale an output needs inputs that are multiples of {SCALE_GROUPS[-1]}.")
-    elif found.method == "fp8" and any(size % FP8_BLOCK for size in sizes):
-        # LMDeploy joins weights whose rows are no whole blocks of 128 with the wrong scales.
-        group = next((size for size in SCALE_GROUPS if all(each % size == 0 for each in sizes)), 0)
-        if not group:
-            raise ModelError(f"FP8 weights need sizes that are multiples of {SCALE_GROUPS[-1]}.")
-    else:
-        return None
+    if found.method not in ("gptq", "fp8") or (found.method == "fp8" and not any(size % FP8_BLOCK for size in sizes)):
+        return None  # where FP8 has partial blocks, LMDeploy joins weights with the wrong scales
+    largest = found.group_size or max(GROUPS)
+    group = next((size for size in GROUPS if size <= largest and all(each % size == 0 for each in sizes)), 0)
+    if not group:
+        raise ModelError(
+            f"the model is quantized by {found.method}, and has a linear layer of {min(sizes)} inputs or outputs; multiples of "
+            f"{min(GROUPS)} run."
+        )
     return {"quant_method": "awq", "bits": found.bits, "group_size": group, "holds": found.method, "head_bits": found.head_bits}
 
 

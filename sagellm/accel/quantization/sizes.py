@@ -14,9 +14,9 @@ def allow_group(method: str, group_size: int) -> int:
     return group_size
 
 
-def check_group(name: str, inputs: int, group_size: int) -> None:
-    """Raise QuantizationError if a group size does not divide the inputs of the layer `name`."""
-    if inputs % group_size:
-        fitting = [str(size) for size in GROUPS if inputs % size == 0]
+def check_group(name: str, size: int, group_size: int, what: str = "inputs") -> None:
+    """Raise QuantizationError if a group size does not divide the inputs, or outputs, of the layer `name`."""
+    if size % group_size:
+        fitting = [str(group) for group in GROUPS if size % group == 0]
         advice = f"use {' or '.join(fitting)}" if fitting else f"none of {', '.join(map(str, GROUPS))} does"
-        raise QuantizationError(f"group size {group_size} does not divide the {inputs} inputs of {name}; {advice}.")
+        raise QuantizationError(f"group size {group_size} does not divide the {size} {what} of {name}; {advice}.")

@@ -36,12 +36,15 @@ def check_model(quantizer: BaseQuantizer, model: Path) -> None:
     if "text_config" in config:
         raise QuantizationError(f"{model} is a model of text and images, which no method here quantizes.")
     if quantizer.has_whole_groups:
-        heads = config.get("num_attention_heads") or 1
+        heads, group = config.get("num_attention_heads") or 1, quantizer.profile().group_size
         head_size = config.get("head_dim") or config.get("hidden_size", 0) // heads
-        for name, inputs in (("mlp.gate_proj", config.get("hidden_size")), ("mlp.down_proj", config.get("intermediate_size")),
-                             ("self_attn.o_proj", heads * head_size)):  # fmt: skip
+        sizes = {"mlp.gate_proj": config.get("hidden_size"), "mlp.down_proj": config.get("intermediate_size"),
+                 "self_attn.o_proj": heads * head_size}  # fmt: skip
+        for name, inputs in sizes.items():
             if inputs:
-                check_group(name, inputs, quantizer.profile().group_size)
+                check_group(name, inputs, group)
+        # LMDeploy splits outputs in whole groups too, on one rank as well.
+        check_group("self_attn.k_proj", head_size * (config.get("num_key_value_heads") or heads), group, "outputs")
 
 
 def quantize_folder(

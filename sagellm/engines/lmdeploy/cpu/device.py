@@ -32,6 +32,7 @@ class CpuDevice:
     def __init__(self) -> None:
         self.runtime = CpuRuntime()
         self._threads: int | None = None
+        self._ranks = 1
         self._steppers: weakref.WeakKeyDictionary[Any, _StepThread] = weakref.WeakKeyDictionary()
 
     def validate(self, config: Any) -> None:
@@ -54,6 +55,7 @@ class CpuDevice:
                 raise ConfigError(f"{name} is {getattr(config, name)}; it must not be negative.")
         if not 0 < config.cache_max_entry_count < 1:
             raise ConfigError(f"cache_max_entry_count {config.cache_max_entry_count} must lie between 0 and 1.")
+        self._ranks = config.tp
 
     def activate(self) -> None:
         """Make this the device of the process."""
@@ -98,7 +100,9 @@ class CpuDevice:
         given = hf_config
         head_size = getattr(given, "head_dim", None) or given.hidden_size // given.num_attention_heads
         heads = (given.num_attention_heads, getattr(given, "num_key_value_heads", None) or given.num_attention_heads)
-        sizes = (given.hidden_size, given.intermediate_size, *(head_size * number for number in heads))
+        # Those that ranks share are split; LMDeploy checks whether they can be.
+        shared = (given.intermediate_size, *(head_size * number for number in heads))
+        sizes = (given.hidden_size, *(max(1, size // self._ranks) for size in shared))
         changed = container_of(found, sizes)
         if changed is not None:
             given.quantization_config = changed | {"original": given.quantization_config}
