@@ -229,7 +229,7 @@ def build_ours(model: str, threads: int, sizes: dict[str, int], weights: str = "
         end = max(delay + generation.token_s[-1] for delay, generation in zip(delays, done, strict=True))
         return STAGGERED_REQUESTS * STAGGERED_TOKENS / end
 
-    answer.close = engine.close
+    answer.close, answer.engine = engine.close, engine
     return answer
 
 

@@ -76,8 +76,8 @@ def _measure(
     from sagellm.core.config import SageConfig
     from sagellm.evaluate.models import EngineModel, TransformersModel
     from sagellm.evaluate.run import evaluate as measure
-    from sagellm.models.texts import check_same_tokens
     from sagellm.models import find_model, prepare_model
+    from sagellm.models.texts import check_same_tokens
 
     source, (dtype, compute) = find_model(given[0]), given[1:]
     folder = prepare_model(source)

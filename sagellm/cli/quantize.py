@@ -14,7 +14,7 @@ from sagellm.core.errors import SageError
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--method", help="awq, gptq, fp8, int8, smoothquant, or module:Class. `sagellm list quantizer` has their options.")
+@click.option("--method", help="awq, gptq, fp8, int8, smoothquant, or module:Class; see `sagellm list quantizer`.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder to write. Default: the user's cache.")
 @click.option("--options", "given", help="Options of the method, as JSON.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="Text file. Default: Python's documentation and sources.")
@@ -22,7 +22,7 @@ from sagellm.core.errors import SageError
 @click.option("--length", type=click.IntRange(16), default=512, show_default=True, help="Tokens of a piece.")
 @click.option("--report", type=click.Path(path_type=Path), help="Measure this quantized folder beside its original instead.")
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of --report's engine.")
-@click.option("--tokens", type=click.IntRange(1024), default=8_000, show_default=True, help="Tokens of text that --report scores.")
+@click.option("--tokens", type=click.IntRange(1024), default=8_000, show_default=True, help="Tokens that --report scores.")
 @click.option("--answers", type=click.IntRange(0), default=20, show_default=True, help="Greedy answers that --report compares.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def quantize(
@@ -31,8 +31,8 @@ def quantize(
 ) -> None:  # fmt: skip
     """Quantize MODEL, and print the folder that `--model` takes.
 
-    MODEL is what `--model` takes: smollm2, demo, a folder, a .gguf file, or a hub id. Exit code 0: done; 2: misuse, or the model
-    cannot be quantized.
+    MODEL is what `--model` takes: smollm2, demo, a folder, a .gguf file, or a hub id. Exit code 0: done; 2: misuse, or a
+    model that cannot be quantized.
     """
     try:
         if report is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from sagellm.accel.quantization.base import QuantizationProfile
 from sagellm.core.service import ServiceRequest
 
 if TYPE_CHECKING:
@@ -90,12 +91,15 @@ class CapabilityDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
+    """`quantization`: what `sagellm quantize` says of the model's weights; None for a model of other origin."""
+
     name: str
     version: str
     device: str
     kv_schema: KVCacheSchema
     num_kv_blocks: int
     capabilities: CapabilityDescriptor = field(repr=False)
+    quantization: QuantizationProfile | None = field(default=None, repr=False)
 
 
 class BaseEngine(ABC):

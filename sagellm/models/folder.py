@@ -12,7 +12,7 @@ from sagellm.models.gguf_config import FAMILIES
 from sagellm.models.gguf_weights import TOP_NAMES, tensor_shape
 from sagellm.models.quantized import quantization_of, wrong_tensor
 
-__all__ = ["check_folder", "num_weights", "read_hf_config", "sampling_defaults", "text_config"]
+__all__ = ["check_folder", "num_weights", "read_hf_config", "sampling_defaults", "text_config", "weight_sizes"]
 
 # Any of them makes a tokenizer of transformers.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab*", "*.tiktoken", "tokenization_*.py")
@@ -33,6 +33,7 @@ NUMBERS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",
 )  # fmt: skip
+FLOATS = ("F16", "BF16", "F32", "F64")  # that are converted to the type that the engine computes in
 # Types of safetensors and their bits.
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
@@ -110,11 +111,21 @@ def check_folder(model: Path) -> None:
 
 
 def num_weights(model: Path) -> int | None:
-    """Return the number of weights, or None where they are not in safetensors files."""
-    files = sorted(model.glob(SAFETENSORS))
-    if not files:
-        return None
-    return sum(math.prod(tensor["shape"]) for file in files for tensor in read_header(file).values())
+    """Return the number of weights, or None where they are not in safetensors files. A word of several levels counts as one."""
+    tensors = _tensors(model)
+    return sum(math.prod(tensor["shape"]) for tensor in tensors) if tensors else None
+
+
+def weight_sizes(model: Path) -> tuple[int, int] | None:
+    """Return the number of floats of 16 bits or more, and the bytes of all other tensors; None without safetensors files."""
+    tensors = _tensors(model)
+    floats = sum(math.prod(tensor["shape"]) for tensor in tensors if tensor["dtype"] in FLOATS)
+    others = [tensor["data_offsets"] for tensor in tensors if tensor["dtype"] not in FLOATS]
+    return (floats, sum(end - begin for begin, end in others)) if tensors else None
+
+
+def _tensors(model: Path) -> list[dict[str, Any]]:
+    return [tensor for file in sorted(model.glob(SAFETENSORS)) for tensor in read_header(file).values()]
 
 
 def read_header(file: Path) -> dict[str, Any]:

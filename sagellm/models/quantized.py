@@ -15,8 +15,19 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "FP8_BLOCK", "METHODS", "PARTS", "Quantization", "container_of", "pack_awq", "plain_weight", "pack_gptq",
-    "quantization_of", "to_container", "unpack_awq", "unpack_gptq", "wrong_tensor",
+    "FP8_BLOCK",
+    "METHODS",
+    "PARTS",
+    "Quantization",
+    "container_of",
+    "pack_awq",
+    "pack_gptq",
+    "plain_weight",
+    "quantization_of",
+    "to_container",
+    "unpack_awq",
+    "unpack_gptq",
+    "wrong_tensor",
 ]  # fmt: skip
 
 METHODS = ("awq", "gptq", "fp8", "smooth_quant")
@@ -82,7 +93,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
         case "smooth_quant":
             _allow("smooth_quant", given, quant_dtype=("int8", "float8_e4m3fn", None))
             return Quantization("smooth_quant", dtype=given.get("quant_dtype") or "int8", head_bits=head_bits)
-    raise ModelError(f"the model is quantized by {method!r}; known are {', '.join(METHODS)}. Use one of these, or 16-bit weights.")
+    raise ModelError(f"the model is quantized by {method!r}; known are {', '.join(METHODS)}. Use one of these, or 16 bits.")
 
 
 def _allow(name: str, given: Mapping[str, Any], **allowed: tuple[Any, ...]) -> None:
@@ -278,6 +289,6 @@ def plain_weight(found: Quantization, layer: Mapping[str, "torch.Tensor"]) -> "t
         levels, zeros = unpack_awq(layer["qweight"], 4).float(), unpack_awq(layer["qzeros"], 4).float()
         group = torch.arange(len(levels)) // found.group_size
     else:
-        levels, zeros = unpack_gptq(layer["qweight"], found.bits, 0).float(), unpack_gptq(layer["qzeros"], found.bits, 1).float()
-        zeros, group = zeros + found.zero_offset, layer["g_idx"].long()
+        levels, group = unpack_gptq(layer["qweight"], found.bits, 0).float(), layer["g_idx"].long()
+        zeros = unpack_gptq(layer["qzeros"], found.bits, 1).float() + found.zero_offset
     return ((levels - zeros[group]) * scales[group]).T

@@ -1,6 +1,5 @@
 """The controller of quantization and speculation, on the real engine."""
 
-import json
 from pathlib import Path
 
 import pytest

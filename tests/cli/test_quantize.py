@@ -52,8 +52,8 @@ def test_the_cache(model):
     [((), "give the MODEL"), (("MODEL",), "give the MODEL to quantize and its --method"),
      (("MODEL", "--method", "nf4"), "unknown quantization method"), (("/nowhere", "--method", "int8"), "no such folder"),
      (("MODEL", "--method", "awq", "--options", "[]"), "--options"),
-     (("MODEL", "--method", "awq", "--calibration", "/nowhere"), "cannot be read"), (("--report", "/nowhere"), "cannot be read"),
-     (("MODEL", "--report", "/nowhere"), "takes no MODEL")],
+     (("MODEL", "--method", "awq", "--calibration", "/nowhere"), "cannot be read"),
+     (("--report", "/nowhere"), "cannot be read"), (("MODEL", "--report", "/nowhere"), "takes no MODEL")],
 )  # fmt: skip
 def test_misuse(model, arguments, words):
     result = run(*(str(model) if each == "MODEL" else each for each in arguments))

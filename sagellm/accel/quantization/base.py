@@ -99,7 +99,7 @@ class Quantized:
 class BaseQuantizer(ABC):
     """A way to quantize the linear layers of a model's decoder layers.
 
-    A subclass has a `name` and answers `quantize_layer` and `settings`; `sagellm.accel.quantization` finds it by its file, by an
+    A subclass has a `name` and answers `quantize_layer`, `settings` and `profile`. It is found by its file in `methods/`, by an
     entry point of the group `sagellm.quantizers`, or as `module:Class`.
 
     Attributes:
@@ -156,7 +156,9 @@ class BaseQuantizer(ABC):
 
         check_model(self, Path(model_folder))
 
-    def quantize(self, model_folder: Path, calibration: "Calibration | None" = None, out: Path | None = None) -> QuantizationProfile:
+    def quantize(
+        self, model_folder: Path, calibration: "Calibration | None" = None, out: Path | None = None
+    ) -> QuantizationProfile:
         """Write a quantized copy of a Hugging Face folder.
 
         Args:

@@ -128,7 +128,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise QuantizationError(f"{type(model).__name__} has no decoder layers at model.layers; its layers cannot be quantized.")
+        raise QuantizationError(f"{type(model).__name__} has no decoder layers at model.layers, so no method quantizes it.")
     if any("expert" in name for name, _ in layers.named_modules()):
         raise QuantizationError(f"{type(model).__name__} is a mixture of experts, which no method here quantizes.")
     return layers

@@ -6,7 +6,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sagellm.accel.quantization.base import PROFILE_NAME, BaseQuantizer, LayerError, Quantized, QuantizationProfile
+from sagellm.accel.quantization.base import (
+    ALIGNMENT_NAME,
+    PROFILE_NAME,
+    BaseQuantizer,
+    LayerError,
+    QuantizationProfile,
+    Quantized,
+)
 from sagellm.accel.quantization.calibration import Calibration
 from sagellm.accel.quantization.sizes import check_group
 from sagellm.core.cached_folder import build_once
@@ -21,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["check_model", "quantize_folder"]
 
 # Files of a model's folder that are written anew, or belong to its weights.
-NOT_COPIED = ("config.json", "conversion.json", PROFILE_NAME, "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+NOT_COPIED = ("config.json", "conversion.json", PROFILE_NAME, ALIGNMENT_NAME, "*.index.json")
 SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of a tokenizer and its settings
 WEIGHTS = "model.safetensors"
 
@@ -63,7 +70,8 @@ def quantize_folder(
         return None if not out.exists() else QuantizationProfile.read(out)
 
     try:
-        profile, _ = build_once(out, find, partial(_build, quantizer, model, config, calibration), waiting=f"Another process is writing {out.name}; waiting for it.")
+        build = partial(_build, quantizer, model, config, calibration)
+        profile, _ = build_once(out, find, build, waiting=f"Another process is writing {out.name}; waiting for it.")
     except OSError as error:
         raise QuantizationError(f"{out} cannot be written: {error.strerror or error}. Nothing is left of it.") from None
     return profile
@@ -121,7 +129,8 @@ def _build(
             shutil.copyfile(file, hidden / file.name)
     save_file(tensors, hidden / WEIGHTS, metadata={"format": "pt"})
     settings = quantizer.settings() | {"head_bits": quantizer.head_bits, "modules_to_not_convert": list(ignored)}
-    (hidden / "config.json").write_text(json.dumps(config | {"quantization_config": settings}, indent=1) + "\n", encoding="utf-8")
+    changed = json.dumps(config | {"quantization_config": settings}, indent=1)
+    (hidden / "config.json").write_text(changed + "\n", encoding="utf-8")
     (hidden / PROFILE_NAME).write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return profile
 

@@ -34,6 +34,7 @@ from sagellm.models import find_model, prepare_model
 if TYPE_CHECKING:
     import numpy as np
 
+    from sagellm.accel.quantization.base import BaseQuantizer
     from sagellm.scheduler_ir.plan import ExecutorAPI
 
 # One decode step of a CPU takes long enough that scheduling between steps costs nothing, and a new request must not wait
@@ -241,7 +242,7 @@ class LMDeployEngine(BaseEngine):
         self._thread = threading.Thread(target=self._loop.run_forever, name="sagellm-engine", daemon=True)
         self._thread.start()
         self._on_loop(self._start())
-        self.info = _engine_info(device, sizes, self.engine)
+        self.info = _engine_info(device, sizes, self.engine, model)
 
     @property
     def hooks(self) -> Any:
@@ -462,9 +463,12 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in SamplingParams.__slots__}
 
 
-def _engine_info(device: str, sizes: Sizes, engine: Any) -> EngineInfo:
+def _engine_info(device: str, sizes: Sizes, engine: Any, model: Path) -> EngineInfo:
     import lmdeploy
+
+    from sagellm.accel.quantization.base import PROFILE_NAME, QuantizationProfile
 
     capabilities = pytorch_capabilities(device)
     blocks = engine.cache_config.num_gpu_blocks
-    return EngineInfo("lmdeploy.pytorch", lmdeploy.__version__, device, sizes.schema, blocks, capabilities)
+    profile = QuantizationProfile.read(model) if (model / PROFILE_NAME).is_file() else None
+    return EngineInfo("lmdeploy.pytorch", lmdeploy.__version__, device, sizes.schema, blocks, capabilities, profile)

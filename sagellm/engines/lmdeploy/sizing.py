@@ -8,7 +8,7 @@ from sagellm.core.config import SageConfig
 from sagellm.core.errors import CapacityError, ConfigError
 from sagellm.engines.base import KVCacheSchema
 from sagellm.engines.lmdeploy.speculative.draft_folder import check_draft
-from sagellm.models.folder import num_weights, text_config
+from sagellm.models.folder import text_config, weight_sizes
 
 # On a CPU the pool comes out of the memory that everything else lives in, so the default takes a modest part of it.
 DEFAULT_CPU_SHARE = 0.25
@@ -203,11 +203,11 @@ def _fit(config: SageConfig, model: Path, sizes: Sizes) -> Sizes:
 
 
 def weight_bytes(model: Path, dtype: str) -> int:
-    """Return the bytes of the weights in `dtype`, whatever type they are stored in."""
+    """Return the bytes of the weights in `dtype`, whatever type they are stored in. Quantized ones stay as they are."""
     width = 4 if dtype == "float32" else 2
-    number = num_weights(model)
-    if number is not None:
-        return width * number
+    sizes = weight_sizes(model)
+    if sizes is not None:
+        return width * sizes[0] + sizes[1]
     stored = sum(file.stat().st_size for file in model.glob("pytorch_model*.bin"))
     return 2 * stored if width == 4 else stored
 

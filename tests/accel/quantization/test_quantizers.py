@@ -19,7 +19,15 @@ from sagellm.accel.quantization.registry import QUANTIZERS
 from sagellm.core.errors import QuantizationError, SageError
 from sagellm.demo_model.random_model import write_random_model
 from sagellm.models.base import ModelError
-from sagellm.models.quantized import pack_awq, pack_gptq, plain_weight, quantization_of, to_container, unpack_awq, unpack_gptq
+from sagellm.models.quantized import (
+    pack_awq,
+    pack_gptq,
+    plain_weight,
+    quantization_of,
+    to_container,
+    unpack_awq,
+    unpack_gptq,
+)
 
 FEW = Calibration(("a text of few words, again and again. " * 200,), "a test", pieces=4, length=32)
 VARIANTS = [(name, {}) for name in QUANTIZERS.names()] + [("fp8", {"per_channel": True}), ("gptq", {"bits": 8})]
@@ -71,12 +79,11 @@ class Poor(Int8):
 
     def quantize_layer(self, layer, sites):
         linears = {name: linear for site in sites for name, linear in site.linears.items()}
-        scale = torch.full((1, 1), 10.0)
-        return {
-            name: Quantized({"weight": torch.ones_like(linear.weight, dtype=torch.int8), "scale": scale.expand(len(linear.weight), 1)},
-                            torch.full_like(linear.weight, 10.0))
-            for name, linear in linears.items()
-        }  # fmt: skip
+        found = {}
+        for name, linear in linears.items():
+            ones, scale = torch.ones_like(linear.weight, dtype=torch.int8), torch.full((len(linear.weight), 1), 10.0)
+            found[name] = Quantized({"weight": ones, "scale": scale}, torch.full_like(linear.weight, 10.0))
+        return found
 
 
 class _PlantedGroups(Awq):
@@ -197,7 +204,8 @@ def test_what_else_is_refused(tiny, tmp_path):
     (tmp_path / "quantization_profile.json").write_text("{")
     with pytest.raises(QuantizationError, match="is damaged"):
         QuantizationProfile.read(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["out", "quantization_profile.json"]
+    left = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
+    assert left == ["out", "quantization_profile.json"]
 
 
 def test_nothing_is_left_of_a_method_that_fails_in_the_middle(tiny, tmp_path):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sagellm.accel.quantization import Calibration, make_quantizer
-from sagellm.core.errors import ConfigError, SageError
+from sagellm.core.errors import SageError
 from sagellm.demo_model.random_model import write_random_model
 from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.architecture import cpu_support
@@ -189,6 +189,7 @@ def test_the_engine_quantizes_by_itself(start_engine, quantized, tmp_path, monke
     source = Path(json.loads((quantized("int8") / "quantization_profile.json").read_text())["source"])
     options = dict(model=source, dtype="float32", quantization="int8", quantization_options={"head_bits": 16})
     engine = start_engine(**options)
+    assert engine.info.quantization.method == "int8"
     expected = start_engine(model=quantized("int8"), dtype="float32").generate(PROMPTS, GREEDY)
     assert [one.token_ids for one in engine.generate(PROMPTS, GREEDY)] == [one.token_ids for one in expected]
     (folder,) = (tmp_path / "sagellm" / "models").glob("int8-*")

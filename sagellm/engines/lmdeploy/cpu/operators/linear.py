@@ -15,7 +15,6 @@ from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, Pac
 from sagellm.models.gguf_levels import GGUFLevels
 from sagellm.models.levels import Levels
 
-
 HEAD_BLOCK = 64  # inputs that share a scale in an output layer that is rounded to 8 bits
 
 

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are quantized: AWQ (and GPTQ in its layout), INT8 and FP8. Their levels are packed as they are."""
+"""Linear layers whose weights are quantized: AWQ (and GPTQ in its layout), INT8 and FP8. Their levels stay as they are."""
 
 from typing import Any
 
@@ -15,7 +15,6 @@ from sagellm.engines.lmdeploy.cpu.operators.linear import CpuLinearImpl
 from sagellm.engines.lmdeploy.cpu.operators.norm import CpuRMSNormImpl
 from sagellm.models.levels import FLOAT8, FLOAT8_SHIFT, LEVELS4, LEVELS8, Levels, whole_block
 from sagellm.models.quantized import FP8_BLOCK, unpack_awq
-
 
 MAX_BLOCK = 64  # inputs that are rounded with one scale; 256 double the loss of SmolLM2, and save a tenth of a prompt's time
 
@@ -87,7 +86,7 @@ class CpuBlockedF8Impl(_QuantizedImpl):
 
     def levels(self, module: nn.Module, holds: str = "") -> Levels:
         weight = module.weight.detach()
-        outputs, inputs = weight.shape
+        outputs = weight.shape[0]
         scales = module.weight_scale_inv.detach() * 2.0**FLOAT8_SHIFT
         scales = scales.repeat_interleave(FP8_BLOCK, 0)[:outputs].half().numpy()
         return _in_blocks(Levels(weight.view(torch.int8).numpy(), scales, np.zeros_like(scales), FLOAT8))
