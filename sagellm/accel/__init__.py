@@ -10,7 +10,7 @@ _HOME = {
     "DraftModelStrategy": "speculative.draft_model",
     "DynamicLookaheadStrategy": "speculative.dynamic",
     "NgramStrategy": "speculative.ngram",
-    "QuantizationProfile": "quantization.base",
+    "QuantizationProfile": "quantization.profile",
     "SpeculativeRun": "controller",
     "SpeculativeStrategy": "speculative.base",
     "SuffixStrategy": "speculative.suffix",

@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sagellm.accel.quantization.base import ALIGNMENT_NAME, BaseQuantizer
+from sagellm.accel.quantization.base import BaseQuantizer
 from sagellm.accel.quantization.cache import quantized_copy
 from sagellm.accel.quantization.calibration import Calibration
+from sagellm.accel.quantization.profile import ALIGNMENT_NAME
 from sagellm.accel.quantization.registry import make_quantizer
 from sagellm.accel.speculative.registry import make_speculator
 from sagellm.core.config import SageConfig
@@ -23,7 +24,7 @@ GUESSES, STRATEGY = 4, "ngram"  # where the configuration does not say
 
 
 class AccelConfig(BaseModel):
-    """What makes a model faster.
+    """Settings of quantization and speculation.
 
     Attributes:
         enable_quantization: whether `get_quantized_model` may be called.

@@ -69,7 +69,7 @@ def _quantize(
 
 
 def _report(folder: Path, device: str, tokens: int, answers: int, as_json: bool) -> None:
-    from sagellm.accel.quantization.base import QuantizationProfile
+    from sagellm.accel.quantization.profile import QuantizationProfile
     from sagellm.evaluate.alignment import measure_alignment, page
     from sagellm.evaluate.run import Options
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from sagellm.accel.quantization.base import QuantizationProfile
+from sagellm.accel.quantization.profile import QuantizationProfile
 from sagellm.core.service import ServiceRequest
 
 if TYPE_CHECKING:

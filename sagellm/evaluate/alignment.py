@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from sagellm.accel.quantization.base import ALIGNMENT_NAME, QuantizationProfile
+from sagellm.accel.quantization.profile import ALIGNMENT_NAME, QuantizationProfile
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import QuantizationError
 from sagellm.evaluate.models import EngineModel, TransformersModel
@@ -13,7 +13,7 @@ from sagellm.evaluate.run import Options, evaluate
 
 __all__ = ["AlignmentReport", "measure_alignment", "page", "write_alignment"]
 
-TOKENS, ANSWERS = 8_000, 20  # of a report that nobody asked for in detail
+TOKENS, ANSWERS = 8_000, 20  # of a report by default
 REFERENCE = "float32"
 
 

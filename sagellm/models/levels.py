@@ -13,7 +13,7 @@ BLOCKS = range(256, 0, -16)  # inputs that can share a scale in the native code
 
 
 def whole_block(inputs: int, largest: int = BLOCKS[0]) -> int | None:
-    """Return the largest block that the native code has and that divides a number of inputs; None if there is none."""
+    """Return the largest block that the native code has and that divides a number of inputs; None if none does."""
     return next((size for size in BLOCKS if size <= largest and inputs % size == 0), None)
 
 

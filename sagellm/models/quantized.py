@@ -45,7 +45,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Quantization:
-    """What `quantization_config` of a model says.
+    """`quantization_config` of a model.
 
     Attributes:
         group_size: inputs that share a scale; 0: all inputs of an output.

@@ -1,5 +1,8 @@
 """The controller of quantization and speculation, on the real engine."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +81,12 @@ def test_what_is_switched_off(model):
         controller.run_speculative_decode(["a"])
     with pytest.raises(SageError, match="no prompt"):
         AccelController.setup({"speculative_tokens": 2}, model=model, **SETTINGS).run_speculative_decode([])
+
+
+def test_demo_of_the_page_runs(tmp_path):
+    page = (Path(__file__).parents[2] / "sagellm/accel/quantization/README.md").read_text()
+    (demo,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    found = subprocess.run([sys.executable, "-c", demo], cwd=tmp_path, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-2000:]
+    folder, acceptance, is_same = found.stdout.splitlines()[-1].rsplit(" ", 2)
+    assert (Path(folder) / "alignment.json").is_file() and 0 <= float(acceptance) <= 1 and is_same == "True"

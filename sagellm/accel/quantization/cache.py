@@ -3,8 +3,9 @@
 import hashlib
 from pathlib import Path
 
-from sagellm.accel.quantization.base import PROFILE_NAME, BaseQuantizer
+from sagellm.accel.quantization.base import BaseQuantizer
 from sagellm.accel.quantization.calibration import Calibration
+from sagellm.accel.quantization.profile import PROFILE_NAME
 from sagellm.core.cached_folder import default_cache_dir
 from sagellm.core.errors import QuantizationError
 from sagellm.core.file_hashes import hash_files

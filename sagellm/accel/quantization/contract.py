@@ -7,8 +7,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sagellm.accel.quantization.base import BaseQuantizer, QuantizationProfile
+from sagellm.accel.quantization.base import BaseQuantizer
 from sagellm.accel.quantization.calibration import Calibration
+from sagellm.accel.quantization.profile import QuantizationProfile
 from sagellm.core.contract import Broke, Played, Report, Scenario, Suite
 from sagellm.core.errors import SageError
 from sagellm.models.quantized import PARTS, plain_weight, quantization_of, wrong_tensor

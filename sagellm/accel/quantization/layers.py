@@ -53,7 +53,7 @@ class Site:
 
 
 class Producer(NamedTuple):
-    """What the inputs of a site come from: a norm, or rows of a linear layer that they are in proportion to.
+    """Source of a site's inputs: a norm, or rows of a linear layer that they are in proportion to.
 
     Attributes:
         module: norm or linear layer.
@@ -136,7 +136,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 @torch.inference_mode()
 def walk(model: nn.Module, tokens: torch.Tensor, visit: Callable[[int, nn.Module, list[Site]], None]) -> None:
-    """Call `visit` with each decoder layer and its sites, in order. What it changes is seen by later layers.
+    """Call `visit` with each decoder layer and its sites, in order. Later layers see its changes.
 
     Args:
         model: of transformers, in float32.

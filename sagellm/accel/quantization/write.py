@@ -4,17 +4,16 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from sagellm.accel.quantization.base import (
+from sagellm.accel.quantization.calibration import Calibration
+from sagellm.accel.quantization.profile import (
     ALIGNMENT_NAME,
     PROFILE_NAME,
-    BaseQuantizer,
     LayerError,
     QuantizationProfile,
     Quantized,
 )
-from sagellm.accel.quantization.calibration import Calibration
 from sagellm.accel.quantization.sizes import check_group
 from sagellm.core.cached_folder import build_once
 from sagellm.core.errors import QuantizationError
@@ -33,7 +32,22 @@ SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of a tokenizer and its setti
 WEIGHTS = "model.safetensors"
 
 
-def check_model(quantizer: BaseQuantizer, model: Path) -> None:
+class Method(Protocol):
+    """The part of `BaseQuantizer` that writes nothing."""
+
+    name: str
+    needs_calibration: bool
+    has_whole_groups: bool
+    head_bits: int
+
+    def profile(self) -> QuantizationProfile: ...
+
+    def settings(self) -> dict[str, Any]: ...
+
+    def quantize_layer(self, layer: Any, sites: "list[Site]") -> dict[str, Quantized]: ...
+
+
+def check_model(quantizer: Method, model: Path) -> None:
     """Do what `BaseQuantizer.check` says."""
     check_folder(model)
     config = read_hf_config(model)
@@ -55,7 +69,7 @@ def check_model(quantizer: BaseQuantizer, model: Path) -> None:
 
 
 def quantize_folder(
-    quantizer: BaseQuantizer, model: Path, calibration: Calibration | None, out: Path | None
+    quantizer: Method, model: Path, calibration: Calibration | None, out: Path | None
 ) -> QuantizationProfile:
     """Do what `BaseQuantizer.quantize` says."""
     check_model(quantizer, model)
@@ -78,7 +92,7 @@ def quantize_folder(
 
 
 def _build(
-    quantizer: BaseQuantizer, model: Path, config: dict[str, Any], calibration: Calibration | None, hidden: Path
+    quantizer: Method, model: Path, config: dict[str, Any], calibration: Calibration | None, hidden: Path
 ) -> QuantizationProfile:
     import torch
     from safetensors.torch import save_file

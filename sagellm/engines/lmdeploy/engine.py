@@ -466,7 +466,7 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 def _engine_info(device: str, sizes: Sizes, engine: Any, model: Path) -> EngineInfo:
     import lmdeploy
 
-    from sagellm.accel.quantization.base import PROFILE_NAME, QuantizationProfile
+    from sagellm.accel.quantization.profile import PROFILE_NAME, QuantizationProfile
 
     capabilities = pytorch_capabilities(device)
     blocks = engine.cache_config.num_gpu_blocks

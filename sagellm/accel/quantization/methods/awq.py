@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from sagellm.accel.quantization.base import BaseQuantizer, QuantizationProfile, Quantized
+from sagellm.accel.quantization.base import BaseQuantizer
 from sagellm.accel.quantization.groups import awq_tensors, choose_grid, error_of
 from sagellm.accel.quantization.layers import Producer, Site, producer_of
+from sagellm.accel.quantization.profile import QuantizationProfile, Quantized
 from sagellm.accel.quantization.sizes import allow_group, check_group
 
 BITS = 4

@@ -6,9 +6,10 @@ import torch
 from lmdeploy.lite.quantization.weight.quant_utils import quant_blocked_fp8
 from torch import nn
 
-from sagellm.accel.quantization.base import BaseQuantizer, QuantizationProfile, Quantized
+from sagellm.accel.quantization.base import BaseQuantizer
 from sagellm.accel.quantization.input_order import InputOrder
 from sagellm.accel.quantization.layers import Site
+from sagellm.accel.quantization.profile import QuantizationProfile, Quantized
 from sagellm.core.errors import QuantizationError
 from sagellm.models.quantized import FP8_BLOCK
 

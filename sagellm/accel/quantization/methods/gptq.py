@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from sagellm.accel.quantization.base import BaseQuantizer, QuantizationProfile, Quantized
+from sagellm.accel.quantization.base import BaseQuantizer
 from sagellm.accel.quantization.groups import Grid, awq_tensors, choose_grid
 from sagellm.accel.quantization.input_order import InputOrder
 from sagellm.accel.quantization.layers import Site
+from sagellm.accel.quantization.profile import QuantizationProfile, Quantized
 from sagellm.accel.quantization.sizes import allow_group, check_group
 from sagellm.core.errors import QuantizationError
 from sagellm.models.quantized import pack_gptq

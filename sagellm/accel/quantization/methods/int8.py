@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from sagellm.accel.quantization.base import BaseQuantizer, QuantizationProfile, Quantized
+from sagellm.accel.quantization.base import BaseQuantizer
 from sagellm.accel.quantization.layers import Site
+from sagellm.accel.quantization.profile import QuantizationProfile, Quantized
 
 BITS, TOP = 8, 127
 

@@ -5,9 +5,9 @@ Xiao et al., "SmoothQuant" (arXiv 2211.10438).
 
 from torch import nn
 
-from sagellm.accel.quantization.base import Quantized
 from sagellm.accel.quantization.layers import Site, producer_of
 from sagellm.accel.quantization.methods.int8 import Int8
+from sagellm.accel.quantization.profile import Quantized
 from sagellm.core.errors import QuantizationError
 
 
