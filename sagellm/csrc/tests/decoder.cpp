@@ -20,8 +20,8 @@ constexpr int kBlock = 16, kBlocks = 40, kExperts = 5;
 class Model {
  public:
   explicit Model(sage::Dtype dtype = sage::Dtype::kFloat32, sage::Format format = sage::Format::kPlain,
-                 bool has_experts = false)
-      : format_(format), kernels_("", dtype) {
+                 bool has_experts = false, bool in_8_bits = false)
+      : format_(format), in_8_bits_(in_8_bits), kernels_("", dtype) {
     std::vector<sage::DecoderLayer> layers(kLayers);
     for (auto& layer : layers) {
       layer.qkv = matrix((kHeads + 2 * kKeyHeads) * kHeadSize, kHidden);
@@ -129,6 +129,7 @@ class Model {
     matrix.inputs = inputs;
     matrix.format = format_;
     matrix.block = 16;
+    matrix.in_8_bits = in_8_bits_ && kernels_.has_8_bits();
     std::vector<std::int8_t> values(static_cast<std::size_t>(outputs * inputs));
     for (auto& value : values) value = static_cast<std::int8_t>(random_() % 16);
     const std::vector<std::uint16_t> scales(values.size() / 16, 0x2a66), offsets(values.size() / 16, 0xb266);
@@ -139,6 +140,7 @@ class Model {
   }
 
   const sage::Format format_;
+  const bool in_8_bits_;
   std::mt19937 random_{1};
   sage::CpuKernels kernels_;
   std::vector<std::vector<float>> kept_, caches_;
@@ -159,9 +161,15 @@ void threads_change_nothing(bool has_experts) {
 }
 
 void weights_of_few_bits_run() {
-  for (const auto format : {sage::Format::kLevels4, sage::Format::kLevels8, sage::Format::kFloat8}) {
+  struct Way {
+    sage::Format format;
+    bool in_8_bits;
+  };
+  const Way ways[] = {{sage::Format::kLevels4, false}, {sage::Format::kLevels4, true}, {sage::Format::kLevels8, false},
+                      {sage::Format::kLevels8, true}, {sage::Format::kFloat8, false}};
+  for (const auto& [format, in_8_bits] : ways) {
     for (const auto dtype : {sage::Dtype::kFloat32, sage::Dtype::kBFloat16}) {
-      Model one(dtype, format), several(dtype, format);
+      Model one(dtype, format, false, in_8_bits), several(dtype, format, false, in_8_bits);
       sage::Team alone(1), together(3);
       EXPECT(one.run(alone, {70, 9}, {70, 9}) == several.run(together, {70, 9}, {70, 9}));
       EXPECT(one.run(alone, {1, 3}, {71, 12}) == several.run(together, {1, 3}, {71, 12}));
