@@ -144,6 +144,7 @@ def _speeds(
             arguments = {"engine": "llama", "model": str(file), "threads": threads} | sizes
             process = ContestantProcess(name, str(llama), "benchmarks.models.decode_worker", arguments, lambda: None)
             contestants.append(stack.enter_context(process))
+            process.about()
         weights = {each.name: each.ask({"do": "bytes"}) for each in contestants if each.name in (BASE, *folders)}
         resident = {each.name: each.ask({"do": "resident"}) for each in contestants if each.name in (BASE, *folders)}
         shape, cells = Shape.read(folder), []
