@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import requests
+import torch
 from click.testing import CliRunner
 from huggingface_hub import constants, errors
 
@@ -346,22 +347,24 @@ def test_a_removal_that_is_killed_leaves_no_half_model(cache, monkeypatch):
 
 
 def test_info_names_the_operators_that_the_cpu_device_lacks(tmp_path):
-    from transformers import LlamaConfig
+    from safetensors.torch import load_file, save_file
 
     from sagellm.engines.lmdeploy.contract.architectures import write_model
-    from tests.models.test_gguf import SHAPE
-    from tests.reference import save_random
 
     write_model("DeepseekV2", tmp_path / "deepseek")
     facts = json.loads(run("info", tmp_path / "deepseek", "--json").stdout)
     assert (facts["missing_on_cpu"], facts["eager_on_cpu"]) == ({}, "the native step does not know DeepseekV2ForCausalLM")
-    save_random(LlamaConfig(**SHAPE | {"num_hidden_layers": 1}), tmp_path)
-    edit(tmp_path / "config.json", quantization_config={"quant_method": "smooth_quant", "quant_dtype": "int8"})
+    write_model("Mixtral", tmp_path)
+    edit(tmp_path / "config.json", quantization_config={"quant_method": "fp8", "fmt": "e4m3"})
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.block_sparse_moe.gate.weight_scale_inv"] = torch.ones(1, 1)
+    save_file(weights, tmp_path / "model.safetensors")
     facts = json.loads(run("info", tmp_path, "--json").stdout)
-    assert "LinearW8A8" in facts["missing_on_cpu"]
+    assert "FusedMoEBlockedF8" in facts["missing_on_cpu"]
     refused = CliRunner().invoke(main, ["serve", "--model", str(tmp_path), "--device", "cpu"])
     assert refused.exit_code == 2
-    assert "LlamaForCausalLM, which the CPU device cannot run: " in refused.stderr and "LinearW8A8" in refused.stderr
+    assert "MixtralForCausalLM, which the CPU device cannot run: " in refused.stderr
+    assert "FusedMoEBlockedF8" in refused.stderr
     edit(tmp_path / "config.json", architectures=["MartianForCausalLM"])
     refused = CliRunner().invoke(main, ["serve", "--model", str(tmp_path), "--device", "cpu"])
     assert refused.exit_code == 2 and "MartianForCausalLM, which LMDeploy 0.11.0's PyTorch engine does not" in refused.stderr

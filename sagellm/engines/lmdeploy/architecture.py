@@ -82,6 +82,7 @@ def cpu_support(model: Path, dtype: str) -> CpuSupport:
 
     from sagellm.engines.lmdeploy.cpu.backend import CpuOpsBackend
     from sagellm.engines.lmdeploy.cpu.compiled import why_eager
+    from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
 
     eager, found = "it cannot run", {}
     original = CpuOpsBackend.__dict__["get_layer_impl_builder"]
@@ -97,6 +98,7 @@ def cpu_support(model: Path, dtype: str) -> CpuSupport:
     CpuOpsBackend.get_layer_impl_builder = classmethod(builder)
     try:
         config = ModelConfig.from_pretrained(str(model), dtype=dtype)
+        CPU_DEVICE.quantization(config.hf_config)
         built = build_patched_model(config, torch.device("meta"), build_model_ctx=BuildModelContext())
         if not found:
             eager = why_eager(built)

@@ -65,7 +65,8 @@ def _quantization(device: str, missing: dict[str, str]) -> tuple[str, ...]:
     for name, operator in QUANTIZED.items():
         if operator not in names:
             missing[f"quantization {name}"] = f"the {device} device has no operator {operator}"
-    return tuple(name for name, operator in QUANTIZED.items() if operator in names)
+    found = tuple(name for name, operator in QUANTIZED.items() if operator in names)
+    return (*found, "gptq") if device == "cpu" else found  # in AWQ's layers
 
 
 def _operator_names(device: str) -> set[str]:

@@ -22,7 +22,7 @@ def test_the_cpu_device_takes_the_dtypes_it_names_and_no_other(model_folder):
     with pytest.raises(ConfigError, match="float16 is not available"):
         size_engine(SageConfig(dtype="float16"), folder, "cpu")
     assert "float16" not in found.dtypes and "float16" in found.missing
-    assert found.quantization == () and "quantization awq" in found.missing
+    assert found.quantization == ("awq", "smooth_quant", "fp8", "gptq")
     assert found.kv_tiers == ("gpu", "cpu", "nvme") and "eagle" not in found.speculation
     assert {"ngram", "draft"} <= set(found.speculation) and found.roles == ("prefill", "decode", "hybrid")
 

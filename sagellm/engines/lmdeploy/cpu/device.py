@@ -94,10 +94,13 @@ class CpuDevice:
         Raises:
             ModelError: weights that the device cannot compute from.
         """
-        found = quantization_of(vars(hf_config))
-        if found is None or "holds" in hf_config.quantization_config:
-            return
         given = hf_config
+        if "holds" in (getattr(given, "quantization_config", None) or {}):
+            return
+        found = quantization_of(vars(given))
+        # Quantized experts are refused, with the name of the operator that is missing.
+        if found is None or getattr(given, "num_local_experts", 0) or getattr(given, "num_experts", 0):
+            return
         head_size = getattr(given, "head_dim", None) or given.hidden_size // given.num_attention_heads
         heads = (given.num_attention_heads, getattr(given, "num_key_value_heads", None) or given.num_attention_heads)
         # Those that ranks share are split; LMDeploy checks whether they can be.

@@ -100,8 +100,7 @@ def test_answers_are_those_of_the_plain_weights(start_engine, quantized, tmp_pat
         assert (logits.amax(1) - chosen < 3e-3 * logits.abs().max()).all()
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq 8", "int8", "fp8"])
-@pytest.mark.parametrize("head_bits", [16, 8])
+@pytest.mark.parametrize(("method", "head_bits"), [("awq", 8), ("gptq 8", 16), ("int8", 8), ("fp8", 8)])
 def test_bfloat16_with_inputs_in_8_bits_stays_near(start_engine, quantized, tmp_path, method, head_bits):
     folder = quantized(method, head_bits=head_bits)
     model = plain_model(folder, tmp_path / "plain")
