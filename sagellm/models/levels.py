@@ -73,13 +73,14 @@ class Levels(NamedTuple):
         return cls(values.reshape(outputs, inputs), scales, np.zeros_like(scales), LEVELS8)
 
     @staticmethod
-    def joined(parts: Sequence["Levels"]) -> "Levels | None":
-        """Return the rows of several matrices one after the other, in what all of them can be stored in; None: in nothing."""
-        formats, orders = {part.format for part in parts}, {part.order is None or part.order.tobytes() for part in parts}
-        if len(orders) > 1 or (len(formats) > 1 and FLOAT8 in formats):
-            return None
+    def joined(parts: Sequence["Levels"]) -> "Levels":
+        """Return the rows of several matrices one after the other, in what all of them can be stored in.
+
+        Args:
+            parts: whole levels, their inputs in order.
+        """
         block = min(part.block for part in parts)
         scales, offsets = (
             np.concatenate([np.repeat(part[field], part.block // block, axis=1) for part in parts]) for field in (1, 2)
         )
-        return Levels(np.concatenate([part.values for part in parts]), scales, offsets, max(formats), parts[0].order)
+        return Levels(np.concatenate([part.values for part in parts]), scales, offsets, max(part.format for part in parts))

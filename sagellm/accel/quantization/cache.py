@@ -38,5 +38,9 @@ def quantized_copy(model: Path, quantizer: BaseQuantizer, calibration: Calibrati
     """
     folder = cached_copy(model, quantizer, calibration)
     if not (folder / PROFILE_NAME).is_file():
-        quantizer.quantize(model, calibration, folder)
+        try:
+            quantizer.quantize(model, calibration, folder)
+        except QuantizationError:
+            if not (folder / PROFILE_NAME).is_file():  # else another process has finished it meanwhile
+                raise
     return folder

@@ -162,7 +162,7 @@ def test_gptq_is_repacked_exactly(bits, size, is_ordered):
     torch.testing.assert_close(weight, plain_weight(found, layer), rtol=0, atol=0)
 
 
-def test_gptq_and_awq_lose_less_than_rounding(tiny):
+def test_clipping_and_gptq_lose_less_than_rounding():
     torch.manual_seed(0)
     x = torch.randn(2000, 64) @ torch.randn(64, 256) + 0.3 * torch.randn(2000, 256)  # inputs that resemble each other
     weight, gram = torch.randn(64, 256), x.T @ x / len(x)

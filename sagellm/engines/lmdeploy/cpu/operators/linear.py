@@ -128,15 +128,18 @@ class _Source:
 
     def in_8_bits(self, name: str) -> bool:
         """Return whether the inputs of a plain weight are rounded: an output layer is computed as the layers before it."""
-        return self._rounds and self._head_bits == 8 and name.rpartition(".")[2] == "lm_head"
+        return self._rounds and self._is_rounded_head(name)
 
     def levels(self, name: str, module: nn.Module) -> Levels | None:
         """Return the levels of LMDeploy's module `name`, or None if its weights are to be packed as they are loaded."""
         if module.impl.is_quantized:
             return module.impl.levels(module, self._holds)._replace(order=self._order(name, module))
-        if self._head_bits == 8 and name.rpartition(".")[2] == "lm_head":
+        if self._is_rounded_head(name):
             return Levels.rounded(module.weight.detach().float().numpy(), HEAD_BLOCK)
         return _levels_of(self._file, name, module.weight)
+
+    def _is_rounded_head(self, name: str) -> bool:
+        return self._head_bits == 8 and name.rpartition(".")[2] == "lm_head"
 
     def _order(self, name: str, module: nn.Module) -> np.ndarray | None:
         place, _, last = name.rpartition(".")
