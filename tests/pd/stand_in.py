@@ -86,7 +86,9 @@ class StandIn:
     async def connect(self, _, message):
         peer = await connect(message.address, self.key)
         await peer.call(Hello(engine_id=self.url, facts=self.facts), 5, EngineFacts)
-        self.sources[message.engine_id] = peer
+        old, self.sources[message.engine_id] = self.sources.get(message.engine_id), peer
+        if old is not None:
+            await old.close()
         return Done()
 
     async def fetch(self, _, message):

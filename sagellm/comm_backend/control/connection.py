@@ -23,6 +23,9 @@ Handler = Callable[["ControlConnection", Any], Awaitable[BaseModel]]
 OnEvent = Callable[["ControlConnection", Any], None]
 logger = logging.getLogger("sagellm")
 
+# asyncio itself holds a client's stream, and the task that reads it, by weak references alone.
+_reading: set[asyncio.Task[None]] = set()
+
 
 class _Head(BaseModel):
     """The first line of a frame; the rest is the message, or the words of an error."""
@@ -67,6 +70,8 @@ class ControlConnection:
         self._closed = asyncio.Event()
         self._why = "has closed the connection"
         self._reading = asyncio.get_running_loop().create_task(self._read())
+        _reading.add(self._reading)
+        self._reading.add_done_callback(_reading.discard)
 
     @property
     def is_closed(self) -> bool:

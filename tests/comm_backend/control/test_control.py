@@ -1,6 +1,7 @@
 """Control connections: what calls and events promise, with both sides in one event loop."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -260,6 +261,20 @@ def test_closing_does_not_wait_for_a_peer_that_does_not_read(monkeypatch):
         await asyncio.wait_for(reached.close(), 60)
         assert all(isinstance(end, PeerError) for end in await asyncio.gather(*calls, return_exceptions=True))
         await asyncio.wait_for(server.close(), 60)
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_its_owner_drops_stays_open():
+    """Python's collector would else destroy its task in the middle, in whatever runs then."""
+
+    async def main():
+        async with serving(echo) as (server, address, _):
+            await connect(address, KEY)
+            await asyncio.sleep(0.05)
+            gc.collect()
+            await asyncio.sleep(0.05)
+            assert len(server.connections) == 2
 
     asyncio.run(main())
 
