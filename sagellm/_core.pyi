@@ -706,10 +706,8 @@ class CpuDecoder:
         last_norm: int,
         head: dict[str, int],
     ) -> None: ...
-    def bind(
-        self, keys: list[int], values: list[int], num_blocks: int, block_size: int, block_stride: int, slot_stride: int
-    ) -> None:
-        """Use this cache: keys and values of each layer, [blocks, block size, key heads, head size], strides in bytes."""
+    def bind(self, cache: dict[str, Any]) -> None:
+        """Use this cache. `sagellm.engines.lmdeploy.cpu.cache.describe` makes the addresses, strides and names."""
 
     def run(
         self, team: CpuTeam, tensors: dict[str, int], wishes: dict[str, Any] | None = None

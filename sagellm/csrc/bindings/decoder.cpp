@@ -30,10 +30,11 @@ Activation activation_of(const std::string& name) {
 }
 
 Format format_of(const std::string& name) {
+  if (name == "plain") return Format::kPlain;
   if (name == "levels4") return Format::kLevels4;
   if (name == "levels8") return Format::kLevels8;
   if (name == "float8") return Format::kFloat8;
-  throw py::value_error("format is '" + name + "'; use levels4, levels8 or float8.");
+  throw py::value_error("format is '" + name + "'; use plain, levels4, levels8 or float8.");
 }
 
 Matrix matrix_of(const py::dict& given) {
@@ -143,15 +144,28 @@ class BoundDecoder {
       : decoder_(kernels, shape_of(shape), layers_of(layers), matrix_of(embedding), at<const float>(last_norm),
                  matrix_of(head)) {}
 
-  void bind(const std::vector<Address>& keys, const std::vector<Address>& values, int num_blocks, int block_size,
-            std::size_t block_stride, std::size_t slot_stride) {
-    cache_ = {};
-    for (const Address address : keys) cache_.keys.push_back(at<char>(address));
-    for (const Address address : values) cache_.values.push_back(at<char>(address));
-    cache_.num_blocks = num_blocks;
-    cache_.block_size = block_size;
-    cache_.block_stride = block_stride;
-    cache_.slot_stride = slot_stride;
+  // `cache`: addresses, strides and names, as `PagedCache` has them.
+  void bind(const py::dict& cache) {
+    const auto addresses = [&](const char* name) {
+      std::vector<char*> found;
+      for (const py::handle each : cache[name]) found.push_back(at<char>(each.cast<Address>()));
+      return found;
+    };
+    const auto bytes = [&](const char* name) { return cache[name].cast<std::size_t>(); };
+    PagedCache bound;
+    bound.keys = addresses("keys");
+    bound.values = addresses("values");
+    bound.key_scales = addresses("key_scales");
+    bound.value_scales = addresses("value_scales");
+    bound.num_blocks = cache["num_blocks"].cast<int>();
+    bound.block_size = cache["block_size"].cast<int>();
+    bound.block_stride = bytes("block_stride");
+    bound.slot_stride = bytes("slot_stride");
+    bound.scale_block_stride = bytes("scale_block_stride");
+    bound.scale_slot_stride = bytes("scale_slot_stride");
+    bound.format = format_of(cache["format"].cast<std::string>());
+    bound.dtype = dtype_of(cache["dtype"].cast<std::string>());
+    cache_ = bound;
   }
 
   // `tensors`: addresses and sizes, as `DecoderStep` has them. Draws tokens if there are wishes.
@@ -269,8 +283,7 @@ void bind_decoder(py::module_& module) {
       .def(py::init<const CpuKernels&, const py::dict&, const py::list&, const py::dict&, Address, const py::dict&>(),
            py::arg("kernels"), py::arg("shape"), py::arg("layers"), py::arg("embedding"), py::arg("last_norm"),
            py::arg("head"), py::keep_alive<1, 2>())
-      .def("bind", &BoundDecoder::bind, py::arg("keys"), py::arg("values"), py::arg("num_blocks"),
-           py::arg("block_size"), py::arg("block_stride"), py::arg("slot_stride"))
+      .def("bind", &BoundDecoder::bind, py::arg("cache"))
       .def("run", &BoundDecoder::run, py::arg("team"), py::arg("tensors"), py::arg("wishes") = py::none());
 }
 

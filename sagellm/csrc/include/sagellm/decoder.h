@@ -101,10 +101,19 @@ struct DecoderLayer {
 };
 
 // The KV cache: each layer's keys and values are [blocks][block size][key heads][head size].
+//
+// Of few bits a number is scale * (code - zero): codes 0 to 15 (kLevels4), number i and number head size / 2 + i in one byte; 0
+// to 255 (kLevels8); or e4m3 floats without a zero point (kFloat8). Scale and zero point of each head of a token have the
+// type of the weights, [blocks][block size][key heads][2]. Codes of keys of 4 and 8 bits lie in groups of 16 tokens: a head's
+// words of 4 bytes, [16 tokens][words], are [words][16 tokens] in the group's slots, one slot after the other.
 struct PagedCache {
   std::vector<char*> keys, values;                // by layer
   std::size_t block_stride = 0, slot_stride = 0;  // bytes
   int num_blocks = 0, block_size = 0;
+  Format format = Format::kPlain;
+  Dtype dtype = Dtype::kFloat32;              // of plain numbers; it may differ from that of the weights
+  std::vector<char*> key_scales, value_scales;  // by layer, where numbers are of few bits
+  std::size_t scale_block_stride = 0, scale_slot_stride = 0;
 };
 
 // Sequences of a step, their new tokens one after the other.

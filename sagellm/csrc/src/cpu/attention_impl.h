@@ -1,7 +1,7 @@
 // Attention over blocks of keys and values. For `kernels_impl.h` alone, which says what it is compiled for.
 #pragma once
 
-#include "products_impl.h"
+#include "cached_impl.h"
 
 namespace sage::cpu::NAMESPACE {
 
@@ -16,16 +16,66 @@ inline bool is_few(int rows, bool few) { return few && rows < kManyRows; }
 inline std::size_t attend_bytes(int rows, int heads, int head_size, bool few) {
   const auto r = static_cast<std::size_t>(rows);
   const auto d = static_cast<std::size_t>(padded(head_size, kTile));
-  if (is_few(rows, few)) return aligned_to_64(static_cast<std::size_t>(heads) * r * (kSplit + kTile + d) * 4);
-  return aligned_to_64(r * d * 4) * 2 + aligned_to_64(r * kRound * 4) * 2 + aligned_to_64(kRound * d * 4) +
+  if (is_few(rows, few)) {
+    // Scores and queries of all heads, and the most that keys and values of few bits take besides.
+    const auto keys = static_cast<std::size_t>(kSplit + kTile);
+    return aligned_to_64(static_cast<std::size_t>(heads) * r * (keys + d) * 4) + aligned_to_64(keys * 8) +
+           aligned_to_64(static_cast<std::size_t>(heads) * keys * 16) + aligned_to_64(r * (keys + d) * 2) +
+           aligned_to_64(kTile * d * 4) + aligned_to_64(r * 16) + 16 * 64;
+  }
+  return aligned_to_64(r * d * 4) * 2 + aligned_to_64(r * kRound * 4) * 2 + aligned_to_64(kRound * d * 4) * 2 +
          aligned_to_64(r * 12);
 }
+
+// Hands out parts of the scratch memory.
+class Scratch {
+ public:
+  explicit Scratch(char* at) : at_(at) {}
+  template <class N>
+  N* take(std::size_t count) {
+    char* part = at_;
+    at_ += aligned_to_64(count * sizeof(N));
+    return reinterpret_cast<N*>(part);
+  }
+
+ private:
+  char* at_;
+};
 
 inline const char* slot(const Attend& task, const char* cache, int token) {
   const std::int64_t block = task.table[token >> task.block_shift];
   const int within = token & ((1 << task.block_shift) - 1);
   return cache + static_cast<std::size_t>(block) * task.block_stride +
          static_cast<std::size_t>(within) * task.slot_stride;
+}
+
+inline const char* scales_at(const Attend& task, const char* scales, int token) {
+  const std::int64_t block = task.table[token >> task.block_shift];
+  const int within = token & ((1 << task.block_shift) - 1);
+  return scales + static_cast<std::size_t>(block) * task.scale_block_stride +
+         static_cast<std::size_t>(within) * task.scale_slot_stride;
+}
+
+// Decodes a head of a token from values of few bits, or from keys that lie like these.
+template <class T>
+void decode_token(const Attend& task, const char* cache, const char* scales, int token, int head, typename T::Weight* to) {
+  const auto place = static_cast<std::size_t>(head);
+  decode_head<T>(task.format, slot(task, cache, token) + place * bytes_of_head(task.format, task.head_size, 0),
+                 scales_at(task, scales, token) + place * 2 * sizeof(typename T::Weight), task.head_size, to);
+}
+
+template <class T>
+void decode_key(const Attend& task, int token, int head, typename T::Weight* to) {
+  if (!has_key_groups(task.format)) return decode_token<T>(task, task.keys, task.key_scales, token, head, to);
+  const auto place = static_cast<std::size_t>(head);
+  const std::size_t head_bytes = bytes_of_head(task.format, task.head_size, 0);
+  const char* group = slot(task, task.keys, token / kKeyGroup * kKeyGroup) + place * head_bytes;
+  char codes[kMaxHead];
+  each_key_word(token % kKeyGroup, static_cast<int>(head_bytes / 4), [&](int word, int of_group, std::size_t byte) {
+    std::memcpy(codes + word * 4, group + static_cast<std::size_t>(of_group) * task.slot_stride + byte, 4);
+  });
+  decode_head<T>(task.format, codes, scales_at(task, task.key_scales, token) + place * 2 * sizeof(typename T::Weight),
+                 task.head_size, to);
 }
 
 // The keys that a row sees are [first, last).
@@ -83,15 +133,16 @@ inline Vec add_up(Vec (&values)[WIDTH]) {
   return values[0];
 }
 
-// Turns WIDTH rows of WIDTH words into columns.
-inline void transpose(IVec (&rows)[WIDTH]) {
-  for (int step = WIDTH / 2; step > 0; step /= 2) {
+// Turns `size` rows of as many words into columns; where vectors hold several such squares, each by itself.
+template <int size>
+void transpose(IVec (&rows)[size]) {
+  for (int step = size / 2; step > 0; step /= 2) {
     IVec low, high;
     for (int i = 0; i < WIDTH; ++i) {
       low[i] = (i & step) ? WIDTH + i - step : i;
       high[i] = (i & step) ? WIDTH + i : i + step;
     }
-    for (int i = 0; i < WIDTH; ++i) {
+    for (int i = 0; i < size; ++i) {
       if (i & step) continue;
       const IVec a = rows[i], b = rows[i + step];
       rows[i] = __builtin_shuffle(a, b, low);
@@ -158,12 +209,19 @@ void add_values(int num_rows, const typename T::Input* weights, std::size_t wide
 // `score_keys` reads reach half of it.
 inline void read_ahead(const Attend& task, const char* cache, std::size_t slot_bytes) {
   constexpr int kRun = kSplit / 4;
+  const auto touch = [](const char* at) { static_cast<void>(*static_cast<const volatile char*>(at)); };
+  if (slot_bytes == task.slot_stride && task.end - task.begin == kSplit && (1 << task.block_shift) >= kRun) {
+    const char* runs[4];
+    for (int run = 0; run < 4; ++run) runs[run] = slot(task, cache, task.begin + run * kRun);
+    for (std::size_t byte = 0; byte < kRun * slot_bytes; byte += 64) {
+      for (const char* run : runs) touch(run + byte);
+    }
+    return;
+  }
   for (int first = task.begin; first < task.begin + kRun; ++first) {
     for (int token = first; token < task.end; token += kRun) {
       const char* at = slot(task, cache, token);
-      for (std::size_t byte = 0; byte < slot_bytes; byte += 64) {
-        static_cast<void>(*static_cast<const volatile char*>(at + byte));
-      }
+      for (std::size_t byte = 0; byte < slot_bytes; byte += 64) touch(at + byte);
     }
   }
 }
@@ -175,10 +233,14 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
   using Input = typename T::Input;
   const int rows = task.tokens * task.share, size = task.head_size, count = task.end - task.begin;
   const int wide = padded(count, WIDTH), group = std::min(WIDTH, 1 << task.block_shift);
-  const std::size_t stride = task.slot_stride / sizeof(Weight);
-  const std::size_t slot_bytes = static_cast<std::size_t>(task.heads * size) * sizeof(Weight);
-  auto* scores = reinterpret_cast<float*>(scratch);  // [heads][rows][wide]
-  auto* queries = reinterpret_cast<Input*>(scores + task.heads * rows * wide);  // [heads][rows][size]
+  const bool is_plain = task.format == Format::kPlain;
+  const std::size_t stride = is_plain ? task.slot_stride / sizeof(Weight) : static_cast<std::size_t>(size);
+  const std::size_t slot_bytes = static_cast<std::size_t>(task.heads) * bytes_of_head(task.format, size, sizeof(Weight));
+  const auto all_rows = static_cast<std::size_t>(task.heads * rows);
+  Scratch parts(scratch);
+  auto* scores = parts.take<float>(all_rows * static_cast<std::size_t>(wide));    // [heads][rows][wide]
+  auto* queries = parts.take<Input>(all_rows * static_cast<std::size_t>(size));   // [heads][rows][size]
+  auto* decoded = parts.take<Weight>(static_cast<std::size_t>(WIDTH * size));     // of a head of as many tokens
   const auto scores_of = [&](int head, int row) { return scores + (head * rows + row) * wide; };
   const auto result = [&](float* of, int head) { return of + static_cast<std::size_t>(head) * task.result_stride; };
   for (int head = 0; head < task.heads; ++head) {
@@ -198,16 +260,20 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
   read_ahead(task, task.keys, slot_bytes);
   for (int i = 0; i < wide; i += WIDTH) {
     const Weight* keys[WIDTH];
+    const auto token = [&](int j) { return std::min(task.begin + i + j, task.end - 1); };
     for (int j = 0; j < WIDTH; ++j) {
-      keys[j] = reinterpret_cast<const Weight*>(slot(task, task.keys, std::min(task.begin + i + j, task.end - 1)));
+      keys[j] = is_plain ? reinterpret_cast<const Weight*>(slot(task, task.keys, token(j))) : decoded + j * size;
     }
     for (int head = 0; head < task.heads; ++head) {
+      for (int j = 0; j < WIDTH && !is_plain; ++j) {
+        decode_key<T>(task, token(j), head, decoded + j * size);
+      }
       for (int row = 0; row < rows; row += 4) {
         const Input* of_rows[4];
         for (int r = 0; r < 4; ++r) of_rows[r] = queries + (head * rows + std::min(row + r, rows - 1)) * size;
         score(rows - row, of_rows, keys, size, scores_of(head, row) + i, wide);
       }
-      for (auto& key : keys) key += size;
+      for (auto& key : keys) key += is_plain ? size : 0;
     }
   }
   read_ahead(task, task.values, slot_bytes);
@@ -225,8 +291,11 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
   const std::size_t weights_stride = static_cast<std::size_t>(wide) * (sizeof(float) / sizeof(Input));
   for (int i = 0; i < count; i += group) {
     const int here = std::min(group, count - i);
-    const auto* values = reinterpret_cast<const Weight*>(slot(task, task.values, task.begin + i));
-    for (int head = 0; head < task.heads; ++head, values += size) {
+    const auto* values = is_plain ? reinterpret_cast<const Weight*>(slot(task, task.values, task.begin + i)) : decoded;
+    for (int head = 0; head < task.heads; ++head, values += is_plain ? size : 0) {
+      for (int t = 0; t < here && !is_plain; ++t) {
+        decode_token<T>(task, task.values, task.value_scales, task.begin + i + t, head, decoded + t * size);
+      }
       for (int row = 0; row < rows; row += 4) {
         const auto* weights = reinterpret_cast<const Input*>(scores_of(head, row)) + i;
         float* to = result(out, head) + row * size;
@@ -261,17 +330,18 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
   using Input = typename T::Input;
   const int rows = task.tokens * task.share, size = task.head_size;
   const int wide = padded(size, kTile), inputs = padded(size, 2);
-  const auto take = [&](std::size_t bytes) {
-    char* part = scratch;
-    scratch += aligned_to_64(bytes);
-    return part;
+  const auto r_count = static_cast<std::size_t>(rows), wide_count = static_cast<std::size_t>(wide);
+  const bool is_plain = task.format == Format::kPlain;
+  Scratch parts(scratch);
+  auto* queries = parts.take<Input>(r_count * wide_count);
+  auto* total = parts.take<float>(r_count * wide_count);
+  auto* scores = parts.take<float>(r_count * kRound);
+  auto* weights = parts.take<Input>(r_count * kRound);
+  auto* packed = parts.take<Weight>(kRound * wide_count);
+  auto* decoded = parts.take<Weight>(kRound * wide_count);  // keys or values of a round that are of few bits
+  const auto row_of = [&](const char* cache, int begin, int i) {
+    return is_plain ? slot(task, cache, begin + i) : reinterpret_cast<const char*>(decoded + i * size);
   };
-  const auto r_count = static_cast<std::size_t>(rows);
-  auto* queries = reinterpret_cast<Input*>(take(r_count * static_cast<std::size_t>(wide) * 4));
-  auto* total = reinterpret_cast<float*>(take(r_count * static_cast<std::size_t>(wide) * 4));
-  auto* scores = reinterpret_cast<float*>(take(r_count * kRound * 4));
-  auto* weights = reinterpret_cast<Input*>(take(r_count * kRound * 4));
-  auto* packed = reinterpret_cast<Weight*>(take(kRound * static_cast<std::size_t>(wide) * 4));
   for (int row = 0; row < rows; ++row) {
     const auto* from = static_cast<const Input*>(task.query) +
                        static_cast<std::size_t>(row / task.share) * task.query_stride +
@@ -287,10 +357,11 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
             last = std::min(task.end, task.first_position + task.tokens);
   for (int begin = first; begin < last; begin += kRound) {
     const int count = std::min(kRound, last - begin), keys = padded(count, kTile);
+    for (int i = 0; i < count && !is_plain; ++i) decode_key<T>(task, begin + i, 0, decoded + i * size);
     for (int i = 0; i < keys; i += kTile) {
       Weight* tile = packed + i * inputs;
       const char* key[kTile];
-      for (int j = 0; j < kTile; ++j) key[j] = slot(task, task.keys, std::min(begin + i + j, last - 1));
+      for (int j = 0; j < kTile; ++j) key[j] = row_of(task.keys, begin, std::min(i + j, count - 1));
       pack_keys(key, size / T::kStep, tile);
       if (size % T::kStep != 0) {
         for (int j = 0; j < kTile; ++j) {
@@ -314,10 +385,13 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
       }
     }
     const int even = padded(count, 2);
+    for (int i = 0; i < count && !is_plain; ++i) {
+      decode_token<T>(task, task.values, task.value_scales, begin + i, 0, decoded + i * size);
+    }
     for (int n = 0; n < size; n += kTile) {
       const int numbers = std::min(kTile, size - n);
       const auto value = [&](int i) {
-        return reinterpret_cast<const Weight*>(slot(task, task.values, begin + std::min(i, count - 1))) + n;
+        return reinterpret_cast<const Weight*>(row_of(task.values, begin, std::min(i, count - 1))) + n;
       };
       for (int i = 0; i < even; i += T::kStep) {
         Weight* to = packed + i * kTile;
@@ -336,14 +410,6 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
     }
   }
   for (int row = 0; row < rows; ++row) std::copy_n(total + row * wide, size, out + row * size);
-}
-
-template <class T>
-void attend(const Attend& task, float* out, float* max, float* sums, char* scratch) {
-  if (is_few(task.tokens * task.share, task.few))
-    attend_few<T>(task, out, max, sums, scratch);
-  else
-    attend_many<T>(task, out, max, sums, scratch);
 }
 
 }  // namespace sage::cpu::NAMESPACE

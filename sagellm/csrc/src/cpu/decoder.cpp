@@ -78,7 +78,7 @@ struct Decoder::Buffers {
       squares.resize(size(padded(tokens, 16)) * size(divided(shape.hidden, kTile)));
       qkv.resize(n * size((shape.heads + 2 * shape.kv_heads) * shape.head_size));
       input.resize(n * size(padded(shape.hidden, 2)) * element);
-      queries.resize(n * size(shape.heads * shape.head_size) * element);
+      queries.resize(n * size(shape.heads * shape.head_size) * 4);  // of the attention's type
       attended.resize(n * size(padded(shape.heads * shape.head_size, 2)) * element);
       const auto grow = [](auto* buffer, Size needed) { buffer->resize(std::max(buffer->size(), needed)); };
       grow(&rounded, n * cpu::rounded_bytes(*model.kernels, model.head));
@@ -141,7 +141,9 @@ class StepWork : public Work {
         cache_(cache),
         shape_(model_->shape),
         kernels_(*model_->kernels),
+        attention_kernels_(cpu::kernels_of_cache(kernels_, type_of_cache(cache, kernels_))),
         element_(cpu::size_of(kernels_.inputs)),
+        query_element_(cpu::size_of(attention_kernels_.inputs)),
         num_tokens_(step.num_tokens),
         is_decoding_(step.is_decoding),
         tokens_(step.tokens, step.tokens + step.num_tokens),
@@ -189,7 +191,7 @@ class StepWork : public Work {
     }
     for (const cpu::AttentionTask& task : attention_.tasks) {
       const int rows = task.tokens * share();
-      const Size scratch = kernels_.attend_bytes(rows, task.heads, shape_.head_size, is_decoding_);
+      const Size scratch = attention_kernels_.attend_bytes(rows, task.heads, shape_.head_size, is_decoding_);
       bytes = std::max(bytes, size(task.heads) * result_bytes(rows) + scratch);
     }
     return bytes;
@@ -288,6 +290,17 @@ class StepWork : public Work {
   }
 
  private:
+  static cpu::Type type_of_cache(const PagedCache& cache, const Kernels& kernels) {
+    if (cache.format != Format::kPlain) return kernels.weights;
+    return cache.dtype == Dtype::kFloat32 ? cpu::Type::kFloat32 : cpu::Type::kBFloat16;
+  }
+  // Bytes of a head's numbers in the cache, and of its scale and zero point.
+  Size head_bytes() const {
+    if (cache_.format == Format::kLevels4) return size(shape_.head_size) / 2;
+    return size(shape_.head_size) * (cache_.format == Format::kPlain ? cpu::size_of(attention_kernels_.weights) : 1);
+  }
+  Size scale_bytes() const { return 2 * cpu::size_of(attention_kernels_.weights); }
+
   int share() const { return shape_.heads / shape_.kv_heads; }
   int head_numbers() const { return shape_.heads * shape_.head_size; }
   int key_numbers() const { return shape_.kv_heads * shape_.head_size; }
@@ -688,15 +701,29 @@ class StepWork : public Work {
   void commit_rotated(int layer, int chunk, const float* result) {
     const int numbers = head_numbers() + 2 * key_numbers();
     for (int row = first_of(chunk); row < end_of(chunk); ++row, result += numbers) {
-      kernels_.to_input(result, nullptr, head_numbers(),
-                        buffers_->queries.data() + size(row) * size(head_numbers()) * element_);
+      attention_kernels_.to_input(result, nullptr, head_numbers(),
+                                  buffers_->queries.data() + size(row) * size(head_numbers()) * query_element_);
       const cpu::Sequence& one = attention_.sequences[size(attention_.owners[size(row)])];
       if (!one.has_cache) continue;
       const int position = one.length - one.tokens + row - one.row;
-      const Size at = size(static_cast<int>(one.table[size(position >> block_shift_)])) * cache_.block_stride +
-                      size(position & (cache_.block_size - 1)) * cache_.slot_stride;
-      kernels_.to_weight(result + head_numbers(), key_numbers(), cache_.keys[size(layer)] + at);
-      kernels_.to_weight(result + head_numbers() + key_numbers(), key_numbers(), cache_.values[size(layer)] + at);
+      const Size block = size(static_cast<int>(one.table[size(position >> block_shift_)])),
+                 slot = size(position & (cache_.block_size - 1));
+      const Size at = block * cache_.block_stride + slot * cache_.slot_stride;
+      const float* keys = result + head_numbers();
+      if (cache_.format == Format::kPlain) {
+        attention_kernels_.to_weight(keys, key_numbers(), cache_.keys[size(layer)] + at);
+        attention_kernels_.to_weight(keys + key_numbers(), key_numbers(), cache_.values[size(layer)] + at);
+        continue;
+      }
+      const Size of_scales = block * cache_.scale_block_stride + slot * cache_.scale_slot_stride;
+      const int of_group = cpu::has_key_groups(cache_.format) ? static_cast<int>(slot % cpu::kKeyGroup) : 0;
+      const auto encode = [&](const float* from, int key_of_group, char* codes, char* scales) {
+        attention_kernels_.encode_heads(from, shape_.kv_heads, shape_.head_size, cache_.format, key_of_group,
+                                        cache_.slot_stride, codes, scales + of_scales);
+      };
+      encode(keys, cpu::has_key_groups(cache_.format) ? of_group : -1,
+             cache_.keys[size(layer)] + at - size(of_group) * cache_.slot_stride, cache_.key_scales[size(layer)]);
+      encode(keys + key_numbers(), -1, cache_.values[size(layer)] + at, cache_.value_scales[size(layer)]);
     }
   }
 
@@ -724,11 +751,18 @@ class StepWork : public Work {
     wanted.heads = task.heads;
     wanted.result_stride = result_bytes(rows) / 4;
     wanted.query = buffers_->queries.data() +
-                   (size(one.row + task.first) * size(head_numbers()) + head * size(share())) * element_;
-    wanted.keys = cache_.keys[size(index)] + head * cpu::size_of(kernels_.weights);
-    wanted.values = cache_.values[size(index)] + head * cpu::size_of(kernels_.weights);
+                   (size(one.row + task.first) * size(head_numbers()) + head * size(share())) * query_element_;
+    wanted.keys = cache_.keys[size(index)] + size(task.head) * head_bytes();
+    wanted.values = cache_.values[size(index)] + size(task.head) * head_bytes();
+    wanted.format = cache_.format;
+    if (cache_.format != Format::kPlain) {
+      wanted.key_scales = cache_.key_scales[size(index)] + size(task.head) * scale_bytes();
+      wanted.value_scales = cache_.value_scales[size(index)] + size(task.head) * scale_bytes();
+      wanted.scale_block_stride = cache_.scale_block_stride;
+      wanted.scale_slot_stride = cache_.scale_slot_stride;
+    }
     auto *results = reinterpret_cast<float*>(local), *max = results + rows * shape_.head_size;
-    kernels_.attend(wanted, results, max, max + rows, local + size(task.heads) * result_bytes(rows));
+    attention_kernels_.attend(wanted, results, max, max + rows, local + size(task.heads) * result_bytes(rows));
     if (task.partial >= 0) return;
     for (int h = 0; h < task.heads; ++h, results += wanted.result_stride) {
       float *out = results, *sums = results + rows * (shape_.head_size + 1);
@@ -799,7 +833,8 @@ class StepWork : public Work {
   const PagedCache cache_;
   const DecoderShape& shape_;
   const Kernels& kernels_;
-  const Size element_;
+  const Kernels& attention_kernels_;  // those of the cache's type
+  const Size element_, query_element_;
   const int num_tokens_;
   const bool is_decoding_;
   const std::vector<std::int64_t> tokens_;
@@ -876,6 +911,15 @@ void Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& step) 
   if (cache.block_size < 1 || (cache.block_size & (cache.block_size - 1)) != 0) {
     throw std::invalid_argument("the block size is not a power of two");
   }
+  const Size scaled = cache.format == Format::kPlain ? 0 : cache.keys.size();
+  if (cache.key_scales.size() != scaled || cache.value_scales.size() != scaled) {
+    throw std::invalid_argument("keys and values of few bits have scales for each layer, others have none");
+  }
+  const int head_size = model_->shape.head_size, of_word = cache.format == Format::kLevels4 ? 8 : 4;
+  if (cpu::has_key_groups(cache.format) && (head_size % of_word != 0 || cache.block_size % cpu::kKeyGroup != 0)) {
+    throw std::invalid_argument("keys of 4 or 8 bits need blocks of whole 16 tokens, and heads of whole words of 4 bytes");
+  }
+  if (cache.format != Format::kPlain && head_size > cpu::kMaxHead) throw std::invalid_argument("a head is too large");
   auto work = std::make_shared<StepWork>(model_, buffers_, cache, step, team.threads());
   if (step.num_tokens > buffers_->capacity || work->num_partials() > buffers_->partials.size() ||
       work->num_logits() > buffers_->logits.size()) {

@@ -43,4 +43,11 @@ const Kernels* find_kernels(const char* isa, Type weights) {
   return nullptr;
 }
 
+const Kernels& kernels_of_cache(const Kernels& kernels, Type cache) {
+  if (kernels.weights == cache) return kernels;
+  // Products of bfloat16 with bfloat16 would round the queries of a float32 model.
+  const bool multiplies_narrow = std::strcmp(kernels.name, "avx512_bf16") == 0 && cache == Type::kBFloat16;
+  return *find_kernels(multiplies_narrow ? "avx512" : kernels.name, cache);
+}
+
 }  // namespace sage::cpu

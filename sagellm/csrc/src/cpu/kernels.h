@@ -28,6 +28,11 @@ enum class Type { kFloat32, kBFloat16 };
 inline std::size_t size_of(Type type) { return type == Type::kFloat32 ? 4 : 2; }
 inline int padded(int count, int to) { return (count + to - 1) / to * to; }
 
+// Codes of 4 and of 8 bits of so many adjacent keys lie together in a cache; see `PagedCache`.
+constexpr int kKeyGroup = 16;
+constexpr int kMaxHead = 1024;  // numbers of a head, in a cache of few bits
+inline bool has_key_groups(Format format) { return format == Format::kLevels4 || format == Format::kLevels8; }
+
 // Queries of adjacent tokens against a range of keys of adjacent key heads.
 struct Attend {
   int heads;                 // key heads; above 1 only for few rows that decode
@@ -38,6 +43,9 @@ struct Attend {
   int head_size;
   const char *keys, *values;              // the layer's caches, moved to the key head
   std::size_t block_stride, slot_stride;  // bytes
+  Format format;                          // of keys and values; see `PagedCache`
+  const char *key_scales, *value_scales;  // of few bits: scales and zero points, moved to the key head
+  std::size_t scale_block_stride, scale_slot_stride;
   const std::int64_t* table;              // the sequence's blocks
   int block_shift;                        // log2 of the block size
   int first_position;                     // of the first query token
@@ -70,6 +78,10 @@ struct Kernels {
   // to[i] = from[i], rounded to the weights' type, which the KV cache has too.
   void (*to_weight)(const float* from, int count, void* to);
   void (*from_weight)(const void* from, int count, float* to);
+  // Heads [count][size] of a token to a cache of few bits. `key_of_group`: the number of a key in its group, whose first token's
+  // codes `codes` are; -1: a head's codes lie in one run.
+  void (*encode_heads)(const float* from, int count, int size, Format format, int key_of_group, std::size_t slot_stride,
+                       char* codes, char* scales);
   // gate[i] = act(gate[i]) * up[i]; `gelu`: its tanh form, else SiLU.
   void (*gate)(float* gate, const float* up, int count, bool gelu);
   // Result rows [tokens * share][head_size] of each key head, unscaled, with the largest score and the sum of the
@@ -91,6 +103,8 @@ constexpr int kSplit = 256;
 // The kernels of the best instruction set that this processor has, at most `isa` ("" for any). Null: `isa` is unknown,
 // or the processor lacks it.
 const Kernels* find_kernels(const char* isa, Type weights);
+// Kernels of the same instruction set whose attention reads a cache of another type: queries are float32 then.
+const Kernels& kernels_of_cache(const Kernels& kernels, Type cache);
 
 const Kernels* plain_kernels(Type weights);
 const Kernels* avx2_kernels(Type weights);

@@ -2,7 +2,7 @@
 // ROWS (of inputs that are multiplied at once), and is compiled for that set.
 #pragma once
 
-#include "attention_impl.h"
+#include "attention_whole_impl.h"
 #include "levels_impl.h"
 
 namespace sage::cpu::NAMESPACE {
@@ -11,8 +11,9 @@ template <class T>
 const Kernels* kernels_of(const char* name) {
   static const Kernels found = [name] {
     Kernels table = {name,     T::kWeights,  T::kInputs,   multiply<T>,    multiply_levels<T>, nullptr,      nullptr,
-                     nullptr,  pack<T>,      to_input<T>,  to_weight<T>,   from_weight<T>,     gate,         attend<T>,
-                     attend_bytes, rotate,   scale_row,    add_row,        sum_of_squares,     largest,      sum_of_powers};
+                     nullptr,  pack<T>,      to_input<T>,  to_weight<T>,   from_weight<T>,     encode_heads<T>, gate,
+                     attend<T>, attend_bytes, rotate,      scale_row,      add_row,            sum_of_squares,  largest,
+                     sum_of_powers};
 #ifdef __AVX2__
     table.rounded_bytes = rounded_bytes;
     table.round_inputs = round_inputs<T>;

@@ -14,6 +14,7 @@ from torch import nn
 
 from sagellm import _core
 from sagellm.core.config import HookConfig
+from sagellm.engines.lmdeploy.cpu.cache import describe as describe_cache
 from sagellm.engines.lmdeploy.cpu.operators import prepare
 from sagellm.engines.lmdeploy.cpu.operators.activation import kind_of
 from sagellm.engines.lmdeploy.cpu.operators.attention import CpuAttentionImpl
@@ -48,6 +49,7 @@ class Description:
     decoder: Any
     rotary: TabledRotaryEmbedding
     hidden: int
+    head_size: int
     dtype: torch.dtype
     head: PackedWeight
     kept: list[Any] = field(default_factory=list)
@@ -166,7 +168,7 @@ def describe(model: nn.Module) -> Description:
     layers = [layer(block) for block in inner.layers]
     kept.append(embedding)
     decoder = _core.CpuDecoder(kernels(dtype), shape, layers, embedding.matrix, numbers(inner.norm), head.matrix)
-    return Description(decoder, inner.rotary_emb, head.inputs, dtype, head, kept)
+    return Description(decoder, inner.rotary_emb, head.inputs, first.head_size, dtype, head, kept)
 
 
 class CpuRunner(GraphRunner):
@@ -241,12 +243,8 @@ class CpuRunner(GraphRunner):
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _bind(self, caches: Any) -> None:
-        """`caches`: (keys, values) of each layer, [blocks, block size, key heads, head size]."""
-        keys = caches[0][0]
-        for storage in {part.untyped_storage() for pair in caches for part in pair}:
+        """`caches`: of each layer, as in `sagellm.engines.lmdeploy.cpu.cache`."""
+        for storage in {part.untyped_storage() for layer in caches for part in layer}:
             use_huge_pages(storage.data_ptr(), storage.nbytes())
-        self.native.decoder.bind(
-            [pair[0].data_ptr() for pair in caches], [pair[1].data_ptr() for pair in caches], keys.shape[0], keys.shape[1],
-            keys.stride(0) * keys.element_size(), keys.stride(1) * keys.element_size(),
-        )  # fmt: skip
+        self.native.decoder.bind(describe_cache(caches, self.native.head_size))
         self._bound = caches

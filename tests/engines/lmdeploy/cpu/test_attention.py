@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm.core.errors import EngineError
+from sagellm.engines.lmdeploy.cpu.cache import CachedRows
 from sagellm.engines.lmdeploy.cpu.operators.attention import (
     CpuAttentionBuilder,
     CpuAttentionImpl,
@@ -16,6 +17,7 @@ from sagellm.engines.lmdeploy.cpu.operators.attention import (
     _plan,
     _window,
 )
+from sagellm.models.levels import FLOAT8, LEVELS4, LEVELS8
 
 BLOCK, BLOCKS, DIM = 16, 40, 16
 GUESSED = 6  # sequences with so few new tokens decode, with guesses behind their last ones
@@ -101,6 +103,40 @@ def test_attention_is_brute_force(lengths, window, heads, scattered, seed):
 def test_lengths_at_the_edges_of_blocks(lengths, window):
     for scattered in (False, True):
         run(lengths, window, 4, 2, scattered, seed=0)
+
+
+@pytest.mark.parametrize("form", [LEVELS4, LEVELS8, FLOAT8, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("lengths", [[(1, 0), (1, 15)], [(33, 0), (5, 11)], [(30, 3)], [(1, 100)]])
+def test_a_cache_of_another_type(form, window, lengths):
+    """Tokens are written by the step itself, first the past ones; what counts is what the cache then says of them."""
+    is_plain, width = isinstance(form, torch.dtype), DIM // 2 if form == LEVELS4 else DIM
+    dtype = form if is_plain else torch.float8_e4m3fn if form == FLOAT8 else torch.uint8
+    caches = [torch.zeros(BLOCKS, BLOCK, 2, width, dtype=dtype) for _ in range(2)]
+    scales = [None, None] if is_plain else [torch.full((BLOCKS, BLOCK, 2, 2), float("nan")) for _ in range(2)]
+    tables = np.random.default_rng(0).permutation(BLOCKS)[: len(lengths) * 8].reshape(len(lengths), 8).astype(np.int32)
+    attention = CpuAttentionImpl(4, DIM, num_kv_heads=2, sliding_window=window)
+    texts = [[torch.randn(new + past, heads, DIM) for heads in (4, 2, 2)] for new, past in lengths]
+
+    def forward(spans):
+        parts = [torch.cat([text[i][start:end] for text, (start, end) in zip(texts, spans, strict=True)]) for i in range(3)]
+        metadata = metadata_of([(end - start, start) for start, end in spans], tables, caches)
+        return attention.forward(*parts, *caches, metadata, *scales)
+
+    if any(past for _, past in lengths):
+        forward([(0, max(past, 1)) for _, past in lengths])
+    out = forward([(past, past + new) for new, past in lengths]).split([new for new, _ in lengths])
+    for row, (new, past) in enumerate(lengths):
+        tokens = np.arange(new + past)
+        slots = torch.from_numpy(tables[row][tokens // BLOCK].astype(np.int64) * BLOCK + tokens % BLOCK)
+        stored = [
+            CachedRows(cache, scale, DIM, number == 0).read(slots, torch.float32)
+            for number, (cache, scale) in enumerate(zip(caches, scales, strict=True))
+        ]
+        expected = brute_force(texts[row][0][past:], *stored, past, window)
+        torch.testing.assert_close(out[row], expected, rtol=1e-4, atol=1e-5)
+        for number, exact in zip(stored, texts[row][1:], strict=True):
+            assert (number - exact).abs().max() < {LEVELS4: 0.4, LEVELS8: 0.02, FLOAT8: 0.15}.get(form, 0.02)
 
 
 def test_blocks_in_a_row_are_read_in_place():

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 
 from sagellm import _core
 from sagellm.engines.lmdeploy.cpu import packed
+from sagellm.engines.lmdeploy.cpu.cache import CachedRows, describe
 from sagellm.engines.lmdeploy.cpu.packed import PackedEmbedding, PackedGate, PackedWeight, computing_in, kernels_of
 from sagellm.models.levels import FLOAT8, FLOAT8_SHIFT, LEVELS4, LEVELS8, Levels
 
@@ -183,7 +185,7 @@ def test_weights_that_come_in_full_are_rounded_to_8_bits_where_their_inputs_are_
 
 def test_levels_that_cannot_be_packed():
     for form, block in (("levels5", 32), (LEVELS4, 24), (LEVELS4, 512)):
-        with pytest.raises(ValueError, match="use levels4, levels8 or float8|a block has 16 to 256 inputs"):
+        with pytest.raises(ValueError, match="use plain, levels4, levels8 or float8|a block has 16 to 256 inputs"):
             _core.packed_levels_bytes({"weight": 0, "bias": 0, "outputs": 32, "inputs": 192, "format": form, "block": block})
     with pytest.raises(ValueError, match="a row is outside of the weight"):
         PackedWeight(torch.zeros(32, 32)).rows(torch.tensor([32]))
@@ -252,9 +254,20 @@ class Model:
                 )
             )  # fmt: skip
 
-    def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        shape = (NUM_BLOCKS, BLOCK, self.kv_heads, self.head_size)
-        return [tuple(torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(2)) for _ in range(self.layers)]
+    def caches(self, form: str = "") -> list[tuple[torch.Tensor, ...]]:
+        """`form`: a format of few bits, or the name of a dtype, by default the model's."""
+
+        def cache(width: int, dtype: torch.dtype) -> torch.Tensor:
+            shape = (NUM_BLOCKS, BLOCK, self.kv_heads, width)
+            if dtype.itemsize == 1:
+                return torch.full(shape, 0xAA, dtype=torch.uint8).view(dtype)
+            return torch.full(shape, float("nan"), dtype=dtype)
+
+        if form not in BITS:
+            dtype = getattr(torch, form) if form else self.dtype
+            return [tuple(cache(self.head_size, dtype) for _ in range(2)) for _ in range(self.layers)]
+        codes = self.head_size * BITS[form] // 8, torch.float8_e4m3fn if form == FLOAT8 else torch.uint8
+        return [(cache(*codes), cache(*codes), cache(2, self.dtype), cache(2, self.dtype)) for _ in range(self.layers)]
 
     def native(self) -> _core.CpuDecoder:
         self.kept = []
@@ -328,10 +341,7 @@ class Step:
         table = torch.cat(angles(model, torch.arange(1024)), -1)
         tokens, queries, lengths = torch.cat(kept), torch.tensor(new), torch.tensor(whole)
         tables, hidden = self.tables[rows].contiguous(), torch.empty(len(tokens), model.hidden, dtype=model.dtype)
-        decoder.bind(
-            [keys.data_ptr() for keys, _ in caches], [values.data_ptr() for _, values in caches], NUM_BLOCKS, BLOCK,
-            caches[0][0].stride(0) * caches[0][0].element_size(), caches[0][0].stride(1) * caches[0][0].element_size(),
-        )  # fmt: skip
+        decoder.bind(describe(caches, model.head_size))
         tensors = {
             "is_decoding": is_decoding, "num_tokens": len(tokens), "tokens": tokens.data_ptr(), "num_sequences": len(rows),
             "query_lengths": queries.data_ptr(), "lengths": lengths.data_ptr(), "tables": tables.data_ptr(),
@@ -348,8 +358,8 @@ def angles(model: Model, positions: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return both.cos().float().contiguous(), both.sin().float().contiguous()
 
 
-def plain(model: Model, text: torch.Tensor) -> torch.Tensor:
-    """Hidden states of a whole text, in float64, without a cache."""
+def plain(model: Model, text: torch.Tensor, stored: Callable = lambda numbers: numbers) -> torch.Tensor:
+    """Hidden states of a whole text, in float64. `stored`: what a cache makes of the keys, and of the values, of a layer."""
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
@@ -371,7 +381,7 @@ def plain(model: Model, text: torch.Tensor) -> torch.Tensor:
         if model.head_norms:
             query, key = norm(query, one.query_norm), norm(key, one.key_norm)
         query, key = (part * cos + torch.cat([-part.chunk(2, -1)[1], part.chunk(2, -1)[0]], -1) * sin for part in (query, key))
-        key, value = (part.repeat_interleave(model.heads // model.kv_heads, 1) for part in (key, value))
+        key, value = (stored(part).repeat_interleave(model.heads // model.kv_heads, 1) for part in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * model.head_size**-0.5
         if model.softcap:
             scores = model.softcap * (scores / model.softcap).tanh()
@@ -432,6 +442,72 @@ def test_a_step_is_that_of_plain_formulas(isa, dtype, kind, is_decoding):
     assert written == sum(map(sum, LENGTHS)), "it wrote outside of its own slots"
 
 
+def read_caches(model: Model, step: Step, caches: list, row: int) -> Iterator[torch.Tensor]:
+    """The keys of a sequence, then its values, layer by layer, as the plain twin reads them."""
+    slots = (step.tables[row][:, None] * BLOCK + torch.arange(BLOCK)).flatten()[: sum(step.lengths[row])]
+    for layer in caches:
+        for number in range(2):
+            rows = CachedRows(layer[number], layer[2 + number] if layer[2:] else None, model.head_size, number == 0)
+            yield rows.read(slots, torch.float64)
+
+
+# Sizes that vectors hold and that they do not, by the row and in whole numbers.
+CACHED = {
+    "head 16": {}, "head 32": MODELS["qwen3"], "head 64, capped": MODELS["gemma2"], "head 64, 8 rows": MODELS["one key head"],
+    "head 128": dict(head_size=128), "head 64, windows": dict(head_size=64, windows=(24, 0)), "head 48": dict(head_size=48),
+}  # fmt: skip
+CACHES = [*BITS, "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", CACHES)
+@pytest.mark.parametrize("kind", CACHED)
+@pytest.mark.parametrize("is_decoding", [True, False])
+def test_attention_over_a_cache_of_another_type_is_that_of_the_numbers_in_it(isa, dtype, form, kind, is_decoding):
+    model = Model(dtype=dtype, **CACHED[kind])
+    step, decoder, caches, team = Step(model, LENGTHS), model.native(), model.caches(form), _core.CpuTeam(2)
+    rows = list(range(len(LENGTHS)))
+    step.run(model, decoder, caches, team, [row for row in rows if LENGTHS[row][1]], past_only=True)
+    found = step.run(model, decoder, caches, team, rows, is_decoding=is_decoding)
+    for row, (new, _) in enumerate(LENGTHS):
+        stored = read_caches(model, step, caches, row)
+        exact = plain(model, step.texts[row], lambda _: next(stored))[-new:]  # noqa: B023
+        error = (found[row].double() - exact).norm() / exact.norm()
+        assert error < TOLERANCE[dtype], f"sequence {row} is off by {error:.2g}"
+    (alone,) = step.run(model, decoder, caches, team, [3], is_decoding=is_decoding)
+    assert torch.equal(alone, found[3])
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", BITS)
+@pytest.mark.parametrize("head_size", [16, 64, 128])
+def test_numbers_in_a_cache_of_few_bits_are_within_half_a_step(isa, dtype, form, head_size):
+    """In the first layer, whose keys and values depend on no others."""
+    model = Model(dtype=dtype, head_size=head_size)
+    step, decoder, caches = Step(model, [(200, 0)]), model.native(), model.caches(form)
+    step.run(model, decoder, caches, _core.CpuTeam(2), [0], is_decoding=False)
+    exact = []
+    plain(model, step.texts[0], lambda numbers: exact.append(numbers) or numbers)
+    slots = (step.tables[0][:, None] * BLOCK + torch.arange(BLOCK)).flatten()[:200]
+    for numbers, read, scales in zip(exact, read_caches(model, step, caches, 0), caches[0][2:], strict=False):
+        scale = scales.flatten(0, 1)[slots][..., :1]
+        half = torch.maximum(numbers.abs() / 16, scale * 2**-10) if form == FLOAT8 else scale.double() / 2
+        slack = numbers.abs().amax(-1, keepdim=True) * (1e-5 if dtype is torch.float32 else 0.02)
+        assert ((read - numbers).abs() <= half + slack).all()
+
+
+def test_a_cache_that_does_not_fit():
+    model = Model(**MODELS["odd sizes"])
+    with pytest.raises(ValueError, match="need blocks of whole 16 tokens, and heads of whole words of 4 bytes"):
+        Step(model, [(3, 0)]).run(model, model.native(), model.caches(LEVELS8), _core.CpuTeam(1), [0])
+    model = Model()
+    with pytest.raises(ValueError, match="keys and values of few bits have scales for each layer, others have none"):
+        caches = [(*layer[:2], *layer) for layer in model.caches()]
+        Step(model, [(3, 0)]).run(model, model.native(), caches, _core.CpuTeam(1), [0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen2 moe"])
 def test_a_sequence_gets_the_same_numbers_beside_any_others_and_with_any_number_of_threads(dtype, kind):
@@ -449,12 +525,15 @@ def test_a_sequence_gets_the_same_numbers_beside_any_others_and_with_any_number_
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["llama", "windows", "one key head"])
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("llama", ""), ("windows", ""), ("one key head", ""), ("one key head", LEVELS8), ("llama", LEVELS4), ("llama", FLOAT8)],
+)
 @pytest.mark.parametrize("past", [40, 240, 500])
-def test_guesses_get_the_numbers_of_tokens_that_are_decoded_alone(isa, dtype, kind, past):
+def test_guesses_get_the_numbers_of_tokens_that_are_decoded_alone(isa, dtype, kind, form, past):
     """Else speculation would change answers in bfloat16. Keys are read in splits of 256, whose number grows on the way."""
     model, guesses = Model(dtype=dtype, **MODELS[kind]), 31
-    step, decoder, caches, team = Step(model, [(1 + guesses, past)]), model.native(), model.caches(), _core.CpuTeam(2)
+    step, decoder, caches, team = Step(model, [(1 + guesses, past)]), model.native(), model.caches(form), _core.CpuTeam(2)
     step.run(model, decoder, caches, team, [0], past_only=True)
     (together,) = step.run(model, decoder, caches, team, [0])
     (text,) = step.texts

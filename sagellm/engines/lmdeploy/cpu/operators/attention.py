@@ -4,7 +4,7 @@ A layer's cache is [blocks, block_size, kv_heads, dim]; seen as [slots, kv_heads
 slot `table[t // block_size] * block_size + t % block_size`. Blocks that follow each other in memory, the usual case, are
 read in place; others are gathered. A batch of short sequences that decode is gathered as a whole: one product over a
 padded copy costs less than a call for each sequence. With guesses behind their last tokens sequences have several queries, of
-differing number.
+differing number. Numbers of another type than the model's, or of few bits, are converted as they are read.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from lmdeploy.pytorch.backends.attention import AttentionBuilder, AttentionImpl, AttentionMetadata
 
 from sagellm.core.errors import EngineError
+from sagellm.engines.lmdeploy.cpu.cache import CachedRows
 from sagellm.engines.lmdeploy.cpu.operators.base import OperatorFamily
 
 
@@ -186,14 +187,21 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         if attn_metadata.write_slots is None:
             return query.new_zeros(*query.shape[:-1], self.v_head_size)
-        if key is not None:
+        is_converted = k_cache.dtype != query.dtype
+        if is_converted:
+            k_slots = CachedRows(k_cache, k_scales_zeros, self.head_size, True)
+            v_slots = CachedRows(v_cache, v_scales_zeros, self.v_head_size, False)
+        if key is not None and is_converted:
+            k_slots.write(attn_metadata.write_slots, key)
+            v_slots.write(attn_metadata.write_slots, value)
+        elif key is not None:
             k_slots.index_copy_(0, attn_metadata.write_slots, key)
             v_slots.index_copy_(0, attn_metadata.write_slots, value)
         if self.softcap or learnable_sink is not None:
             return torch.cat(
                 [self._plain(query[span.rows], k_slots, v_slots, span, learnable_sink) for span in attn_metadata.spans]
             )
-        if attn_metadata.batch is not None and self.window is None:
+        if not is_converted and attn_metadata.batch is not None and self.window is None:
             return self._decode_all(query, k_slots, v_slots, attn_metadata.batch)
         outputs = [self._attend(query[span.rows], k_slots, v_slots, span) for span in attn_metadata.spans]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -227,7 +235,7 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
     def _decode(self, query, k_slots, v_slots, span: Span) -> torch.Tensor:
         """One query against its whole past: the heads that share a key head become rows of one product."""
         first = 0 if self.window is None else max(0, span.num_kv - self.window)
-        keys, values = _read(k_slots, span, first), _read(v_slots, span, first)
+        keys, values = _read(k_slots, span, first, query), _read(v_slots, span, first, query)
         grouped = query.reshape(1, self.num_kv_heads, -1, self.head_size)
         out = F.scaled_dot_product_attention(grouped, keys, values, scale=self.scale)
         return out.reshape(1, self.num_heads, self.v_head_size)
@@ -241,7 +249,7 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         if span.num_kv == 0:
             return query.new_zeros(*query.shape[:-1], self.v_head_size)
         q_len, share = query.shape[0], self.num_heads // self.num_kv_heads
-        keys, values = (_read(slots, span, 0)[0].repeat_interleave(share, 0) for slots in (k_slots, v_slots))
+        keys, values = (_read(slots, span, 0, query)[0].repeat_interleave(share, 0) for slots in (k_slots, v_slots))
         scores = query.transpose(0, 1).float() @ keys.transpose(1, 2).float() * self.scale
         if self.softcap:
             scores = (scores / self.softcap).tanh() * self.softcap
@@ -260,7 +268,7 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
             seen = self._mask(span, q_len, past - first).repeat_interleave(share, 0)
             mask = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
             span.few[self.window, share] = mask
-        keys, values = _read(k_slots, span, first), _read(v_slots, span, first)
+        keys, values = _read(k_slots, span, first, query), _read(v_slots, span, first, query)
         out = F.scaled_dot_product_attention(self._grouped(query[None]), keys, values, attn_mask=mask, scale=self.scale)
         return self._ungrouped(out)[0]
 
@@ -278,7 +286,7 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         q_len = query.shape[0]
         past = span.num_kv - q_len
         first = 0 if self.window is None else max(0, past + 1 - self.window)
-        keys, values = _read(k_slots, span, first), _read(v_slots, span, first)
+        keys, values = _read(k_slots, span, first, query), _read(v_slots, span, first, query)
         mask = self._mask(span, q_len, past - first) if past > first or self._limits(q_len) else None
         out = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None],
@@ -305,8 +313,12 @@ class CpuAttentionImpl(AttentionImpl[CpuAttentionMetadata]):
         return mask
 
 
-def _read(slots: torch.Tensor, span: Span, first: int) -> torch.Tensor:
-    """Tokens [first, num_kv) of a sequence as [1, kv_heads, tokens, dim]."""
+def _read(slots: torch.Tensor | CachedRows, span: Span, first: int, query: torch.Tensor) -> torch.Tensor:
+    """Tokens [first, num_kv) of a sequence as [1, kv_heads, tokens, dim], in the dtype of the query."""
+    if isinstance(slots, CachedRows):
+        adjacent = span.first_slot >= 0
+        taken = torch.arange(span.first_slot, span.first_slot + span.num_kv) if adjacent else span.slots
+        return slots.read(taken[first:], query.dtype).transpose(0, 1)[None]
     if span.first_slot >= 0:
         rows = slots[span.first_slot + first : span.first_slot + span.num_kv]
     else:

@@ -1,0 +1,319 @@
+// Attention in whole numbers over keys and values of few bits. For `kernels_impl.h` alone, which says what it is compiled for.
+//
+// An instruction (vpdpbusd) adds up four products of codes without sign and of whole numbers of 8 bits. A query, and the weights
+// of the values, are rounded to 15 bits, in two halves of 8: more exact than bfloat16, so that the error is that of the cache.
+#pragma once
+
+#include "attention_impl.h"
+
+namespace sage::cpu::NAMESPACE {
+
+#ifdef __AVX512VNNI__
+
+constexpr int kLowBits = 7;                     // of the lower half
+constexpr float kWhole = 127 << kLowBits;       // the largest whole number
+constexpr int kWholePart = 64;                  // numbers of a head that are computed together
+constexpr int kWholeRows = 3;                   // rows whose sums lie in registers
+
+inline IVec add_codes(IVec total, IVec codes, const std::int8_t* numbers) {
+  std::int32_t group;
+  std::memcpy(&group, numbers, 4);
+  return reinterpret_cast<IVec>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(total), reinterpret_cast<__m512i>(codes),
+                                                    _mm512_set1_epi32(group)));
+}
+
+inline void store_codes(std::int8_t* to, IVec numbers) {
+  typedef std::int8_t Narrow __attribute__((vector_size(WIDTH)));
+  const Narrow narrow_numbers = __builtin_convertvector(numbers, Narrow);
+  std::memcpy(to, &narrow_numbers, sizeof(narrow_numbers));
+}
+
+inline __m256i half_at(const char* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+inline __m512i joined(__m256i low, __m256i high) {
+  return _mm512_maskz_inserti64x4(0xff, _mm512_castsi256_si512(low), high, 1);
+}
+
+inline IVec low_codes(IVec pairs) { return pairs & 0x0f0f0f0f; }
+inline IVec high_codes(IVec pairs) { return (pairs >> 4) & 0x0f0f0f0f; }
+
+// Whole numbers of rows: unit * (high * 2^kLowBits + low).
+struct Whole {
+  std::int8_t *high, *low;  // [rows][stride]
+  std::size_t stride;
+  float *units, *sums;  // [rows]; the sum of the whole numbers
+
+  std::int8_t* high_of(int row) const { return high + static_cast<std::size_t>(row) * stride; }
+  std::int8_t* low_of(int row) const { return low + static_cast<std::size_t>(row) * stride; }
+
+  // `count` is a multiple of WIDTH.
+  void round(int row, const float* from, int count) const {
+    Vec sizes{};
+    for (int i = 0; i < count; i += WIDTH) sizes = larger(sizes, as_float(as_bits(load(from + i)) & 0x7fffffff));
+    const float top = maximum(sizes), by = top > 1e-30f ? kWhole / top : 0.f;
+    Vec total{};
+    for (int i = 0; i < count; i += WIDTH) {
+      const Vec numbers = nearest(load(from + i) * by);
+      put(row, i, numbers);
+      total += numbers;
+    }
+    units[row] = by == 0.f ? 0.f : top / kWhole;
+    sums[row] = sum(total);
+  }
+
+  // Weights exp(score - top), each times the scale of its value. `sums` has the whole numbers times the zero points. Returns the
+  // sum of the weights.
+  float weigh(int row, const float* scores, int count, float top, const float* scales, const float* zeros) const {
+    Vec seen{};  // other scales must not matter
+    for (int i = 0; i < count; i += WIDTH) {
+      seen = larger(seen, load(scores + i) == broadcast(kNone) ? Vec{} : load(scales + i));
+    }
+    const float largest_scale = maximum(seen), by = largest_scale > 1e-30f ? kWhole / largest_scale : 0.f;
+    Vec total{}, of_zeros{};
+    for (int i = 0; i < count; i += WIDTH) {
+      const Vec score = load(scores + i);
+      const Vec weight = score == broadcast(kNone) ? Vec{} : exponential(score - top);
+      const Vec numbers = nearest(weight * (load(scales + i) * by));
+      put(row, i, numbers);
+      total += weight;
+      of_zeros += numbers * load(zeros + i);
+    }
+    units[row] = by == 0.f ? 0.f : largest_scale / kWhole;
+    sums[row] = sum(of_zeros);
+    return sum(total);
+  }
+
+  void put(int row, int i, Vec numbers) const {
+    const IVec whole = __builtin_convertvector(numbers, IVec), half = (whole + (1 << (kLowBits - 1))) >> kLowBits;
+    store_codes(high_of(row) + i, half);
+    store_codes(low_of(row) + i, whole - (half << kLowBits));
+  }
+};
+
+
+inline Vec whole_of(IVec high, IVec low) { return __builtin_convertvector((high << kLowBits) + low, Vec); }
+
+inline bool takes_whole(const Attend& task) {
+  if (task.format == Format::kLevels8) return task.head_size % kWholePart == 0;
+  return task.format == Format::kLevels4 && (task.head_size == kWholePart || task.head_size % (2 * kWholePart) == 0);
+}
+
+// Scales and zero points of all heads of tokens [begin, end), [heads][wide] of each, 0 beyond the end.
+inline void read_scales(const Attend& task, const char* scales, float* to, float* zeros, int wide) {
+  const int heads = task.heads, count = task.end - task.begin;
+  const auto put = [&](int i, int head, IVec pairs) {
+    store(to + head * wide + i, low_half(pairs));
+    store(zeros + head * wide + i, high_half(pairs));
+  };
+  // WIDTH tokens of a block lie in a run of `heads` vectors.
+  const bool is_run = static_cast<std::size_t>(heads) * 4 == task.scale_slot_stride && (1 << task.block_shift) >= WIDTH;
+  const IVec lanes = indices([](int i) { return i; });
+  for (int i = 0; i < wide; i += WIDTH) {
+    if (is_run && i + WIDTH <= count) {
+      const char* at = scales_at(task, scales, task.begin + i);
+      for (int head = 0; head < heads; ++head) {
+        const IVec place = lanes * heads + head, vector = place / WIDTH;
+        __m512i pairs = _mm512_setzero_si512();
+        for (int v = 0; v < heads; ++v) {
+          const __mmask16 is_here = _mm512_cmpeq_epi32_mask(reinterpret_cast<__m512i>(vector), _mm512_set1_epi32(v));
+          pairs = _mm512_mask_permutexvar_epi32(pairs, is_here, reinterpret_cast<__m512i>(place),
+                                                reinterpret_cast<__m512i>(load_words(at + v * WIDTH * 4)));
+        }
+        put(i, head, reinterpret_cast<IVec>(pairs));
+      }
+      continue;
+    }
+    for (int head = 0; head < heads; ++head) {
+      IVec pairs{};
+      for (int j = 0; j < WIDTH && i + j < count; ++j) {
+        std::int32_t pair;
+        std::memcpy(&pair, scales_at(task, scales, task.begin + i + j) + static_cast<std::size_t>(head) * 4, 4);
+        pairs[j] = pair;
+      }
+      put(i, head, pairs);
+    }
+  }
+}
+
+// Scores of kKeyGroup keys for `rows` queries from `row` on, to scores[row][0..WIDTH). The keys lie at `places`.
+template <Format format, int rows>
+void score_whole(const char* keys, const std::size_t* places, const Whole& queries, int row, int size, Vec scales, Vec zeros,
+                 float* scores, int wide) {
+  IVec high[rows]{}, low[rows]{};
+  const int head_words = size / (format == Format::kLevels4 ? 8 : 4);
+  for (int word = 0; word < head_words; ++word) {
+    IVec codes;
+    if (head_words % WIDTH == 0) {
+      codes = load_words(keys + places[word * WIDTH / head_words] + word * WIDTH % head_words * 4);
+    } else {  // half a vector a token
+      codes = reinterpret_cast<IVec>(joined(half_at(keys + places[2 * word]), half_at(keys + places[2 * word + 1])));
+    }
+    for (int part = 0; part < (format == Format::kLevels4 ? 2 : 1); ++part) {
+      const IVec of_part = format != Format::kLevels4 ? codes : part == 0 ? low_codes(codes) : high_codes(codes);
+      const int at = part * (size / 2) + 4 * word;
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        high[r] = add_codes(high[r], of_part, queries.high_of(row + r) + at);
+        low[r] = add_codes(low[r], of_part, queries.low_of(row + r) + at);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < rows; ++r) {
+    const Vec products = whole_of(high[r], low[r]) - zeros * queries.sums[row + r];
+    store(scores + (row + r) * wide, products * scales * queries.units[row + r]);
+  }
+}
+
+// Codes [part, part + kWholePart) of a head of a token, in order.
+template <Format format>
+__m512i codes_at(const char* head, int part, int size) {
+  if constexpr (format == Format::kLevels8) {
+    return _mm512_loadu_si512(head + part);
+  } else {
+    const __m512i mask = _mm512_set1_epi8(15);
+    if (size == kWholePart) {
+      const __m256i pairs = half_at(head);
+      return _mm512_and_si512(joined(pairs, _mm256_srli_epi16(pairs, 4)), mask);
+    }
+    const int half = size / 2;
+    const __m512i pairs = _mm512_loadu_si512(head + part % half);
+    return _mm512_and_si512(part < half ? pairs : _mm512_srli_epi16(pairs, 4), mask);
+  }
+}
+
+// out[row] = weights[row] . values, kWholePart numbers of a head, for `rows` rows from `row` on. A token lies at its place.
+template <Format format, int rows>
+void add_whole(const char* values, const std::size_t* places, int count, const Whole& weights, int row, int part, int size,
+               float* out) {
+  IVec high[rows][4]{}, low[rows][4]{};
+  for (int i = 0; i < count; i += 4) {
+    __m512i of_token[4];
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; ++t) {  // whatever lies beyond the last token has no weight
+      of_token[t] = codes_at<format>(values + places[i + t], part, size);
+    }
+    const __m512i first_low = _mm512_unpacklo_epi8(of_token[0], of_token[1]),
+                  first_high = _mm512_unpackhi_epi8(of_token[0], of_token[1]),
+                  second_low = _mm512_unpacklo_epi8(of_token[2], of_token[3]),
+                  second_high = _mm512_unpackhi_epi8(of_token[2], of_token[3]);
+    // Four tokens of a number side by side. Of 16 numbers each vector has 4.
+    const IVec groups[4] = {reinterpret_cast<IVec>(_mm512_unpacklo_epi16(first_low, second_low)),
+                            reinterpret_cast<IVec>(_mm512_unpackhi_epi16(first_low, second_low)),
+                            reinterpret_cast<IVec>(_mm512_unpacklo_epi16(first_high, second_high)),
+                            reinterpret_cast<IVec>(_mm512_unpackhi_epi16(first_high, second_high))};
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) {
+        high[r][v] = add_codes(high[r][v], groups[v], weights.high_of(row + r) + i);
+        low[r][v] = add_codes(low[r][v], groups[v], weights.low_of(row + r) + i);
+      }
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    for (int v = 0; v < 4; ++v) {
+      const Vec numbers = (whole_of(high[r][v], low[r][v]) - weights.sums[row + r]) * weights.units[row + r];
+      for (int lane = 0; lane < 4; ++lane) {
+        std::memcpy(out + (row + r) * size + part + lane * 16 + v * 4,
+                    reinterpret_cast<const char*>(&numbers) + lane * 16, 16);
+      }
+    }
+  }
+}
+
+template <Format format>
+void attend_whole(const Attend& task, float* out, float* max, float* sums, char* scratch) {
+  const int rows = task.tokens * task.share, size = task.head_size, count = task.end - task.begin;
+  const int wide = padded(count, WIDTH);
+  const auto r_count = static_cast<std::size_t>(rows), w_count = static_cast<std::size_t>(wide),
+             s_count = static_cast<std::size_t>(size);
+  const std::size_t head_bytes = bytes_of_head(format, size, 0);
+  Scratch parts(scratch);
+  const auto h_count = static_cast<std::size_t>(task.heads);
+  auto* scores = parts.take<float>(r_count * w_count);
+  auto *scales = parts.take<float>(h_count * w_count), *zeros = parts.take<float>(h_count * w_count),
+       *value_scales = parts.take<float>(h_count * w_count), *value_zeros = parts.take<float>(h_count * w_count);
+  auto* places = parts.take<std::size_t>(w_count);  // of the tokens in the cache
+  auto* numbers = parts.take<float>(s_count);
+  const auto whole_rows = [&](std::size_t stride) {
+    const std::size_t all = r_count * stride;
+    return Whole{parts.take<std::int8_t>(all), parts.take<std::int8_t>(all), stride, parts.take<float>(r_count),
+                 parts.take<float>(r_count)};
+  };
+  const Whole queries = whole_rows(s_count), weights = whole_rows(w_count);
+  const auto each_group = [&](auto&& work) {  // of rows, as even as can be
+    for (int row = 0; row < rows;) {
+      const int left = rows - row, groups = (left + kWholeRows - 1) / kWholeRows, here = (left + groups - 1) / groups;
+      work(row, here);
+      row += here;
+    }
+  };
+  const bool is_seen = first_seen(task, 0) < task.end;  // else the window has passed these keys
+  if (is_seen) {
+    // Their lines arrive while the keys are read.
+    const int step = std::max(1, 64 / static_cast<int>(task.scale_slot_stride));
+    for (int token = task.begin; token < task.end; token += step) {
+      __builtin_prefetch(scales_at(task, task.key_scales, token));
+      __builtin_prefetch(scales_at(task, task.value_scales, token));
+    }
+    read_ahead(task, task.keys, static_cast<std::size_t>(task.heads) * head_bytes);
+    read_ahead(task, task.values, static_cast<std::size_t>(task.heads) * head_bytes);
+    read_scales(task, task.key_scales, scales, zeros, wide);
+    read_scales(task, task.value_scales, value_scales, value_zeros, wide);
+    for (int i = 0; i < wide; ++i) {
+      // Keys lie in groups, to whose end a block reaches; a value beyond the end is not read.
+      places[i] = static_cast<std::size_t>(slot(task, task.keys, task.begin + i) - task.keys);
+    }
+  }
+  const char *keys = task.keys, *values = task.values;
+  for (int head = 0; head < task.heads; ++head, out += task.result_stride, max += task.result_stride, sums += task.result_stride,
+           scales += wide, zeros += wide, value_scales += wide, value_zeros += wide, keys += head_bytes, values += head_bytes) {
+    std::fill_n(out, rows * size, 0.f);
+    std::fill_n(max, rows, kNone);
+    std::fill_n(sums, rows, 0.f);
+    if (!is_seen) continue;
+    for (int row = 0; row < rows; ++row) {
+      const auto* query = static_cast<const std::uint16_t*>(task.query) +
+                          static_cast<std::size_t>(row / task.share) * task.query_stride +
+                          static_cast<std::size_t>((head * task.share + row % task.share) * size);
+      for (int i = 0; i < size; ++i) numbers[i] = widen(query[i]);
+      queries.round(row, numbers, size);
+    }
+    for (int i = 0; i < wide; i += WIDTH) {
+      each_group([&](int row, int here) {
+        const auto score = here == 3 ? score_whole<format, 3> : here == 2 ? score_whole<format, 2> : score_whole<format, 1>;
+        score(keys, places + i, queries, row, size, load(scales + i), load(zeros + i), scores + i, wide);
+      });
+    }
+    for (int row = 0; row < rows; ++row) {
+      float* of_row = scores + row * wide;
+      const float top = max[row] = mask(task, row, of_row, task.begin, wide);
+      if (top == kNone) std::fill_n(of_row, wide, kNone);
+      sums[row] = weights.weigh(row, of_row, wide, top == kNone ? 0.f : top, value_scales, value_zeros);
+    }
+    for (int part = 0; part < size; part += kWholePart) {
+      each_group([&](int row, int here) {
+        const auto add = here == 3 ? add_whole<format, 3> : here == 2 ? add_whole<format, 2> : add_whole<format, 1>;
+        add(values, places, count, weights, row, part, size, out);
+      });
+    }
+  }
+}
+
+#endif
+
+template <class T>
+void attend(const Attend& task, float* out, float* max, float* sums, char* scratch) {
+  if (!is_few(task.tokens * task.share, task.few)) return attend_many<T>(task, out, max, sums, scratch);
+#ifdef __AVX512VNNI__
+  if constexpr (T::kInputs == Type::kBFloat16) {
+    if (takes_whole(task)) {
+      const auto attend_of = task.format == Format::kLevels4 ? attend_whole<Format::kLevels4> : attend_whole<Format::kLevels8>;
+      return attend_of(task, out, max, sums, scratch);
+    }
+  }
+#endif
+  attend_few<T>(task, out, max, sums, scratch);
+}
+
+}  // namespace sage::cpu::NAMESPACE
