@@ -23,6 +23,7 @@ ENGINES = ("pytorch", "turbomind")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 WEIGHTS = ("auto", "packed")
 COMPUTES = ("auto", "float32", "bfloat16", "int8")
+KV_SCHEMAS = ("auto", "float32", "bfloat16", "fp8", "int8", "int4")
 ROLES = ("prefill", "decode", "hybrid")
 
 
@@ -167,6 +168,7 @@ class HookConfig(Model):
         pd: settings of a prefill/decode group.
         packed_weights: folder of a converted GGUF file, whose weights stay as the file has them.
         compute: type of the CPU device's products.
+        kv_dtype: type of keys and values, as `KVCacheSchema` has it; empty: that of the model.
     """
 
     plugins: tuple[PluginSpec, ...] = ()
@@ -182,6 +184,7 @@ class HookConfig(Model):
     pd: PDHooks | None = None
     packed_weights: Path | None = None
     compute: Literal[COMPUTES] = "auto"
+    kv_dtype: str = ""
 
 
 class SageConfig(Model):
@@ -192,6 +195,8 @@ class SageConfig(Model):
         quantization: method that the model's weights are quantized by, at the first start; None leaves them as they are.
         compute: type in which the CPU device multiplies; auto is the quicker one of those that lose nothing. int8 rounds
             weights and inputs to 8 bits.
+        kv_schema: type in which keys and values are stored; auto is the model's. Those of fp8, int8 and int4 have a scale for
+            each head of a token. A GPU has int8 and int4.
         kv_blocks, kv_memory_share: size of the engine's KV pool; give one of them at most.
         host_kv_blocks: size of the host tier, to which plug-ins may migrate blocks.
         strategy: scheduling strategy: name or `module:Class`; None leaves scheduling to the engine.
@@ -213,6 +218,7 @@ class SageConfig(Model):
     host: str = Field("127.0.0.1", min_length=1)
     port: int = Field(23333, ge=1, le=65535)
     api_key: tuple[str, ...] = ()
+    kv_schema: Literal[KV_SCHEMAS] = "auto"
     kv_blocks: int | None = Field(None, ge=16)
     kv_memory_share: float | None = Field(None, gt=0, lt=1)
     host_kv_blocks: int = Field(0, ge=0)

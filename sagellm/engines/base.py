@@ -1,12 +1,16 @@
 """The interface of engines in this process, and the description of an engine."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from sagellm.accel.quantization.profile import QuantizationProfile
+from sagellm.core.errors import ConfigError
 from sagellm.core.service import ServiceRequest
 
 if TYPE_CHECKING:
@@ -40,13 +44,23 @@ class Generation:
     token_s: tuple[float, ...] = ()
 
 
+KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8": 8, "int8": 8, "int4": 4}  # of a number
+
+
 @dataclass(frozen=True, slots=True)
 class KVCacheSchema:
-    """Shape of one KV block: `block_size` tokens, `num_layers` layers of keys and values.
+    """Type, shape and order of one KV block: `block_size` tokens, `num_layers` layers of keys and values.
+
+    Two engines can exchange blocks where their schemas are equal, except for the block size.
 
     Attributes:
+        dtype: a name of `KV_BITS`.
         v_head_dim: numbers of a head's value; None is as many as its key has. 0 where the key holds the value as well, as in
             DeepSeek's latent attention.
+        scale_dtype: type of the scale and the zero point that each head of a token has, in its key and in its value; empty
+            where numbers have none.
+        layout: rows: the numbers of a head lie side by side; key_groups: values do, keys in groups of 16 tokens (see
+            `sagellm/engines/lmdeploy/cpu/cache.py`).
     """
 
     block_size: int
@@ -55,13 +69,36 @@ class KVCacheSchema:
     head_dim: int
     dtype: str
     v_head_dim: int | None = None
+    scale_dtype: str = ""
+    layout: Literal["rows", "key_groups"] = "rows"
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all layers, keys and values."""
-        width = {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
+        """Bytes of one block, all layers, keys and values, with their scales."""
         numbers = self.head_dim + (self.head_dim if self.v_head_dim is None else self.v_head_dim)
-        return self.num_layers * self.block_size * self.num_kv_heads * numbers * width
+        scales = 2 * 2 * KV_BITS[self.scale_dtype] if self.scale_dtype else 0
+        bits = numbers * KV_BITS[self.dtype] + scales
+        return self.num_layers * self.block_size * self.num_kv_heads * bits // 8
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "KVCacheSchema":
+        """
+        Raises:
+            ConfigError: the text is not a schema.
+        """
+        try:
+            schema = TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ConfigError(f"this is no KV cache schema: {where + ': ' if where else ''}{first['msg']}.") from None
+        for name in (schema.dtype, schema.scale_dtype or schema.dtype):
+            if name not in KV_BITS:
+                raise ConfigError(f"a KV cache schema has dtype {name!r}; it may be {', '.join(KV_BITS)}.")
+        return schema
 
 
 @dataclass(frozen=True, slots=True)

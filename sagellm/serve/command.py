@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from sagellm.core.config import COMPUTES, DEVICES, DTYPES, ENGINES, ROLES, WEIGHTS, read_config
+from sagellm.core.config import COMPUTES, DEVICES, DTYPES, ENGINES, KV_SCHEMAS, ROLES, WEIGHTS, read_config
 from sagellm.core.early import end, stop_at_once
 from sagellm.core.errors import SageError
 from sagellm.serve.objects import with_objects
@@ -25,6 +25,7 @@ from sagellm.serve.objects import with_objects
 @click.option("--host", help="Address to listen on. Default: 127.0.0.1.")
 @click.option("--port", type=int, help="Port to listen on. Default: 23333.")
 @click.option("--api-key", multiple=True, help="Key that clients must send; may be given several times.")
+@click.option("--kv-schema", type=click.Choice(KV_SCHEMAS), help="Type of keys and values. Default: auto (the model's).")
 @click.option("--kv-blocks", type=int, help="Size of the KV pool in blocks.")
 @click.option("--kv-memory-share", type=float, help="Size of the KV pool as a part of free memory, between 0 and 1.")
 @click.option("--host-kv-blocks", type=int, help="Size of the host tier in blocks. Default: 0, no tier.")

@@ -76,9 +76,12 @@ def _check_same(own: KVLayout, peer: KVLayout, first: KVLayout) -> None:
         ("parts", [part.name for part in own.parts], [part.name for part in peer.parts]),
         *((f"width of {part.name}", part.width, other.width) for part, other in zip(own.parts, peer.parts, strict=False)),
         *((f"dtype of {part.name}", part.dtype, other.dtype) for part, other in zip(own.parts, peer.parts, strict=False)),
+        *((f"groups of {part.name}", part.group, other.group) for part, other in zip(own.parts, peer.parts, strict=False)),
     ):
         if here != there:
-            raise TransferError(f"the layouts differ in {what}: {here} here, {there} at the peer; both need the same model.")
+            raise TransferError(
+                f"the layouts differ in {what}: {here} here, {there} at the peer; both need the same model and KV schema."
+            )
     if (peer.block_size, peer.num_blocks) != (first.block_size, first.num_blocks):
         raise TransferError(
             f"ranks of the peer differ: {first.num_blocks} blocks of {first.block_size} tokens on rank 0, {peer.num_blocks} of "
@@ -115,7 +118,9 @@ class Conversion:
     def __init__(self, own: KVLayout, peer: KVLayout, runs: Sequence[HeadRun]) -> None:
         self.own, self.peer, self.runs = own, peer, runs
         self.token_bytes = own.num_layers * sum(run.num_heads * _head_bytes(own.parts[run.part]) for run in runs)
-        self._step = max(PIECES // own.num_layers, 1)  # at worst a token is a piece in each layer
+        self._group = max(part.group for part in own.parts)
+        # At worst a token is a piece in each layer.
+        self._step = max(PIECES // own.num_layers // self._group, 1) * self._group
         known: dict[tuple[int, ...], int] = {}  # parts of one geometry have their bytes at the same places
         self._strides: list[KVStrides] = []
         self._of_runs: list[tuple[int, int]] = []  # of each run its part, and which strides
@@ -154,8 +159,9 @@ class Conversion:
         return True
 
     def _spans(self, tokens: Tokens) -> Iterator[tuple[np.ndarray, int, np.ndarray, int, int, int]]:
-        end = tokens.first + tokens.num
-        for first in range(tokens.first, end, self._step):
+        group = self._group  # blocks hold whole ones
+        end = -(-(tokens.first + tokens.num) // group) * group
+        for first in range(tokens.first // group * group, end, self._step):
             yield tokens.src, tokens.src_start, tokens.dst, tokens.dst_start, first, min(self._step, end - first)
 
 

@@ -21,12 +21,14 @@ class KVPart(Model):
     Attributes:
         num_heads: on this rank.
         dtype: as torch names it, without "torch.".
+        group: so many adjacent tokens of a block share their bytes, and move together.
     """
 
     name: str = Field(min_length=1)
     num_heads: int = Field(ge=1)
     width: int = Field(ge=1)
     dtype: str
+    group: int = Field(default=1, ge=1)
 
 
 class KVLayout(Model):
@@ -54,6 +56,8 @@ class KVLayout(Model):
                     f"{part.name} has heads {self.first_head} to {self.first_head + part.num_heads}, the model has "
                     f"{self.total_heads}."
                 )
+            if self.block_size % part.group:
+                raise ValueError(f"{part.name} has groups of {part.group} tokens, and blocks of {self.block_size}.")
             if not isinstance(getattr(torch, part.dtype, None), torch.dtype):
                 raise ValueError(f"{part.name}: dtype is {part.dtype!r}, which torch does not know.")
         return self

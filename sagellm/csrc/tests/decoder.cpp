@@ -14,14 +14,14 @@
 
 namespace {
 
-constexpr int kHidden = 48, kHeads = 4, kKeyHeads = 2, kHeadSize = 16, kFeed = 64, kVocabulary = 90, kLayers = 2;
+constexpr int kHidden = 48, kHeads = 4, kKeyHeads = 2, kHeadSize = 64, kFeed = 64, kVocabulary = 90, kLayers = 2;
 constexpr int kBlock = 16, kBlocks = 40, kExperts = 5;
 
 class Model {
  public:
   explicit Model(sage::Dtype dtype = sage::Dtype::kFloat32, sage::Format format = sage::Format::kPlain,
-                 bool has_experts = false, bool in_8_bits = false)
-      : format_(format), in_8_bits_(in_8_bits), kernels_("", dtype) {
+                 bool has_experts = false, bool in_8_bits = false, sage::Format cached = sage::Format::kPlain)
+      : format_(format), cached_(cached), in_8_bits_(in_8_bits), dtype_(dtype), kernels_("", dtype) {
     std::vector<sage::DecoderLayer> layers(kLayers);
     for (auto& layer : layers) {
       layer.qkv = matrix((kHeads + 2 * kKeyHeads) * kHeadSize, kHidden);
@@ -47,7 +47,7 @@ class Model {
     shape.attention_scale = 0.25F;
     const sage::Matrix embedding = matrix(kVocabulary, kHidden);
     decoder_ = std::make_unique<sage::Decoder>(kernels_, shape, std::move(layers), embedding, norm(), embedding);
-    for (int layer = 0; layer < 2 * kLayers; ++layer) {
+    for (int layer = 0; layer < 4 * kLayers; ++layer) {  // keys, values and their scales
       caches_.emplace_back(static_cast<std::size_t>(kBlocks * kBlock * kKeyHeads * kHeadSize), 0.F);
     }
   }
@@ -57,12 +57,23 @@ class Model {
   std::vector<float> run(sage::Team& team, const std::vector<std::int64_t>& queries,
                          const std::vector<std::int64_t>& lengths, std::int64_t first_token = 1, bool draws = false) {
     sage::PagedCache cache;
+    const auto memory = [&](int number) { return reinterpret_cast<char*>(caches_[static_cast<std::size_t>(number)].data()); };
     for (int layer = 0; layer < kLayers; ++layer) {
-      cache.keys.push_back(reinterpret_cast<char*>(caches_[static_cast<std::size_t>(2 * layer)].data()));
-      cache.values.push_back(reinterpret_cast<char*>(caches_[static_cast<std::size_t>(2 * layer + 1)].data()));
+      cache.keys.push_back(memory(4 * layer));
+      cache.values.push_back(memory(4 * layer + 1));
+      if (cached_ == sage::Format::kPlain) continue;
+      cache.key_scales.push_back(memory(4 * layer + 2));
+      cache.value_scales.push_back(memory(4 * layer + 3));
     }
-    cache.slot_stride = kKeyHeads * kHeadSize * sizeof(float);
+    const std::size_t plain = dtype_ == sage::Dtype::kFloat32 ? 4 : 2;
+    cache.format = cached_;
+    cache.dtype = dtype_;
+    cache.slot_stride = kKeyHeads * kHeadSize;
+    if (cached_ == sage::Format::kPlain) cache.slot_stride *= plain;
+    if (cached_ == sage::Format::kLevels4) cache.slot_stride /= 2;
     cache.block_stride = kBlock * cache.slot_stride;
+    cache.scale_slot_stride = kKeyHeads * 2 * plain;
+    cache.scale_block_stride = kBlock * cache.scale_slot_stride;
     cache.num_blocks = kBlocks;
     cache.block_size = kBlock;
     const auto num = std::accumulate(queries.begin(), queries.end(), std::int64_t{0});
@@ -139,8 +150,9 @@ class Model {
     return matrix;
   }
 
-  const sage::Format format_;
+  const sage::Format format_, cached_;
   const bool in_8_bits_;
+  const sage::Dtype dtype_;
   std::mt19937 random_{1};
   sage::CpuKernels kernels_;
   std::vector<std::vector<float>> kept_, caches_;
@@ -177,6 +189,18 @@ void weights_of_few_bits_run() {
   }
 }
 
+void caches_of_few_bits_run() {
+  for (const auto cached : {sage::Format::kLevels4, sage::Format::kLevels8, sage::Format::kFloat8}) {
+    for (const auto dtype : {sage::Dtype::kFloat32, sage::Dtype::kBFloat16}) {
+      const auto weights = sage::Format::kLevels8;
+      Model one(dtype, weights, false, false, cached), several(dtype, weights, false, false, cached);
+      sage::Team alone(1), together(3);
+      EXPECT(one.run(alone, {270, 9}, {270, 9}) == several.run(together, {270, 9}, {270, 9}));
+      EXPECT(one.run(alone, {1, 3}, {271, 12}) == several.run(together, {1, 3}, {271, 12}));
+    }
+  }
+}
+
 void steps_that_cannot_be_are_refused() {
   Model model;
   sage::Team team(2);
@@ -197,6 +221,7 @@ int main() {
   threads_change_nothing(false);
   threads_change_nothing(true);
   weights_of_few_bits_run();
+  caches_of_few_bits_run();
   steps_that_cannot_be_are_refused();
   std::puts("decoder: passed");
 }

@@ -74,10 +74,10 @@ def build_engine_config(
     for spec in hooks.plugins:  # a wrong name must fail here, not in the engine process
         find_plugin(spec.name)
     check_sizes(config, sizes)
-    known: dict[str, Any] = {"block_bytes": sizes.schema.block_bytes}
+    known: dict[str, Any] = {"block_bytes": sizes.schema.block_bytes, "kv_dtype": sizes.schema.dtype}
     if model is not None:
-        check_architecture(model, device, sizes.schema.dtype)
-        _check_compute(config, device, sizes.schema.dtype)
+        check_architecture(model, device, sizes.weights_dtype)
+        _check_compute(config, device, sizes.weights_dtype)
         if config.weights == "packed":
             known["packed_weights"] = _packed_weights(config, model, device)
         known["model"] = config.model_name or model.resolve().name
@@ -106,6 +106,7 @@ def build_engine_config(
         num_cpu_blocks=sizes.num_host_blocks,
         max_prefill_token_num=config.max_prefill_tokens or (CPU_PREFILL_TOKENS if device == "cpu" else PREFILL_TOKENS),
         enable_prefix_caching=config.prefix_caching,
+        quant_policy=sizes.quant_policy,
         device_type=device,
         distributed_executor_backend="mp" if device == "cpu" and config.tensor_parallel > 1 else None,
         logprobs_mode="raw_logprobs",

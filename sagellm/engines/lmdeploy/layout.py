@@ -24,9 +24,9 @@ NO_PART_SUFFIXES = (".md", ".txt", ".jinja", ".png", ".jpg", ".pdf")
 
 
 def weights_of(model: Path, config: SageConfig, sizes: Sizes, cache_dir: Path | None = None) -> str:
-    """A word that differs wherever keys and values of the same tokens may, however they lie in memory."""
+    """A word that differs wherever keys and values of the same tokens may, however they are stored."""
     packed = "-packed" if config.weights == "packed" else ""
-    return f"{_digest(model, cache_dir)}-{sizes.schema.dtype}{packed}"
+    return f"{_digest(model, cache_dir)}-{sizes.weights_dtype}{packed}"
 
 
 def layout_of(model: Path, config: SageConfig, sizes: Sizes, device: str, cache_dir: Path | None = None) -> str:
@@ -37,11 +37,10 @@ def layout_of(model: Path, config: SageConfig, sizes: Sizes, device: str, cache_
     """
     from lmdeploy.version import __version__ as lmdeploy_version
 
-    schema, weights = sizes.schema, ", packed weights" if config.weights == "packed" else ""
-    shape = f"{schema.num_layers}x{schema.num_kv_heads}x{schema.head_dim} {schema.dtype} {schema.block_size} tokens"
+    weights = ", packed weights" if config.weights == "packed" else ""
     return (
-        f"{_digest(model, cache_dir)} {shape} {config.tensor_parallel} workers, all keys before all values; "
-        f"{device}, lmdeploy {lmdeploy_version}, sagellm {__version__}{weights}"
+        f"{_digest(model, cache_dir)} {sizes.schema.to_json()} of {sizes.weights_dtype}, {config.tensor_parallel} workers, all "
+        f"keys before all values; {device}, lmdeploy {lmdeploy_version}, sagellm {__version__}{weights}"
     )
 
 

@@ -24,7 +24,7 @@ def describe(model: Path, name: str, dtype: str = "auto", context_length: int | 
     """
     text = text_config(model)
     config = SageConfig(dtype=dtype)
-    dtype, schema = schema_of(text, config, resolve_device("auto"))
+    _, schema = schema_of(text, config, resolve_device("auto"))
     support = cpu_support(model, schema.dtype)
     longest = int(text.get("max_position_embeddings", 0))
     tokens = context_length or longest

@@ -6,7 +6,7 @@ from typing import Any
 
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import CapacityError, ConfigError
-from sagellm.engines.base import KVCacheSchema
+from sagellm.engines.base import KV_BITS, KVCacheSchema
 from sagellm.engines.lmdeploy.speculative.draft_folder import check_draft
 from sagellm.models.folder import text_config, weight_sizes
 
@@ -39,6 +39,16 @@ class Sizes:
     num_host_blocks: int
     draft: DraftSizes | None = None
 
+    @property
+    def weights_dtype(self) -> str:
+        """Type of the weights; on devices with their own memory the likely one, if LMDeploy chooses it."""
+        return weights_dtype(self.dtype)
+
+    @property
+    def quant_policy(self) -> int:
+        """LMDeploy's setting for keys and values with scales: 8 or 4, else 0. Floats of 8 bits are laid out like int8."""
+        return KV_BITS[self.schema.dtype] if self.schema.scale_dtype else 0
+
 
 def resolve_device(device: str) -> str:
     """'auto' is cuda where torch sees a GPU, else cpu.
@@ -68,7 +78,7 @@ def size_engine(config: SageConfig, model: Path, device: str) -> Sizes:
     context = config.context_length or (min(longest, DEFAULT_CPU_CONTEXT) if device == "cpu" else longest)
     if context > longest:
         raise ConfigError(f"context_length {context} exceeds the {longest} tokens this model was made for.")
-    draft = _draft(config, model, schema.dtype)
+    draft = _draft(config, model, weights_dtype(dtype), device)
     if device != "cpu":
         blocks = config.kv_blocks or 0
         return Sizes(dtype, context, config.max_batch_size, schema, blocks, config.host_kv_blocks, draft)
@@ -95,7 +105,11 @@ def gpu_share(wanted: float | None, sizes: Sizes) -> float:
     return left
 
 
-def _draft(config: SageConfig, model: Path, dtype: str) -> DraftSizes | None:
+def weights_dtype(dtype: str) -> str:
+    return "bfloat16" if dtype == "auto" else dtype
+
+
+def _draft(config: SageConfig, model: Path, dtype: str, device: str) -> DraftSizes | None:
     """Add up the models that the speculative strategy loads; they compute in the dtype of the target."""
     from sagellm.accel.speculative.registry import engine_method, make_speculator
 
@@ -104,25 +118,28 @@ def _draft(config: SageConfig, model: Path, dtype: str) -> DraftSizes | None:
     folders = make_speculator(config.speculative, **config.speculative_options).models
     if not folders:
         return None
+    # Its keys and values have few bytes; they stay as the model computes them.
+    config = config.model_copy(update={"kv_schema": "auto"})
     weights = block = 0
     for folder in folders:
         check_draft(folder, model)
         weights += weight_bytes(folder, dtype)
-        block += _schema(text_config(folder), dtype, config).block_bytes
+        block += _schema(text_config(folder), dtype, config, device).block_bytes
     return DraftSizes(weights, block)
 
 
 def schema_of(text: dict[str, Any], config: SageConfig, device: str) -> tuple[str, KVCacheSchema]:
-    """Return the type of the weights and the shape of KV blocks.
+    """Return the type of the weights and the schema of KV blocks.
 
     Args:
         text: as `text_config` returns it.
 
     Raises:
-        ConfigError: a type that the device does not have, heads that cannot be shared out, an incomplete config.json.
+        ConfigError: a type that the device or the heads do not have, heads that cannot be shared out, an incomplete
+            config.json.
     """
     dtype = _dtype(config.dtype, text, device)
-    return dtype, _schema(text, dtype, config)
+    return dtype, _schema(text, weights_dtype(dtype), config, device)
 
 
 def _dtype(wanted: str, hf: dict[str, Any], device: str) -> str:
@@ -136,7 +153,8 @@ def _dtype(wanted: str, hf: dict[str, Any], device: str) -> str:
     return "float32" if stored == "float32" else "bfloat16"
 
 
-def _schema(hf: dict[str, Any], dtype: str, config: SageConfig) -> KVCacheSchema:
+def _schema(hf: dict[str, Any], dtype: str, config: SageConfig, device: str) -> KVCacheSchema:
+    """`dtype`: of the model."""
     try:
         heads = int(hf["num_attention_heads"])
         kv_heads = int(hf.get("num_key_value_heads") or heads)
@@ -144,16 +162,36 @@ def _schema(hf: dict[str, Any], dtype: str, config: SageConfig) -> KVCacheSchema
         head_dim, v_head_dim = int(hf.get("head_dim") or hf["hidden_size"] // heads), None
         if hf.get("kv_lora_rank"):  # latent attention: one key for all heads, which holds the value too
             kv_heads, head_dim, v_head_dim = 1, int(hf["kv_lora_rank"]) + int(hf["qk_rope_head_dim"]), 0
+        kv_dtype = _kv_dtype(config.kv_schema, dtype, head_dim, v_head_dim, device)
+        has_scales = kv_dtype in ("fp8", "int8", "int4")
         return KVCacheSchema(
             block_size=config.block_size,
             num_layers=int(hf["num_hidden_layers"]),
             num_kv_heads=-(-kv_heads // config.tensor_parallel),
             head_dim=head_dim,
-            dtype="bfloat16" if dtype == "auto" else dtype,
+            dtype=kv_dtype,
             v_head_dim=v_head_dim,
+            scale_dtype=dtype if has_scales else "",
+            layout="key_groups" if has_scales and kv_dtype != "fp8" and device == "cpu" else "rows",
         )
     except KeyError as error:
         raise ConfigError(f"config.json has no {error.args[0]}; is this a language model that LMDeploy knows?") from None
+
+
+def _kv_dtype(wanted: str, dtype: str, head_dim: int, v_head_dim: int | None, device: str) -> str:
+    if wanted in ("auto", dtype):
+        return dtype
+    if v_head_dim is not None:
+        raise ConfigError(f"kv_schema {wanted}: latent attention keeps keys and values in one; leave kv_schema at auto.")
+    if device != "cpu" and wanted not in ("int8", "int4"):
+        raise ConfigError(
+            f"kv_schema {wanted} is not available on {device}: LMDeploy stores keys and values in the model's type, here {dtype}, "
+            "or as int8 or int4. Use one of these, or auto."
+        )
+    words = {"int8": 4, "int4": 8}.get(wanted, 1)
+    if head_dim % words:
+        raise ConfigError(f"kv_schema {wanted} needs heads of a multiple of {words} numbers; this model's have {head_dim}.")
+    return wanted
 
 
 def _check_heads(heads: int, kv_heads: int, num_workers: int) -> None:
@@ -177,8 +215,8 @@ def _fit(config: SageConfig, model: Path, sizes: Sizes) -> Sizes:
     from sagellm.engines.lmdeploy.cpu.runtime import memory_bytes
 
     available, total = memory_bytes()
-    weights = weight_bytes(model, sizes.schema.dtype) + (sizes.draft.weight_bytes if sizes.draft else 0)
-    extra = operators.extra_bytes(text_config(model), sizes.schema.dtype, sizes.context_length)
+    weights = weight_bytes(model, sizes.weights_dtype) + (sizes.draft.weight_bytes if sizes.draft else 0)
+    extra = operators.extra_bytes(text_config(model), sizes.weights_dtype, sizes.context_length)
     room = available - weights - extra
     # With tensor parallelism each of the workers on this machine holds its part of every block.
     host_block = sizes.schema.block_bytes * config.tensor_parallel

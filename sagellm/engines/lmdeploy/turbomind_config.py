@@ -61,5 +61,6 @@ def build_turbomind_config(config: SageConfig, sizes: Sizes) -> Any:
         session_len=sizes.context_length,
         cache_block_seq_len=config.block_size,
         enable_prefix_caching=config.prefix_caching,
+        quant_policy=sizes.quant_policy,
         **options,
     )

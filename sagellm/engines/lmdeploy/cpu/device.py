@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sagellm.core.config import HookConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.tasks import end_tasks
 from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, keep_freed_memory, memory_bytes
@@ -43,8 +44,8 @@ class CpuDevice:
         """
         if config.dtype not in DTYPES:
             raise ConfigError(f"dtype {config.dtype!r} does not run on the CPU device; use one of {', '.join(DTYPES)}.")
-        if config.quant_policy != 0:
-            raise ConfigError(f"quant_policy {config.quant_policy} needs a GPU; on the CPU device leave it at 0.")
+        if config.quant_policy not in (0, 4, 8):
+            raise ConfigError(f"quant_policy {config.quant_policy} is unknown; use 8 or 4 (bits of keys and values), or 0.")
         if config.block_size < 1 or config.block_size & (config.block_size - 1):
             raise ConfigError(f"block_size {config.block_size} is not a power of two; use 16, 32, 64 or 128.")
         for name in ("tp", "dp", "ep"):
@@ -122,6 +123,14 @@ class CpuDevice:
         found = quantization_of({"quantization_config": config["original"]})
         model.sage_orders = getattr(model, "sage_orders", {})
         return to_container(found, config["group_size"], tensors, model.sage_orders)
+
+    def kv_cache_dtype(self, cache_config: Any, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of the cache's numbers, `dtype` in a model without a setting of its own."""
+        spec = getattr(cache_config, "sage", None)
+        wanted = HookConfig.model_validate_json(spec).kv_dtype if spec else ""
+        if cache_config.quant_policy:
+            return torch.float8_e4m3fn if wanted == "fp8" else torch.uint8
+        return getattr(torch, wanted) if wanted in DTYPES else dtype
 
     def window_size(self, size: int) -> int:
         """Keep every block of a model with a sliding window: the attention masks what lies outside.

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import torch
+
 from sagellm.comm_backend.kv_transfer.layout import KVLayout, KVPart, KVRegion
 from sagellm.core.errors import TransferError
+from sagellm.engines.lmdeploy.cpu.cache import KEY_GROUP
 
 __all__ = ["PARTS", "region_of"]
 
@@ -45,7 +48,10 @@ def region_of(cache_engine: Any) -> KVRegion:
         tp_rank=cache_engine.tp_rank,
         tp_size=cache_engine.world_size,
         parts=tuple(
-            KVPart(name=name, num_heads=num_heads, width=tensor.shape[-1], dtype=str(tensor.dtype).removeprefix("torch."))
+            KVPart(
+                name=name, num_heads=num_heads, width=tensor.shape[-1], dtype=str(tensor.dtype).removeprefix("torch."),
+                group=KEY_GROUP if name == "keys" and tensor.dtype == torch.uint8 and tensor.device.type == "cpu" else 1,
+            )
             for name, tensor in held
         ),
     )

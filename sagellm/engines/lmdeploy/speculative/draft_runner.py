@@ -16,6 +16,7 @@ from lmdeploy.pytorch.model_inputs import ModelInputs
 from lmdeploy.pytorch.models.patch import build_patched_model, update_custom_module_map
 from lmdeploy.pytorch.weight_loader.model_weight_loader import load_model_weights
 
+from sagellm.core.config import HookConfig
 from sagellm.core.errors import SageError, SpeculationError
 
 __all__ = ["DraftRunner"]
@@ -57,8 +58,10 @@ class DraftRunner:
             update_custom_module_map(config.custom_module_map)
         model = build_patched_model(config, device=agent.device, build_model_ctx=agent.build_model_ctx)
         load_model_weights(model, str(folder), device=agent.device)
-        # The host tier holds blocks of the target alone: what the draft model has of them is computed again.
-        cache_config = replace(agent.cache_config, num_cpu_blocks=0, quant_policy=0)
+        # The host tier holds blocks of the target alone: what the draft model has of them is computed again. Its own keys and
+        # values are of its own type.
+        hooks = HookConfig.model_validate_json(agent.cache_config.sage).model_copy(update={"kv_dtype": ""})
+        cache_config = replace(agent.cache_config, num_cpu_blocks=0, quant_policy=0, sage=hooks.model_dump_json())
         self._model = get_backend().build_graph_runner(
             model, model_config=config, cache_config=cache_config, backend_config=agent.backend_config, device=agent.device
         )
