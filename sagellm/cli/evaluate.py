@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from sagellm.cli.tables import show_rows
-from sagellm.core.config import COMPUTES, DEVICES, DTYPES
+from sagellm.core.config import COMPUTES, DEVICES, DTYPES, KV_SCHEMAS
 from sagellm.core.errors import SageError
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 @click.option(
     "--compute", type=click.Choice(COMPUTES), default="auto", show_default=True, help="Type of MODEL's products on a CPU."
 )
+@click.option(
+    "--kv-schema", type=click.Choice(KV_SCHEMAS), default="auto", show_default=True, help="Type of MODEL's keys and values."
+)
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
 @click.option("--tokens", type=click.IntRange(1024), default=52_000, show_default=True, help="Tokens of text to score.")
 @click.option("--answers", type=click.IntRange(0), default=50, show_default=True, help="Greedy answers to compare.")
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def evaluate(
     context: click.Context, model: str | None, against: str | None, dtype: str, against_dtype: str, compute: str,
-    device: str, tokens: int, answers: int, answer_tokens: int, out: Path | None, compare: tuple[Path, Path] | None,
+    kv_schema: str, device: str, tokens: int, answers: int, answer_tokens: int, out: Path | None, compare: tuple[Path, Path] | None,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Measure how well MODEL is computed, beside a reference.
@@ -60,7 +63,9 @@ def evaluate(
 
     try:
         options = Options(tokens=tokens, answers=answers, answer_tokens=answer_tokens)
-        report = _measure((model, dtype, compute), None if against is None else (against, against_dtype), device, options)
+        wanted = {"dtype": dtype, "compute": compute, "kv_schema": kv_schema}
+        with contextlib.redirect_stdout(sys.stderr):  # LMDeploy logs to where the report goes
+            report = _measure(model, wanted, None if against is None else (against, against_dtype), device, options)
         if out is not None:
             report.write(out)
     except (SageError, OSError) as error:
@@ -70,18 +75,24 @@ def evaluate(
 
 
 def _measure(
-    given: tuple[str, str, str], against: tuple[str, str] | None, device: str, options: "Options"
+    model: str, wanted: dict[str, str], against: tuple[str, str] | None, device: str, options: "Options"
 ) -> "QualityReport":
-    """Evaluate a model of a name, dtype and type of products against another, or itself in transformers in float32."""
+    """Evaluate a model with some settings against another, or itself in transformers in float32.
+
+    Args:
+        wanted: settings of `SageConfig`, `dtype` first.
+        against: the other's name and dtype.
+    """
     from sagellm.core.config import SageConfig
     from sagellm.evaluate.models import EngineModel, TransformersModel
     from sagellm.evaluate.run import evaluate as measure
     from sagellm.models import find_model, prepare_model
     from sagellm.models.texts import check_same_tokens
 
-    source, (dtype, compute) = find_model(given[0]), given[1:]
+    source = find_model(model)
     folder = prepare_model(source)
-    name, config = f"{source.name} {dtype}" + f", {compute}" * (compute != "auto"), SageConfig(device=device)
+    special = [f", {name.replace('_', ' ')} {value}" for name, value in wanted.items() if name != "dtype" and value != "auto"]
+    name, config = f"{source.name} {wanted['dtype']}" + "".join(special), SageConfig(device=device)
     with contextlib.ExitStack() as loaded:
         if against is None:
             reference_name = _other_than(name, "transformers float32")
@@ -92,7 +103,7 @@ def _measure(
             check_same_tokens(folder, other_folder)
             settings = config.model_copy(update={"model": other_folder, "dtype": against[1]})
             reference = loaded.enter_context(EngineModel(_other_than(name, f"{other.name} {against[1]}"), settings))
-        settings = config.model_copy(update={"model": folder, "dtype": dtype, "compute": compute})
+        settings = config.model_copy(update={"model": folder, **wanted})
         contestant = loaded.enter_context(EngineModel(name, settings))
         tick = loaded.enter_context(show_progress())
         return measure(source.name, folder, [reference, contestant], options, tick)

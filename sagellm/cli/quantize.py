@@ -1,5 +1,6 @@
 """`sagellm quantize`: write a quantized copy of a model, or report what quantization cost."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -43,7 +44,8 @@ def quantize(
         if model is None or method is None:
             raise click.UsageError("give the MODEL to quantize and its --method, or a folder with --report.")
         options = {} if given is None else read_options("--options", given, {"group_size": 64})
-        folder, profile = _quantize(model, method, out, options, calibration, pieces, length)
+        with contextlib.redirect_stdout(sys.stderr):  # LMDeploy logs to where the answer goes
+            folder, profile = _quantize(model, method, out, options, calibration, pieces, length)
     except SageError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
@@ -74,5 +76,6 @@ def _report(folder: Path, device: str, tokens: int, answers: int, as_json: bool)
     from sagellm.evaluate.run import Options
 
     source = Path(QuantizationProfile.read(folder).source)
-    found = measure_alignment(folder, source, Options(tokens, answers=answers), device)
+    with contextlib.redirect_stdout(sys.stderr):  # LMDeploy logs to where the report goes
+        found = measure_alignment(folder, source, Options(tokens, answers=answers), device)
     click.echo(found.model_dump_json(indent=1) if as_json else page(found))

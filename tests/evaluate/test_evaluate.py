@@ -165,7 +165,12 @@ def test_models_that_cannot_be_compared(model_folder, reference):
         evaluate("tiny", model_folder("llama"), [reference], Options(chunk=600))
 
 
-def test_the_command_writes_report_and_plots(model_folder, tmp_path):
+def test_the_command_writes_report_and_plots(model_folder, tmp_path, monkeypatch):
+    def noisy(*args):  # as LMDeploy's log when it is imported
+        print("noise")
+        return evaluate(*args)
+
+    monkeypatch.setattr("sagellm.evaluate.run.evaluate", noisy)
     words = ["evaluate", model_folder("llama"), "--tokens", 1024, "--answers", 4, "--answer-tokens", 6, "--out", tmp_path]
     done = CliRunner().invoke(main, [str(word) for word in (*words, "--device", "cpu", "--json")])
     assert done.exit_code == 0, done.output
@@ -176,9 +181,9 @@ def test_the_command_writes_report_and_plots(model_folder, tmp_path):
     assert (tmp_path / "quality.md").read_text() == markdown(report)
     for name in ("kl.png", "answers.png"):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
-    against = [*words, "--against", model_folder("qwen2"), "--device", "cpu"]
+    against = [*words, "--against", model_folder("qwen2"), "--device", "cpu", "--kv-schema", "int8"]
     done = CliRunner().invoke(main, [str(word) for word in against])
-    assert done.exit_code == 0 and "qwen2 float32" in done.stdout
+    assert done.exit_code == 0 and "qwen2 float32" in done.stdout and "llama auto, kv schema int8" in done.stdout
     refused = CliRunner().invoke(main, ["evaluate", "nothing"])
     assert refused.exit_code == 2 and refused.stderr.startswith("error: ")
 

@@ -5,9 +5,11 @@ from pathlib import Path
 from sagellm.core.config import KVConfig, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.hooks import Tier
+from sagellm.engines.base import KVCacheSchema
 from sagellm.engines.lmdeploy.sizing import Sizes
 
 TIERED = "sagellm.kv_runtime.plugin:TieredKV"
+SCHEMA_FILE = "kv_schema.json"  # of the blocks in the folder of a disk tier
 TIERED_WITH_DISK = "sagellm.kv_runtime.plugin:TieredKVWithDisk"
 
 
@@ -91,11 +93,12 @@ def _check_policies(config: SageConfig, kv: KVConfig) -> None:
 
 
 def check_sizes(config: SageConfig, sizes: Sizes) -> None:
-    """Refuse a disk tier that cannot be, once it is known how large a block is.
+    """Refuse a disk tier that cannot be, once it is known what a block is. The folder keeps the schema of its blocks.
 
     Raises:
-        ConfigError: it has no room for a block.
+        ConfigError: it has no room for a block, or holds blocks whose keys and values are of another type.
         PolicyError: its policy does not take its size.
+        TierError: the folder cannot be written.
     """
     kv = config.kv
     if kv is None or kv.disk is None:
@@ -109,3 +112,24 @@ def check_sizes(config: SageConfig, sizes: Sizes) -> None:
             f"kv.disk_gib {kv.disk_gib:g} has no room for one block of {sizes.schema.block_bytes} bytes; raise --kv-disk-gib."
         )
     make_policy(kv.disk_policy, capacity, **kv.disk_options)
+    _keep_schema(kv.disk, sizes.schema)
+
+
+def _keep_schema(folder: Path, schema: KVCacheSchema) -> None:
+    from sagellm.kv_runtime.disk_store_folder import tier_errors
+
+    file = folder / SCHEMA_FILE
+    with tier_errors(f"disk tier {folder}"):
+        if file.is_file():
+            found = KVCacheSchema.from_json(file.read_text(encoding="utf-8"))
+            if found == schema:
+                return
+            if any(folder.glob("*.kv")) and any(getattr(found, name) != getattr(schema, name) for name in ("dtype", "scale_dtype", "layout")):
+                raise ConfigError(
+                    f"kv.disk {folder} holds blocks with keys and values in {found.dtype}, and this engine stores them in "
+                    f"{schema.dtype}; give another folder, empty this one, or start with --kv-schema {found.dtype}."
+                )
+        folder.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f".{SCHEMA_FILE}.new")
+        new.write_text(schema.to_json() + "\n", encoding="utf-8")
+        new.replace(file)

@@ -132,6 +132,10 @@ class CpuDevice:
             return torch.float8_e4m3fn if wanted == "fp8" else torch.uint8
         return getattr(torch, wanted) if wanted in DTYPES else dtype
 
+    def as_bytes(self, caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """View floats of 8 bits as bytes: torch's copies by index do not know them."""
+        return [one.view(torch.uint8) if one.dtype == torch.float8_e4m3fn else one for one in caches]
+
     def window_size(self, size: int) -> int:
         """Keep every block of a model with a sliding window: the attention masks what lies outside.
 

@@ -36,11 +36,11 @@ class Pair:
 
     def __init__(
         self, start: Callable, folder: Path, prefill: dict | None = None, decode: dict | None = None, connect: bool = True,
-        decode_config: dict | None = None, **config: Any,
+        decode_config: dict | None = None, prefill_config: dict | None = None, **config: Any,
     ) -> None:  # fmt: skip
         key = key_file(folder)
         self.of_prefill, self.of_decode = hooks("prefill", key, **prefill or {}), hooks("decode", key, **decode or {})
-        self.prefill = start(pd=self.of_prefill, **config)
+        self.prefill = start(pd=self.of_prefill, **config | (prefill_config or {}))
         self.decode = start(pd=self.of_decode, **config | (decode_config or {}))
         wait_until(lambda: self.prefill.hooks.pd._address and self.decode.hooks.pd._address)
         if connect:

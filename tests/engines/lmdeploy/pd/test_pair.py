@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from lmdeploy.pytorch.disagg.backend.backend import MIGRATION_BACKENDS
 
-from sagellm.core.errors import PeerError
+from sagellm.core.errors import PeerError, TransferError
 from sagellm.engines.lmdeploy.pd.workers import options_of
 from sagellm.pd.ports import free_ports
 from tests.engines.lmdeploy.guesses import ask, tokens_of
@@ -163,6 +163,22 @@ def test_block_sizes_differ(pair, reference):
     engines = pair(decode_config={"block_size": 32, "kv_blocks": 40})
     assert tokens_of(engines.ask(prompts)) == reference(prompts, NEW)
     assert engines.report()["arrivals"]["done"] == 3
+
+
+@pytest.mark.parametrize("schema", ["fp8", "int8", "int4"])
+def test_keys_and_values_of_few_bits(pair, start_engine, schema):
+    prompts = make_prompts((1, 15, 17, 33, 100), seed=8)
+    expected = [one.token_ids for one in start_engine(kv_schema=schema).generate(prompts, [_params()] * len(prompts))]
+    engines = pair(kv_schema=schema, decode_config={"block_size": 32, "kv_blocks": 40})
+    found = tokens_of(engines.ask(prompts))
+    assert found == [one[:NEW] for one in expected]
+    assert engines.report()["arrivals"]["done"] == len(prompts)
+
+
+def test_schemas_that_differ_are_refused(pair):
+    engines = pair(decode_config={"kv_schema": "int8"}, prefill_config={"kv_schema": "fp8"}, connect=False)
+    with pytest.raises(TransferError, match="the layouts differ in dtype of keys.*the same model and KV schema"):
+        engines.connect()
 
 
 def test_checksums(pair, reference):
