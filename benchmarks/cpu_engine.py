@@ -207,7 +207,7 @@ def _hold_to_isa() -> None:
         packed.kernels = lambda dtype: packed.kernels_of(dtype, isa)
 
 
-def build_ours(model: str, threads: int, sizes: dict[str, int], weights: str = "auto") -> Any:
+def build_ours(model: str, threads: int, sizes: dict[str, int], weights: str = "auto", kv_schema: str = "auto") -> Any:
     _hold_to_isa()
     from sagellm.core.config import SageConfig
     from sagellm.engines.base import SamplingParams
@@ -215,8 +215,8 @@ def build_ours(model: str, threads: int, sizes: dict[str, int], weights: str = "
 
     # Prompts repeat between rounds; a prefix hit would be measured instead of a prefill.
     config = SageConfig(
-        device="cpu", dtype="bfloat16", weights=weights, threads=threads, context_length=sizes["context"],
-        max_batch_size=sizes["batch"], prefix_caching=False, decode_round=4,
+        device="cpu", dtype="bfloat16", weights=weights, kv_schema=kv_schema, threads=threads,
+        context_length=sizes["context"], max_batch_size=sizes["batch"], prefix_caching=False, decode_round=4,
     )  # fmt: skip
     engine = LMDeployEngine(config, Path(model))
 

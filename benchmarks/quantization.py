@@ -1,12 +1,14 @@
 """Quantized weights beside those of 16 bits: speed, memory and loss, with llama.cpp's types made from the same weights.
 
     python -m benchmarks.quantization [--model smollm2] [--llama PYTHON] [--cells 1x64,8x64,1x512] [--rounds 5] [--out FILE]
+    python -m benchmarks.quantization --kv [--cells 8x7000,1x64] [--rounds 5] [--out FILE]
 
 All contestants get the same prompts and threads, and are asked in turn. `head 16` leaves the output layer in 16 bits; the
 others hold it in 8. `rtn` rounds to the nearest level, with AWQ's layout and groups: AWQ and GPTQ are compared with it. Step
 and first token: relative to bfloat16, medians of paired rounds. Limit: own bytes over the bandwidth of the same rounds.
 Weights: bytes of all packed matrices. The loss is that of `sagellm evaluate`; its reference is transformers in float32.
 With --llama its Q8_0 and Q4_0 are quantized from the file of the model, and have one request at a time.
+With --kv the contestants are the KV schemas instead, alone and with weights of `int8`.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ from torch import nn
 
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
 from benchmarks.cpu_engine import build_ours, gguf_file, parse_cells, write_half_billion
-from benchmarks.limits import Shape, build_limits
+from benchmarks.limits import build_limits
 from benchmarks.models.real_text import RealText, model_folder
 from benchmarks.output import Output, spread, table, with_output
 from benchmarks.peers.process import ContestantProcess
@@ -42,6 +44,8 @@ from sagellm.models import find_model
 BASE, LIMITS = "bfloat16", "limits"
 METHODS = ("int8", "smoothquant", "fp8", "awq", "gptq")
 WIDE_HEADS = ("int8", "awq")  # measured with an output layer of 16 bits too
+BLOCK_SIZE = SageConfig().block_size
+KV_SCHEMAS = ("int8", "fp8", "int4")
 LLAMA_TYPES = {"llama.cpp Q8_0": 7, "llama.cpp Q4_0": 2}  # numbers of its file types
 NEW_TOKENS = 33
 MAKE_GGUF = """
@@ -75,6 +79,7 @@ class RoundToNearest(Awq):
 @click.command()
 @click.option("--model", default="smollm2", show_default=True, help="Name or folder; half-billion: random weights.")
 @click.option("--llama", help="Python interpreter with llama-cpp-python; needs a model from a .gguf file.")
+@click.option("--kv", "of_cache", is_flag=True, help="Measure KV schemas instead of methods.")
 @click.option("--cells", default="1x64,8x64,1x512", show_default=True, help="Batches and lengths of prompts.")
 @click.option("--rounds", default=5, show_default=True, help="Measured rounds of each cell.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
@@ -82,7 +87,7 @@ class RoundToNearest(Awq):
 @click.option("--answers", default=40, show_default=True, help="Greedy answers to compare.")
 @with_output
 def main(
-    model: str, llama: str | None, cells: str, rounds: int, threads: int, tokens: int, answers: int, output: Output
+    model: str, llama: str | None, of_cache: bool, cells: str, rounds: int, threads: int, tokens: int, answers: int, output: Output
 ) -> None:
     """Measure, print tables, and write the result."""
     wanted = parse_cells(cells)
@@ -95,20 +100,32 @@ def main(
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             is_random = model == "half-billion"
             folder = write_half_billion(scratch) if is_random else model_folder(model)
-            folders = {name: quantized_copy(folder, make_quantizer(name)) for name in METHODS}
-            folders |= {f"{name}, head 16": _with_wide_head(folders[name], scratch) for name in WIDE_HEADS}
+            contestants = _of_cache(folder) if of_cache else _of_weights(folder, scratch)
             files = _llama_files(llama, gguf_file(model), scratch) if llama else {}
             result: dict[str, Any] = {"model": model, "threads": threads, "rounds": rounds}
             text = None if is_random else RealText(folder)
-            result |= _speeds(folder, folders, files, llama, wanted, rounds, threads, sizes, text)
+            result |= _speeds(folder, contestants, files, llama, wanted, rounds, threads, sizes, text)
             if tokens:
-                folders["rtn"] = quantized_copy(folder, RoundToNearest())
-                result["loss"] = _losses(folder, folders, files, llama, Options(tokens, answers=answers))
+                if not of_cache:
+                    contestants["rtn"] = {"model": quantized_copy(folder, RoundToNearest())}
+                result["loss"] = _losses(folder, contestants, files, llama, Options(tokens, answers=answers))
     except SageError as error:
         raise click.ClickException(str(error)) from None
     result = output.save(result)
     output.say(tables(result))
     output.finish(result)
+
+
+def _of_weights(folder: Path, scratch: Path) -> dict[str, dict[str, Any]]:
+    """Settings of each contestant."""
+    folders = {name: quantized_copy(folder, make_quantizer(name)) for name in METHODS}
+    folders |= {f"{name}, head 16": _with_wide_head(folders[name], scratch) for name in WIDE_HEADS}
+    return {BASE: {"model": folder}} | {name: {"model": place} for name, place in folders.items()}
+
+
+def _of_cache(folder: Path) -> dict[str, dict[str, Any]]:
+    found = {BASE: {"model": folder}} | {f"kv {name}": {"model": folder, "kv_schema": name} for name in KV_SCHEMAS}
+    return found | {"int8, kv int8": {"model": quantized_copy(folder, make_quantizer("int8")), "kv_schema": "int8"}}
 
 
 def _with_wide_head(folder: Path, scratch: Path) -> Path:
@@ -131,13 +148,14 @@ def _llama_files(python: str, source: str, scratch: Path) -> dict[str, Path]:
 
 
 def _speeds(
-    folder: Path, folders: dict[str, Path], files: dict[str, Path], llama: str | None, wanted: list[tuple[int, int]],
+    folder: Path, settings: dict[str, dict[str, Any]], files: dict[str, Path], llama: str | None, wanted: list[tuple[int, int]],
     rounds: int, threads: int, sizes: dict[str, int], text: RealText | None,
 ) -> dict[str, Any]:  # fmt: skip
     with contextlib.ExitStack() as stack:
         contestants: list[Any] = [Contestant(LIMITS, build_limits, threads)]
-        for name, place in {BASE: folder, **folders}.items():
-            contestants.append(Contestant(name, build_with_memory, str(place), threads, sizes))
+        for name, own in settings.items():
+            schema = own.get("kv_schema", "auto")
+            contestants.append(Contestant(name, build_with_memory, str(own["model"]), threads, sizes, schema))
         for contestant in contestants:
             stack.callback(contestant.close)
         for name, file in files.items():
@@ -145,9 +163,11 @@ def _speeds(
             process = ContestantProcess(name, str(llama), "benchmarks.models.decode_worker", arguments, lambda: None)
             contestants.append(stack.enter_context(process))
             process.about()
-        weights = {each.name: each.ask({"do": "bytes"}) for each in contestants if each.name in (BASE, *folders)}
-        resident = {each.name: each.ask({"do": "resident"}) for each in contestants if each.name in (BASE, *folders)}
-        shape, cells = Shape.read(folder), []
+        ours = [each for each in contestants if each.name in settings]
+        weights = {each.name: each.ask({"do": "bytes"}) for each in ours}
+        resident = {each.name: each.ask({"do": "resident"}) for each in ours}
+        blocks = {each.name: each.ask({"do": "block bytes"}) for each in ours}
+        cells = []
         for batch, length in wanted:
             if text is not None:
                 prompts = [text.prose(length, batch * 1000 + length, number) for number in range(batch)]
@@ -164,10 +184,11 @@ def _speeds(
                 name: [(max(row[-1] for row in times) - max(row[0] for row in times)) / (NEW_TOKENS - 1) for times in every]
                 for name, every in answers.items()
             }
-            kv_bytes = 4 * batch * (length + NEW_TOKENS // 2) * shape.layers * shape.kv_heads * shape.head_size
             limits = {
-                name: [(weights[name] + kv_bytes) / speed.bandwidth for speed in speeds] for name in weights if batch == 1
-            }
+                name: [(weights[name] + blocks[name] / BLOCK_SIZE * batch * (length + NEW_TOKENS // 2)) / speed.bandwidth
+                       for speed in speeds]
+                for name in weights if batch == 1 or length > 2048
+            }  # fmt: skip
             cells.append({
                 "batch": batch, "length": length,
                 "step_s": {name: summary(values) for name, values in steps.items()},
@@ -177,16 +198,19 @@ def _speeds(
                 "over_limit": {name: paired_ratio(steps[name], values) for name, values in limits.items()},
                 "bandwidth_gb_s": statistics.median(speed.bandwidth for speed in speeds) / 1e9,
             })  # fmt: skip
-        return {"weight_bytes": weights, "resident_bytes": resident, "cells": cells}
+        return {"weight_bytes": weights, "resident_bytes": resident, "block_bytes": blocks, "cells": cells}
 
 
-def build_with_memory(model: str, threads: int, sizes: dict[str, int]) -> Any:
-    """`cpu_engine`'s contestant, which also answers with the bytes of its packed weights and its resident memory."""
-    answer = build_ours(model, threads, sizes)
+def build_with_memory(model: str, threads: int, sizes: dict[str, int], kv_schema: str) -> Any:
+    """`cpu_engine`'s contestant, which also answers with the bytes of its packed weights, its resident memory and the bytes of
+    a KV block."""
+    answer = build_ours(model, threads, sizes, kv_schema=kv_schema)
 
     def answer_or_count(request: dict[str, Any]) -> Any:
         if request["do"] == "bytes":
             return packed_bytes(answer.engine)
+        if request["do"] == "block bytes":
+            return answer.engine.info.kv_schema.block_bytes
         if request["do"] == "resident":
             status = Path("/proc/self/status").read_text()
             return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
@@ -208,12 +232,12 @@ def packed_bytes(engine: Any) -> int:
 
 
 def _losses(
-    folder: Path, folders: dict[str, Path], files: dict[str, Path], llama: str | None, options: Options
+    folder: Path, settings: dict[str, dict[str, Any]], files: dict[str, Path], llama: str | None, options: Options
 ) -> dict[str, Any]:
     with contextlib.ExitStack() as loaded:
         models: list[ScoredModel] = [loaded.enter_context(TransformersModel("reference", folder, "float32"))]
-        for name, place in {BASE: folder, **folders}.items():
-            models.append(loaded.enter_context(EngineModel(name, SageConfig(model=place, device="cpu", dtype="bfloat16"))))
+        for name, own in settings.items():
+            models.append(loaded.enter_context(EngineModel(name, SageConfig(device="cpu", dtype="bfloat16", **own))))
         for name, file in files.items():
             models.append(loaded.enter_context(LlamaCppModel(name, str(llama), file)))
         report = evaluate(find_model(folder).name, folder, models, options)
@@ -229,16 +253,18 @@ def _losses(
 def tables(result: dict[str, Any]) -> str:
     """The result as text."""
     rows = []
-    base = result["weight_bytes"][BASE]
+    base, block = result["weight_bytes"][BASE], result["block_bytes"][BASE]
     for name in result["cells"][0]["step_s"]:
-        row: list[Any] = [name, f"{result['weight_bytes'][name] / base:.3f}" if name in result["weight_bytes"] else ""]
+        row: list[Any] = [name, "", ""]
+        if name in result["weight_bytes"]:
+            row = [name, f"{result['weight_bytes'][name] / base:.3f}", f"{block / result['block_bytes'][name]:.2f}"]
         for cell in result["cells"]:
             row.append(f"{1e3 * cell['step_s'][name]['median']:.2f}" if name in cell["step_s"] else "")
             row.append(spread(cell["step"][name]) if name in cell["step"] else "")
             row.append(spread(cell["first"][name]) if name in cell["first"] else "")
             row.append(spread(cell["over_limit"][name]) if name in cell["over_limit"] else "")
         rows.append(row)
-    heads = ["weights", "of 16 bits"]
+    heads = ["weights", "of 16 bits", "blocks x"]
     for cell in result["cells"]:
         place = f"{cell['batch']}x{cell['length']}"
         heads += [f"{place} step ms", "x", "first token x", "over limit"]

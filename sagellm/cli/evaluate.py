@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 @click.pass_context
 def evaluate(
     context: click.Context, model: str | None, against: str | None, dtype: str, against_dtype: str, compute: str,
-    kv_schema: str, device: str, tokens: int, answers: int, answer_tokens: int, out: Path | None, compare: tuple[Path, Path] | None,
-    as_json: bool,
+    kv_schema: str, device: str, tokens: int, answers: int, answer_tokens: int, out: Path | None,
+    compare: tuple[Path, Path] | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure how well MODEL is computed, beside a reference.
 

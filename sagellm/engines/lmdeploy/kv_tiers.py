@@ -124,7 +124,8 @@ def _keep_schema(folder: Path, schema: KVCacheSchema) -> None:
             found = KVCacheSchema.from_json(file.read_text(encoding="utf-8"))
             if found == schema:
                 return
-            if any(folder.glob("*.kv")) and any(getattr(found, name) != getattr(schema, name) for name in ("dtype", "scale_dtype", "layout")):
+            differs = any(getattr(found, name) != getattr(schema, name) for name in ("dtype", "scale_dtype", "layout"))
+            if differs and any(folder.glob("*.kv")):
                 raise ConfigError(
                     f"kv.disk {folder} holds blocks with keys and values in {found.dtype}, and this engine stores them in "
                     f"{schema.dtype}; give another folder, empty this one, or start with --kv-schema {found.dtype}."

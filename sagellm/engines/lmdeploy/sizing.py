@@ -185,8 +185,8 @@ def _kv_dtype(wanted: str, dtype: str, head_dim: int, v_head_dim: int | None, de
         raise ConfigError(f"kv_schema {wanted}: latent attention keeps keys and values in one; leave kv_schema at auto.")
     if device != "cpu" and wanted not in ("int8", "int4"):
         raise ConfigError(
-            f"kv_schema {wanted} is not available on {device}: LMDeploy stores keys and values in the model's type, here {dtype}, "
-            "or as int8 or int4. Use one of these, or auto."
+            f"kv_schema {wanted} is not available on {device}: LMDeploy stores keys and values in the model's type, here "
+            f"{dtype}, or as int8 or int4. Use one of these, or auto."
         )
     words = {"int8": 4, "int4": 8}.get(wanted, 1)
     if head_dim % words:

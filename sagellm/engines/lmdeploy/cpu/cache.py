@@ -1,10 +1,12 @@
 """Keys and values as they lie in LMDeploy's cache on the CPU device.
 
-A layer's cache is (keys, values), [blocks, block_size, kv_heads, head_size] each. Of few bits it is (keys, values, key scales,
-value scales): a number is scale * (code - zero point), and the last two are [blocks, block_size, kv_heads, 2], scale and zero
-point of a head of a token. The codes of keys of 4 and 8 bits lie in groups of KEY_GROUP tokens: a head's words of 4 bytes,
-[tokens, words], are [words, tokens] in the group's slots, one slot after the other, so that a vector holds the same numbers of
-all keys of a group. `CachedRows` is the plain twin of the native code in `csrc/src/cpu/cached_impl.h`.
+A layer's cache is (keys, values), [blocks, block_size, kv_heads, head_size] each. Numbers of few bits have two tensors more,
+(keys, values, key scales, value scales). A number is scale * (code - zero point). The scales are [blocks, block_size, kv_heads,
+2], scale and zero point of a head of a token.
+
+Codes of keys of 4 and 8 bits lie in groups of KEY_GROUP tokens. The words of 4 bytes of a head, [tokens, words], lie as [words,
+tokens] in the group's slots, one slot after the other. A vector then holds the same numbers of all keys of a group.
+`CachedRows` is the plain twin of the native code in `csrc/src/cpu/cached_impl.h`.
 
 Source: LMDeploy 0.11.0, pytorch/engine/cache_engine.py (shapes) and pytorch/kernels/cuda/fill_kv_cache.py (4 bits: number i
 and number head_size / 2 + i share a byte). Floats of 8 bits are ours.

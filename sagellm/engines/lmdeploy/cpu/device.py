@@ -17,6 +17,7 @@ import torch
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.tasks import end_tasks
+from sagellm.engines.lmdeploy.cpu.cache import KEY_GROUP
 from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, keep_freed_memory, memory_bytes
 from sagellm.models.quantized import container_of, quantization_of, to_container
 
@@ -48,6 +49,10 @@ class CpuDevice:
             raise ConfigError(f"quant_policy {config.quant_policy} is unknown; use 8 or 4 (bits of keys and values), or 0.")
         if config.block_size < 1 or config.block_size & (config.block_size - 1):
             raise ConfigError(f"block_size {config.block_size} is not a power of two; use 16, 32, 64 or 128.")
+        if config.quant_policy and config.block_size % KEY_GROUP:
+            raise ConfigError(
+                f"block_size {config.block_size} is too small for keys of {config.quant_policy} bits; use 16, 32, 64 or 128."
+            )
         for name in ("tp", "dp", "ep"):
             if getattr(config, name) < 1:
                 raise ConfigError(f"{name} is {getattr(config, name)}; it must be at least 1.")

@@ -122,7 +122,8 @@ def test_settings_that_run():
     ("change", "message"),
     [
         ({"dtype": "float16"}, "dtype 'float16' does not run on the CPU device; use one of auto, float32, bfloat16"),
-        ({"quant_policy": 8}, "quant_policy 8 needs a GPU"),
+        ({"quant_policy": 3}, "quant_policy 3 is unknown; use 8 or 4"),
+        ({"quant_policy": 8, "block_size": 8}, "block_size 8 is too small for keys of 8 bits; use 16"),
         ({"block_size": 48}, "block_size 48 is not a power of two"),
         ({"tp": 0}, "tp is 0; it must be at least 1"),
         ({"num_cpu_blocks": -1}, "num_cpu_blocks is -1; it must not be negative"),

@@ -13,9 +13,8 @@ LAYERS, BLOCK_SIZE, HEAD_DIM = 3, 4, 8
 
 
 def cache_config(num_blocks, **change):
-    return CacheConfig(
-        max_batches=1, block_size=BLOCK_SIZE, num_cpu_blocks=0, num_gpu_blocks=num_blocks, device_type="cpu", **change
-    )
+    values = dict(max_batches=1, block_size=BLOCK_SIZE, num_cpu_blocks=0, num_gpu_blocks=num_blocks, device_type="cpu")
+    return CacheConfig(**values | change)
 
 
 def model_config(num_heads=2, copies=1, **change):
@@ -31,10 +30,8 @@ def model_config(num_heads=2, copies=1, **change):
 def cache_engine(num_blocks, rank=0, ranks=1, quant_policy=0, sage=None, **model):
     """`sage`: JSON of a `HookConfig`."""
     sage_device.activate("cpu")
-    config = cache_config(num_blocks, quant_policy=quant_policy)
+    config = cache_config(num_blocks, quant_policy=quant_policy, block_size=16 if quant_policy else BLOCK_SIZE)
     config.sage = sage
-    if quant_policy:
-        config.device_type = "cuda"  # of which only the dtype of quantized blocks is asked; the memory is the CPU device's
     return CacheEngine(config, model_config(**model), rank=rank, tp_rank=rank, world_size=ranks)
 
 

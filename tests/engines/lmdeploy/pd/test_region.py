@@ -52,6 +52,7 @@ def test_quantized_blocks_bring_their_scales(policy, width):
         ("key_scales", 2, 2, "float32"),
         ("value_scales", 2, 2, "float32"),
     ]
+    assert [part.group for part in region.layout.parts] == [16, 1, 1, 1], "keys of the CPU device lie in groups"
 
 
 def test_latent_attention_has_no_values():
