@@ -78,6 +78,49 @@ void decode_key(const Attend& task, int token, int head, typename T::Weight* to)
                  task.head_size, to);
 }
 
+// The tile of `multiply` for kTile keys of a head from `begin` on, whose codes lie in groups. Keys beyond `last` are any.
+template <class T, Format format>
+void pack_groups(const Attend& task, int begin, int last, typename T::Weight* tile) {
+  constexpr int kParts = format == Format::kLevels4 ? 2 : 1;
+  const int words = static_cast<int>(bytes_of_head(format, task.head_size, 0) / 4);
+  for (int key = 0; key < kTile; key += kKeyGroup) {
+    const int group = std::min(begin + key, (last - 1) / kKeyGroup * kKeyGroup);
+    float scales[kKeyGroup], moves[kKeyGroup];  // a number is scale * code - scale * zero
+    const char* slots[kKeyGroup];
+    for (int i = 0; i < kKeyGroup; ++i) {
+      typename T::Weight pair[2];
+      std::memcpy(pair, scales_at(task, task.key_scales, group + i), sizeof(pair));
+      scales[i] = T::to_float(pair[0]);
+      moves[i] = scales[i] * T::to_float(pair[1]);
+      slots[i] = slot(task, task.keys, group + i);
+    }
+    for (int word = 0; word < words; ++word) {
+      const int at = word * kKeyGroup;
+      for (int lane = 0; lane < kKeyGroup; lane += WIDTH) {
+        IVec codes;
+        if ((at + lane) % words + WIDTH <= words) {
+          codes = load_words(slots[(at + lane) / words] + (at + lane) % words * 4);
+        } else {
+          std::int32_t of_slots[WIDTH];
+          for (int i = 0; i < WIDTH; ++i) std::memcpy(of_slots + i, slots[(at + lane + i) / words] + (at + lane + i) % words * 4, 4);
+          codes = load_words(of_slots);
+        }
+        const Vec scale = load(scales + lane), move = load(moves + lane);
+        const auto number = [&](int part, int byte) {
+          const IVec code = kParts == 1 ? (codes >> (8 * byte)) & 255 : (codes >> (8 * byte + 4 * part)) & 15;
+          return __builtin_convertvector(code, Vec) * scale - move;
+        };
+        for (int part = 0; part < kParts; ++part) {
+          for (int byte = 0; byte < 4; byte += 2) {
+            const int at_number = part * (task.head_size / 2) + word * 4 + byte;
+            store_pair<T>(tile + at_number * kTile + (key + lane) * T::kStep, number(part, byte), number(part, byte + 1));
+          }
+        }
+      }
+    }
+  }
+}
+
 // The keys that a row sees are [first, last).
 inline int first_seen(const Attend& task, int token) {
   return task.window > 0 ? std::max(task.begin, task.first_position + token + 1 - task.window) : task.begin;
@@ -357,9 +400,20 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
             last = std::min(task.end, task.first_position + task.tokens);
   for (int begin = first; begin < last; begin += kRound) {
     const int count = std::min(kRound, last - begin), keys = padded(count, kTile);
-    for (int i = 0; i < count && !is_plain; ++i) decode_key<T>(task, begin + i, 0, decoded + i * size);
+    const bool is_grouped = has_key_groups(task.format);
+    for (int i = 0; i < count && !is_plain && !is_grouped; ++i) decode_key<T>(task, begin + i, 0, decoded + i * size);
     for (int i = 0; i < keys; i += kTile) {
       Weight* tile = packed + i * inputs;
+      const auto multiply_tile = [&] {
+        multiply<T>(queries, static_cast<std::size_t>(inputs), rows, tile, 1, T::kStep == 2 ? inputs : size, scores + i,
+                    kRound, false);
+      };
+      if (is_grouped) {
+        const auto pack = task.format == Format::kLevels4 ? pack_groups<T, Format::kLevels4> : pack_groups<T, Format::kLevels8>;
+        pack(task, begin + i, last, tile);
+        multiply_tile();
+        continue;
+      }
       const char* key[kTile];
       for (int j = 0; j < kTile; ++j) key[j] = row_of(task.keys, begin, std::min(i + j, count - 1));
       pack_keys(key, size / T::kStep, tile);
@@ -369,8 +423,7 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
           tile[(size - 1) * kTile + j * T::kStep + 1] = Weight{};
         }
       }
-      multiply<T>(queries, static_cast<std::size_t>(inputs), rows, tile, 1, T::kStep == 2 ? inputs : size, scores + i,
-                  kRound, false);
+      multiply_tile();
     }
     for (int row = 0; row < rows; ++row) {
       float* of_row = scores + row * kRound;

@@ -36,6 +36,21 @@ inline __m512i joined(__m256i low, __m256i high) {
 inline IVec low_codes(IVec pairs) { return pairs & 0x0f0f0f0f; }
 inline IVec high_codes(IVec pairs) { return (pairs >> 4) & 0x0f0f0f0f; }
 
+// 2^x for x up to 0, within 3e-7 of it; 0 for -infinity. Taylor's series around 0 of what is left of x beside its nearest whole.
+inline Vec power_of_two(Vec x) {
+  const auto number = reinterpret_cast<__m512>(x);
+  const __mmask16 is_seen = _mm512_cmp_ps_mask(number, _mm512_set1_ps(kNone), _CMP_NEQ_OQ);
+  const __m512 whole = _mm512_maskz_roundscale_ps(is_seen, number, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vec rest = reinterpret_cast<Vec>(_mm512_maskz_sub_ps(is_seen, number, whole));
+  Vec power = rest * 1.5403530e-4f + 1.3333558e-3f;
+  power = power * rest + 9.6181291e-3f;
+  power = power * rest + 5.5504109e-2f;
+  power = power * rest + 2.4022651e-1f;
+  power = power * rest + 6.9314718e-1f;
+  power = power * rest + 1.f;
+  return reinterpret_cast<Vec>(_mm512_maskz_scalef_ps(is_seen, reinterpret_cast<__m512>(power), whole));
+}
+
 // Whole numbers of rows: unit * (high * 2^kLowBits + low).
 struct Whole {
   std::int8_t *high, *low;  // [rows][stride]
@@ -60,18 +75,16 @@ struct Whole {
     sums[row] = sum(total);
   }
 
-  // Weights exp(score - top), each times the scale of its value. `sums` has the whole numbers times the zero points. Returns the
-  // sum of the weights.
-  float weigh(int row, const float* scores, int count, float top, const float* scales, const float* zeros) const {
-    Vec seen{};  // other scales must not matter
-    for (int i = 0; i < count; i += WIDTH) {
-      seen = larger(seen, load(scores + i) == broadcast(kNone) ? Vec{} : load(scales + i));
-    }
-    const float largest_scale = maximum(seen), by = largest_scale > 1e-30f ? kWhole / largest_scale : 0.f;
+  // Weights exp(score - top), each times the scale of its value, of which `largest_scale` is the largest. `sums` has the whole
+  // numbers times the zero points. Returns the sum of the weights.
+  float weigh(int row, const float* scores, int count, float top, const float* scales, float largest_scale,
+              const float* zeros) const {
+    constexpr float kLog2E = 1.44269504f;
+    const float by = largest_scale > 1e-30f ? kWhole / largest_scale : 0.f;
     Vec total{}, of_zeros{};
     for (int i = 0; i < count; i += WIDTH) {
       const Vec score = load(scores + i);
-      const Vec weight = score == broadcast(kNone) ? Vec{} : exponential(score - top);
+      const Vec weight = power_of_two(score * kLog2E - top * kLog2E);
       const Vec numbers = nearest(weight * (load(scales + i) * by));
       put(row, i, numbers);
       total += weight;
@@ -260,9 +273,11 @@ void attend_whole(const Attend& task, float* out, float* max, float* sums, char*
     read_ahead(task, task.values, static_cast<std::size_t>(task.heads) * head_bytes);
     read_scales(task, task.key_scales, scales, zeros, wide);
     read_scales(task, task.value_scales, value_scales, value_zeros, wide);
-    for (int i = 0; i < wide; ++i) {
-      // Keys lie in groups, to whose end a block reaches; a value beyond the end is not read.
-      places[i] = static_cast<std::size_t>(slot(task, task.keys, task.begin + i) - task.keys);
+    for (int i = 0; i < wide; i += kKeyGroup) {  // to the end of the last group, which its block has
+      const char* first = slot(task, task.keys, task.begin + i);
+      for (int j = 0; j < kKeyGroup; ++j) {
+        places[i + j] = static_cast<std::size_t>(first - task.keys) + static_cast<std::size_t>(j) * task.slot_stride;
+      }
     }
   }
   const char *keys = task.keys, *values = task.values;
@@ -285,11 +300,16 @@ void attend_whole(const Attend& task, float* out, float* max, float* sums, char*
         score(keys, places + i, queries, row, size, load(scales + i), load(zeros + i), scores + i, wide);
       });
     }
+    const float largest_of_all = largest(value_scales, count);
     for (int row = 0; row < rows; ++row) {
       float* of_row = scores + row * wide;
       const float top = max[row] = mask(task, row, of_row, task.begin, wide);
       if (top == kNone) std::fill_n(of_row, wide, kNone);
-      sums[row] = weights.weigh(row, of_row, wide, top == kNone ? 0.f : top, value_scales, value_zeros);
+      // Scales that the row does not see must not matter.
+      const int token = row / task.share, first = std::max(first_seen(task, token) - task.begin, 0);
+      const int num_seen = std::max(last_seen(task, token) - task.begin - first, 0);
+      const float largest_scale = num_seen == count ? largest_of_all : largest(value_scales + first, num_seen);
+      sums[row] = weights.weigh(row, of_row, wide, top == kNone ? 0.f : top, value_scales, largest_scale, value_zeros);
     }
     for (int part = 0; part < size; part += kWholePart) {
       each_group([&](int row, int here) {

@@ -58,6 +58,22 @@ void store_numbers(typename T::Weight* to, Vec numbers) {
   }
 }
 
+// Adjacent numbers of WIDTH keys to a tile of `multiply`, at the first one's place.
+template <class T>
+void store_pair(typename T::Weight* to, Vec first, Vec second) {
+  if constexpr (T::kWeights == Type::kFloat32) {
+    store(to, first);
+    store(to + kTile, second);
+  } else {
+    const auto rounded = [](Vec number) {
+      const IVec bits = as_bits(number);
+      return bits + 0x7fff + ((bits >> 16) & 1);
+    };
+    const IVec pair = ((rounded(first) >> 16) & 0xffff) | (rounded(second) & static_cast<std::int32_t>(0xffff0000));
+    std::memcpy(to, &pair, sizeof(pair));
+  }
+}
+
 // Codes, one in each lane, to numbers without their scale and zero point.
 template <Format format>
 Vec number_of_code(IVec code) {
