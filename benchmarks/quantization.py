@@ -83,11 +83,14 @@ class RoundToNearest(Awq):
 @click.option("--cells", default="1x64,8x64,1x512", show_default=True, help="Batches and lengths of prompts.")
 @click.option("--rounds", default=5, show_default=True, help="Measured rounds of each cell.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
+@click.option("--loss-dtype", type=click.Choice(["bfloat16", "float32"]), default="bfloat16", show_default=True,
+              help="Type in which this engine computes the loss.")  # fmt: skip
 @click.option("--tokens", default=20_000, show_default=True, help="Tokens of text to score; 0 measures no loss.")
 @click.option("--answers", default=40, show_default=True, help="Greedy answers to compare.")
 @with_output
 def main(
-    model: str, llama: str | None, of_cache: bool, cells: str, rounds: int, threads: int, tokens: int, answers: int, output: Output
+    model: str, llama: str | None, of_cache: bool, cells: str, rounds: int, threads: int, loss_dtype: str, tokens: int,
+    answers: int, output: Output,
 ) -> None:
     """Measure, print tables, and write the result."""
     wanted = parse_cells(cells)
@@ -108,7 +111,8 @@ def main(
             if tokens:
                 if not of_cache:
                     contestants["rtn"] = {"model": quantized_copy(folder, RoundToNearest())}
-                result["loss"] = _losses(folder, contestants, files, llama, Options(tokens, answers=answers))
+                result["loss_dtype"] = loss_dtype
+                result["loss"] = _losses(folder, contestants, loss_dtype, files, llama, Options(tokens, answers=answers))
     except SageError as error:
         raise click.ClickException(str(error)) from None
     result = output.save(result)
@@ -232,12 +236,12 @@ def packed_bytes(engine: Any) -> int:
 
 
 def _losses(
-    folder: Path, settings: dict[str, dict[str, Any]], files: dict[str, Path], llama: str | None, options: Options
+    folder: Path, settings: dict[str, dict[str, Any]], dtype: str, files: dict[str, Path], llama: str | None, options: Options
 ) -> dict[str, Any]:
     with contextlib.ExitStack() as loaded:
         models: list[ScoredModel] = [loaded.enter_context(TransformersModel("reference", folder, "float32"))]
         for name, own in settings.items():
-            models.append(loaded.enter_context(EngineModel(name, SageConfig(device="cpu", dtype="bfloat16", **own))))
+            models.append(loaded.enter_context(EngineModel(name, SageConfig(device="cpu", dtype=dtype, **own))))
         for name, file in files.items():
             models.append(loaded.enter_context(LlamaCppModel(name, str(llama), file)))
         report = evaluate(find_model(folder).name, folder, models, options)

@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
-__all__ = ["LONGEST_LIMIT_S", "Finite", "options_by_name", "read_options"]
+__all__ = ["LONGEST_LIMIT_S", "Bytes", "Finite", "options_by_name", "read_options"]
 
 LONGEST_LIMIT_S = 1e9  # 30 years; system timers take no more
 MAX_SHOWN = 100  # characters of a value in a message
@@ -24,6 +25,19 @@ class Finite(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number above 0.", param, context)
         return number
+
+
+class Bytes(click.ParamType):
+    """A size: a number with KiB, MiB, GiB, KB, MB or GB behind it."""
+
+    name = "size"
+    UNITS: ClassVar = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
+        found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(self.UNITS)})\s*", str(value))
+        if found is None or float(found[1]) == 0:
+            self.fail(f"{value!r} is not a size above 0; write 2GiB, or 900 MiB.", param, context)
+        return int(float(found[1]) * self.UNITS[found[2]])
 
 
 def read_options(flag: str, text: str, example: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,16 +65,16 @@ class EngineModel(ScoredModel):
         self.name = name
         sizes = {"max_prefill_tokens": CHUNK, "block_size": BLOCK_SIZE, "max_batch_size": BATCH}
         sizes["kv_blocks"] = 2 * BATCH * (CHUNK // BLOCK_SIZE + 1)
-        self._engine = LMDeployEngine(config.model_copy(update=sizes))
+        self.engine = LMDeployEngine(config.model_copy(update=sizes))
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        return self._engine.prompt_logits(tokens)
+        return self.engine.prompt_logits(tokens)
 
     def answers(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         from sagellm.engines.base import SamplingParams
 
         params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
-        return [list(answer.token_ids) for answer in self._engine.generate(prompts, params)]
+        return [list(answer.token_ids) for answer in self.engine.generate(prompts, params)]
 
     def sampled(self, prompts: Sequence[Sequence[int]], num_tokens: int, together: bool) -> list[list[int]] | None:
         from sagellm.engines.base import SamplingParams
@@ -84,13 +84,13 @@ class EngineModel(ScoredModel):
             for number in range(len(prompts))
         ]
         if together:
-            found = self._engine.generate(prompts, params)
+            found = self.engine.generate(prompts, params)
         else:
-            found = [self._engine.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
+            found = [self.engine.generate([prompt], each)[0] for prompt, each in zip(prompts, params, strict=True)]
         return [list(answer.token_ids) for answer in found]
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
 
 
 class TransformersModel(ScoredModel):

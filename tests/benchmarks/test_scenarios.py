@@ -38,6 +38,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "prefix_eviction": {"num_leaves": 200},
     "prefix_readers": {"num_tokens": 1024, "rounds": 1, "seconds": 0.01},
     "prefix_schedule": dict(num_blocks=200, num_requests=2, num_requests_found=4, num_blocks_found=300, concurrency=2),
+    "quantized": {"tokens": 1024, "batch": 2, "prompt_tokens": 8, "new_tokens": 5, "bursts": 1},
     "speculative_propose": {"num_steps": 2, "twin_steps": 1, "shorten": 64},
     "victim_choice": {"num_blocks": 40, "count": 4, "depth": 4, "repeats": 2},
 }
@@ -70,7 +71,7 @@ def test_shipped_components():
 # Groups of real engines, and ranks that load torch anew; `comm_overlap` shows without `-m slow` that ranks are started.
 SLOW = {
     "pd_answers", "pd_faults", "pd_interference",
-    "comm_fusion", "comm_overhead", "comm_share", "comm_transfer", "kv_transfer",
+    "comm_fusion", "comm_overhead", "comm_share", "comm_transfer", "kv_transfer", "quantized",
 }  # fmt: skip
 
 

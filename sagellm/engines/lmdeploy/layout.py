@@ -26,7 +26,7 @@ NO_PART_SUFFIXES = (".md", ".txt", ".jinja", ".png", ".jpg", ".pdf")
 def weights_of(model: Path, config: SageConfig, sizes: Sizes, cache_dir: Path | None = None) -> str:
     """A word that differs wherever keys and values of the same tokens may, however they are stored."""
     packed = "-packed" if config.weights == "packed" else ""
-    return f"{_digest(model, cache_dir)}-{sizes.weights_dtype}{packed}"
+    return f"{model_digest(model, cache_dir)}-{sizes.weights_dtype}{packed}"
 
 
 def layout_of(model: Path, config: SageConfig, sizes: Sizes, device: str, cache_dir: Path | None = None) -> str:
@@ -39,12 +39,13 @@ def layout_of(model: Path, config: SageConfig, sizes: Sizes, device: str, cache_
 
     weights = ", packed weights" if config.weights == "packed" else ""
     return (
-        f"{_digest(model, cache_dir)} {sizes.schema.to_json()} of {sizes.weights_dtype}, {config.tensor_parallel} workers, all "
-        f"keys before all values; {device}, lmdeploy {lmdeploy_version}, sagellm {__version__}{weights}"
+        f"{model_digest(model, cache_dir)} {sizes.schema.to_json()} of {sizes.weights_dtype}, {config.tensor_parallel} "
+        f"workers, all keys before all values; {device}, lmdeploy {lmdeploy_version}, sagellm {__version__}{weights}"
     )
 
 
-def _digest(model: Path, cache_dir: Path | None) -> str:
+def model_digest(model: Path, cache_dir: Path | None) -> str:
+    """Return a word that differs wherever a file of the folder differs that a model computes with."""
     files = _files(model)
     total = hashlib.sha256()
     for file, digest in zip(files, hash_files(files, cache_dir), strict=True):

@@ -190,6 +190,18 @@ def test_communication_of_two_ranks_is_gated(factor, verdict):
     assert found.verdict == verdict
 
 
+@pytest.mark.parametrize("metric", ["quantized_kl", "quantized_step_s"])
+@pytest.mark.parametrize(("factor", "verdict"), [(1.2, Verdict.REGRESSION), (1.0, Verdict.PASS)])
+def test_loss_and_speed_of_a_quantized_model_are_gated(metric, factor, verdict):
+    result, rng = steady(), np.random.default_rng(0)
+    for run in list(result.runs):
+        metrics = {"quantized_kl": 0.01, "quantized_step_s": rng.normal(0.004, 2e-5)}
+        metrics[metric] *= factor if run.contestant == "head" else 1
+        result.runs.append(run.model_copy(update={"scenario": "quantized", "metrics": metrics}))
+    found = {each.rule.metric: each.verdict for each in judge(result).metrics if each.rule.scenario == "quantized"}
+    assert found.pop(metric) == verdict and set(found.values()) == {Verdict.PASS}
+
+
 def test_noise_of_the_machine_comes_before_a_regression():
     rng = np.random.default_rng(0)
     table = noisy_runs(6, 0.005, rng, {"base": {}, "control": {"tpot_p50_s": 1.2}, "head": {"ttft_p50_s": 1.5}})

@@ -102,7 +102,10 @@ void pack_groups(const Attend& task, int begin, int last, typename T::Weight* ti
           codes = load_words(slots[(at + lane) / words] + (at + lane) % words * 4);
         } else {
           std::int32_t of_slots[WIDTH];
-          for (int i = 0; i < WIDTH; ++i) std::memcpy(of_slots + i, slots[(at + lane + i) / words] + (at + lane + i) % words * 4, 4);
+          for (int i = 0; i < WIDTH; ++i) {
+            const int place = at + lane + i;
+            std::memcpy(of_slots + i, slots[place / words] + place % words * 4, 4);
+          }
           codes = load_words(of_slots);
         }
         const Vec scale = load(scales + lane), move = load(moves + lane);

@@ -1,7 +1,8 @@
 // Attention in whole numbers over keys and values of few bits. For `kernels_impl.h` alone, which says what it is compiled for.
 //
-// An instruction (vpdpbusd) adds up four products of codes without sign and of whole numbers of 8 bits. A query, and the weights
-// of the values, are rounded to 15 bits, in two halves of 8: more exact than bfloat16, so that the error is that of the cache.
+// An instruction (vpdpbusd) adds up four products of codes without sign and of whole numbers of 8 bits. A query, and the
+// weights of the values, are rounded to 15 bits, in two halves of 8. That is more exact than bfloat16, so the error is that of
+// the cache.
 #pragma once
 
 #include "attention_impl.h"
@@ -36,7 +37,7 @@ inline __m512i joined(__m256i low, __m256i high) {
 inline IVec low_codes(IVec pairs) { return pairs & 0x0f0f0f0f; }
 inline IVec high_codes(IVec pairs) { return (pairs >> 4) & 0x0f0f0f0f; }
 
-// 2^x for x up to 0, within 3e-7 of it; 0 for -infinity. Taylor's series around 0 of what is left of x beside its nearest whole.
+// 2^x for x up to 0, within 3e-7 of it; 0 for -infinity. Taylor's series of what is left of x beside the nearest whole.
 inline Vec power_of_two(Vec x) {
   const auto number = reinterpret_cast<__m512>(x);
   const __mmask16 is_seen = _mm512_cmp_ps_mask(number, _mm512_set1_ps(kNone), _CMP_NEQ_OQ);
@@ -84,7 +85,7 @@ struct Whole {
     Vec total{}, of_zeros{};
     for (int i = 0; i < count; i += WIDTH) {
       const Vec score = load(scores + i);
-      const Vec weight = power_of_two(score * kLog2E - top * kLog2E);
+      const Vec weight = power_of_two((score - top) * kLog2E);
       const Vec numbers = nearest(weight * (load(scales + i) * by));
       put(row, i, numbers);
       total += weight;
@@ -101,7 +102,6 @@ struct Whole {
     store_codes(low_of(row) + i, whole - (half << kLowBits));
   }
 };
-
 
 inline Vec whole_of(IVec high, IVec low) { return __builtin_convertvector((high << kLowBits) + low, Vec); }
 
@@ -281,8 +281,9 @@ void attend_whole(const Attend& task, float* out, float* max, float* sums, char*
     }
   }
   const char *keys = task.keys, *values = task.values;
-  for (int head = 0; head < task.heads; ++head, out += task.result_stride, max += task.result_stride, sums += task.result_stride,
-           scales += wide, zeros += wide, value_scales += wide, value_zeros += wide, keys += head_bytes, values += head_bytes) {
+  const std::size_t result = task.result_stride;
+  for (int head = 0; head < task.heads; ++head, out += result, max += result, sums += result, scales += wide, zeros += wide,
+           value_scales += wide, value_zeros += wide, keys += head_bytes, values += head_bytes) {
     std::fill_n(out, rows * size, 0.f);
     std::fill_n(max, rows, kNone);
     std::fill_n(sums, rows, 0.f);

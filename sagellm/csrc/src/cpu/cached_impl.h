@@ -1,12 +1,11 @@
 // Keys and values of the cache that are of few bits. For `kernels_impl.h` alone, which says what it is compiled for.
 //
-// A head of a token is codes and two numbers of the model's type, a scale and a zero point: a number is
-// scale * (code - zero), as LMDeploy's `quant_policy` 8 and 4 have it (lmdeploy/pytorch/kernels/cuda/fill_kv_cache.py). Codes of
-// 4 bits lie in pairs: byte i holds number i in its low half and number size / 2 + i in its high half. Floats of 8 bits
-// (e4m3) have a scale alone.
+// A head of a token is codes, a scale and a zero point. A number is scale * (code - zero), as LMDeploy's `quant_policy` 8 and 4
+// have it (lmdeploy/pytorch/kernels/cuda/fill_kv_cache.py). Codes of 4 bits lie in pairs: byte i holds number i in its low half
+// and number size / 2 + i in its high half. Floats of 8 bits (e4m3) have a scale alone.
 //
-// Codes of keys lie in groups of kKeyGroup tokens, so that a vector holds the same numbers of all keys of a group: the words of 4
-// bytes of a head, [tokens][words], are [words][tokens] in the group's slots, one slot after the other.
+// Codes of keys of 4 and 8 bits lie in groups of kKeyGroup tokens, so that a vector holds the same numbers of all keys of a
+// group. The words of 4 bytes of a head, [tokens][words], are [words][tokens] in the group's slots, one slot after the other.
 #pragma once
 
 #include "products_impl.h"

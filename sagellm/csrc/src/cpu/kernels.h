@@ -78,8 +78,8 @@ struct Kernels {
   // to[i] = from[i], rounded to the weights' type, which the KV cache has too.
   void (*to_weight)(const float* from, int count, void* to);
   void (*from_weight)(const void* from, int count, float* to);
-  // Heads [count][size] of a token to a cache of few bits. `key_of_group`: the number of a key in its group, whose first token's
-  // codes `codes` are; -1: a head's codes lie in one run.
+  // Heads [count][size] of a token to a cache of few bits. `key_of_group`: the number of a key in its group; `codes` are those
+  // of the group's first token. -1: a head's codes lie in one run.
   void (*encode_heads)(const float* from, int count, int size, Format format, int key_of_group, std::size_t slot_stride,
                        char* codes, char* scales);
   // gate[i] = act(gate[i]) * up[i]; `gelu`: its tanh form, else SiLU.

@@ -1,5 +1,6 @@
 """Weights packed for the native kernels, and the threads that multiply by them."""
 
+import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,6 +114,13 @@ class PackedWeight:
             self.data = _storage(size, weight.dtype)
             self.kernels.pack(weight.data_ptr(), weight.stride(0), self.outputs, self.inputs, self.data.data_ptr())
         self.matrix["weight"] = self.data.data_ptr()
+
+    def copy(self) -> "PackedWeight":
+        """Return the same matrix in other memory."""
+        new = copy.copy(self)
+        new.data = _storage(self.data.numel(), self.data.dtype).copy_(self.data)
+        new.matrix = self.matrix | {"weight": new.data.data_ptr()}
+        return new
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return rows of the matrix, [..., inputs] for int64 [...]."""

@@ -16,6 +16,8 @@ from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.architecture import cpu_support
 from sagellm.engines.lmdeploy.engine import prepare_weights
 from sagellm.models.quantized import PARTS, pack_gptq, plain_weight, quantization_of, unpack_gptq
+from tests.engines.lmdeploy.guesses import tokens_of
+from tests.engines.lmdeploy.pd.pair import NEW, Pair
 
 SHAPE = dict(num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=512, dtype="float32", max_position_embeddings=256)
 WHOLE = dict(hidden_size=256, intermediate_size=384, head_dim=64) | SHAPE  # sizes of whole blocks of 128
@@ -110,7 +112,7 @@ def test_bfloat16_with_inputs_in_8_bits_stays_near(start_engine, quantized, tmp_
     assert alone == [answer.token_ids for answer in engine.generate(PROMPTS, GREEDY)], "an answer depends on the batch"
 
 
-GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 
 def reorder(folder: Path, place: Path, seed: int, differing: bool = False) -> Path:
@@ -181,6 +183,25 @@ def test_guesses_change_no_answer_of_a_quantized_model(start_engine, quantized):
     for strategy in ("ngram", "suffix"):
         engine = start_engine(model=quantized("awq"), dtype="bfloat16", speculative=strategy)
         assert [one.token_ids for one in engine.generate(prompts, params)] == [one.token_ids for one in plain]
+
+
+def together(engine) -> list[tuple[int, ...]]:
+    return [one.token_ids for one in engine.generate([prompt * 2 for prompt in PROMPTS], GREEDY)]
+
+
+@pytest.mark.parametrize(("method", "schema"), [("awq", "int8"), ("int8", "int4"), ("fp8", "fp8")])
+def test_quantized_weights_with_quantized_keys_and_values(start_engine, quantized, tmp_path, method, schema):
+    """With guesses, a quantized draft model, two ranks, and prompts of another engine the answers are the same."""
+    settings = dict(model=quantized(method), dtype="float32", kv_schema=schema, kv_blocks=128)
+    expected = together(start_engine(**settings))
+    assert together(start_engine(**settings, tensor_parallel=2)) == expected
+    draft = {"model": str(quantized("int8"))}
+    for name, options in (("ngram", {}), ("suffix", {}), ("draft", draft)):
+        engine = start_engine(**settings, speculative=name, speculative_options=options)
+        assert together(engine) == expected, name
+    pair = Pair(start_engine, tmp_path, **settings)
+    assert tokens_of(pair.ask([prompt * 2 for prompt in PROMPTS])) == expected
+    assert pair.report()["arrivals"]["done"] == len(PROMPTS)
 
 
 def test_the_engine_quantizes_by_itself(start_engine, quantized, tmp_path, monkeypatch):
