@@ -232,7 +232,7 @@ def test_an_unknown_scenario_is_told_the_known_ones(tmp_path: Path, run: Any):
     known = (
         "comm_fusion, comm_overhead, comm_overlap, comm_share, comm_transfer, control_message, hook_call, kv_migration, "
         "kv_policy, kv_transfer, pd_answers, pd_faults, pd_interference, plan_build, prefix_eviction, prefix_index, "
-        "prefix_readers, prefix_schedule, speculative_propose, victim_choice"
+        "prefix_readers, prefix_schedule, quantized, speculative_propose, victim_choice"
     )
     assert_misuse(run("--scenario", "telepathy"), f"known are serve, {known}")
     assert not (tmp_path / "out").exists()
