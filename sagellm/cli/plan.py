@@ -19,7 +19,7 @@ COLUMNS = {
     "weights": "weights", "keys and values": "kv_schema", "MiB": "mib", "fits": "fits", "step ms": "step_ms",
     "tokens/s": "tokens_per_s", "KL to float32": "kl", "perplexity": "perplexity",
 }  # fmt: skip
-NO_TIME = "-"
+UNKNOWN = "-"  # not timed, or not measured
 
 
 @click.command()
@@ -58,10 +58,9 @@ def _rows(model: str, memory: int, context: int, concurrency: int, threads: int 
     from sagellm.engines.lmdeploy.plan import choices, time_choices
     from sagellm.models import find_model, prepare_model
 
-    folder = prepare_model(find_model(model))
-    if threads is not None:
-        torch.set_num_threads(threads)
+    folder, threads = prepare_model(find_model(model)), threads or torch.get_num_threads()
     found = choices(folder, context, concurrency)
+    torch.set_num_threads(threads)  # to look at a model's operators leaves one
     fitting = [choice for choice in found if choice.num_bytes <= memory]
     with show_progress() as tick:
         timed = sorted(time_choices(folder, fitting, context, concurrency, tick), key=lambda choice: choice.step_s)
@@ -78,8 +77,8 @@ def _row(choice: "Choice", fits: bool, concurrency: int) -> dict[str, Any]:
     return {
         "weights": choice.method, "kv_schema": choice.schema.dtype, "mib": round(choice.num_bytes / 2**20, 1),
         "weight_bytes": choice.weight_bytes, "kv_bytes": choice.kv_bytes, "fits": fits,
-        "step_ms": NO_TIME if step_s is None else round(1e3 * step_s, 2),
-        "tokens_per_s": NO_TIME if step_s is None else round(concurrency / step_s, 1),
+        "step_ms": UNKNOWN if step_s is None else round(1e3 * step_s, 2),
+        "tokens_per_s": UNKNOWN if step_s is None else round(concurrency / step_s, 1),
     }  # fmt: skip
 
 
@@ -99,7 +98,7 @@ def _loss(source: Path, choice: "Choice", may_measure: bool) -> dict[str, Any]:
     if report is None and may_measure:
         report = measure_loss(folder, source, schema)
     if report is None:
-        return {"kl": "not measured", "perplexity": ""}
+        return {"kl": UNKNOWN, "perplexity": UNKNOWN}
     reference, measured = report.models
     changes = [100 * (measured.perplexity[part] / reference.perplexity[part] - 1) for part in reference.perplexity]
     return {"kl": round(measured.kl_mean, 5), "perplexity": " / ".join(f"{change:+.2f}%" for change in changes)}
