@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sagellm.accel.quantization.profile import QuantizationProfile
 from sagellm.accel.quantization.registry import QUANTIZERS, make_quantizer
 from sagellm.core.config import KV_SCHEMAS, SageConfig
 from sagellm.core.errors import ConfigError, QuantizationError
@@ -93,9 +92,6 @@ def _formats() -> Mapping[str, WeightFormat]:
             profile = make_quantizer(name).profile()
         except QuantizationError:  # a plug-in that needs options
             continue
-        found[name] = _format_of(profile)
+        is_float = profile.method == "fp8"
+        found[name] = WeightFormat(profile.weight_bits, profile.group_size, is_float, profile.head_bits)
     return found
-
-
-def _format_of(profile: QuantizationProfile) -> WeightFormat:
-    return WeightFormat(profile.weight_bits, profile.group_size, profile.method == "fp8", profile.head_bits)

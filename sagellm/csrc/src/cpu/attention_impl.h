@@ -404,7 +404,9 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
   for (int begin = first; begin < last; begin += kRound) {
     const int count = std::min(kRound, last - begin), keys = padded(count, kTile);
     const bool is_grouped = has_key_groups(task.format);
-    for (int i = 0; i < count && !is_plain && !is_grouped; ++i) decode_key<T>(task, begin + i, 0, decoded + i * size);
+    for (int i = 0; i < count && !is_plain && !is_grouped; ++i) {
+      decode_token<T>(task, task.keys, task.key_scales, begin + i, 0, decoded + i * size);
+    }
     for (int i = 0; i < keys; i += kTile) {
       Weight* tile = packed + i * inputs;
       const auto multiply_tile = [&] {

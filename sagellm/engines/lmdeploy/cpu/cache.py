@@ -19,11 +19,16 @@ import torch
 
 from sagellm.models.levels import FLOAT8, LEVELS4, LEVELS8
 
-__all__ = ["KEY_GROUP", "PLAIN", "CachedRows", "decode", "describe", "encode", "format_of"]
+__all__ = ["KEY_GROUP", "PLAIN", "CachedRows", "decode", "describe", "dtype_of", "encode", "format_of"]
 
 PLAIN = "plain"
 KEY_GROUP = 16  # tokens
 LARGEST = {LEVELS4: 15.0, LEVELS8: 255.0, FLOAT8: 448.0}
+
+
+def dtype_of(kv_dtype: str) -> torch.dtype:
+    """Return the type of the tensors that hold numbers of a `KVCacheSchema.dtype`."""
+    return {"int4": torch.uint8, "int8": torch.uint8, "fp8": torch.float8_e4m3fn}.get(kv_dtype) or getattr(torch, kv_dtype)
 
 
 def format_of(cache: torch.Tensor, head_size: int) -> str:

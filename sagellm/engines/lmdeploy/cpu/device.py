@@ -17,7 +17,7 @@ import torch
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.tasks import end_tasks
-from sagellm.engines.lmdeploy.cpu.cache import KEY_GROUP
+from sagellm.engines.lmdeploy.cpu.cache import KEY_GROUP, dtype_of
 from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, keep_freed_memory, memory_bytes
 from sagellm.models.quantized import container_of, quantization_of, to_container
 
@@ -133,9 +133,9 @@ class CpuDevice:
         """Return the type of the cache's numbers, `dtype` in a model without a setting of its own."""
         spec = getattr(cache_config, "sage", None)
         wanted = HookConfig.model_validate_json(spec).kv_dtype if spec else ""
-        if cache_config.quant_policy:
-            return torch.float8_e4m3fn if wanted == "fp8" else torch.uint8
-        return getattr(torch, wanted) if wanted in DTYPES else dtype
+        if not wanted:  # an engine without our settings: LMDeploy's own quant_policy counts codes
+            return torch.uint8 if cache_config.quant_policy else dtype
+        return dtype_of(wanted)
 
     def as_bytes(self, caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """View floats of 8 bits as bytes: torch's copies by index do not know them."""

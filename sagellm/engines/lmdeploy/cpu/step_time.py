@@ -16,7 +16,7 @@ import torch
 
 from sagellm import _core
 from sagellm.engines.base import KVCacheSchema
-from sagellm.engines.lmdeploy.cpu.cache import describe
+from sagellm.engines.lmdeploy.cpu.cache import describe, dtype_of
 from sagellm.engines.lmdeploy.cpu.packed import TILE, PackedWeight, kernels, pack_gate, team
 from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
 from sagellm.models.levels import FLOAT8, LEVELS4, LEVELS8, Levels, whole_block
@@ -162,8 +162,7 @@ class StepTimer:
 
     def _cache(self, schema: KVCacheSchema, num_blocks: int) -> tuple[torch.Tensor, ...]:
         width = self._sizes.head_dim // (2 if schema.dtype == "int4" else 1)
-        types = {"int4": torch.uint8, "int8": torch.uint8, "fp8": torch.float8_e4m3fn}
-        dtype = types.get(schema.dtype) or getattr(torch, schema.dtype)
+        dtype = dtype_of(schema.dtype)
 
         def part(numbers: int, kind: torch.dtype) -> torch.Tensor:
             # Unwritten memory would be one page of zeros.
