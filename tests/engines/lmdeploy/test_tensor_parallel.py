@@ -2,16 +2,20 @@
 
 import json
 import os
+import signal
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from lmdeploy.pytorch.engine.executor.mp_executor import ExecutorProc
 
 from benchmarks.processes import command_line
 from sagellm.comm_backend.topology import TopologyManager
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import EngineError
+from sagellm.engines.base import SamplingParams
 from tests.comm_backend.sysfs_tree import Tree
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.pool import settle
@@ -139,3 +143,18 @@ def test_each_worker_keeps_to_its_numa_node(two_workers, reference, monkeypatch,
     assert sorted(bound) == [[first], [second]]
     assert os.sched_getaffinity(0) == before
     assert answers(engine, CROWD) == reference(CROWD, 40)
+
+
+def test_a_worker_that_is_ended_later_than_another_reports_no_failure(two_workers, monkeypatch):
+    """The first one wakes it with its end; what then lies in the shared memory are old messages."""
+    failures = []
+    engine = two_workers()
+    before = signal.signal(signal.SIGUSR1, lambda *_: failures.append("a worker failed"))  # LMDeploy ends the process
+    try:
+        engine.generate(CROWD, SamplingParams(max_new_tokens=40, ignore_eos=True))  # more messages than it holds
+        close = ExecutorProc.close
+        monkeypatch.setattr(ExecutorProc, "close", lambda worker: (close(worker), time.sleep(1.5)))
+        engine.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert failures == []
