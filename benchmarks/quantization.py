@@ -208,7 +208,7 @@ def _speeds(
 def build_with_memory(model: str, threads: int, sizes: dict[str, int], kv_schema: str) -> Any:
     """`cpu_engine`'s contestant, which also answers with the bytes of its packed weights, its resident memory and the bytes of
     a KV block."""
-    answer = build_ours(model, threads, sizes, kv_schema=kv_schema)
+    answer = build_ours(model, threads, sizes, settings={"kv_schema": kv_schema})
 
     def answer_or_count(request: dict[str, Any]) -> Any:
         if request["do"] == "bytes":

@@ -54,6 +54,10 @@ class RealText:
         """All of the prose, then all of the code."""
         return self._prose + self._code
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without those that begin or end one."""
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
     def chat(self, seed: int, number: int = 0) -> list[int]:
         """A question about a passage of prose, in the chat template."""
         random = np.random.default_rng([seed, number, 1])

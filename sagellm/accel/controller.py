@@ -24,13 +24,15 @@ GUESSES, STRATEGY = 4, "ngram"  # where the configuration does not say
 
 
 class AccelConfig(BaseModel):
-    """Settings of quantization and speculation.
+    """Settings of quantization, sparse attention and speculation.
 
     Attributes:
         enable_quantization: whether `get_quantized_model` may be called.
         method: quantization method: a name of `sagellm list quantizer`, or `module:Class`.
         options: of the method.
-        enable_sparsity: no sparse policy exists yet, so only false is allowed.
+        enable_sparsity: whether decode steps read some of their KV blocks; not together with speculation.
+        sparsity: sparse policy: a name of `sagellm list sparsity`, or `module:Class`.
+        sparsity_options: of the policy.
         speculative_tokens: most guesses of a sequence and step; 0 decodes without guesses.
         draft_model: smaller model that guesses; None lets the strategy `ngram` guess.
     """
@@ -41,6 +43,8 @@ class AccelConfig(BaseModel):
     method: str | None = Field(None, min_length=1)
     options: dict[str, Any] = Field(default_factory=dict)
     enable_sparsity: bool = False
+    sparsity: str = Field("quest", min_length=1)
+    sparsity_options: dict[str, Any] = Field(default_factory=dict)
     speculative_tokens: int = Field(0, ge=0, le=64)
     draft_model: str | None = Field(None, min_length=1)
 
@@ -98,8 +102,6 @@ class AccelController:
             common = SageConfig(model=None if model is None else Path(model), **settings)
         except ValidationError as error:
             raise ConfigError("; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())) from None
-        if checked.enable_sparsity:
-            raise ConfigError("enable_sparsity: there is no sparse policy; leave it out.")
         if checked.enable_quantization != (checked.method is not None):
             raise ConfigError("enable_quantization and method belong together; give both, or neither.")
         if checked.draft_model is not None and not checked.speculative_tokens:
@@ -112,8 +114,15 @@ class AccelController:
         if checked.speculative_tokens:
             common = common.model_copy(update=_speculation(checked))
             make_speculator(common.speculative, **common.speculative_options)
+        if checked.enable_sparsity:
+            common = common.model_copy(update={"sparsity": checked.sparsity, "sparsity_options": checked.sparsity_options})
         check_engine(common)
         return cls(checked, common, quantizer)
+
+    @property
+    def settings(self) -> SageConfig:
+        """Settings of an engine with all of it but the quantized model, which `get_quantized_model` gives."""
+        return self._settings
 
     def get_quantized_model(self, model: str | Path | None = None, calibration: Calibration | None = None) -> Path:
         """Return a folder that `--model` takes: the model, quantized. The first call makes it, with its alignment report.

@@ -81,6 +81,13 @@ class SpeculativeSpec(Model):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+class SparsitySpec(Model):
+    """A sparse policy: name or `module:Class`, and keyword arguments of its constructor."""
+
+    name: str = Field(min_length=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
 class PDConfig(Model):
     """This server as an engine of a prefill/decode group.
 
@@ -181,6 +188,7 @@ class HookConfig(Model):
     run_dir: Path | None = None
     comm_metrics: bool = False
     speculative: SpeculativeSpec | None = None
+    sparsity: SparsitySpec | None = None
     pd: PDHooks | None = None
     packed_weights: Path | None = None
     compute: Literal[COMPUTES] = "auto"
@@ -201,6 +209,7 @@ class SageConfig(Model):
         host_kv_blocks: size of the host tier, to which plug-ins may migrate blocks.
         strategy: scheduling strategy: name or `module:Class`; None leaves scheduling to the engine.
         speculative: speculative strategy: name, `dynamic:NAME` or `module:Class`; None decodes without guesses.
+        sparsity: sparse policy, which chooses the KV blocks that decode steps read: name or `module:Class`; None reads all.
         pd: settings of a server in a prefill/decode group.
         max_body_mib: size of the largest body of a request, in MiB; a larger one is answered with 413.
         hold_limit_s: seconds that a plug-in may hold or not admit a request; longer is a fault of the plug-in.
@@ -235,6 +244,8 @@ class SageConfig(Model):
     strategy_options: dict[str, Any] = Field(default_factory=dict)
     speculative: str | None = Field(None, min_length=1)
     speculative_options: dict[str, Any] = Field(default_factory=dict)
+    sparsity: str | None = Field(None, min_length=1)
+    sparsity_options: dict[str, Any] = Field(default_factory=dict)
     plugins: tuple[PluginSpec, ...] = ()
     plugin_time_limit_s: float = Field(1.0, gt=0)
     record: Path | None = None

@@ -28,6 +28,10 @@ class EngineError(SageError):
     """The engine refused a request or stopped."""
 
 
+class SparsityError(SageError):
+    """A sparse policy that is unknown, has invalid options, or cannot work with the engine."""
+
+
 class PrefixIndexError(SageError, ValueError):
     """A prefix index was given something that it cannot use, or a snapshot that is not one."""
 

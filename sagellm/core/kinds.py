@@ -97,6 +97,13 @@ KINDS = (
         old_list=("speculative", "list"), old_check=("speculative", "check"),
     ),
     Kind(
+        name="sparsity", what="sparse policy", key="policy", docs="sagellm/accel/sparsity/README.md",
+        base="sagellm.accel.sparsity.base:SparsePolicy",
+        registry="sagellm.accel.sparsity.registry:SPARSITIES",
+        suite="sagellm.accel.sparsity.contract:SUITE",
+        example="sagellm.accel.sparsity.policies.streaming:Streaming",
+    ),
+    Kind(
         name="quantizer", what="quantization method", key="quantizer", docs="sagellm/accel/quantization/README.md",
         base="sagellm.accel.quantization.base:BaseQuantizer",
         registry="sagellm.accel.quantization.registry:QUANTIZERS",

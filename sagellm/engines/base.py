@@ -2,10 +2,10 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -22,6 +22,8 @@ class SamplingParams:
     """`temperature` 0 is greedy; `top_k` 0 means all tokens; `seed` None draws a fresh one.
 
     `service` is for the scheduler; so is `adapter`, the key of the model or LoRA adapter that the request belongs to.
+    `processors` change the scores of each token before it is drawn: each gets the tokens so far, int64 [tokens], and the scores,
+    [vocabulary], and returns scores. They run in the engine process.
     """
 
     max_new_tokens: int = 128
@@ -33,6 +35,7 @@ class SamplingParams:
     ignore_eos: bool = False
     service: ServiceRequest | None = None
     adapter: str | None = None
+    processors: tuple[Callable[[Any, Any], Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ from sagellm.serve.objects import with_objects
 @click.option("--strategy-options", help="Options of --strategy, as JSON.")
 @click.option("--speculative", help="Speculative strategy: ngram, suffix, draft, dynamic:NAME, or module:Class. Default: none.")
 @click.option("--speculative-options", help="Options of --speculative, as JSON.")
+@click.option("--sparsity", help="Sparse policy: a name of `sagellm list sparsity`, or module:Class. Default: none.")
+@click.option("--sparsity-options", help="Options of --sparsity, as JSON.")
 @click.option("--plugin-time-limit-s", type=float, help="Time limit of a hook, in seconds. Default: 1.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write every decision to this file, as JSON lines.")
 @click.option("--comm-metrics", is_flag=True, default=None, help="Measure the time spent in collectives.")

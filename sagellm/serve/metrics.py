@@ -91,6 +91,8 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
         )
     if report.get("speculation") is not None:
         yield from _guesses(report["speculation"])
+    if report.get("sparsity") is not None:
+        yield from _blocks_read(report["sparsity"])
     if report.get("pd") is not None:
         yield from pd_families(report["pd"])
     yield _gauge(
@@ -152,6 +154,15 @@ def _guesses(report: dict[str, Any]) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "sagellm_speculative_faults", "Requests that a mistake of the strategy left without guesses.", value=report["faults"]
     )
+
+
+def _blocks_read(report: dict[str, Any]) -> Iterator[Metric]:
+    """Families of a sparse policy."""
+    blocks = {"read": report["read"], "held": report["held"]}
+    yield _counter("sagellm_sparse_blocks", "KV blocks that decode steps read, and that their sequences held.", "kind", blocks)
+    yield CounterMetricFamily("sagellm_sparse_steps", "Decode steps that asked the sparse policy.", value=report["steps"])
+    text = "1 while the sparse policy is asked, 0 once switched off."
+    yield GaugeMetricFamily("sagellm_sparse_enabled", text, not report["fault"])
 
 
 def _pool(report: dict[str, Any]) -> Iterator[Metric]:

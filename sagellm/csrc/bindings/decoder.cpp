@@ -136,6 +136,33 @@ py::list sampled_list(const std::vector<Sampled>& rows) {
   return found;
 }
 
+// How a decode step chooses blocks. `choose` gets (layer, queries [sequences, heads, head size], weights [sequences, key heads,
+// table width], result [sequences, choices, most]) as addresses, and returns what is wrong.
+std::shared_ptr<const Sparse> sparse_of(const py::dict& given) {
+  auto sparse = std::make_shared<Sparse>();
+  sparse->keep = given["keep"].cast<std::vector<int>>();
+  const auto weights = given["weights"].cast<std::string>();
+  sparse->weights = weights == "bounds"  ? Sparse::Weights::kBounds
+                    : weights == "exact" ? Sparse::Weights::kExact
+                                         : Sparse::Weights::kNone;
+  sparse->by_head = given["by_head"].cast<bool>();
+  sparse->first = given["first"].cast<int>();
+  sparse->last = given["last"].cast<int>();
+  if (!given["choose"].is_none()) {
+    // The step runs without the interpreter's lock, on any thread of the team; the dictionary keeps the function alive.
+    sparse->choose = [choose = py::handle(given["choose"])](const Sparse::View& view) -> std::string {
+      const py::gil_scoped_acquire lock;
+      try {
+        const auto address = [](const void* from) { return reinterpret_cast<Address>(from); };
+        return choose(view.layer, address(view.queries), address(view.weights), address(view.chosen)).cast<std::string>();
+      } catch (const std::exception& error) {
+        return error.what();
+      }
+    };
+  }
+  return sparse;
+}
+
 // A decoder and the cache that it was bound to.
 class BoundDecoder {
  public:
@@ -165,11 +192,13 @@ class BoundDecoder {
     bound.scale_slot_stride = bytes("scale_slot_stride");
     bound.format = format_of(cache["format"].cast<std::string>());
     bound.dtype = dtype_of(cache["dtype"].cast<std::string>());
+    bound.bounds = at<float>(cache["bounds"].cast<Address>());
     cache_ = bound;
   }
 
-  // `tensors`: addresses and sizes, as `DecoderStep` has them. Draws tokens if there are wishes.
-  py::list run(Team& team, const py::dict& tensors, const py::object& wishes) {
+  // `tensors`: addresses and sizes, as `DecoderStep` has them. Draws tokens if there are wishes. Returns them, and what was wrong
+  // with a choice of blocks.
+  py::tuple run(Team& team, const py::dict& tensors, const py::object& wishes, const py::object& sparse) {
     const auto numbers = [&](const char* name) { return at<const std::int64_t>(tensors[name].cast<Address>()); };
     DecoderStep step;
     step.is_decoding = tensors["is_decoding"].cast<bool>();
@@ -189,11 +218,13 @@ class BoundDecoder {
       step.sampling = std::make_shared<const Sampling>(sampling_of(wishes));
       step.sampled = &sampled;
     }
+    if (!sparse.is_none()) step.sparse = sparse_of(sparse);
+    std::string failure;
     {
       const py::gil_scoped_release release;
-      decoder_.run(team, cache_, step);
+      failure = decoder_.run(team, cache_, step);
     }
-    return sampled_list(sampled);
+    return py::make_tuple(sampled_list(sampled), failure);
   }
 
  private:
@@ -284,7 +315,8 @@ void bind_decoder(py::module_& module) {
            py::arg("kernels"), py::arg("shape"), py::arg("layers"), py::arg("embedding"), py::arg("last_norm"),
            py::arg("head"), py::keep_alive<1, 2>())
       .def("bind", &BoundDecoder::bind, py::arg("cache"))
-      .def("run", &BoundDecoder::run, py::arg("team"), py::arg("tensors"), py::arg("wishes") = py::none());
+      .def("run", &BoundDecoder::run, py::arg("team"), py::arg("tensors"), py::arg("wishes") = py::none(),
+           py::arg("sparse") = py::none());
 }
 
 }  // namespace sage::python

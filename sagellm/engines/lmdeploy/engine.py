@@ -26,7 +26,12 @@ from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
 from sagellm.engines.lmdeploy.kv_tiers import check_sizes
 from sagellm.engines.lmdeploy.layout import layout_of, weights_of
 from sagellm.engines.lmdeploy.pooling import POOLINGS, PoolingKind, embed_prompt
-from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins, speculative_spec
+from sagellm.engines.lmdeploy.settings_plugins import (
+    all_plugins,
+    check_settings_plugins,
+    sparsity_spec,
+    speculative_spec,
+)
 from sagellm.engines.lmdeploy.sizing import Sizes, gpu_share, resolve_device, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
 from sagellm.models import find_model, prepare_model
@@ -61,7 +66,8 @@ def hook_config(config: SageConfig, run_dir: Path | None = None, pd: PDHooks | N
     return HookConfig(
         plugins=(*all_plugins(config), *feed), time_limit_s=config.plugin_time_limit_s,
         hold_limit_s=config.hold_limit_s, record=config.record, run_dir=run_dir,
-        comm_metrics=config.comm_metrics, speculative=speculative_spec(config), pd=pd, compute=config.compute,
+        comm_metrics=config.comm_metrics, speculative=speculative_spec(config),
+        sparsity=sparsity_spec(config), pd=pd, compute=config.compute,
     )
 
 
@@ -445,6 +451,7 @@ def _gen_config(params: SamplingParams) -> Any:
         random_seed=params.seed,
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
+        logits_processors=list(params.processors) or None,
     )
     if params.service is not None and params.service != NOTHING_ASKED:
         gen_config.sage = params.service.model_dump_json(exclude_defaults=True)

@@ -54,6 +54,7 @@ class SchedulerHooks:
         self._times_tokens = self._host.decides("schedule")  # the owner is told when each request got its tokens
         self._num_preempted = 0
         self.speculation: Any = None  # where a strategy guesses tokens
+        self._sparse: Any = None  # where a policy chooses the blocks that steps read, in this process
         self.pd: Any = None  # where the engine is one of a prefill/decode group
         self.tick = self.cache.tick
         scheduler.block_manager.allocator.sage = self
@@ -92,10 +93,22 @@ class SchedulerHooks:
         if self._config.run_dir is not None:  # the process is a server's, and as `sagellm.serve.server` it ends sooner
             atexit.register(gc.freeze)
         self.kv.cache_engine = engine = cache_engine_of(executor)
+        if self._config.sparsity is not None and engine is not None:
+            self._bind_sparsity(executor.model_agent)
         config = self._scheduler.cache_config
         # On a CPU copies are made at once, so that they can be timed. Only plug-ins move blocks.
         if config.device_type == "cpu" and config.num_cpu_blocks and self._is_told and engine is not None:
             self._steps.swap_times = SwapTimes(engine)
+
+    def _bind_sparsity(self, agent: Any) -> None:
+        from sagellm.engines.lmdeploy.sparsity import steps_of
+
+        self._sparse = steps_of(agent.cache_config)
+        try:
+            self._sparse.check(agent.model_config)
+        except SageError as error:
+            self._host.refuse(str(error))
+            raise
 
     def tokens_of(self, request_id: int) -> tuple[np.ndarray, str]:
         """(int64 [n], namespace) of a request; of its tokens those that others may share. Raises PluginError: unknown."""
@@ -318,6 +331,7 @@ class SchedulerHooks:
             "prefix_index": self.cache.metrics(),
             "step_s": self._steps.seconds,
             "speculation": None if self.speculation is None else self.speculation.report(),
+            "sparsity": None if self._sparse is None else self._sparse.report(),
             "pd": None if self.pd is None else self.pd.report(),
             "plugins": self._host.plugin_reports(),
             "comm": [row for worker in workers for row in worker["comm"]],

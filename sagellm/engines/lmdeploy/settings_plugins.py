@@ -1,13 +1,13 @@
 """From settings to plug-ins: those that were named, and those that other settings stand for."""
 
 from sagellm.accel.speculative.registry import engine_method
-from sagellm.core.config import PluginSpec, SageConfig, SpeculativeSpec
+from sagellm.core.config import PluginSpec, SageConfig, SparsitySpec, SpeculativeSpec
 from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.kv_tiers import check_tier_settings, tier_plugins
 from sagellm.engines.lmdeploy.speculative.methods import check_method
 from sagellm.engines.lmdeploy.speculative.reserve import check_lookahead
 
-__all__ = ["all_plugins", "check_settings_plugins", "speculative_spec"]
+__all__ = ["all_plugins", "check_settings_plugins", "sparsity_spec", "speculative_spec"]
 
 STRATEGY = {
     "pytorch": "sagellm.scheduler_ir.strategy_plugin:StrategyPlugin",
@@ -57,6 +57,7 @@ def check_settings_plugins(config: SageConfig) -> None:
         raise ConfigError(
             f"speculative_options {config.speculative_options}: there is no speculative strategy; give --speculative."
         )
+    _check_sparsity(config)
 
 
 def speculative_spec(config: SageConfig) -> SpeculativeSpec | None:
@@ -64,3 +65,31 @@ def speculative_spec(config: SageConfig) -> SpeculativeSpec | None:
     if config.speculative is None or engine_method(config.speculative):
         return None
     return SpeculativeSpec(name=config.speculative, options=config.speculative_options)
+
+
+def sparsity_spec(config: SageConfig) -> SparsitySpec | None:
+    """The sparse policy that is asked."""
+    return None if config.sparsity is None else SparsitySpec(name=config.sparsity, options=config.sparsity_options)
+
+
+def _check_sparsity(config: SageConfig) -> None:
+    if config.sparsity is None:
+        if config.sparsity_options:
+            raise ConfigError(f"sparsity_options {config.sparsity_options}: there is no sparse policy; give --sparsity.")
+        return
+    from sagellm.accel.sparsity.registry import make_sparsity
+
+    policy = make_sparsity(config.sparsity, **config.sparsity_options)
+    refused = {
+        "speculative": (config.speculative, "a guess and its verification could read different blocks"),
+        "engine": (config.engine if config.engine != "pytorch" else None, "its steps are not open to a choice of blocks"),
+    }
+    if policy.per != "step":
+        several = config.tensor_parallel if config.tensor_parallel > 1 else None
+        refused["tensor_parallel"] = several, "layers that are split do not run in the native step"
+    if policy.weights == "bounds":
+        why = "blocks that come from elsewhere have no bounds of their keys"
+        refused |= {"host_kv_blocks": (config.host_kv_blocks or None, why), "role": (config.pd and config.pd.role, why)}
+    for name, (value, why) in refused.items():
+        if value is not None:
+            raise ConfigError(f"sparsity {config.sparsity} with {name} {value}: {why}; give one of the two.")

@@ -3,7 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "sagellm/sampling.h"
@@ -114,6 +116,32 @@ struct PagedCache {
   Dtype dtype = Dtype::kFloat32;              // of plain numbers; it may differ from that of the weights
   std::vector<char*> key_scales, value_scales;  // by layer, where numbers are of few bits
   std::size_t scale_block_stride = 0, scale_slot_stride = 0;
+  // Smallest and largest numbers of the keys of each block, [layers][blocks][key heads][2][head size], kept up to date as keys
+  // are written; null: nobody asks for them.
+  float* bounds = nullptr;
+};
+
+// Decode steps whose attention reads some blocks of a sequence. Each sequence has one new token.
+struct Sparse {
+  enum class Weights {
+    kNone,
+    kBounds,  // estimates: the largest product that a query can have with a key inside of the bounds of its block
+    kExact,   // of attention to all keys
+  };
+  // What there is to choose by in a layer.
+  struct View {
+    int layer;
+    const float* queries;         // [sequences][heads][head size]
+    const float* weights;         // [sequences][key heads][table width], what a key head's queries give to each block
+    std::int64_t* chosen;         // result, [sequences][choices][most]: positions of blocks in the table, rising
+  };
+  std::vector<int> keep;  // blocks that each sequence reads; not fewer than it has: it reads all
+  Weights weights = Weights::kNone;
+  bool by_head = false;   // a choice for each key head, else one for all of them
+  int first = 1, last = 1;  // so many blocks at each end are chosen whatever their weight is
+  // Chooses, and returns what is wrong with the choice, or nothing. Empty: the blocks with the most weight are chosen. The last
+  // block of a sequence, which takes its new token, must be among them.
+  std::function<std::string(const View&)> choose;
 };
 
 // Sequences of a step, their new tokens one after the other.
@@ -130,6 +158,7 @@ struct DecoderStep {
   // What tokens are drawn by, if the step draws one for each of its tokens; the result has as many entries then.
   std::shared_ptr<const Sampling> sampling;
   std::vector<Sampled>* sampled = nullptr;
+  std::shared_ptr<const Sparse> sparse;  // null: attention reads all blocks
 };
 
 // Sums run in an order that does not depend on the batch, so a sequence gets the same numbers beside any others.
@@ -141,8 +170,9 @@ class Decoder {
           const float* last_norm, Matrix head);
   ~Decoder();
 
-  // Throws std::invalid_argument for tokens, lengths, positions or blocks outside of the model and the cache.
-  void run(Team& team, const PagedCache& cache, const DecoderStep& step);
+  // Throws std::invalid_argument for tokens, lengths, positions or blocks outside of the model and the cache. Returns what was
+  // wrong with a choice of blocks; the step's results are then not to be used, and it may be run again.
+  std::string run(Team& team, const PagedCache& cache, const DecoderStep& step);
 
   struct Model;
   struct Buffers;

@@ -12,7 +12,8 @@ struct Sequence {
   int row, tokens, length;  // first row of its new tokens, their number, and its tokens with these
   bool has_cache;
   std::vector<std::int64_t> table;
-  int num_splits = 0;
+  int seen = 0;        // tokens in the blocks that attention reads; all of them, or those of `keep` blocks
+  int num_splits = 0;  // of them
 };
 
 struct AttentionTask {

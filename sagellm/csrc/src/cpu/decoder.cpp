@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "attention_plan.h"
+#include "block_choice.h"
 #include "experts.h"
 #include "product.h"
 
@@ -107,6 +108,8 @@ enum class Kind {
   kEmbed,
   kQkv,
   kRotate,
+  kWeigh,
+  kChooseBlocks,
   kAttend,
   kMerge,
   kOut,
@@ -150,7 +153,10 @@ class StepWork : public Work {
         hidden_(static_cast<char*>(step.hidden)),
         sampling_(step.sampling),
         sampled_(step.sampled),
+        table_width_(step.table_width),
         attention_(cpu::plan_attention(cache, step, shape_, threads)),
+        bounds_(cache_, shape_),
+        choice_(step.sparse, attention_, shape_, step.table_width),
         id_(next_id()) {
     while ((1 << block_shift_) < cache.block_size) ++block_shift_;
     for (const std::int64_t token : tokens_) {
@@ -170,9 +176,14 @@ class StepWork : public Work {
       }
       sampled_->resize(size(num_tokens_));
     }
+    if (choice_.exists() && step.sparse->weights == Sparse::Weights::kBounds && cache.bounds == nullptr) {
+      throw std::invalid_argument("the cache has no bounds of keys to choose blocks by");
+    }
+    bounds_.begin(attention_.sequences, static_cast<int>(model_->layers.size()));
     plan_stages(threads);
   }
 
+  const std::string& failure() const { return choice_.failure(); }
   Size num_logits() const {
     return sampling_ == nullptr ? 0 : size(num_tokens_) * size(model_->head.outputs);
   }
@@ -194,6 +205,11 @@ class StepWork : public Work {
       const Size scratch = attention_kernels_.attend_bytes(rows, task.heads, shape_.head_size, is_decoding_);
       bytes = std::max(bytes, size(task.heads) * result_bytes(rows) + scratch);
     }
+    if (choice_.has_weights()) {
+      const int count = table_width_ * (choice_.reads_keys() ? cache_.block_size : 1);
+      const Size scratch = attention_kernels_.block_weights_bytes(share(), shape_.head_size, count);
+      bytes = std::max(bytes, weights_bytes() + scratch);
+    }
     return bytes;
   }
 
@@ -210,8 +226,12 @@ class StepWork : public Work {
         return multiply_normed(at, layer.qkv, chunk, result);
       case Kind::kRotate:
         return rotate(layer, chunk, result);
+      case Kind::kWeigh:
+        return weigh_blocks(at.layer, chunk, local);
+      case Kind::kChooseBlocks:
+        return;  // all of it is in the commit
       case Kind::kAttend:
-        return attend(at.layer, layer, chunk, local);
+        return attend(at.layer, chunk, local);
       case Kind::kMerge:
         return merge(chunk, result);
       case Kind::kOut:
@@ -256,6 +276,11 @@ class StepWork : public Work {
         return commit_product(at.cut, layer.qkv, chunk, result, buffers_->qkv.data());
       case Kind::kRotate:
         return commit_rotated(at.layer, chunk, result);
+      case Kind::kWeigh:
+        std::copy_n(result, choice_.weights_of_sequence(), choice_.weights_of(chunk));
+        return;
+      case Kind::kChooseBlocks:
+        return choose_blocks(at.layer);
       case Kind::kAttend:
         return commit_attended(chunk, local);
       case Kind::kMerge:
@@ -335,6 +360,8 @@ class StepWork : public Work {
       const DecoderLayer& layer = model_->layers[size(i)];
       add_product(Kind::kQkv, i, cut_of(layer.qkv, false));
       add(Kind::kRotate, i, groups);
+      if (choice_.has_weights()) add(Kind::kWeigh, i, static_cast<int>(attention_.sequences.size()));
+      if (choice_.exists()) add(Kind::kChooseBlocks, i, 1);
       if (attends > 0) add(Kind::kAttend, i, attends);
       if (!attention_.merged.empty()) add(Kind::kMerge, i, static_cast<int>(attention_.merged.size()));
       add_product(Kind::kOut, i, cut_of(layer.out, false));
@@ -710,6 +737,7 @@ class StepWork : public Work {
                  slot = size(position & (cache_.block_size - 1));
       const Size at = block * cache_.block_stride + slot * cache_.slot_stride;
       const float* keys = result + head_numbers();
+      bounds_.add(layer, one.table[size(position >> block_shift_)], keys);
       if (cache_.format == Format::kPlain) {
         attention_kernels_.to_weight(keys, key_numbers(), cache_.keys[size(layer)] + at);
         attention_kernels_.to_weight(keys + key_numbers(), key_numbers(), cache_.values[size(layer)] + at);
@@ -727,8 +755,7 @@ class StepWork : public Work {
     }
   }
 
-  void attend(int index, const DecoderLayer& layer, int chunk, char* local) const {
-    const cpu::AttentionTask& task = attention_.tasks[size(chunk)];
+  Attend attend_of(const cpu::AttentionTask& task, int index) const {
     const cpu::Sequence& one = attention_.sequences[size(task.sequence)];
     Attend wanted{};
     wanted.query_stride = size(head_numbers());
@@ -737,13 +764,13 @@ class StepWork : public Work {
     wanted.head_size = shape_.head_size;
     wanted.block_stride = cache_.block_stride;
     wanted.slot_stride = cache_.slot_stride;
-    wanted.table = one.table.data();
+    wanted.table = one.seen < one.length ? choice_.table(task.sequence, task.head) : one.table.data();
     wanted.block_shift = block_shift_;
-    wanted.first_position = one.length - one.tokens + task.first;
+    wanted.first_position = one.seen - one.tokens + task.first;
     wanted.begin = task.begin;
     wanted.end = task.end;
     wanted.few = is_decoding_;
-    wanted.window = layer.window;
+    wanted.window = model_->layers[size(index)].window;
     wanted.scale = shape_.attention_scale;
     wanted.softcap = shape_.softcap;
     const int rows = task.tokens * share();
@@ -761,6 +788,13 @@ class StepWork : public Work {
       wanted.scale_block_stride = cache_.scale_block_stride;
       wanted.scale_slot_stride = cache_.scale_slot_stride;
     }
+    return wanted;
+  }
+
+  void attend(int index, int chunk, char* local) const {
+    const cpu::AttentionTask& task = attention_.tasks[size(chunk)];
+    const Attend wanted = attend_of(task, index);
+    const int rows = task.tokens * share();
     auto *results = reinterpret_cast<float*>(local), *max = results + rows * shape_.head_size;
     attention_kernels_.attend(wanted, results, max, max + rows, local + size(task.heads) * result_bytes(rows));
     if (task.partial >= 0) return;
@@ -771,6 +805,34 @@ class StepWork : public Work {
         for (int i = 0; i < shape_.head_size; ++i) out[i] *= scale;
       }
     }
+  }
+
+  Size weights_bytes() const { return (choice_.weights_of_sequence() * 4 + 63) / 64 * 64; }
+
+  void weigh_blocks(int layer, int chunk, char* local) const {
+    const cpu::Sequence& one = attention_.sequences[size(chunk)];
+    auto* weights = reinterpret_cast<float*>(local);
+    std::fill_n(weights, choice_.weights_of_sequence(), 0.F);
+    if (one.seen == one.length) return;
+    for (int head = 0; head < shape_.kv_heads; ++head, weights += table_width_) {
+      Attend wanted = attend_of({chunk, head, 1, 0, 1, 0, one.length, -1}, layer);
+      wanted.table = one.table.data();
+      const float* bounds = choice_.reads_keys() ? nullptr : bounds_.of_head(layer, head);
+      attention_kernels_.block_weights(wanted, bounds, bounds_.stride(), weights, local + weights_bytes());
+    }
+  }
+
+  void choose_blocks(int layer) {
+    std::vector<float> queries;
+    if (choice_.wants_queries()) {
+      const Size numbers = size(num_tokens_ * head_numbers());
+      queries.resize(numbers);
+      if (query_element_ == 4)
+        std::memcpy(queries.data(), buffers_->queries.data(), numbers * 4);
+      else
+        attention_kernels_.from_weight(buffers_->queries.data(), static_cast<int>(numbers), queries.data());
+    }
+    choice_.choose(layer, queries.data());
   }
 
   // Rows [tokens][share][head size] of a key head.
@@ -842,8 +904,11 @@ class StepWork : public Work {
   char* const hidden_;
   const std::shared_ptr<const Sampling> sampling_;
   std::vector<Sampled>* const sampled_;
+  const int table_width_;
   int block_shift_ = 0;
   const cpu::AttentionPlan attention_;
+  cpu::KeyBounds bounds_;
+  cpu::BlockChoice choice_;
   const std::uint64_t id_;
   std::vector<Stage> stages_;
   cpu::Routes routes_;  // of the layer at work
@@ -904,7 +969,7 @@ Decoder::Decoder(const CpuKernels& kernels, const DecoderShape& shape, std::vect
 
 Decoder::~Decoder() = default;
 
-void Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& step) {
+std::string Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& step) {
   if (cache.keys.size() != model_->layers.size() || cache.values.size() != model_->layers.size()) {
     throw std::invalid_argument("the cache has another number of layers than the model");
   }
@@ -932,6 +997,7 @@ void Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& step) 
     work = std::make_shared<StepWork>(model_, buffers_, cache, step, team.threads());
   }
   team.run(work);
+  return work->failure();
 }
 
 }  // namespace sage

@@ -31,6 +31,7 @@ from sagellm.engines.lmdeploy.cpu.packed import (
     team,
 )
 from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
+from sagellm.engines.lmdeploy.sparsity import steps_of
 from sagellm.models.gguf_levels import GGUFLevels
 
 __all__ = ["CpuRunner", "describe", "why_eager"]
@@ -49,7 +50,10 @@ class Description:
     decoder: Any
     rotary: TabledRotaryEmbedding
     hidden: int
+    heads: int
+    kv_heads: int
     head_size: int
+    layers: int
     dtype: torch.dtype
     head: PackedWeight
     kept: list[Any] = field(default_factory=list)
@@ -168,7 +172,8 @@ def describe(model: nn.Module) -> Description:
     layers = [layer(block) for block in inner.layers]
     kept.append(embedding)
     decoder = _core.CpuDecoder(kernels(dtype), shape, layers, embedding.matrix, numbers(inner.norm), head.matrix)
-    return Description(decoder, inner.rotary_emb, head.inputs, first.head_size, dtype, head, kept)
+    sizes = (head.inputs, first.num_heads, first.num_kv_heads, first.head_size, len(layers))
+    return Description(decoder, inner.rotary_emb, *sizes, dtype, head, kept)
 
 
 class CpuRunner(GraphRunner):
@@ -183,6 +188,10 @@ class CpuRunner(GraphRunner):
             self.reason = why_eager(model)
             self.native: Description | None = None if self.reason else describe(model)
         self._bound: Any = None
+        self._bounds: torch.Tensor | None = None
+        self._sparse = steps_of(cache_config)
+        if self._sparse is not None and self.native is not None:
+            self._sparse.bind(self.native.heads, self.native.kv_heads, self.native.head_size)
 
     def get_capture_batch_sizes(self) -> list[int]:
         """There is no graph to capture, hence one warm-up batch instead of one a power of two."""
@@ -232,7 +241,13 @@ class CpuRunner(GraphRunner):
             "table_width": tables.shape[1], "angles": angles.data_ptr(), "num_angles": len(angles),
             "hidden": 0 if hidden is None else hidden.data_ptr(),
         }  # fmt: skip
-        return self.native.decoder.run(team(), tensors, wishes)
+        sparse = self._sparse.of_layers(lengths, tables.shape[1]) if is_decoding and self._sparse is not None else None
+        drawn, fault = self.native.decoder.run(team(), tensors, wishes, sparse)
+        if fault:  # the step writes the same keys and draws the same tokens again
+            if self._sparse.is_on:
+                self._sparse.switch_off(fault)
+            drawn, _ = self.native.decoder.run(team(), tensors, wishes)
+        return drawn
 
     def get_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`hidden_states`: [..., hidden]; returns [..., vocabulary], in float32 where the model runs natively."""
@@ -246,5 +261,10 @@ class CpuRunner(GraphRunner):
         """`caches`: of each layer, as in `sagellm.engines.lmdeploy.cpu.cache`."""
         for storage in {part.untyped_storage() for layer in caches for part in layer}:
             use_huge_pages(storage.data_ptr(), storage.nbytes())
-        self.native.decoder.bind(describe_cache(caches, self.native.head_size))
+        known = describe_cache(caches, self.native.head_size)
+        if self._sparse is not None and self._sparse.policy.weights == "bounds":
+            shape = (self.native.layers, known["num_blocks"], self.native.kv_heads, 2, self.native.head_size)
+            self._bounds = torch.zeros(shape)
+            known["bounds"] = self._bounds.data_ptr()
+        self.native.decoder.bind(known)
         self._bound = caches

@@ -8,6 +8,7 @@ from lmdeploy.pytorch.strategies.ar.model_agent import ARModelAgentStrategy
 
 from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner
 from sagellm.engines.lmdeploy.cpu.operators.sampling import Sampled
+from sagellm.engines.lmdeploy.sparsity import reading
 
 __all__ = ["run_round"]
 
@@ -30,7 +31,8 @@ def run_round(
     cache_swapping(agent.cache_engine, swap_in_map=swap_in_map, swap_out_map=swap_out_map)
     for step in range(loop_count):
         is_last = step == loop_count - 1
-        drawn = runner.decode(agent.cache_engine.gpu_cache, inputs, sampling_inputs)
+        chosen = reading(agent.cache_engine.cache_config, inputs)
+        drawn = runner.decode(agent.cache_engine.gpu_cache, chosen, sampling_inputs)
         tokens = torch.tensor([token for token, _, _ in drawn])
         stopped, stop_pos, stopping_criteria = stopping_criteria.step(
             tokens, sampling_inputs.stop_words, inputs=inputs, extra_inputs=extra_inputs

@@ -325,11 +325,11 @@ class Step:
 
     def run(
         self, model: Model, decoder, caches, team, rows: list[int], past_only: bool = False, is_decoding: bool = True,
-        wishes: dict | None = None,
+        wishes: dict | None = None, sparse: dict | None = None, bounds: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Run the new tokens of some sequences (`past_only`: those before them) and return the hidden states of each.
 
-        With `wishes` a token is drawn for each new one; `drawn` has them.
+        With `wishes` a token is drawn for each new one; `drawn` has them. `fault`: what was wrong with a choice of blocks.
         """
         kept, new, whole = [], [], []
         for row in rows:
@@ -341,14 +341,15 @@ class Step:
         table = torch.cat(angles(model, torch.arange(1024)), -1)
         tokens, queries, lengths = torch.cat(kept), torch.tensor(new), torch.tensor(whole)
         tables, hidden = self.tables[rows].contiguous(), torch.empty(len(tokens), model.hidden, dtype=model.dtype)
-        decoder.bind(describe(caches, model.head_size))
+        where = {"bounds": 0 if bounds is None else bounds.data_ptr()}
+        decoder.bind(describe(caches, model.head_size) | where)
         tensors = {
             "is_decoding": is_decoding, "num_tokens": len(tokens), "tokens": tokens.data_ptr(), "num_sequences": len(rows),
             "query_lengths": queries.data_ptr(), "lengths": lengths.data_ptr(), "tables": tables.data_ptr(),
             "table_width": tables.shape[1], "angles": table.data_ptr(), "num_angles": len(table),
             "positions": positions.data_ptr(), "hidden": hidden.data_ptr(),
         }  # fmt: skip
-        self.drawn = decoder.run(team, tensors | self.change, wishes)
+        self.drawn, self.fault = decoder.run(team, tensors | self.change, wishes, sparse)
         return list(hidden.split(new))
 
 
@@ -358,8 +359,16 @@ def angles(model: Model, positions: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return both.cos().float().contiguous(), both.sin().float().contiguous()
 
 
-def plain(model: Model, text: torch.Tensor, stored: Callable = lambda numbers: numbers) -> torch.Tensor:
-    """Hidden states of a whole text, in float64. `stored`: what a cache makes of the keys, and of the values, of a layer."""
+def plain(
+    model: Model, text: torch.Tensor, stored: Callable = lambda numbers: numbers, last_sees: Callable | None = None
+) -> torch.Tensor:
+    """Hidden states of a whole text, in float64.
+
+    Args:
+        stored: what a cache makes of the keys, and of the values, of a layer.
+        last_sees: takes a layer's number, the last token's queries [heads, head_size] and all keys [tokens, heads, head_size];
+            returns what that token sees, bool [heads, tokens].
+    """
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
@@ -375,7 +384,7 @@ def plain(model: Model, text: torch.Tensor, stored: Callable = lambda numbers: n
     act = F.silu if model.activation == "silu" else lambda value: F.gelu(value, approximate="tanh")
     x = model.embedding.double()[text] * model.embedding_scale
     distance = torch.arange(len(text))[:, None] - torch.arange(len(text))[None]
-    for one, window in zip(model.weights, model.windows, strict=True):
+    for number, (one, window) in enumerate(zip(model.weights, model.windows, strict=True)):
         both = linear(norm(x, one.attention_norm), one.qkv, one.qkv_bias).unflatten(-1, (-1, model.head_size))
         query, key, value = both.split([model.heads, model.kv_heads, model.kv_heads], 1)
         if model.head_norms:
@@ -385,7 +394,9 @@ def plain(model: Model, text: torch.Tensor, stored: Callable = lambda numbers: n
         scores = torch.einsum("qhd,khd->hqk", query, key) * model.head_size**-0.5
         if model.softcap:
             scores = model.softcap * (scores / model.softcap).tanh()
-        seen = (distance >= 0) & ((distance < window) | (window == 0))
+        seen = ((distance >= 0) & ((distance < window) | (window == 0))).repeat(model.heads, 1, 1)
+        if last_sees is not None:
+            seen[:, -1] &= last_sees(number, query[-1], key)
         attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
         part = linear(attended.flatten(1), one.out, one.out_bias)
         x = x + (norm(part, one.after_attention) if model.after_norms else part)
@@ -399,8 +410,8 @@ def plain(model: Model, text: torch.Tensor, stored: Callable = lambda numbers: n
             if model.renormalize:
                 shares = shares / shares.sum(-1, keepdim=True)
             shares = torch.zeros_like(logits).scatter(1, chosen, shares)
-            for number, (gate_up, down) in enumerate(zip(one.mixture.gate_up, one.mixture.down, strict=True)):
-                part = part + shares[:, number, None] * feed(normed, gate_up, down)
+            for expert, (gate_up, down) in enumerate(zip(one.mixture.gate_up, one.mixture.down, strict=True)):
+                part = part + shares[:, expert, None] * feed(normed, gate_up, down)
         x = x + (norm(part, one.after_feed_forward) if model.after_norms else part)
     return norm(x, model.last)
 

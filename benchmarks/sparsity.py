@@ -1,0 +1,239 @@
+"""Sparse attention on a real model: the time of a decode step, and what each policy loses at each share of blocks read.
+
+    python -m benchmarks.sparsity [--model smollm2] [--cells 8x7000] [--share 0.125] [--rounds 5] [--out FILE]
+    python -m benchmarks.sparsity --quality [--shares 0.0625,0.125,0.25,0.5] [--plot FILE.png] [--out FILE]
+
+Step: relative to dense attention, medians of paired rounds; all contestants get the same prompts and threads, and are asked in
+turn. `beyond 64 tokens`: the same of what a step takes beyond its time behind prompts of 64 tokens.
+
+Loss: all figures are of decode steps alone; prompts are computed with dense attention. `perplexity`: of 128 tokens behind each of
+8 prompts of 2,048, relative to dense. `fact`: share of greedy answers that find a number which one of 5 sentences of the same form
+tells, spread over a text of 2,048 tokens. `document`: the same with 20 short documents. Chance is below 0.1% in both.
+"""
+
+import contextlib
+import random
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
+from benchmarks.cpu_engine import build_ours, parse_cells
+from benchmarks.limits import build_limits
+from benchmarks.models.real_text import RealText, model_folder
+from benchmarks.output import Output, spread, table, with_output
+from sagellm.accel.sparsity.registry import make_sparsity
+from sagellm.core.config import SageConfig
+from sagellm.core.errors import SageError
+from sagellm.engines.lmdeploy.engine import LMDeployEngine
+from sagellm.engines.lmdeploy.sparsity import steps_of
+from sagellm.evaluate.forced import answer_after, decode_scores
+
+DENSE, LIMITS, SHORT = "dense", "limits", 64
+POLICIES = ("streaming", "quest", "oracle", "random")
+SPEED = {
+    DENSE: {}, "streaming": {"sparsity": "streaming"}, "quest": {"sparsity": "quest"},
+    "quest, by layer": {"sparsity": "quest", "sparsity_options": {"by_head": False}},
+    "dense, kv int8": {"kv_schema": "int8"}, "streaming, kv int8": {"kv_schema": "int8", "sparsity": "streaming"},
+    "quest, kv int8": {"kv_schema": "int8", "sparsity": "quest"},
+}  # fmt: skip
+NEW_TOKENS = 33
+PROMPT, BEHIND, TEXTS = 2048, 129, 8
+CONTEXT, ASKED, BATCH = 2048, 24, 8
+NAMES = (
+    "Paris", "London", "Berlin", "Rome", "Madrid", "Vienna", "Oslo", "Athens", "Dublin", "Lisbon", "Prague", "Warsaw", "Cairo",
+    "Delhi", "Tokyo", "Lima", "Havana", "Boston", "Denver", "Miami",
+)  # fmt: skip
+
+
+@click.command()
+@click.option("--model", default="smollm2", show_default=True, help="Name or folder.")
+@click.option("--quality", is_flag=True, help="Measure the loss instead of the time.")
+@click.option("--cells", default="8x7000", show_default=True, help="Batches and lengths of prompts.")
+@click.option("--share", default=0.125, show_default=True, help="Part of the blocks that is read, for the time.")
+@click.option("--shares", default="0.0625,0.125,0.25,0.5", show_default=True, help="Parts of the blocks, for the loss.")
+@click.option("--policies", default=",".join(POLICIES), show_default=True, help="Policies of the loss: names or module:Class.")
+@click.option("--block-size", default=64, show_default=True, help="Tokens of a block, for the loss.")
+@click.option("--rounds", default=5, show_default=True, help="Measured rounds of each cell.")
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the loss over the share as a PNG file.")
+@with_output
+def main(
+    model: str, quality: bool, cells: str, share: float, shares: str, policies: str, block_size: int, rounds: int, threads: int,
+    plot: Path | None, output: Output,
+) -> None:
+    """Measure, print a table, and write the result."""
+    try:
+        folder = model_folder(model)
+        result: dict[str, Any] = {"model": model, "threads": threads}
+        if quality:
+            wanted = [float(each) for each in shares.split(",")]
+            result |= {"block_size": block_size, "loss": losses(folder, policies.split(","), wanted, block_size, threads)}
+        else:
+            result |= {"share": share, "rounds": rounds, "cells": times(folder, parse_cells(cells), share, rounds, threads)}
+    except (SageError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    result = output.save(result)
+    output.say(tables(result))
+    if quality and plot is not None:
+        draw(result["loss"], plot)
+    output.finish(result)
+
+
+def times(folder: Path, wanted: list[tuple[int, int]], share: float, rounds: int, threads: int) -> list[dict[str, Any]]:
+    """Decode steps of each cell, and behind a short prompt in the same batch."""
+    sizes = {"context": max(length for _, length in wanted) + 2 * NEW_TOKENS, "batch": max(batch for batch, _ in wanted)}
+    text = RealText(folder)
+    with contextlib.ExitStack() as stack:
+        contestants = [Contestant(LIMITS, build_limits, threads)]
+        for name, settings in SPEED.items():
+            # Steps alone are timed: prompts come from the cache after the first round.
+            own = {"prefix_caching": True, "kv_blocks": 2 * sizes["batch"] * (sizes["context"] // 64 + 1)} | settings
+            if "sparsity" in own:
+                own["sparsity_options"] = {"share": share} | own.get("sparsity_options", {})
+            contestants.append(Contestant(name, build_ours, str(folder), threads, sizes, "auto", own))
+        for contestant in contestants:
+            stack.callback(contestant.close)
+        found = []
+        for batch, length in wanted:
+            steps: dict[int, dict[str, list[float]]] = {}
+            for size in (SHORT, length):
+                prompts = [text.prose(size, batch * 1000 + size, number) for number in range(batch)]
+                request = {"do": "times", "prompts": prompts, "new_tokens": NEW_TOKENS}
+                interleave(contestants, request, 1)
+                answers = interleave(contestants, request, rounds)
+                speeds = answers.pop(LIMITS)
+                steps[size] = {name: [_step_s(times) for times in every] for name, every in answers.items()}
+            dense, short = steps[length][DENSE], steps[SHORT]
+            beyond = {name: [a - b for a, b in zip(values, short[name], strict=True)] for name, values in steps[length].items()}
+            found.append({
+                "batch": batch, "length": length,
+                "step_s": {name: summary(values) for name, values in steps[length].items()},
+                "step": {name: paired_ratio(values, dense) for name, values in steps[length].items()},
+                "beyond_short": {name: paired_ratio(values, beyond[DENSE]) for name, values in beyond.items()},
+                "bandwidth_gb_s": float(np.median([speed.bandwidth for speed in speeds])) / 1e9,
+            })  # fmt: skip
+    return found
+
+
+def _step_s(times: list[list[float]]) -> float:
+    return (max(row[-1] for row in times) - max(row[0] for row in times)) / (NEW_TOKENS - 1)
+
+
+def losses(folder: Path, policies: list[str], shares: list[float], block_size: int, threads: int) -> list[dict[str, Any]]:
+    """Loss of each policy and share. One engine has them in turn, so prompts are computed once, by dense attention."""
+    text = RealText(folder)
+    config = SageConfig(
+        device="cpu", dtype="bfloat16", threads=threads, block_size=block_size, context_length=CONTEXT + PROMPT,
+        max_batch_size=BATCH, kv_blocks=(TEXTS * (PROMPT + BEHIND) + 2 * (ASKED + BATCH) * CONTEXT) // block_size,
+        sparsity="quest",
+    )  # fmt: skip
+    engine = LMDeployEngine(config, folder)
+    steps = steps_of(engine.engine.executor.model_agent.cache_config)
+    rows = []
+    try:
+        for policy, share in [(DENSE, 1.0), *((policy, share) for policy in policies for share in shares)]:
+            steps.exchange(make_sparsity("random" if policy == DENSE else policy, share=share, min_blocks=2))
+            before = steps.report()
+            row: dict[str, Any] = {"policy": policy, "share": share, "loss": text_loss(engine, text)}
+            row |= {name: found(engine, text, name) for name in ("fact", "document")}
+            report = steps.report()
+            if report["fault"]:
+                raise click.ClickException(f"{policy}: {report['fault']}")
+            row["read"] = (report["read"] - before["read"]) / (report["held"] - before["held"])
+            rows.append(row)
+            click.echo(f"{policy} {share:g}: {row}", err=True)
+    finally:
+        engine.close()
+    return rows
+
+
+def text_loss(engine: LMDeployEngine, text: RealText) -> float:
+    """Mean negative log-probability of the tokens behind long prompts, in nats."""
+    pieces = [text.prose(PROMPT + BEHIND, 77, number) for number in range(TEXTS)]
+    every = decode_scores(engine, [piece[:PROMPT] for piece in pieces], [piece[PROMPT:] for piece in pieces])
+    targets = [piece[PROMPT + 1 :] for piece in pieces]  # the first one is of the prompt's step
+    return float(np.mean([-scores[np.arange(1, BEHIND), one].mean() for scores, one in zip(every, targets, strict=True)]))
+
+
+def found(engine: LMDeployEngine, text: RealText, task: str) -> float:
+    """Share of answers that are right."""
+    asked = [make_task(text, task, number) for number in range(ASKED)]
+    right = 0
+    for first in range(0, ASKED, BATCH):
+        part = asked[first : first + BATCH]
+        answers = answer_after(engine, [one[0] for one in part], [one[1] for one in part], max(len(one[2]) for one in part))
+        right += sum(answer[: len(one[2])] == one[2] for answer, one in zip(answers, part, strict=True))
+    return right / ASKED
+
+
+def make_task(text: RealText, task: str, number: int) -> tuple[list[int], list[int], list[int]]:
+    """Return (prompt, question, answer) as tokens. The question is decoded, so that its queries choose blocks too."""
+    chance = random.Random(number)
+    names = chance.sample(NAMES, 20 if task == "document" else 5)
+    secrets = {name: str(chance.randrange(1000, 10_000)) for name in names}
+    facts = [text.encode(f"\nThe special number of {name} is {secret}.\n") for name, secret in secrets.items()]
+    filler = text.prose(CONTEXT, 500, number)
+    room = (CONTEXT - sum(map(len, facts)) - 64) // len(facts)
+    prompt: list[int] = []
+    for place, fact in enumerate(facts):
+        prompt += filler[place * room : (place + 1) * room] + fact
+    prompt += filler[len(facts) * room : len(facts) * room + 32]
+    name = names[number % len(names)]
+    question = text.encode(f"\nThe special number of {name} is")
+    return prompt, question, text.encode(f" {secrets[name]}")
+
+
+def tables(result: dict[str, Any]) -> str:
+    """The result as text."""
+    if "loss" in result:
+        dense = result["loss"][0]
+        rows = [
+            [row["policy"], f"{row['share']:g}", f"{row['read']:.3f}", f"{_worse(row, dense):+.2f}%", f"{row['fact']:.2f}",
+             f"{row['document']:.2f}"]
+            for row in result["loss"]
+        ]  # fmt: skip
+        return table(["policy", "share", "read", "perplexity", "fact", "document"], rows)
+    text = ""
+    for cell in result["cells"]:
+        rows = [
+            [name, f"{1e3 * step['median']:.1f}", spread(cell["step"][name]), spread(cell["beyond_short"][name])]
+            for name, step in cell["step_s"].items()
+        ]
+        heads = [f"{cell['batch']}x{cell['length']}", "step ms", "x dense", "beyond 64 tokens"]
+        text += table(heads, rows) + "\n"
+    return text
+
+
+def _worse(row: dict[str, Any], dense: dict[str, Any]) -> float:
+    """Perplexity over that of dense attention, in percent."""
+    return 100 * float(np.exp(row["loss"] - dense["loss"]) - 1)
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """Draw what each policy loses over the share of blocks that it reads."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    dense = rows[0]
+    for policy in dict.fromkeys(row["policy"] for row in rows[1:]):
+        own = [row for row in rows if row["policy"] == policy]
+        shares = [row["read"] for row in own]
+        axes[0].plot(shares, [_worse(row, dense) for row in own], "o-", label=policy)
+        axes[1].plot(shares, [row["fact"] for row in own], "o-", label=policy)
+        axes[2].plot(shares, [row["document"] for row in own], "o-", label=policy)
+    for axis, name, level in zip(axes, ("perplexity, % over dense", "fact found", "document found"),
+                                 (0.0, dense["fact"], dense["document"]), strict=True):  # fmt: skip
+        axis.axhline(level, color="gray", linewidth=0.8)
+        axis.set(xlabel="blocks read", title=name, xscale="log")
+    axes[0].legend()
+    figure.savefig(file, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Sparse attention: policies that choose which KV blocks a decode step reads."""

@@ -1,0 +1,110 @@
+#include "block_choice.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+namespace sage::cpu {
+
+namespace {
+
+constexpr float kEnd = 1e30F;  // more than any weight
+
+bool is_partly_read(const Sequence& one) { return one.seen < one.length; }
+
+std::string wrong_with(const std::int64_t* positions, int keep, int blocks) {
+  for (int i = 0; i < keep; ++i) {
+    if (positions[i] < (i == 0 ? 0 : positions[i - 1] + 1)) return "positions of blocks do not rise";
+  }
+  return positions[keep - 1] == blocks - 1 ? "" : "the last block of a sequence is not the last one chosen";
+}
+
+}  // namespace
+
+const float* KeyBounds::of_head(int layer, int head) const {
+  return cache_.bounds + size(layer) * size(cache_.num_blocks) * stride() + size(2 * head * shape_.head_size);
+}
+
+void KeyBounds::begin(const std::vector<Sequence>& sequences, int layers) {
+  if (cache_.bounds == nullptr) return;
+  const Size numbers = size(shape_.head_size);
+  for (const Sequence& one : sequences) {
+    for (int position = one.length - one.tokens; position < one.length; ++position) {
+      if (position % cache_.block_size != 0) continue;
+      const Size block = size(static_cast<int>(one.table[size(position / cache_.block_size)]));
+      for (int layer = 0; layer < layers; ++layer) {
+        float* to = cache_.bounds + (size(layer) * size(cache_.num_blocks) + block) * stride();
+        for (int head = 0; head < shape_.kv_heads; ++head, to += 2 * numbers) {
+          std::fill_n(to, numbers, std::numeric_limits<float>::infinity());
+          std::fill_n(to + numbers, numbers, -std::numeric_limits<float>::infinity());
+        }
+      }
+    }
+  }
+}
+
+void KeyBounds::add(int layer, std::int64_t block, const float* keys) {
+  if (cache_.bounds == nullptr) return;
+  const std::lock_guard lock(mutex_);
+  float* low = cache_.bounds + (size(layer) * size(cache_.num_blocks) + size(static_cast<int>(block))) * stride();
+  for (int head = 0; head < shape_.kv_heads; ++head, low += 2 * shape_.head_size, keys += shape_.head_size) {
+    float* high = low + shape_.head_size;
+    for (int i = 0; i < shape_.head_size; ++i) {
+      low[i] = std::min(low[i], keys[i]);
+      high[i] = std::max(high[i], keys[i]);
+    }
+  }
+}
+
+BlockChoice::BlockChoice(std::shared_ptr<const Sparse> sparse, const AttentionPlan& plan, const DecoderShape& shape,
+                         int table_width)
+    : sparse_(std::move(sparse)), sequences_(plan.sequences), heads_(shape.kv_heads), table_width_(table_width) {
+  if (sparse_ == nullptr || std::none_of(sequences_.begin(), sequences_.end(), is_partly_read)) return;
+  most_ = *std::max_element(sparse_->keep.begin(), sparse_->keep.end());
+  chosen_.assign(sequences_.size() * size(choices() * most_), 0);  // blocks of the cache at any time
+  positions_.resize(chosen_.size());
+  if (sparse_->weights != Sparse::Weights::kNone) weights_.resize(sequences_.size() * weights_of_sequence());
+}
+
+void BlockChoice::choose(int layer, const float* queries) {
+  if (sparse_->choose && failure_.empty()) {
+    failure_ = sparse_->choose({layer, queries, weights_.data(), positions_.data()});
+  }
+  for (int s = 0; s < static_cast<int>(sequences_.size()); ++s) {
+    const Sequence& one = sequences_[size(s)];
+    if (!is_partly_read(one)) continue;
+    const int keep = sparse_->keep[size(s)], blocks = static_cast<int>(one.table.size());
+    for (int choice = 0; choice < choices(); ++choice) {
+      std::int64_t* positions = positions_.data() + place(s, choice);
+      if (sparse_->choose && failure_.empty()) failure_ = wrong_with(positions, keep, blocks);
+      if (!sparse_->choose || !failure_.empty()) choose_most(s, choice, keep, positions);
+      for (int i = 0; i < keep; ++i) {
+        chosen_[place(s, choice) + size(i)] = one.table[size(static_cast<int>(positions[i]))];
+      }
+    }
+  }
+}
+
+// Those at both ends first. Without weights the latest ones.
+void BlockChoice::choose_most(int sequence, int choice, int keep, std::int64_t* positions) {
+  const int blocks = static_cast<int>(sequences_[size(sequence)].table.size());
+  worth_.assign(size(blocks), 0.F);
+  for (int head = 0; head < heads_ && has_weights(); ++head) {
+    if (by_head() && head != choice) continue;
+    const float* weights = weights_of(sequence) + head * table_width_;
+    for (int i = 0; i < blocks; ++i) worth_[size(i)] += weights[i];
+  }
+  std::fill_n(worth_.begin(), std::min(blocks, sparse_->first), kEnd);
+  const int last = std::min(blocks, std::max(1, sparse_->last));
+  std::fill_n(worth_.end() - last, last, 2 * kEnd);
+  order_.resize(size(blocks));
+  std::iota(order_.begin(), order_.end(), 0);
+  const auto comes_first = [&](int a, int b) {
+    return worth_[size(a)] != worth_[size(b)] ? worth_[size(a)] > worth_[size(b)] : a > b;
+  };
+  std::nth_element(order_.begin(), order_.begin() + keep - 1, order_.end(), comes_first);
+  std::sort(order_.begin(), order_.begin() + keep);
+  std::copy_n(order_.begin(), keep, positions);
+}
+
+}  // namespace sage::cpu

@@ -1,0 +1,68 @@
+// Which blocks the attention of a decode step reads, and the bounds of keys that they may be chosen by.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "attention_plan.h"
+#include "product.h"
+
+namespace sage::cpu {
+
+// `PagedCache::bounds`. Does nothing where there are none.
+class KeyBounds {
+ public:
+  KeyBounds(const PagedCache& cache, const DecoderShape& shape) : cache_(cache), shape_(shape) {}
+
+  // Bounds of a key head in a layer's block 0. Those of the next block are `stride` numbers further.
+  const float* of_head(int layer, int head) const;
+  Size stride() const { return size(2 * shape_.kv_heads * shape_.head_size); }
+  // Forgets the bounds of the blocks that a step begins to write. Its keys may then come in any order.
+  void begin(const std::vector<Sequence>& sequences, int layers);
+  // `keys`: [key heads][head size] of a token. Any thread may call it.
+  void add(int layer, std::int64_t block, const float* keys);
+
+ private:
+  const PagedCache& cache_;
+  const DecoderShape& shape_;
+  std::mutex mutex_;  // tokens of one block are committed by several threads
+};
+
+// The choice of the layer at work. Without a `Sparse`, or where every sequence reads all of its blocks, there is none.
+class BlockChoice {
+ public:
+  BlockChoice(std::shared_ptr<const Sparse> sparse, const AttentionPlan& plan, const DecoderShape& shape, int table_width);
+
+  bool exists() const { return !chosen_.empty(); }
+  bool has_weights() const { return !weights_.empty(); }
+  bool reads_keys() const { return sparse_->weights == Sparse::Weights::kExact; }  // to weigh them
+  bool wants_queries() const { return static_cast<bool>(sparse_->choose); }
+  Size weights_of_sequence() const { return size(heads_ * table_width_); }  // numbers, [key heads][table width]
+  float* weights_of(int sequence) { return weights_.data() + size(sequence) * weights_of_sequence(); }
+  // Blocks to read, by number. A thread that is late may read those of any layer.
+  const std::int64_t* table(int sequence, int head) const { return chosen_.data() + place(sequence, by_head() ? head : 0); }
+
+  // `queries`: [sequences][heads][head size], if they are wanted.
+  void choose(int layer, const float* queries);
+  const std::string& failure() const { return failure_; }
+
+ private:
+  bool by_head() const { return sparse_->by_head; }
+  int choices() const { return by_head() ? heads_ : 1; }
+  Size place(int sequence, int choice) const { return size((sequence * choices() + choice) * most_); }
+  void choose_most(int sequence, int choice, int keep, std::int64_t* positions);
+
+  const std::shared_ptr<const Sparse> sparse_;
+  const std::vector<Sequence>& sequences_;
+  const int heads_, table_width_;
+  int most_ = 0;
+  std::vector<float> weights_, worth_;
+  std::vector<std::int64_t> positions_, chosen_;
+  std::vector<int> order_;
+  std::string failure_;
+};
+
+}  // namespace sage::cpu

@@ -1,0 +1,194 @@
+"""Sparse policies in the real engine."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sagellm.accel import AccelController
+from sagellm.accel.sparsity.base import SparsePolicy, TopBlocks
+from sagellm.accel.sparsity.contract import SUITE
+from sagellm.accel.sparsity.registry import SPARSITIES
+from sagellm.core.engines import open_engine
+from sagellm.core.errors import ConfigError, SageError, SparsityError
+from sagellm.engines.base import SamplingParams
+from sagellm.evaluate.forced import answer_after, decode_scores
+from tests.engines.lmdeploy.guesses import tokens_of
+from tests.engines.lmdeploy.pd.pair import NEW, Pair
+from tests.reference import make_prompts
+
+PROMPTS = make_prompts((150, 20, 97, 210))
+PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
+NAMES = ("streaming", "quest", "oracle", "random")
+SPARSE = {"share": 0.3, "min_blocks": 2}
+
+
+def answers(engine, prompts=PROMPTS):
+    return [one.token_ids for one in engine.generate(prompts, PARAMS)]
+
+
+@pytest.fixture
+def sparse(start_engine):
+    """`sparse(policy, options, **config)`: an engine with a policy, or without one."""
+
+    def start(policy: str | None, options: dict | None = None, **config):
+        given = {} if policy is None else {"sparsity": policy, "sparsity_options": SPARSE if options is None else options}
+        return start_engine(**given, **{"dtype": "float32", "kv_blocks": 128} | config)
+
+    return start
+
+
+class BothEnds(SparsePolicy):
+    """The choice of `streaming`, made for each layer."""
+
+    name = "both-ends"
+    per = "layer"
+
+    def select_blocks(self, view):
+        assert view.queries.shape[1:] == (4, 16) and not view.queries.flags.writeable and view.layer in (0, 1)
+        found = zip(view.num_blocks.tolist(), view.keep.tolist(), strict=True)
+        return [np.r_[: min(1, keep - 1), blocks - keep + min(1, keep - 1) : blocks] for blocks, keep in found]
+
+
+class AsNative(TopBlocks):
+    """The choice of `quest`, in Python."""
+
+    name = "as-native"
+    weights = "bounds"
+
+    def select_blocks(self, view):
+        return view.top()
+
+
+class Late(SparsePolicy):
+    """Fails in a later step."""
+
+    name = "late"
+
+    def select_blocks(self, view):
+        if view.step == 3:
+            raise RuntimeError("no more")
+        return [np.arange(blocks - keep, blocks) for blocks, keep in zip(view.num_blocks, view.keep, strict=True)]
+
+
+class Foreign(BothEnds):
+    """Names blocks that the sequence does not have."""
+
+    name = "foreign"
+
+    def select_blocks(self, view):
+        return [one + 1 for one in super().select_blocks(view)]
+
+
+def own(kind: type) -> str:
+    return f"{__name__}:{kind.__name__}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policy_that_reads_everything_changes_nothing_and_one_that_does_not_does(sparse, reference, name):
+    expected = reference(PROMPTS, 24)
+    assert answers(sparse(name, {"share": 1.0})) == expected
+    engine = sparse(name)
+    found = answers(engine)
+    assert found != expected
+    report = engine.hooks.report()["sparsity"]
+    assert report["policy"] == name and report["fault"] == "" and report["steps"] == 23
+    assert 0.3 * report["held"] < report["read"] < 0.5 * report["held"]
+
+
+@pytest.mark.parametrize(("one", "other"), [("streaming", own(BothEnds)), ("quest", own(AsNative))])
+def test_two_ways_of_one_choice_answer_the_same(sparse, one, other):
+    """A shorter block table, or a choice in each layer; natively, or in Python."""
+    assert answers(sparse(one)) == answers(sparse(other))
+
+
+@pytest.mark.parametrize("name", ["streaming", "quest"])
+@pytest.mark.parametrize("config", [{"kv_schema": "int8"}, {"decode_round": 4}, {"dtype": "bfloat16"}], ids=str)
+def test_a_sequence_gets_the_same_answer_alone_again_and_with_its_prefix_cached(sparse, name, config):
+    engine = sparse(name, **config)
+    expected = answers(engine)
+    assert [answers(engine, [prompt])[0] for prompt in PROMPTS] == expected
+    assert engine.hooks.report()["prefix"]["hit_tokens"] > 0
+    assert answers(sparse(name, prefix_caching=False, **config)) == expected
+
+
+def test_workers_of_one_model_choose_the_same(sparse):
+    assert answers(sparse("streaming", tensor_parallel=2)) == answers(sparse("streaming"))
+
+
+def test_prompts_of_another_engine(sparse, start_engine, tmp_path):
+    settings = dict(dtype="float32", kv_blocks=128, sparsity="streaming", sparsity_options=SPARSE)
+    pair = Pair(start_engine, tmp_path, **settings)
+    assert [tuple(one) for one in tokens_of(pair.ask(PROMPTS))] == [one[:NEW] for one in answers(sparse("streaming"))]
+
+
+@pytest.mark.parametrize(("kind", "fault"), [(Late, "raised RuntimeError: no more"), (Foreign, "there are 0 to")])
+def test_a_policy_that_fails_is_switched_off_and_steps_read_everything(sparse, reference, caplog, kind, fault):
+    engine = sparse(own(kind))
+    found = answers(engine)
+    assert fault in engine.hooks.report()["sparsity"]["fault"] and "is switched off, steps read all blocks" in caplog.text
+    if kind is Foreign:  # from the first step on
+        assert found == reference(PROMPTS, 24)
+    assert answers(engine) == answers(engine)
+
+
+def test_scores_of_decode_steps(sparse, reference):
+    """Behind forced tokens: those of the whole text where all blocks are read, others where they are not."""
+    text = reference(PROMPTS[:1], 12)[0]
+    dense, partly = sparse(None), sparse("streaming")
+    (scores,) = decode_scores(dense, PROMPTS[:1], [text])
+    logits = dense.prompt_logits([*PROMPTS[0], *text])[len(PROMPTS[0]) - 1 : -1]
+    exact = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert np.abs(scores - exact).max() < 1e-3
+    (others,) = decode_scores(partly, PROMPTS[:1], [text])
+    assert np.abs(others[0] - exact[0]).max() < 1e-3 and np.abs(others[1:] - exact[1:]).max() > 1e-2
+    assert answer_after(dense, PROMPTS[:1], [text[:5]], 7) == [list(text[5:])]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "fault"),
+    [("streaming", {"speculative": "ngram"}, "a guess and its verification could read different blocks"),
+     ("quest", {"tensor_parallel": 2}, "do not run in the native step"),
+     ("quest", {"host_kv_blocks": 32}, "blocks that come from elsewhere have no bounds"),
+     ("streaming", {"model": "qwen2-window"}, "has a sliding window of")],
+)  # fmt: skip
+def test_settings_that_are_refused(sparse, name, config, fault):
+    with pytest.raises(SageError, match=fault):
+        sparse(name, **config)
+
+
+def test_options_without_a_policy(start_engine):
+    with pytest.raises(ConfigError, match="there is no sparse policy; give --sparsity"):
+        start_engine(sparsity_options={"share": 0.5})
+
+
+def test_a_choice_for_each_layer_needs_the_native_step(sparse, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.lmdeploy.cpu.compiled.why_eager", lambda model: "it is asked to")
+    with pytest.raises(SparsityError, match="chooses for each head, which only the CPU device's native step can do"):
+        sparse("quest")
+    assert answers(sparse("streaming")) != answers(sparse(None))
+
+
+def test_the_policy_of_the_readme(sparse, tmp_path, monkeypatch):
+    """Written, checked and run as the page says."""
+    readme = (Path(__file__).parents[3] / "sagellm/accel/sparsity/README.md").read_text()
+    (tmp_path / "my_policy.py").write_text(re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    report = SUITE.prepare(SPARSITIES, "my_policy:Spread", {})()
+    assert report.passed, report
+    engine = sparse("my_policy:Spread")
+    answers(engine)
+    found = engine.hooks.report()["sparsity"]
+    assert found["read"] < found["held"] and not found["fault"]
+
+
+def test_the_controller_opens_a_sparse_engine(model_folder):
+    controller = AccelController.setup(
+        {"enable_sparsity": True, "sparsity_options": {"share": 0.5}}, model=model_folder("llama"), device="cpu", kv_blocks=64
+    )
+    engine = open_engine(controller.settings)
+    try:
+        assert engine.hooks.report()["sparsity"]["policy"] == "quest"
+    finally:
+        engine.close()
