@@ -6,9 +6,9 @@
 Step: relative to dense attention, medians of paired rounds; all contestants get the same prompts and threads, and are asked in
 turn. `beyond 64 tokens`: the same of what a step takes beyond its time behind prompts of 64 tokens.
 
-Loss: all figures are of decode steps alone; prompts are computed with dense attention. `perplexity`: of 128 tokens behind each of
-8 prompts of 2,048, relative to dense. `fact`: share of greedy answers that find a number which one of 5 sentences of the same form
-tells, spread over a text of 2,048 tokens. `document`: the same with 20 short documents. Chance is below 0.1% in both.
+Loss: all figures are of decode steps alone; prompts are computed with dense attention. `perplexity`: of 128 tokens behind each
+of 8 prompts of 2,048, relative to dense. `fact`: share of greedy answers that find a number. One of 5 sentences of the same form
+tells it; they are spread over a text of 2,048 tokens. `document`: the same with 20 short documents. Chance is below 0.1%.
 """
 
 import contextlib

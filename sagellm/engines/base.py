@@ -22,8 +22,8 @@ class SamplingParams:
     """`temperature` 0 is greedy; `top_k` 0 means all tokens; `seed` None draws a fresh one.
 
     `service` is for the scheduler; so is `adapter`, the key of the model or LoRA adapter that the request belongs to.
-    `processors` change the scores of each token before it is drawn: each gets the tokens so far, int64 [tokens], and the scores,
-    [vocabulary], and returns scores. They run in the engine process.
+    `processors` change the scores of each token before it is drawn: each gets the tokens so far, int64 [tokens], and the
+    scores, [vocabulary], and returns scores. They run in the engine process.
     """
 
     max_new_tokens: int = 128

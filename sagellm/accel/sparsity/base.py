@@ -106,8 +106,8 @@ class SparsePolicy:
     def select_blocks(self, view: SparseView) -> Sequence[np.ndarray]:
         """Return positions of the blocks to read, rising, for each sequence.
 
-        They are int64 [keep], or [kv_heads, keep] with `per` head. The last block of a sequence, which takes the new token, must
-        be the last one. Called once a step, or once for each layer of a step.
+        They are int64 [keep], or [kv_heads, keep] with `per` head. The last block of a sequence, which takes the new token,
+        must be the last one. Called once a step, or once for each layer of a step.
         """
         raise NotImplementedError
 
