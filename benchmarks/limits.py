@@ -49,10 +49,11 @@ class Shape:
             config.get("head_dim") or config["hidden_size"] // heads, config["intermediate_size"], config["vocab_size"],
         )  # fmt: skip
 
-    def decode_s(self, batch: int, length: int, speed: Speed) -> float:
-        """Least seconds of a decode step of `batch` sequences of `length` tokens."""
-        keys = 2 * length * self.kv_heads * self.head_size * BYTES
-        attention = _larger(batch * keys, 4 * batch * length * self.heads * self.head_size, speed)
+    def decode_s(self, batch: int, length: int, speed: Speed, common: int = 0) -> float:
+        """Least seconds of a decode step of `batch` sequences of `length` tokens, which have the first `common` in common."""
+        token = 2 * self.kv_heads * self.head_size * BYTES
+        keys = token * (batch * (length - common) + common)
+        attention = _larger(keys, 4 * batch * length * self.heads * self.head_size, speed)
         return self._products_s(batch, speed) + self.layers * attention + self._head_s(batch, speed)
 
     def prompt_s(self, batch: int, length: int, speed: Speed) -> float:

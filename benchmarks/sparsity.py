@@ -1,14 +1,18 @@
 """Sparse attention on a real model: the time of a decode step, and what each policy loses at each share of blocks read.
 
     python -m benchmarks.sparsity [--model smollm2] [--cells 8x7000] [--share 0.125] [--rounds 5] [--out FILE]
+    python -m benchmarks.sparsity --shared 16x4000x200 [--rounds 5] [--out FILE]
     python -m benchmarks.sparsity --quality [--shares 0.0625,0.125,0.25,0.5] [--plot FILE.png] [--out FILE]
 
 Step: relative to dense attention, medians of paired rounds; all contestants get the same prompts and threads, and are asked in
 turn. `beyond 64 tokens`: the same of what a step takes beyond its time behind prompts of 64 tokens.
 
+With --shared: requests that have some tokens in common, and others of their own, with `--prefix-attention auto` over `off`.
+The operator limit reads the common keys once.
+
 Loss: all figures are of decode steps alone; prompts are computed with dense attention. `perplexity`: of 128 tokens behind each
-of 8 prompts of 2,048, relative to dense. `fact`: share of greedy answers that find a number. One of 5 sentences of the same form
-tells it; they are spread over a text of 2,048 tokens. `document`: the same with 20 short documents. Chance is below 0.1%.
+of 8 prompts of 2,048, relative to dense. `fact`: share of greedy answers that find a number. One of 5 sentences of the same
+form tells it; they are spread over a text of 2,048 tokens. `document`: the same with 20 short documents. Chance is below 0.1%.
 """
 
 import contextlib
@@ -21,7 +25,7 @@ import numpy as np
 
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
 from benchmarks.cpu_engine import build_ours, parse_cells
-from benchmarks.limits import build_limits
+from benchmarks.limits import Shape, build_limits
 from benchmarks.models.real_text import RealText, model_folder
 from benchmarks.output import Output, spread, table, with_output
 from sagellm.accel.sparsity.registry import make_sparsity
@@ -52,6 +56,7 @@ NAMES = (
 @click.option("--model", default="smollm2", show_default=True, help="Name or folder.")
 @click.option("--quality", is_flag=True, help="Measure the loss instead of the time.")
 @click.option("--cells", default="8x7000", show_default=True, help="Batches and lengths of prompts.")
+@click.option("--shared", help="Measure requests with a common prefix: requests x common tokens x own tokens.")
 @click.option("--share", default=0.125, show_default=True, help="Part of the blocks that is read, for the time.")
 @click.option("--shares", default="0.0625,0.125,0.25,0.5", show_default=True, help="Parts of the blocks, for the loss.")
 @click.option("--policies", default=",".join(POLICIES), show_default=True, help="Policies of the loss: names or module:Class.")
@@ -61,8 +66,8 @@ NAMES = (
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the loss over the share as a PNG file.")
 @with_output
 def main(
-    model: str, quality: bool, cells: str, share: float, shares: str, policies: str, block_size: int, rounds: int, threads: int,
-    plot: Path | None, output: Output,
+    model: str, quality: bool, cells: str, shared: str | None, share: float, shares: str, policies: str, block_size: int,
+    rounds: int, threads: int, plot: Path | None, output: Output,
 ) -> None:
     """Measure, print a table, and write the result."""
     try:
@@ -71,6 +76,9 @@ def main(
         if quality:
             wanted = [float(each) for each in shares.split(",")]
             result |= {"block_size": block_size, "loss": losses(folder, policies.split(","), wanted, block_size, threads)}
+        elif shared:
+            requests, common, own = (int(part) for part in shared.split("x"))
+            result |= {"rounds": rounds, "shared": shared_times(folder, requests, common, own, rounds, threads)}
         else:
             result |= {"share": share, "rounds": rounds, "cells": times(folder, parse_cells(cells), share, rounds, threads)}
     except (SageError, ValueError) as error:
@@ -116,6 +124,34 @@ def times(folder: Path, wanted: list[tuple[int, int]], share: float, rounds: int
                 "bandwidth_gb_s": float(np.median([speed.bandwidth for speed in speeds])) / 1e9,
             })  # fmt: skip
     return found
+
+
+def shared_times(folder: Path, requests: int, common: int, own: int, rounds: int, threads: int) -> dict[str, Any]:
+    """Decode steps of requests that begin with the same tokens."""
+    text, shape = RealText(folder), Shape.read(folder)
+    sizes = {"context": common + own + 2 * NEW_TOKENS, "batch": requests}
+    blocks = common // 64 + 2 * requests * (own // 64 + 3)
+    with contextlib.ExitStack() as stack:
+        contestants = [Contestant(LIMITS, build_limits, threads)]
+        for name in ("off", "auto"):
+            settings = {"prefix_caching": True, "kv_blocks": blocks, "prefix_attention": name}
+            contestants.append(Contestant(name, build_ours, str(folder), threads, sizes, "auto", settings))
+        for contestant in contestants:
+            stack.callback(contestant.close)
+        first = text.prose(common, 1)
+        prompts = [first + text.prose(own, 2, number) for number in range(requests)]
+        request = {"do": "times", "prompts": prompts, "new_tokens": NEW_TOKENS}
+        interleave(contestants, request, 1)
+        answers = interleave(contestants, request, rounds)
+        speeds = answers.pop(LIMITS)
+        steps = {name: [_step_s(times) for times in every] for name, every in answers.items()}
+        limits = [shape.decode_s(requests, common + own + NEW_TOKENS // 2, speed, common) for speed in speeds]
+    return {
+        "requests": requests, "common": common, "own": own,
+        "step_s": {name: summary(values) for name, values in steps.items()},
+        "step": paired_ratio(steps["auto"], steps["off"]), "over_limit": paired_ratio(steps["auto"], limits),
+        "bandwidth_gb_s": float(np.median([speed.bandwidth for speed in speeds])) / 1e9,
+    }  # fmt: skip
 
 
 def _step_s(times: list[list[float]]) -> float:
@@ -196,6 +232,12 @@ def tables(result: dict[str, Any]) -> str:
             for row in result["loss"]
         ]  # fmt: skip
         return table(["policy", "share", "read", "perplexity", "fact", "document"], rows)
+    if "shared" in result:
+        row = result["shared"]
+        steps = [f"{1e3 * row['step_s'][name]['median']:.1f}" for name in ("off", "auto")]
+        heads = ["requests", "common", "own", "off ms", "auto ms", "x off", "over limit"]
+        rows = [[row["requests"], row["common"], row["own"], *steps, spread(row["step"]), spread(row["over_limit"])]]
+        return table(heads, rows)
     text = ""
     for cell in result["cells"]:
         rows = [

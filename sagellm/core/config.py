@@ -24,6 +24,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 WEIGHTS = ("auto", "packed")
 COMPUTES = ("auto", "float32", "bfloat16", "int8")
 KV_SCHEMAS = ("auto", "float32", "bfloat16", "fp8", "int8", "int4")
+PREFIX_ATTENTION = ("off", "auto")
 ROLES = ("prefill", "decode", "hybrid")
 
 
@@ -176,6 +177,7 @@ class HookConfig(Model):
         packed_weights: folder of a converted GGUF file, whose weights stay as the file has them.
         compute: type of the CPU device's products.
         kv_dtype: type of keys and values, as `KVCacheSchema` has it; empty: that of the model.
+        prefix_attention: as in `SageConfig`.
     """
 
     plugins: tuple[PluginSpec, ...] = ()
@@ -193,6 +195,7 @@ class HookConfig(Model):
     packed_weights: Path | None = None
     compute: Literal[COMPUTES] = "auto"
     kv_dtype: str = ""
+    prefix_attention: Literal[PREFIX_ATTENTION] = "off"
 
 
 class SageConfig(Model):
@@ -205,6 +208,8 @@ class SageConfig(Model):
             weights and inputs to 8 bits.
         kv_schema: type in which keys and values are stored; auto is the model's. Those of fp8, int8 and int4 have a scale for
             each head of a token. A GPU has int8 and int4.
+        prefix_attention: auto reads keys and values that requests of a decode step have in common once, where it pays; on the
+            CPU device.
         kv_blocks, kv_memory_share: size of the engine's KV pool; give one of them at most.
         host_kv_blocks: size of the host tier, to which plug-ins may migrate blocks.
         strategy: scheduling strategy: name or `module:Class`; None leaves scheduling to the engine.
@@ -228,6 +233,7 @@ class SageConfig(Model):
     port: int = Field(23333, ge=1, le=65535)
     api_key: tuple[str, ...] = ()
     kv_schema: Literal[KV_SCHEMAS] = "auto"
+    prefix_attention: Literal[PREFIX_ATTENTION] = "off"
     kv_blocks: int | None = Field(None, ge=16)
     kv_memory_share: float | None = Field(None, gt=0, lt=1)
     host_kv_blocks: int = Field(0, ge=0)

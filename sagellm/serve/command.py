@@ -5,7 +5,17 @@ from typing import Any
 
 import click
 
-from sagellm.core.config import COMPUTES, DEVICES, DTYPES, ENGINES, KV_SCHEMAS, ROLES, WEIGHTS, read_config
+from sagellm.core.config import (
+    COMPUTES,
+    DEVICES,
+    DTYPES,
+    ENGINES,
+    KV_SCHEMAS,
+    PREFIX_ATTENTION,
+    ROLES,
+    WEIGHTS,
+    read_config,
+)
 from sagellm.core.early import end, stop_at_once
 from sagellm.core.errors import SageError
 from sagellm.serve.objects import with_objects
@@ -55,6 +65,7 @@ from sagellm.serve.objects import with_objects
 @click.option("--strategy-options", help="Options of --strategy, as JSON.")
 @click.option("--speculative", help="Speculative strategy: ngram, suffix, draft, dynamic:NAME, or module:Class. Default: none.")
 @click.option("--speculative-options", help="Options of --speculative, as JSON.")
+@click.option("--prefix-attention", type=click.Choice(PREFIX_ATTENTION), help="Read shared prefixes once. Default: off.")
 @click.option("--sparsity", help="Sparse policy: a name of `sagellm list sparsity`, or module:Class. Default: none.")
 @click.option("--sparsity-options", help="Options of --sparsity, as JSON.")
 @click.option("--plugin-time-limit-s", type=float, help="Time limit of a hook, in seconds. Default: 1.")

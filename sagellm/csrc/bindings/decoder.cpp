@@ -218,6 +218,7 @@ class BoundDecoder {
       step.sampling = std::make_shared<const Sampling>(sampling_of(wishes));
       step.sampled = &sampled;
     }
+    step.share_prefixes = tensors["share_prefixes"].cast<bool>();
     if (!sparse.is_none()) step.sparse = sparse_of(sparse);
     std::string failure;
     {

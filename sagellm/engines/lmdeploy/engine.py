@@ -67,7 +67,7 @@ def hook_config(config: SageConfig, run_dir: Path | None = None, pd: PDHooks | N
         plugins=(*all_plugins(config), *feed), time_limit_s=config.plugin_time_limit_s,
         hold_limit_s=config.hold_limit_s, record=config.record, run_dir=run_dir,
         comm_metrics=config.comm_metrics, speculative=speculative_spec(config),
-        sparsity=sparsity_spec(config), pd=pd, compute=config.compute,
+        sparsity=sparsity_spec(config), pd=pd, compute=config.compute, prefix_attention=config.prefix_attention,
     )
 
 
@@ -84,6 +84,7 @@ def build_engine_config(
     if model is not None:
         check_architecture(model, device, sizes.weights_dtype)
         _check_compute(config, device, sizes.weights_dtype)
+        _check_prefix_attention(config, device)
         if config.weights == "packed":
             known["packed_weights"] = _packed_weights(config, model, device)
         known["model"] = config.model_name or model.resolve().name
@@ -176,6 +177,11 @@ def _check_compute(config: SageConfig, device: str, dtype: str) -> None:
     from sagellm.engines.lmdeploy.cpu.compute import choose_isa
 
     choose_isa(config.compute, getattr(torch, dtype), default_cache_dir())
+
+
+def _check_prefix_attention(config: SageConfig, device: str) -> None:
+    if config.prefix_attention != "off" and device != "cpu":
+        raise ConfigError(f"prefix_attention {config.prefix_attention} is of the CPU device, and this engine is on {device}.")
 
 
 def _packed_weights(config: SageConfig, model: Path, device: str) -> Path:

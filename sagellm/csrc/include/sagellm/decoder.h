@@ -159,6 +159,9 @@ struct DecoderStep {
   std::shared_ptr<const Sampling> sampling;
   std::vector<Sampled>* sampled = nullptr;
   std::shared_ptr<const Sparse> sparse;  // null: attention reads all blocks
+  // Whether keys that decoding sequences have in common, by their first blocks, are read once for all of them. Not where a
+  // layer has a window, or with `sparse`.
+  bool share_prefixes = false;
 };
 
 // Sums run in an order that does not depend on the batch, so a sequence gets the same numbers beside any others.

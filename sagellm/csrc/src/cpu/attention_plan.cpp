@@ -11,7 +11,7 @@ namespace sage::cpu {
 namespace {
 
 constexpr int kFewRows = 15;    // query rows of a sequence that decodes, computed together
-constexpr int kQueryRows = 96;  // of a chunk of a prompt
+constexpr int kQueryRows = 96;  // of a chunk of a prompt, or of sequences that share keys
 
 std::vector<Sequence> read_sequences(const PagedCache& cache, const DecoderStep& step) {
   const auto fail = [](const std::string& words) { throw std::invalid_argument(words); };
@@ -41,6 +41,42 @@ std::vector<Sequence> read_sequences(const PagedCache& cache, const DecoderStep&
   return found;
 }
 
+// Splits of keys that two sequences have in common.
+int common_splits(const Sequence& one, const Sequence& other, int block_size) {
+  const auto end = std::min(one.table.size(), other.table.size());
+  Size blocks = 0;
+  while (blocks < end && one.table[blocks] == other.table[blocks]) ++blocks;
+  return static_cast<int>(std::min<Size>(blocks * size(block_size), size(std::min(one.seen, other.seen) - 1))) / kSplit;
+}
+
+// Puts sequences that begin with the same blocks into groups, and says how many splits each has in common with its group.
+std::vector<int> group_sequences(const PagedCache& cache, int share, AttentionPlan* plan) {
+  std::vector<int> common(plan->sequences.size(), 0);
+  std::vector<bool> is_placed(plan->sequences.size(), false);
+  const Size most = size(std::max(1, kQueryRows / share));
+  for (Size s = 0; s < plan->sequences.size(); ++s) {
+    const Sequence& one = plan->sequences[s];
+    if (is_placed[s] || one.tokens != 1) continue;
+    std::vector<int> group{static_cast<int>(s)};
+    int splits = one.seen / kSplit;
+    for (Size other = s + 1; other < plan->sequences.size() && group.size() < most; ++other) {
+      if (is_placed[other] || plan->sequences[other].tokens != 1) continue;
+      const int found = common_splits(one, plan->sequences[other], cache.block_size);
+      // A member with little in common would make the others read the rest each for themselves.
+      if (found == 0 || (group.size() > 1 && found < splits)) continue;
+      splits = std::min(splits, found);
+      group.push_back(static_cast<int>(other));
+    }
+    if (group.size() < 2) continue;
+    for (const int member : group) {
+      is_placed[size(member)] = true;
+      common[size(member)] = splits;
+    }
+    plan->groups.push_back(std::move(group));
+  }
+  return common;
+}
+
 }  // namespace
 
 AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape, int threads) {
@@ -56,10 +92,17 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
   for (const Sequence& one : plan.sequences) splits += divided(one.seen, kSplit);
   const bool by_head = step.sparse != nullptr && step.sparse->by_head;
   const int heads = step.is_decoding && splits >= threads && !by_head ? shape.kv_heads : 1;
+  plan.heads_together = heads;
+  const bool shares = step.share_prefixes && step.is_decoding && step.sparse == nullptr;
+  const std::vector<int> common = shares ? group_sequences(cache, share, &plan) : std::vector<int>(plan.sequences.size(), 0);
+  const std::int64_t of_head = share * (shape.head_size + 2);
   for (int s = 0; s < static_cast<int>(plan.sequences.size()); ++s) {
     Sequence& one = plan.sequences[size(s)];
     plan.owners.insert(plan.owners.end(), size(one.tokens), s);
-    if (!one.has_cache) continue;
+    if (!one.has_cache) {
+      plan.partials.insert(plan.partials.end(), size(shape.kv_heads / heads), -1);
+      continue;
+    }
     // By what the step does and not by how many tokens there are: a token that is decoded gets the same numbers alone
     // and as a guess beside others, one of a prompt the same whatever part of it was cached.
     const int most = std::max(1, (step.is_decoding ? kFewRows : kQueryRows) / share);
@@ -71,13 +114,25 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
           plan.tasks.push_back({s, head, heads, first, tokens, 0, one.length - one.tokens + first + tokens, -1});
           continue;
         }
-        if (one.num_splits > 1) plan.merged.push_back(static_cast<int>(plan.tasks.size()));
+        const bool is_merged = one.num_splits > 1;
+        if (is_merged) plan.merged.push_back({s, head, heads, first, tokens, 0, one.seen, plan.num_partials});
+        if (first == 0) plan.partials.push_back(is_merged ? plan.num_partials : -1);
         for (int split = 0; split < one.num_splits; ++split) {
           const int begin = split * kSplit, end = std::min(one.seen, begin + kSplit);
-          const std::int64_t partial = one.num_splits > 1 ? plan.num_partials : -1;
-          plan.tasks.push_back({s, head, heads, first, tokens, begin, end, partial});
-          if (partial >= 0) plan.num_partials += heads * tokens * share * (shape.head_size + 2);
+          if (split >= common[size(s)]) {
+            plan.tasks.push_back({s, head, heads, first, tokens, begin, end, is_merged ? plan.num_partials : -1});
+          }
+          if (is_merged) plan.num_partials += heads * tokens * of_head;
         }
+      }
+    }
+  }
+  for (int g = 0; g < static_cast<int>(plan.groups.size()); ++g) {
+    const std::vector<int>& group = plan.groups[size(g)];
+    const int members = static_cast<int>(group.size()), together = members * share > kFewRows ? 1 : heads;
+    for (int split = 0; split < common[size(group[0])]; ++split) {
+      for (int head = 0; head < shape.kv_heads; head += together) {
+        plan.tasks.push_back({group[0], head, together, 0, members, split * kSplit, (split + 1) * kSplit, split * of_head, g});
       }
     }
   }

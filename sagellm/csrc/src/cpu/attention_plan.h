@@ -21,13 +21,18 @@ struct AttentionTask {
   int first, tokens;          // new tokens of the sequence
   int begin, end;             // keys
   std::int64_t partial;       // where its results wait to be merged, head by head; -1: they are the whole
+  int group = -1;             // of sequences that have these keys in common: the task has the new token of each
 };
 
 struct AttentionPlan {
   std::vector<Sequence> sequences;
   std::vector<int> owners;  // sequence of each new token
   std::vector<AttentionTask> tasks;
-  std::vector<int> merged;  // first of the tasks whose results are merged; its other splits follow
+  // Heads of a sequence whose splits are merged. Their partial results follow each other from `partial` on.
+  std::vector<AttentionTask> merged;
+  std::vector<std::vector<int>> groups;  // sequences that begin with the same blocks
+  int heads_together = 1;                // key heads of a sequence's own tasks
+  std::vector<std::int64_t> partials;    // [sequences][key heads / heads_together]: `partial` of `merged`
   std::int64_t num_partials = 0;
 };
 

@@ -203,7 +203,7 @@ class StepWork : public Work {
     for (const cpu::AttentionTask& task : attention_.tasks) {
       const int rows = task.tokens * share();
       const Size scratch = attention_kernels_.attend_bytes(rows, task.heads, shape_.head_size, is_decoding_);
-      bytes = std::max(bytes, size(task.heads) * result_bytes(rows) + scratch);
+      bytes = std::max(bytes, size(task.heads) * result_bytes(rows) + gathered_query_bytes(task) + scratch);
     }
     if (choice_.has_weights()) {
       const int count = table_width_ * (choice_.reads_keys() ? cache_.block_size : 1);
@@ -766,7 +766,7 @@ class StepWork : public Work {
     wanted.slot_stride = cache_.slot_stride;
     wanted.table = one.seen < one.length ? choice_.table(task.sequence, task.head) : one.table.data();
     wanted.block_shift = block_shift_;
-    wanted.first_position = one.seen - one.tokens + task.first;
+    wanted.first_position = task.group >= 0 ? task.end : one.seen - one.tokens + task.first;  // all of a group see all
     wanted.begin = task.begin;
     wanted.end = task.end;
     wanted.few = is_decoding_;
@@ -793,10 +793,15 @@ class StepWork : public Work {
 
   void attend(int index, int chunk, char* local) const {
     const cpu::AttentionTask& task = attention_.tasks[size(chunk)];
-    const Attend wanted = attend_of(task, index);
+    Attend wanted = attend_of(task, index);
     const int rows = task.tokens * share();
     auto *results = reinterpret_cast<float*>(local), *max = results + rows * shape_.head_size;
-    attention_kernels_.attend(wanted, results, max, max + rows, local + size(task.heads) * result_bytes(rows));
+    char* scratch = local + size(task.heads) * result_bytes(rows);
+    if (task.group >= 0) {
+      wanted.query = gather_queries(task, scratch) + size(task.head) * size(share() * shape_.head_size) * query_element_;
+      scratch += gathered_query_bytes(task);
+    }
+    attention_kernels_.attend(wanted, results, max, max + rows, scratch);
     if (task.partial >= 0) return;
     for (int h = 0; h < task.heads; ++h, results += wanted.result_stride) {
       float *out = results, *sums = results + rows * (shape_.head_size + 1);
@@ -835,6 +840,40 @@ class StepWork : public Work {
     choice_.choose(layer, queries.data());
   }
 
+  Size gathered_query_bytes(const cpu::AttentionTask& task) const {
+    return task.group < 0 ? 0 : (size(task.tokens * head_numbers()) * query_element_ + 63) / 64 * 64;
+  }
+
+  // The queries of a group lie anywhere among those of the step.
+  char* gather_queries(const cpu::AttentionTask& task, char* to) const {
+    const Size bytes = size(head_numbers()) * query_element_;
+    char* at = to;
+    for (const int member : attention_.groups[size(task.group)]) {
+      const int row = attention_.sequences[size(member)].row;
+      std::memcpy(at, buffers_->queries.data() + size(row) * bytes, bytes);
+      at += bytes;
+    }
+    return to;
+  }
+
+  // To where the results of each member's own splits are.
+  void commit_shared(const cpu::AttentionTask& task, const char* local) {
+    const int rows = task.tokens * share(), numbers = share() * shape_.head_size, together = attention_.heads_together;
+    const std::int64_t of_head = share() * (shape_.head_size + 2);
+    for (int h = 0; h < task.heads; ++h, local += result_bytes(rows)) {
+      const auto *results = reinterpret_cast<const float*>(local), *max = results + rows * shape_.head_size;
+      const int head = task.head + h;
+      for (int member = 0; member < task.tokens; ++member) {
+        const int sequence = attention_.groups[size(task.group)][size(member)];
+        const std::int64_t base = attention_.partials[size(sequence * (shape_.kv_heads / together) + head / together)];
+        float* to = buffers_->partials.data() + base + task.partial * together + head % together * of_head;
+        std::copy_n(results + member * numbers, numbers, to);
+        std::copy_n(max + member * share(), share(), to + numbers);
+        std::copy_n(max + rows + member * share(), share(), to + numbers + share());
+      }
+    }
+  }
+
   // Rows [tokens][share][head size] of a key head.
   void store_attended(int row, int tokens, int head, const float* from) {
     const int numbers = share() * shape_.head_size;
@@ -848,6 +887,7 @@ class StepWork : public Work {
 
   void commit_attended(int chunk, const char* local) {
     const cpu::AttentionTask& task = attention_.tasks[size(chunk)];
+    if (task.group >= 0) return commit_shared(task, local);
     const int rows = task.tokens * share();
     const Size numbers = size(rows * (shape_.head_size + 2));
     for (int h = 0; h < task.heads; ++h, local += result_bytes(rows)) {
@@ -862,7 +902,7 @@ class StepWork : public Work {
   }
 
   void merge(int chunk, float* result) const {
-    const cpu::AttentionTask& first = attention_.tasks[size(attention_.merged[size(chunk)])];
+    const cpu::AttentionTask& first = attention_.merged[size(chunk)];
     const int rows = first.tokens * share(), numbers = rows * (shape_.head_size + 2);
     const int num_splits = attention_.sequences[size(first.sequence)].num_splits, stride = first.heads * numbers;
     for (int each = 0; each < first.heads * rows; ++each, result += shape_.head_size) {
@@ -884,7 +924,7 @@ class StepWork : public Work {
   }
 
   void commit_merged(int chunk, const float* result) {
-    const cpu::AttentionTask& first = attention_.tasks[size(attention_.merged[size(chunk)])];
+    const cpu::AttentionTask& first = attention_.merged[size(chunk)];
     for (int h = 0; h < first.heads; ++h, result += first.tokens * share() * shape_.head_size) {
       store_attended(attention_.sequences[size(first.sequence)].row + first.first, first.tokens, first.head + h, result);
     }
@@ -969,7 +1009,9 @@ Decoder::Decoder(const CpuKernels& kernels, const DecoderShape& shape, std::vect
 
 Decoder::~Decoder() = default;
 
-std::string Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& step) {
+std::string Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& given) {
+  DecoderStep step = given;
+  for (const DecoderLayer& layer : model_->layers) step.share_prefixes = step.share_prefixes && layer.window == 0;
   if (cache.keys.size() != model_->layers.size() || cache.values.size() != model_->layers.size()) {
     throw std::invalid_argument("the cache has another number of layers than the model");
   }

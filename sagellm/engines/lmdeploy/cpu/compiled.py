@@ -187,6 +187,7 @@ class CpuRunner(GraphRunner):
             super().__init__(model, model_config, cache_config, *args, **kwargs)
             self.reason = why_eager(model)
             self.native: Description | None = None if self.reason else describe(model)
+        self._shares_prefixes = hooks.prefix_attention == "auto"
         self._bound: Any = None
         self._bounds: torch.Tensor | None = None
         self._sparse = steps_of(cache_config)
@@ -239,7 +240,7 @@ class CpuRunner(GraphRunner):
         tensors |= {
             "is_decoding": is_decoding, "num_tokens": tokens.numel(), "num_sequences": queries.numel(),
             "table_width": tables.shape[1], "angles": angles.data_ptr(), "num_angles": len(angles),
-            "hidden": 0 if hidden is None else hidden.data_ptr(),
+            "hidden": 0 if hidden is None else hidden.data_ptr(), "share_prefixes": self._shares_prefixes,
         }  # fmt: skip
         sparse = self._sparse.of_layers(lengths, tables.shape[1]) if is_decoding and self._sparse is not None else None
         drawn, fault = self.native.decoder.run(team(), tensors, wishes, sparse)

@@ -220,6 +220,7 @@ class Model:
     expert_size: int = 40
     shared: bool = False
     mixed_layers: tuple[int, ...] = (0, 1)
+    num_blocks: int = NUM_BLOCKS
     weights: list[SimpleNamespace] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -258,7 +259,7 @@ class Model:
         """`form`: a format of few bits, or the name of a dtype, by default the model's."""
 
         def cache(width: int, dtype: torch.dtype) -> torch.Tensor:
-            shape = (NUM_BLOCKS, BLOCK, self.kv_heads, width)
+            shape = (self.num_blocks, BLOCK, self.kv_heads, width)
             if dtype.itemsize == 1:
                 return torch.full(shape, 0xAA, dtype=torch.uint8).view(dtype)
             return torch.full(shape, float("nan"), dtype=dtype)
@@ -316,7 +317,7 @@ class Step:
     def __init__(self, model: Model, lengths: list[tuple[int, int]]) -> None:
         self.lengths = lengths
         self.change: dict[str, int] = {}  # of what the native code is told
-        free, widest = torch.randperm(NUM_BLOCKS), max(-(-sum(one) // BLOCK) for one in lengths)
+        free, widest = torch.randperm(model.num_blocks), max(-(-sum(one) // BLOCK) for one in lengths)
         self.tables = torch.zeros(len(lengths), widest, dtype=torch.int64)
         self.texts = [torch.randint(model.vocabulary, (sum(one),)) for one in lengths]
         for row, (new, past) in enumerate(lengths):
@@ -325,7 +326,7 @@ class Step:
 
     def run(
         self, model: Model, decoder, caches, team, rows: list[int], past_only: bool = False, is_decoding: bool = True,
-        wishes: dict | None = None, sparse: dict | None = None, bounds: torch.Tensor | None = None,
+        wishes: dict | None = None, sparse: dict | None = None, bounds: torch.Tensor | None = None, shares: bool = False,
     ) -> list[torch.Tensor]:
         """Run the new tokens of some sequences (`past_only`: those before them) and return the hidden states of each.
 
@@ -347,7 +348,7 @@ class Step:
             "is_decoding": is_decoding, "num_tokens": len(tokens), "tokens": tokens.data_ptr(), "num_sequences": len(rows),
             "query_lengths": queries.data_ptr(), "lengths": lengths.data_ptr(), "tables": tables.data_ptr(),
             "table_width": tables.shape[1], "angles": table.data_ptr(), "num_angles": len(table),
-            "positions": positions.data_ptr(), "hidden": hidden.data_ptr(),
+            "positions": positions.data_ptr(), "hidden": hidden.data_ptr(), "share_prefixes": shares,
         }  # fmt: skip
         self.drawn, self.fault = decoder.run(team, tensors | self.change, wishes, sparse)
         return list(hidden.split(new))
