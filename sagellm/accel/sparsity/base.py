@@ -88,6 +88,7 @@ class SparsePolicy:
     # One choice for all layers, one for each layer, or one for each key head of each layer.
     per: Literal["step", "layer", "head"] = "step"
     weights: Literal["", "bounds", "exact"] = ""  # what `SparseView.weights` holds; not with `per` step
+    whole_layers: int = 0  # so many layers, the first ones, read all blocks; not with `per` step
 
     def __init__(self, share: float = 0.25, min_blocks: int = 4, first: int = 1, last: int = 1) -> None:
         if not 0 < share <= 1:
@@ -117,12 +118,17 @@ class TopBlocks(SparsePolicy):
 
     Args:
         by_head: whether each key head chooses, or all heads of a layer together.
+        whole_layers: so many layers, the first ones, read all blocks.
     """
 
     def __init__(
-        self, share: float = 0.25, min_blocks: int = 4, first: int = 1, last: int = 1, by_head: bool = True
-    ) -> None:
+        self, share: float = 0.25, min_blocks: int = 4, first: int = 1, last: int = 1, by_head: bool = True,
+        whole_layers: int = 2,
+    ) -> None:  # fmt: skip
         super().__init__(share, min_blocks, first, last)
+        if type(whole_layers) is not int or whole_layers < 0:
+            raise ValueError(f"whole_layers is {whole_layers!r}; give a whole number, 0 or more")
+        self.whole_layers = whole_layers
         self.per = "head" if by_head else "layer"
 
     def select_blocks(self, view: SparseView) -> list[np.ndarray]:

@@ -137,6 +137,7 @@ struct Sparse {
   };
   std::vector<int> keep;  // blocks that each sequence reads; not fewer than it has: it reads all
   Weights weights = Weights::kNone;
+  int whole_layers = 0;   // so many layers, the first ones, read all blocks
   bool by_head = false;   // a choice for each key head, else one for all of them
   int first = 1, last = 1;  // so many blocks at each end are chosen whatever their weight is
   // Chooses, and returns what is wrong with the choice, or nothing. Empty: the blocks with the most weight are chosen. The last

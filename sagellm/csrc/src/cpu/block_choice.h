@@ -37,6 +37,7 @@ class BlockChoice {
   BlockChoice(std::shared_ptr<const Sparse> sparse, const AttentionPlan& plan, const DecoderShape& shape, int table_width);
 
   bool exists() const { return !chosen_.empty(); }
+  int num_whole() const { return exists() ? sparse_->whole_layers : 0; }  // layers that read all blocks
   bool has_weights() const { return !weights_.empty(); }
   bool reads_keys() const { return sparse_->weights == Sparse::Weights::kExact; }  // to weigh them
   bool wants_queries() const { return static_cast<bool>(sparse_->choose); }

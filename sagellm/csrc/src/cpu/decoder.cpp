@@ -157,6 +157,7 @@ class StepWork : public Work {
         attention_(cpu::plan_attention(cache, step, shape_, threads)),
         bounds_(cache_, shape_),
         choice_(step.sparse, attention_, shape_, step.table_width),
+        whole_(choice_.num_whole() > 0 ? plan_of_all(cache, step, shape_, threads) : cpu::AttentionPlan{}),
         id_(next_id()) {
     while ((1 << block_shift_) < cache.block_size) ++block_shift_;
     for (const std::int64_t token : tokens_) {
@@ -187,7 +188,7 @@ class StepWork : public Work {
   Size num_logits() const {
     return sampling_ == nullptr ? 0 : size(num_tokens_) * size(model_->head.outputs);
   }
-  Size num_partials() const { return static_cast<Size>(attention_.num_partials); }
+  Size num_partials() const { return static_cast<Size>(std::max(attention_.num_partials, whole_.num_partials)); }
   int num_stages() const override { return static_cast<int>(stages_.size()); }
   int num_chunks(int stage) const override { return stages_[size(stage)].chunks; }
 
@@ -200,10 +201,12 @@ class StepWork : public Work {
       if (stage.kind != Kind::kRound) continue;
       bytes = std::max(bytes, size(kTokens) * cpu::rounded_bytes(kernels_, matrix_of(stage.product, stage.layer)));
     }
-    for (const cpu::AttentionTask& task : attention_.tasks) {
-      const int rows = task.tokens * share();
-      const Size scratch = attention_kernels_.attend_bytes(rows, task.heads, shape_.head_size, is_decoding_);
-      bytes = std::max(bytes, size(task.heads) * result_bytes(rows) + gathered_query_bytes(task) + scratch);
+    for (const cpu::AttentionPlan* plan : {&attention_, &whole_}) {
+      for (const cpu::AttentionTask& task : plan->tasks) {
+        const int rows = task.tokens * share();
+        const Size scratch = attention_kernels_.attend_bytes(rows, task.heads, shape_.head_size, is_decoding_);
+        bytes = std::max(bytes, size(task.heads) * result_bytes(rows) + gathered_query_bytes(task) + scratch);
+      }
     }
     if (choice_.has_weights()) {
       const int count = table_width_ * (choice_.reads_keys() ? cache_.block_size : 1);
@@ -233,7 +236,7 @@ class StepWork : public Work {
       case Kind::kAttend:
         return attend(at.layer, chunk, local);
       case Kind::kMerge:
-        return merge(chunk, result);
+        return merge(at.layer, chunk, result);
       case Kind::kOut:
         return cpu::multiply_chunk(kernels_, at.cut, layer.out, inputs_of(at), chunk, result);
       case Kind::kAddAttended:
@@ -282,9 +285,9 @@ class StepWork : public Work {
       case Kind::kChooseBlocks:
         return choose_blocks(at.layer);
       case Kind::kAttend:
-        return commit_attended(chunk, local);
+        return commit_attended(at.layer, chunk, local);
       case Kind::kMerge:
-        return commit_merged(chunk, result);
+        return commit_merged(at.layer, chunk, result);
       case Kind::kOut:
         return commit_sum(at.cut, layer.out, chunk, result, layer.after_attention != nullptr, layer.feed_forward_norm);
       case Kind::kAddAttended:
@@ -345,7 +348,7 @@ class StepWork : public Work {
   // ---- planning
 
   void plan_stages(int threads) {
-    const int groups = divided(num_tokens_, kTokens), attends = static_cast<int>(attention_.tasks.size());
+    const int groups = divided(num_tokens_, kTokens);
     const auto add = [&](Kind kind, int layer, int chunks) { stages_.push_back({kind, layer, chunks, {}}); };
     const auto add_product = [&](Kind kind, int layer, const Cut& cut) {
       // One row is rounded by each chunk for itself.
@@ -360,10 +363,14 @@ class StepWork : public Work {
       const DecoderLayer& layer = model_->layers[size(i)];
       add_product(Kind::kQkv, i, cut_of(layer.qkv, false));
       add(Kind::kRotate, i, groups);
-      if (choice_.has_weights()) add(Kind::kWeigh, i, static_cast<int>(attention_.sequences.size()));
-      if (choice_.exists()) add(Kind::kChooseBlocks, i, 1);
+      if (i >= choice_.num_whole()) {
+        if (choice_.has_weights()) add(Kind::kWeigh, i, static_cast<int>(attention_.sequences.size()));
+        if (choice_.exists()) add(Kind::kChooseBlocks, i, 1);
+      }
+      const cpu::AttentionPlan& plan = plan_of(i);
+      const int attends = static_cast<int>(plan.tasks.size());
       if (attends > 0) add(Kind::kAttend, i, attends);
-      if (!attention_.merged.empty()) add(Kind::kMerge, i, static_cast<int>(attention_.merged.size()));
+      if (!plan.merged.empty()) add(Kind::kMerge, i, static_cast<int>(plan.merged.size()));
       add_product(Kind::kOut, i, cut_of(layer.out, false));
       if (layer.after_attention != nullptr) add(Kind::kAddAttended, i, groups);
       const Experts& experts = layer.experts;
@@ -706,6 +713,13 @@ class StepWork : public Work {
 
   // ---- attention
 
+  static cpu::AttentionPlan plan_of_all(const PagedCache& cache, DecoderStep step, const DecoderShape& shape, int threads) {
+    step.sparse = nullptr;
+    step.share_prefixes = false;
+    return cpu::plan_attention(cache, step, shape, threads);
+  }
+  const cpu::AttentionPlan& plan_of(int layer) const { return layer < choice_.num_whole() ? whole_ : attention_; }
+
   void norm_heads(float* heads, int count, const float* norm) const {
     for (int head = 0; head < count; ++head, heads += shape_.head_size) {
       const float squares = kernels_.sum_of_squares(heads, shape_.head_size);
@@ -756,7 +770,7 @@ class StepWork : public Work {
   }
 
   Attend attend_of(const cpu::AttentionTask& task, int index) const {
-    const cpu::Sequence& one = attention_.sequences[size(task.sequence)];
+    const cpu::Sequence& one = plan_of(index).sequences[size(task.sequence)];
     Attend wanted{};
     wanted.query_stride = size(head_numbers());
     wanted.tokens = task.tokens;
@@ -792,13 +806,13 @@ class StepWork : public Work {
   }
 
   void attend(int index, int chunk, char* local) const {
-    const cpu::AttentionTask& task = attention_.tasks[size(chunk)];
+    const cpu::AttentionTask& task = plan_of(index).tasks[size(chunk)];
     Attend wanted = attend_of(task, index);
     const int rows = task.tokens * share();
     auto *results = reinterpret_cast<float*>(local), *max = results + rows * shape_.head_size;
     char* scratch = local + size(task.heads) * result_bytes(rows);
     if (task.group >= 0) {
-      wanted.query = gather_queries(task, scratch) + size(task.head) * size(share() * shape_.head_size) * query_element_;
+      wanted.query = gather_queries(plan_of(index), task, scratch) + size(task.head) * size(share() * shape_.head_size) * query_element_;
       scratch += gathered_query_bytes(task);
     }
     attention_kernels_.attend(wanted, results, max, max + rows, scratch);
@@ -845,11 +859,11 @@ class StepWork : public Work {
   }
 
   // The queries of a group lie anywhere among those of the step.
-  char* gather_queries(const cpu::AttentionTask& task, char* to) const {
+  char* gather_queries(const cpu::AttentionPlan& plan, const cpu::AttentionTask& task, char* to) const {
     const Size bytes = size(head_numbers()) * query_element_;
     char* at = to;
-    for (const int member : attention_.groups[size(task.group)]) {
-      const int row = attention_.sequences[size(member)].row;
+    for (const int member : plan.groups[size(task.group)]) {
+      const int row = plan.sequences[size(member)].row;
       std::memcpy(at, buffers_->queries.data() + size(row) * bytes, bytes);
       at += bytes;
     }
@@ -857,15 +871,15 @@ class StepWork : public Work {
   }
 
   // To where the results of each member's own splits are.
-  void commit_shared(const cpu::AttentionTask& task, const char* local) {
-    const int rows = task.tokens * share(), numbers = share() * shape_.head_size, together = attention_.heads_together;
+  void commit_shared(const cpu::AttentionPlan& plan, const cpu::AttentionTask& task, const char* local) {
+    const int rows = task.tokens * share(), numbers = share() * shape_.head_size, together = plan.heads_together;
     const std::int64_t of_head = share() * (shape_.head_size + 2);
     for (int h = 0; h < task.heads; ++h, local += result_bytes(rows)) {
       const auto *results = reinterpret_cast<const float*>(local), *max = results + rows * shape_.head_size;
       const int head = task.head + h;
       for (int member = 0; member < task.tokens; ++member) {
-        const int sequence = attention_.groups[size(task.group)][size(member)];
-        const std::int64_t base = attention_.partials[size(sequence * (shape_.kv_heads / together) + head / together)];
+        const int sequence = plan.groups[size(task.group)][size(member)];
+        const std::int64_t base = plan.partials[size(sequence * (shape_.kv_heads / together) + head / together)];
         float* to = buffers_->partials.data() + base + task.partial * together + head % together * of_head;
         std::copy_n(results + member * numbers, numbers, to);
         std::copy_n(max + member * share(), share(), to + numbers);
@@ -885,15 +899,16 @@ class StepWork : public Work {
     }
   }
 
-  void commit_attended(int chunk, const char* local) {
-    const cpu::AttentionTask& task = attention_.tasks[size(chunk)];
-    if (task.group >= 0) return commit_shared(task, local);
+  void commit_attended(int layer, int chunk, const char* local) {
+    const cpu::AttentionPlan& plan = plan_of(layer);
+    const cpu::AttentionTask& task = plan.tasks[size(chunk)];
+    if (task.group >= 0) return commit_shared(plan, task, local);
     const int rows = task.tokens * share();
     const Size numbers = size(rows * (shape_.head_size + 2));
     for (int h = 0; h < task.heads; ++h, local += result_bytes(rows)) {
       const auto* result = reinterpret_cast<const float*>(local);
       if (task.partial < 0) {
-        store_attended(attention_.sequences[size(task.sequence)].row + task.first, task.tokens, task.head + h, result);
+        store_attended(plan.sequences[size(task.sequence)].row + task.first, task.tokens, task.head + h, result);
       } else {
         float* to = buffers_->partials.data() + static_cast<Size>(task.partial) + size(h) * numbers;
         std::memcpy(to, result, numbers * 4);
@@ -901,10 +916,11 @@ class StepWork : public Work {
     }
   }
 
-  void merge(int chunk, float* result) const {
-    const cpu::AttentionTask& first = attention_.merged[size(chunk)];
+  void merge(int layer, int chunk, float* result) const {
+    const cpu::AttentionPlan& plan = plan_of(layer);
+    const cpu::AttentionTask& first = plan.merged[size(chunk)];
     const int rows = first.tokens * share(), numbers = rows * (shape_.head_size + 2);
-    const int num_splits = attention_.sequences[size(first.sequence)].num_splits, stride = first.heads * numbers;
+    const int num_splits = plan.sequences[size(first.sequence)].num_splits, stride = first.heads * numbers;
     for (int each = 0; each < first.heads * rows; ++each, result += shape_.head_size) {
       const int row = each % rows;
       const float* part = buffers_->partials.data() + first.partial + each / rows * numbers;
@@ -923,10 +939,11 @@ class StepWork : public Work {
     }
   }
 
-  void commit_merged(int chunk, const float* result) {
-    const cpu::AttentionTask& first = attention_.merged[size(chunk)];
+  void commit_merged(int layer, int chunk, const float* result) {
+    const cpu::AttentionPlan& plan = plan_of(layer);
+    const cpu::AttentionTask& first = plan.merged[size(chunk)];
     for (int h = 0; h < first.heads; ++h, result += first.tokens * share() * shape_.head_size) {
-      store_attended(attention_.sequences[size(first.sequence)].row + first.first, first.tokens, first.head + h, result);
+      store_attended(plan.sequences[size(first.sequence)].row + first.first, first.tokens, first.head + h, result);
     }
   }
 
@@ -949,6 +966,7 @@ class StepWork : public Work {
   const cpu::AttentionPlan attention_;
   cpu::KeyBounds bounds_;
   cpu::BlockChoice choice_;
+  const cpu::AttentionPlan whole_;  // of the layers that read all blocks where others choose
   const std::uint64_t id_;
   std::vector<Stage> stages_;
   cpu::Routes routes_;  // of the layer at work

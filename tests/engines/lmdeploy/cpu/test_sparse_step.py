@@ -17,7 +17,7 @@ __all__ = ["isa"]
 
 LENGTHS = [(1, 0), (1, 15), (1, 16), (1, 90), (1, 300), (1, 269)]
 SHAPES = {"three heads": dict(heads=6, kv_heads=3, head_size=64), "odd": dict(heads=4, kv_heads=2, head_size=10, hidden=50)}
-SPARSE = {"weights": "", "by_head": False, "first": 1, "last": 1, "choose": None}
+SPARSE = {"weights": "", "by_head": False, "whole_layers": 0, "first": 1, "last": 1, "choose": None}
 
 
 @pytest.fixture(autouse=True)
@@ -81,21 +81,23 @@ def started(model: Model, lengths: list[tuple[int, int]], form: str = "", bounds
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("by_head", [False, True])
-def test_attention_reads_the_chosen_blocks_and_no_others(isa, dtype, shape, by_head):
+@pytest.mark.parametrize(("by_head", "whole_layers"), [(False, 0), (True, 0), (True, 1)])
+def test_attention_reads_the_chosen_blocks_and_no_others(isa, dtype, shape, by_head, whole_layers):
     model = Model(dtype=dtype, **SHAPES[shape])
     step, run = started(model, LENGTHS)
     dense = run()
     keep = [min(3, num_blocks(length)) for length in LENGTHS]
     chooser = Chooser(model, LENGTHS, keep, by_head)
-    found = run(sparse=SPARSE | {"keep": keep, "by_head": by_head, "choose": chooser})
-    assert step.fault == ""
+    found = run(sparse=SPARSE | {"keep": keep, "by_head": by_head, "whole_layers": whole_layers, "choose": chooser})
+    assert step.fault == "" and min(chooser.chosen) == whole_layers
     for row, length in enumerate(LENGTHS):
-        chosen = [chooser.chosen[layer][row] for layer in range(model.layers)]
-        exact = plain(
-            model, step.texts[row],
-            last_sees=lambda layer, query, key: masks(model, chosen[layer], sum(length)),  # noqa: B023
-        )[-1]  # fmt: skip
+
+        def sees(layer: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            if layer < whole_layers:
+                return torch.ones(len(query), len(key), dtype=torch.bool)
+            return masks(model, chooser.chosen[layer][row], len(key))  # noqa: B023
+
+        exact = plain(model, step.texts[row], last_sees=sees)[-1]
         error = (found[row].double() - exact).norm() / exact.norm()
         assert error < TOLERANCE[dtype], f"sequence {row} is off by {error:.2g}"
         assert torch.equal(found[row], dense[row]) == (keep[row] == num_blocks(length))
