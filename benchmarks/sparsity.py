@@ -11,8 +11,9 @@ With --shared: requests that have some tokens in common, and others of their own
 The operator limit reads the common keys once.
 
 Loss: all figures are of decode steps alone; prompts are computed with dense attention. `perplexity`: of 128 tokens behind each
-of 8 prompts of 2,048, relative to dense. `fact`: share of greedy answers that find a number. One of 5 sentences of the same
-form tells it; they are spread over a text of 2,048 tokens. `document`: the same with 20 short documents. Chance is below 0.1%.
+of 8 prompts of 2,048, relative to dense. `fact`: share of greedy answers that find a number which one sentence tells, at a
+random depth of a text of 2,048 tokens. `document`: the same with 20 documents, each of which tells its own number twice. Chance
+is 0.01%, and 5% for any number of the text.
 """
 
 import contextlib
@@ -36,16 +37,17 @@ from sagellm.engines.lmdeploy.sparsity import steps_of
 from sagellm.evaluate.forced import answer_after, decode_scores
 
 DENSE, LIMITS, SHORT = "dense", "limits", 64
-POLICIES = ("streaming", "quest", "oracle", "random")
+POLICIES = ("streaming", "quest", "quest-by-layer", "oracle", "random")
 SPEED = {
     DENSE: {}, "streaming": {"sparsity": "streaming"}, "quest": {"sparsity": "quest"},
-    "quest, by layer": {"sparsity": "quest", "sparsity_options": {"by_head": False}},
+    "quest-by-layer": {"sparsity": "quest", "sparsity_options": {"by_head": False}},
     "dense, kv int8": {"kv_schema": "int8"}, "streaming, kv int8": {"kv_schema": "int8", "sparsity": "streaming"},
-    "quest, kv int8": {"kv_schema": "int8", "sparsity": "quest"},
+    "quest-by-layer, kv int8": {"kv_schema": "int8", "sparsity": "quest", "sparsity_options": {"by_head": False}},
 }  # fmt: skip
+VARIANTS = {"quest-by-layer": ("quest", {"by_head": False})}  # of policies, for the loss
 NEW_TOKENS = 33
 PROMPT, BEHIND, TEXTS = 2048, 129, 8
-CONTEXT, ASKED, BATCH = 2048, 24, 8
+CONTEXT, ASKED, BATCH = 2048, 32, 8
 NAMES = (
     "Paris", "London", "Berlin", "Rome", "Madrid", "Vienna", "Oslo", "Athens", "Dublin", "Lisbon", "Prague", "Warsaw", "Cairo",
     "Delhi", "Tokyo", "Lima", "Havana", "Boston", "Denver", "Miami",
@@ -171,7 +173,8 @@ def losses(folder: Path, policies: list[str], shares: list[float], block_size: i
     rows = []
     try:
         for policy, share in [(DENSE, 1.0), *((policy, share) for policy in policies for share in shares)]:
-            steps.exchange(make_sparsity("random" if policy == DENSE else policy, share=share, min_blocks=2))
+            name, options = VARIANTS.get(policy, ("random" if policy == DENSE else policy, {}))
+            steps.exchange(make_sparsity(name, share=share, min_blocks=2, **options))
             before = steps.report()
             row: dict[str, Any] = {"policy": policy, "share": share, "loss": text_loss(engine, text)}
             row |= {name: found(engine, text, name) for name in ("fact", "document")}
@@ -208,18 +211,20 @@ def found(engine: LMDeployEngine, text: RealText, task: str) -> float:
 def make_task(text: RealText, task: str, number: int) -> tuple[list[int], list[int], list[int]]:
     """Return (prompt, question, answer) as tokens. The question is decoded, so that its queries choose blocks too."""
     chance = random.Random(number)
-    names = chance.sample(NAMES, 20 if task == "document" else 5)
+    names = chance.sample(NAMES, 20 if task == "document" else 1)
     secrets = {name: str(chance.randrange(1000, 10_000)) for name in names}
-    facts = [text.encode(f"\nThe special number of {name} is {secret}.\n") for name, secret in secrets.items()]
     filler = text.prose(CONTEXT, 500, number)
-    room = (CONTEXT - sum(map(len, facts)) - 64) // len(facts)
+    told = "\n{0} is special for the number {1}, {0} likes {1}.\n" if task == "document" else "\nThe number of {0} is {1}.\n"
+    facts = [text.encode(told.format(name, secret)) for name, secret in secrets.items()]
+    times = 2 if task == "document" else 1
+    room = (CONTEXT - times * sum(map(len, facts)) - 64) // len(facts)
     prompt: list[int] = []
     for place, fact in enumerate(facts):
-        prompt += filler[place * room : (place + 1) * room] + fact
-    prompt += filler[len(facts) * room : len(facts) * room + 32]
+        document, cut = filler[place * room : (place + 1) * room], chance.randrange(room)
+        prompt += document[:cut] + fact + document[cut:] + (fact if times == 2 else [])
     name = names[number % len(names)]
-    question = text.encode(f"\nThe special number of {name} is")
-    return prompt, question, text.encode(f" {secrets[name]}")
+    question = told.format(name, "{}").split(" {}")[0]
+    return prompt, text.encode(question), text.encode(f" {secrets[name]}")
 
 
 def tables(result: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ def sparse(start_engine):
     """`sparse(policy, options, **config)`: an engine with a policy, or without one."""
 
     def start(policy: str | None, options: dict | None = None, **config):
-        given = {} if policy is None else {"sparsity": policy, "sparsity_options": options_of(policy) if options is None else options}
+        given = {} if policy is None else {"sparsity": policy, "sparsity_options": options or options_of(policy)}
         return start_engine(**given, **{"dtype": "float32", "kv_blocks": 128} | config)
 
     return start
