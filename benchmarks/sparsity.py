@@ -174,7 +174,7 @@ def losses(folder: Path, policies: list[str], shares: list[float], block_size: i
     try:
         for policy, share in [(DENSE, 1.0), *((policy, share) for policy in policies for share in shares)]:
             name, options = VARIANTS.get(policy, ("random" if policy == DENSE else policy, {}))
-            steps.exchange(make_sparsity(name, share=share, min_blocks=2, **options))
+            steps.exchange(make_sparsity(name, share=share, **{"min_blocks": 2} | options))
             before = steps.report()
             row: dict[str, Any] = {"policy": policy, "share": share, "loss": text_loss(engine, text)}
             row |= {name: found(engine, text, name) for name in ("fact", "document")}

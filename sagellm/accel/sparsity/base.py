@@ -88,6 +88,8 @@ class SparsePolicy:
     # One choice for all layers, one for each layer, or one for each key head of each layer.
     per: Literal["step", "layer", "head"] = "step"
     weights: Literal["", "bounds", "exact"] = ""  # what `SparseView.weights` holds; not with `per` step
+    # With bounds: how much of the way from the middle of a block's bounds to the largest possible product its estimate goes.
+    reach: float = 1.0
     whole_layers: int = 0  # so many layers, the first ones, read all blocks; not with `per` step
 
     def __init__(self, share: float = 0.25, min_blocks: int = 4, first: int = 1, last: int = 1) -> None:

@@ -145,6 +145,7 @@ std::shared_ptr<const Sparse> sparse_of(const py::dict& given) {
   sparse->weights = weights == "bounds"  ? Sparse::Weights::kBounds
                     : weights == "exact" ? Sparse::Weights::kExact
                                          : Sparse::Weights::kNone;
+  sparse->reach = given["reach"].cast<float>();
   sparse->whole_layers = given["whole_layers"].cast<int>();
   sparse->by_head = given["by_head"].cast<bool>();
   sparse->first = given["first"].cast<int>();

@@ -133,7 +133,7 @@ class SparseSteps:
         policy = self.policy
         is_native = type(policy).select_blocks is TopBlocks.select_blocks
         return {
-            "keep": view.keep.tolist(), "weights": policy.weights, "by_head": view.by_head, "whole_layers": policy.whole_layers,
+            "keep": view.keep.tolist(), "weights": policy.weights, "by_head": view.by_head, "whole_layers": policy.whole_layers, "reach": policy.reach,
             "first": policy.first,
             "last": policy.last, "choose": None if is_native else self._chooser(view, table_width),
         }  # fmt: skip

@@ -10,7 +10,21 @@ __all__ = ["Quest"]
 
 
 class Quest(TopBlocks):
-    """Options: those of `TopBlocks`."""
+    """Options: `reach`, and those of `TopBlocks`.
+
+    Args:
+        reach: how much of the way a block's estimate goes from the middle of its bounds to the largest product that a key
+            inside of them can have; 1 is the paper's bound.
+    """
 
     name = "quest"
     weights = "bounds"
+
+    def __init__(
+        self, share: float = 0.25, min_blocks: int = 4, first: int = 1, last: int = 1, by_head: bool = True,
+        whole_layers: int = 2, reach: float = 1.0,
+    ) -> None:  # fmt: skip
+        super().__init__(share, min_blocks, first, last, by_head, whole_layers)
+        if not 0 <= reach <= 1:
+            raise ValueError(f"reach is {reach}; give 0 to 1")
+        self.reach = reach

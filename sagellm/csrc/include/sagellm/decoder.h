@@ -125,7 +125,7 @@ struct PagedCache {
 struct Sparse {
   enum class Weights {
     kNone,
-    kBounds,  // estimates: the largest product that a query can have with a key inside of the bounds of its block
+    kBounds,  // estimates from the bounds of the block's keys
     kExact,   // of attention to all keys
   };
   // What there is to choose by in a layer.
@@ -137,6 +137,9 @@ struct Sparse {
   };
   std::vector<int> keep;  // blocks that each sequence reads; not fewer than it has: it reads all
   Weights weights = Weights::kNone;
+  // With bounds: a block's estimate is the product with the middle of its bounds, and so much of the way to the largest
+  // product that a key inside of them can have.
+  float reach = 1.F;
   int whole_layers = 0;   // so many layers, the first ones, read all blocks
   bool by_head = false;   // a choice for each key head, else one for all of them
   int first = 1, last = 1;  // so many blocks at each end are chosen whatever their weight is

@@ -40,6 +40,7 @@ class BlockChoice {
   int num_whole() const { return exists() ? sparse_->whole_layers : 0; }  // layers that read all blocks
   bool has_weights() const { return !weights_.empty(); }
   bool reads_keys() const { return sparse_->weights == Sparse::Weights::kExact; }  // to weigh them
+  float reach() const { return sparse_->reach; }
   bool wants_queries() const { return static_cast<bool>(sparse_->choose); }
   Size weights_of_sequence() const { return size(heads_ * table_width_); }  // numbers, [key heads][table width]
   float* weights_of(int sequence) { return weights_.data() + size(sequence) * weights_of_sequence(); }

@@ -12,26 +12,32 @@ inline std::size_t block_weights_bytes(int share, int head_size, int count) {
          aligned_to_64(static_cast<std::size_t>(share) * static_cast<std::size_t>(padded(count, kTile)) * 4);
 }
 
-// The largest product of each of `rows` queries with a key whose numbers lie between `low` and `high` (Quest, Tang et al. 2024).
-// Numbers of a block are read once for four queries.
+// An estimate of the products of queries with the keys whose numbers lie between `low` and `high`: that of their middle, and so
+// much of the way to the largest possible one as `reach` says (1: Quest, Tang et al. 2024). Numbers of a block are read once for
+// four queries.
 template <int rows = 4>
-void bound(int num_rows, const float* queries, const float* low, const float* high, int size, float* to, int wide) {
+void bound(int num_rows, const float* queries, const float* low, const float* high, int size, float reach, float* to,
+           int wide) {
   if constexpr (rows > 1) {
-    if (num_rows < rows) return bound<rows - 1>(num_rows, queries, low, high, size, to, wide);
+    if (num_rows < rows) return bound<rows - 1>(num_rows, queries, low, high, size, reach, to, wide);
   }
   Vec totals[rows]{};
+  const float of_most = (1.f + reach) / 2.f, of_least = (1.f - reach) / 2.f;
   int i = 0;
   for (; i + WIDTH <= size; i += WIDTH) {
     const Vec least = load(low + i), most = load(high + i);
     for (int row = 0; row < rows; ++row) {
-      const Vec numbers = load(queries + row * size + i);
-      totals[row] += larger(numbers * least, numbers * most);
+      const Vec numbers = load(queries + row * size + i), a = numbers * least, b = numbers * most;
+      totals[row] += of_most * larger(a, b) + of_least * (a + b - larger(a, b));
     }
   }
   for (int row = 0; row < rows; ++row) {
     const float* query = queries + row * size;
     float result = sum(totals[row]);
-    for (int n = i; n < size; ++n) result += std::max(query[n] * low[n], query[n] * high[n]);
+    for (int n = i; n < size; ++n) {
+      const float a = query[n] * low[n], b = query[n] * high[n];
+      result += of_most * std::max(a, b) + of_least * std::min(a, b);
+    }
     to[row * wide] = result;
   }
 }
@@ -48,7 +54,8 @@ inline float dot(const float* query, const float* key, int size) {
 // `bounds`: of the key head in block 0, smallest and largest numbers, and `stride` numbers further those of block 1; null: the
 // keys are read. `task` is one token's.
 template <class T>
-void block_weights(const Attend& task, const float* bounds, std::size_t stride, float* weights, char* scratch) {
+void block_weights(const Attend& task, const float* bounds, std::size_t stride, float reach, float* weights,
+                   char* scratch) {
   using Weight = typename T::Weight;
   const int size = task.head_size, rows = task.share, block_size = 1 << task.block_shift;
   const int blocks = (task.end + block_size - 1) / block_size, count = bounds == nullptr ? task.end : blocks;
@@ -64,7 +71,7 @@ void block_weights(const Attend& task, const float* bounds, std::size_t stride, 
     if (bounds != nullptr) {
       const float* low = bounds + static_cast<std::size_t>(task.table[i]) * stride;
       for (int row = 0; row < rows; row += 4) {
-        bound(rows - row, queries + row * size, low, low + size, size, scores + row * wide + i, wide);
+        bound(rows - row, queries + row * size, low, low + size, size, reach, scores + row * wide + i, wide);
       }
       continue;
     }

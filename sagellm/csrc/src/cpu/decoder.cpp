@@ -837,7 +837,8 @@ class StepWork : public Work {
       Attend wanted = attend_of({chunk, head, 1, 0, 1, 0, one.length, -1}, layer);
       wanted.table = one.table.data();
       const float* bounds = choice_.reads_keys() ? nullptr : bounds_.of_head(layer, head);
-      attention_kernels_.block_weights(wanted, bounds, bounds_.stride(), weights, local + weights_bytes());
+      attention_kernels_.block_weights(wanted, bounds, bounds_.stride(), choice_.reach(), weights,
+                                       local + weights_bytes());
     }
   }
 

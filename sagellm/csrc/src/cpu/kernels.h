@@ -89,8 +89,9 @@ struct Kernels {
   void (*attend)(const Attend& task, float* out, float* max, float* sum, char* scratch);
   std::size_t (*attend_bytes)(int rows, int heads, int head_size, bool few);
   // The weight that the queries of a token and a key head give to each block of its sequence, added up over the queries. By
-  // `bounds` of keys, `stride` numbers from block to block, it is an estimate; null: keys are read.
-  void (*block_weights)(const Attend& task, const float* bounds, std::size_t stride, float* weights, char* scratch);
+  // `bounds` of keys, `stride` numbers from block to block, it is an estimate (see `Sparse::reach`); null: keys are read.
+  void (*block_weights)(const Attend& task, const float* bounds, std::size_t stride, float reach, float* weights,
+                        char* scratch);
   std::size_t (*block_weights_bytes)(int share, int head_size, int count);
   // Turns [heads][size] numbers of one token by cos and sin, [size] each: the two halves of a head are a pair.
   void (*rotate)(float* heads, int count, int size, const float* cos, const float* sin);

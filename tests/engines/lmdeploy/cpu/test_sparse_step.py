@@ -17,7 +17,7 @@ __all__ = ["isa"]
 
 LENGTHS = [(1, 0), (1, 15), (1, 16), (1, 90), (1, 300), (1, 269)]
 SHAPES = {"three heads": dict(heads=6, kv_heads=3, head_size=64), "odd": dict(heads=4, kv_heads=2, head_size=10, hidden=50)}
-SPARSE = {"weights": "", "by_head": False, "whole_layers": 0, "first": 1, "last": 1, "choose": None}
+SPARSE = {"weights": "", "by_head": False, "whole_layers": 0, "reach": 1.0, "first": 1, "last": 1, "choose": None}
 
 
 @pytest.fixture(autouse=True)
