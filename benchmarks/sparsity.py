@@ -5,7 +5,7 @@
     python -m benchmarks.sparsity --quality [--shares 0.0625,0.125,0.25,0.5] [--plot FILE.png] [--out FILE]
 
 Step: relative to dense attention, medians of paired rounds; all contestants get the same prompts and threads, and are asked in
-turn. `beyond 64 tokens`: the same of what a step takes beyond its time behind prompts of 64 tokens.
+turn. `beyond 64 tokens`: the ratio of times after that of a step behind prompts of 64 tokens is taken off. All layers choose.
 
 With --shared: requests that have some tokens in common, and others of their own, with `--prefix-attention auto` over `off`.
 The operator limit reads the common keys once.
@@ -38,11 +38,12 @@ from sagellm.evaluate.forced import answer_after, decode_scores
 
 DENSE, LIMITS, SHORT = "dense", "limits", 64
 POLICIES = ("streaming", "quest", "quest-by-layer", "oracle", "random")
+BY_HEAD, BY_LAYER = ({"by_head": by_head, "whole_layers": 0} for by_head in (True, False))
 SPEED = {
-    DENSE: {}, "streaming": {"sparsity": "streaming"}, "quest": {"sparsity": "quest"},
-    "quest-by-layer": {"sparsity": "quest", "sparsity_options": {"by_head": False}},
-    "dense, kv int8": {"kv_schema": "int8"}, "streaming, kv int8": {"kv_schema": "int8", "sparsity": "streaming"},
-    "quest-by-layer, kv int8": {"kv_schema": "int8", "sparsity": "quest", "sparsity_options": {"by_head": False}},
+    DENSE: {}, "streaming": {"sparsity": "streaming"}, "quest": {"sparsity": "quest", "sparsity_options": BY_HEAD},
+    "quest, by layer": {"sparsity": "quest", "sparsity_options": BY_LAYER}, "dense, kv int8": {"kv_schema": "int8"},
+    "streaming, kv int8": {"kv_schema": "int8", "sparsity": "streaming"},
+    "quest, kv int8": {"kv_schema": "int8", "sparsity": "quest", "sparsity_options": BY_HEAD},
 }  # fmt: skip
 VARIANTS = {"quest-by-layer": ("quest", {"by_head": False})}  # of policies, for the loss
 NEW_TOKENS = 33

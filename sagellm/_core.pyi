@@ -710,16 +710,21 @@ class CpuDecoder:
         """Use this cache. `sagellm.engines.lmdeploy.cpu.cache.describe` makes the addresses, strides and names."""
 
     def run(
-        self, team: CpuTeam, tensors: dict[str, int], wishes: dict[str, Any] | None = None
-    ) -> list[tuple[int, list[float], list[int]]]:
+        self, team: CpuTeam, tensors: dict[str, int], wishes: dict[str, Any] | None = None, sparse: dict[str, Any] | None = None
+    ) -> tuple[list[tuple[int, list[float], list[int]]], str]:
         """Write the hidden states [tokens][hidden] of the sequences' new tokens, and their keys and values.
 
         Args:
             tensors: numbers `num_tokens`, `num_sequences`, `table_width`, `num_angles`; addresses of int64 `tokens` and
                 `positions` [tokens], `query_lengths` and `lengths` [sequences], `tables` [sequences][table_width], of
                 float32 `angles` [num_angles][cos and sin][head size] and of `hidden`, or 0. `is_decoding`: the new tokens
-                are last ones and guesses, not parts of prompts. Both get the same numbers in any batch.
-            wishes: as `CpuKernels.sample` has them, to draw a token behind each new one; the result is then the same.
+                are last ones and guesses, not parts of prompts. Both get the same numbers in any batch. `share_prefixes`: read
+                keys that sequences have in common, by their first blocks, once.
+            wishes: as `CpuKernels.sample` has them, to draw a token behind each new one; the first result is then the same.
+            sparse: how the blocks that attention reads are chosen, as `SparseSteps.of_layers` makes it.
+
+        Returns:
+            What was drawn, and what was wrong with a choice of blocks; the other results are then not to be used.
 
         Raises ValueError: tokens, lengths, positions or blocks outside of the model and the cache.
         """

@@ -1,4 +1,4 @@
-"""What a policy of sparse attention is given, and what it answers."""
+"""The contract of sparse policies: their view of a step, and their answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ _NONE = np.empty(0, np.float32)
 
 @dataclass(frozen=True)
 class SparseView:
-    """What a policy chooses by. Sequences are in the order of the step; positions of blocks count from 0 in each sequence.
+    """A decode step as a policy sees it. Sequences are in the order of the step; positions of blocks count from 0 in each sequence.
 
     Attributes:
         step: number of the decode step, from 0.

@@ -3,11 +3,13 @@
 
 #include "sagellm/decoder.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "expect.h"
@@ -15,7 +17,7 @@
 namespace {
 
 constexpr int kHidden = 48, kHeads = 4, kKeyHeads = 2, kHeadSize = 64, kFeed = 64, kVocabulary = 90, kLayers = 2;
-constexpr int kBlock = 16, kBlocks = 40, kExperts = 5;
+constexpr int kBlock = 16, kBlocks = 200, kExperts = 5;
 
 class Model {
  public:
@@ -52,6 +54,11 @@ class Model {
     }
   }
 
+  // Decode steps from now on read some blocks, or read common ones once: the first `common` blocks of all sequences are those of
+  // the first one.
+  void choose(std::shared_ptr<const sage::Sparse> sparse) { sparse_ = std::move(sparse); }
+  void share(std::size_t common) { common_ = common; }
+
   // Hidden states of `lengths[i]` tokens of each sequence, `queries[i]` of them new.
   // Then the tokens behind them, if `draws`.
   std::vector<float> run(sage::Team& team, const std::vector<std::int64_t>& queries,
@@ -83,6 +90,11 @@ class Model {
       tokens[i] = (first_token + static_cast<std::int64_t>(i) * 7) % kVocabulary;
     }
     std::iota(tables.rbegin(), tables.rend(), 0);
+    for (std::size_t row = 1; row < queries.size(); ++row) {
+      std::copy_n(tables.begin(), common_, tables.begin() + static_cast<std::ptrdiff_t>(row * width));
+    }
+    bounds_.resize(kLayers * kBlocks * kKeyHeads * 2 * kHeadSize);
+    cache.bounds = bounds_.data();
     const std::vector<std::int64_t> positions(tokens.size(), 0);
     std::vector<float> angles(2 * kHeadSize, 0.6F);
     std::fill(angles.begin() + kHeadSize, angles.end(), 0.8F);
@@ -111,10 +123,14 @@ class Model {
       step.sampling = std::make_shared<const sage::Sampling>(wishes);
       step.sampled = &sampled;
     }
-    decoder_->run(team, cache, step);
+    if (step.is_decoding) step.sparse = sparse_;
+    step.share_prefixes = common_ > 0;
+    failure_ = decoder_->run(team, cache, step);
     for (const sage::Sampled& each : sampled) hidden.push_back(static_cast<float>(each.token));
     return hidden;
   }
+
+  const std::string& failure() const { return failure_; }
 
  private:
   float draw() { return std::normal_distribution<float>(0, 0.3F)(random_); }
@@ -156,6 +172,10 @@ class Model {
   std::mt19937 random_{1};
   sage::CpuKernels kernels_;
   std::vector<std::vector<float>> kept_, caches_;
+  std::vector<float> bounds_;
+  std::shared_ptr<const sage::Sparse> sparse_;
+  std::size_t common_ = 0;
+  std::string failure_;
   std::unique_ptr<sage::Decoder> decoder_;
 };
 
@@ -201,6 +221,54 @@ void caches_of_few_bits_run() {
   }
 }
 
+void choices_of_blocks_run() {
+  using Weights = sage::Sparse::Weights;
+  for (const auto cached : {sage::Format::kPlain, sage::Format::kLevels8}) {
+    for (const auto weights : {Weights::kNone, Weights::kBounds, Weights::kExact}) {
+      for (const bool by_head : {false, true}) {
+        const auto plain = sage::Format::kPlain;
+        Model one(sage::Dtype::kFloat32, plain, false, false, cached), several(sage::Dtype::kFloat32, plain, false, false, cached);
+        sage::Team alone(1), together(3);
+        EXPECT(one.run(alone, {290, 40, 9}, {290, 40, 9}) == several.run(together, {290, 40, 9}, {290, 40, 9}));
+        auto sparse = std::make_shared<sage::Sparse>();
+        sparse->keep = {18, 2, 1};
+        sparse->weights = weights;
+        sparse->by_head = by_head;
+        sparse->whole_layers = by_head ? 1 : 0;
+        const auto whole = one.run(alone, {1, 1, 1}, {291, 41, 10});
+        one.choose(sparse);
+        several.choose(sparse);
+        const auto found = one.run(alone, {1, 1, 1}, {291, 41, 10});
+        EXPECT(found == several.run(together, {1, 1, 1}, {291, 41, 10}));
+        EXPECT(one.failure().empty() && found != whole);
+        sparse->choose = [](const sage::Sparse::View& view) {
+          view.chosen[0] = 7;  // of 18 that rise
+          return std::string();
+        };
+        one.run(alone, {1, 1, 1}, {291, 41, 10});
+        EXPECT(!one.failure().empty());
+      }
+    }
+  }
+}
+
+void common_blocks_are_read_once() {
+  for (const std::size_t sequences : {2, 8}) {  // few rows, and many
+    Model one, several;
+    sage::Team alone(1), together(3);
+    std::vector<std::int64_t> prompts(sequences), queries(sequences, 1), lengths(sequences);
+    for (std::size_t i = 0; i < sequences; ++i) lengths[i] = (prompts[i] = 260 + 5 * static_cast<std::int64_t>(i)) + 1;
+    one.share(16);
+    several.share(16);
+    one.run(alone, prompts, prompts);
+    several.run(together, prompts, prompts);
+    // Each sequence has written its own tokens into the common blocks; the last one's are there, in both.
+    EXPECT(one.run(alone, queries, lengths).size() == sequences * kHidden);
+    one.run(alone, queries, lengths);
+    several.run(together, queries, lengths);
+  }
+}
+
 void steps_that_cannot_be_are_refused() {
   Model model;
   sage::Team team(2);
@@ -222,6 +290,8 @@ int main() {
   threads_change_nothing(true);
   weights_of_few_bits_run();
   caches_of_few_bits_run();
+  choices_of_blocks_run();
+  common_blocks_are_read_once();
   steps_that_cannot_be_are_refused();
   std::puts("decoder: passed");
 }

@@ -1,6 +1,6 @@
 """Sparse attention in LMDeploy's steps: where a policy is asked, and how its choice reaches the attention.
 
-A policy that chooses once a step works on every device: the step gets a shorter block table, and the tokens of the other blocks
+A policy that chooses once a step works on every device: the step gets a shorter block table. The tokens of the other blocks
 count as `num_ignored_history`, which LMDeploy subtracts from the keys that attention reads, and not from positions. The last
 block stays the last, so the new token goes where it would go. Choices for each layer are made in the CPU device's native step.
 """
@@ -133,7 +133,8 @@ class SparseSteps:
         policy = self.policy
         is_native = type(policy).select_blocks is TopBlocks.select_blocks
         return {
-            "keep": view.keep.tolist(), "weights": policy.weights, "by_head": view.by_head, "whole_layers": policy.whole_layers, "reach": policy.reach,
+            "keep": view.keep.tolist(), "weights": policy.weights, "by_head": view.by_head,
+            "whole_layers": policy.whole_layers, "reach": policy.reach,
             "first": policy.first,
             "last": policy.last, "choose": None if is_native else self._chooser(view, table_width),
         }  # fmt: skip
