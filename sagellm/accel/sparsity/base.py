@@ -15,7 +15,9 @@ _NONE = np.empty(0, np.float32)
 
 @dataclass(frozen=True)
 class SparseView:
-    """A decode step as a policy sees it. Sequences are in the order of the step; positions of blocks count from 0 in each sequence.
+    """A decode step as a policy sees it.
+
+    Sequences are in the order of the step. Positions of blocks count from 0 in each sequence.
 
     Attributes:
         step: number of the decode step, from 0.

@@ -190,7 +190,7 @@ class CpuRunner(GraphRunner):
         self._shares_prefixes = hooks.prefix_attention == "auto"
         self._bound: Any = None
         self._bounds: torch.Tensor | None = None
-        self._sparse = steps_of(cache_config)
+        self._sparse = None if hooks.sparsity is None else steps_of(cache_config)
         if self._sparse is not None and self.native is not None:
             self._sparse.bind(self.native.heads, self.native.kv_heads, self.native.head_size)
 
