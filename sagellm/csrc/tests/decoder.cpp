@@ -4,6 +4,7 @@
 #include "sagellm/decoder.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <numeric>
@@ -57,7 +58,10 @@ class Model {
   // Decode steps from now on read some blocks, or read common ones once: the first `common` blocks of all sequences are those of
   // the first one.
   void choose(std::shared_ptr<const sage::Sparse> sparse) { sparse_ = std::move(sparse); }
-  void share(std::size_t common) { common_ = common; }
+  void share(std::size_t common, bool together) {
+    common_ = common;
+    together_ = together;
+  }
 
   // Hidden states of `lengths[i]` tokens of each sequence, `queries[i]` of them new.
   // Then the tokens behind them, if `draws`.
@@ -124,7 +128,7 @@ class Model {
       step.sampled = &sampled;
     }
     if (step.is_decoding) step.sparse = sparse_;
-    step.share_prefixes = common_ > 0;
+    step.share_prefixes = together_;
     failure_ = decoder_->run(team, cache, step);
     for (const sage::Sampled& each : sampled) hidden.push_back(static_cast<float>(each.token));
     return hidden;
@@ -175,6 +179,7 @@ class Model {
   std::vector<float> bounds_;
   std::shared_ptr<const sage::Sparse> sparse_;
   std::size_t common_ = 0;
+  bool together_ = false;
   std::string failure_;
   std::unique_ptr<sage::Decoder> decoder_;
 };
@@ -258,14 +263,16 @@ void common_blocks_are_read_once() {
     sage::Team alone(1), together(3);
     std::vector<std::int64_t> prompts(sequences), queries(sequences, 1), lengths(sequences);
     for (std::size_t i = 0; i < sequences; ++i) lengths[i] = (prompts[i] = 260 + 5 * static_cast<std::int64_t>(i)) + 1;
-    one.share(16);
-    several.share(16);
     one.run(alone, prompts, prompts);
     several.run(together, prompts, prompts);
-    // Each sequence has written its own tokens into the common blocks; the last one's are there, in both.
-    EXPECT(one.run(alone, queries, lengths).size() == sequences * kHidden);
-    one.run(alone, queries, lengths);
-    several.run(together, queries, lengths);
+    one.share(16, false);
+    const auto apart = one.run(alone, queries, lengths);
+    one.share(16, true);
+    several.share(16, true);
+    const auto shared = one.run(alone, queries, lengths);
+    EXPECT(shared == several.run(together, queries, lengths));
+    for (std::size_t i = 0; i < apart.size(); ++i) EXPECT(std::abs(shared[i] - apart[i]) < 1e-4F);
+    EXPECT((shared == apart) == (sequences == 2));  // many rows are added up in another order
   }
 }
 
