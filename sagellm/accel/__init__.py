@@ -1,4 +1,4 @@
-"""Modules that make the engine faster: speculation, quantized weights, and the controller of both."""
+"""Modules that make the engine faster: speculation, quantized weights, sparse attention, and their controller."""
 
 from sagellm.core.late_imports import late_imports
 
@@ -11,6 +11,7 @@ _HOME = {
     "DynamicLookaheadStrategy": "speculative.dynamic",
     "NgramStrategy": "speculative.ngram",
     "QuantizationProfile": "quantization.profile",
+    "SparsePolicy": "sparsity.base",
     "SpeculativeRun": "controller",
     "SpeculativeStrategy": "speculative.base",
     "SuffixStrategy": "speculative.suffix",
