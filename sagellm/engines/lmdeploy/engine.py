@@ -28,6 +28,7 @@ from sagellm.engines.lmdeploy.layout import layout_of, weights_of
 from sagellm.engines.lmdeploy.pooling import POOLINGS, PoolingKind, embed_prompt
 from sagellm.engines.lmdeploy.settings_plugins import (
     all_plugins,
+    check_no_window,
     check_settings_plugins,
     sparsity_spec,
     speculative_spec,
@@ -85,6 +86,7 @@ def build_engine_config(
         check_architecture(model, device, sizes.weights_dtype)
         _check_compute(config, device, sizes.weights_dtype)
         _check_prefix_attention(config, device)
+        check_no_window(config, model)
         if config.weights == "packed":
             known["packed_weights"] = _packed_weights(config, model, device)
         known["model"] = config.model_name or model.resolve().name

@@ -105,7 +105,7 @@ class SchedulerHooks:
 
         self._sparse = steps_of(agent.cache_config)
         try:
-            self._sparse.check(agent.model_config)
+            self._sparse.check()
         except SageError as error:
             self._host.refuse(str(error))
             raise

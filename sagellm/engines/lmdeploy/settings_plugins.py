@@ -1,5 +1,8 @@
 """From settings to plug-ins: those that were named, and those that other settings stand for."""
 
+import json
+from pathlib import Path
+
 from sagellm.accel.speculative.registry import engine_method
 from sagellm.core.config import PluginSpec, SageConfig, SparsitySpec, SpeculativeSpec
 from sagellm.core.errors import ConfigError
@@ -7,7 +10,7 @@ from sagellm.engines.lmdeploy.kv_tiers import check_tier_settings, tier_plugins
 from sagellm.engines.lmdeploy.speculative.methods import check_method
 from sagellm.engines.lmdeploy.speculative.reserve import check_lookahead
 
-__all__ = ["all_plugins", "check_settings_plugins", "sparsity_spec", "speculative_spec"]
+__all__ = ["all_plugins", "check_no_window", "check_settings_plugins", "sparsity_spec", "speculative_spec"]
 
 STRATEGY = {
     "pytorch": "sagellm.scheduler_ir.strategy_plugin:StrategyPlugin",
@@ -70,6 +73,18 @@ def speculative_spec(config: SageConfig) -> SpeculativeSpec | None:
 def sparsity_spec(config: SageConfig) -> SparsitySpec | None:
     """The sparse policy that is asked."""
     return None if config.sparsity is None else SparsitySpec(name=config.sparsity, options=config.sparsity_options)
+
+
+def check_no_window(config: SageConfig, model: Path) -> None:
+    """Raise ConfigError if a sparse policy is asked of a model with a sliding window. `model`: its folder."""
+    if config.sparsity is None:
+        return
+    text = json.loads((model / "config.json").read_text())
+    if text.get("use_sliding_window", True) and (window := text.get("sliding_window")):
+        raise ConfigError(
+            f"sparsity {config.sparsity}: the model has a sliding window of {window} tokens, which would be counted in the "
+            "blocks that are read; start without --sparsity."
+        )
 
 
 def _check_sparsity(config: SageConfig) -> None:

@@ -68,15 +68,8 @@ class SparseSteps:
     def is_of_layers(self) -> bool:
         return self.policy.per != "step"
 
-    def check(self, model_config: Any) -> None:
-        """Raise SparsityError if the policy cannot work with the model. `model_config`: LMDeploy's."""
-        text = model_config.hf_config
-        window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
-        if window:
-            raise SparsityError(
-                f"sparse policy {self.policy.name}: the model has a sliding window of {window} tokens, which would be counted "
-                "in the blocks that are read; start without --sparsity."
-            )
+    def check(self) -> None:
+        """Raise SparsityError if the policy needs a native step and the model has none."""
         if self.is_of_layers and self._shape is None:
             raise SparsityError(
                 f"sparse policy {self.policy.name} chooses for each {self.policy.per}, which only the CPU device's native step "

@@ -160,7 +160,8 @@ def test_scores_of_decode_steps(sparse, reference):
     [("streaming", {"speculative": "ngram"}, "a guess and its verification could read different blocks"),
      ("quest", {"tensor_parallel": 2}, "do not run in the native step"),
      ("quest", {"host_kv_blocks": 32}, "blocks that come from elsewhere have no bounds"),
-     ("streaming", {"model": "qwen2-window"}, "has a sliding window of")],
+     ("streaming", {"model": "qwen2-window"}, "has a sliding window of"),
+     ("streaming", {"model": "qwen2-window", "tensor_parallel": 2}, "has a sliding window of")],
 )  # fmt: skip
 def test_settings_that_are_refused(sparse, name, config, fault):
     with pytest.raises(SageError, match=fault):
