@@ -59,6 +59,7 @@ class EvictionReason(str, Enum):
     PREFIX = "prefix"  # cached prefix blocks gave way
     RECOMPUTE = "recompute"  # a request that is not running lost its blocks; it is computed again if it goes on
     ABORTED = "aborted"  # a request needs more blocks than there are
+    SPARSE = "sparse"  # a running request gave them up, as a sparse policy asked
 
 
 @dataclass(frozen=True, slots=True)

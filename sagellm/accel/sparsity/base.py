@@ -1,4 +1,4 @@
-"""The contract of sparse policies: their view of a step, and their answer."""
+"""The contract of sparse policies: their views of a step, and their answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,10 +6,15 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-__all__ = ["PER", "WEIGHTS", "SparsePolicy", "SparseView", "TopBlocks", "top_blocks", "wrong_with"]
+__all__ = [
+    "DROPS_AFTER", "PER", "PROMPT_WEIGHTS", "WEIGHTS", "DropView", "PromptView", "SparsePolicy", "SparseView", "TopBlocks",
+    "top_blocks", "wrong_kind", "wrong_with", "wrong_with_drops", "wrong_with_prompts",
+]  # fmt: skip
 
 PER = ("step", "layer", "head")
 WEIGHTS = ("", "bounds", "exact")
+PROMPT_WEIGHTS = ("", "strips")
+DROPS_AFTER = ("prompt", "step")
 _NONE = np.empty(0, np.float32)
 
 
@@ -58,6 +63,71 @@ class SparseView:
         return found
 
 
+@dataclass(frozen=True)
+class PromptView:
+    """A step of prompts as a policy sees it. Adjacent tokens of a prompt are computed together, in tiles.
+
+    A tile reads the blocks of its own tokens. The policy chooses among the blocks before those.
+
+    Attributes:
+        step: number of the step of prompts, from 0.
+        block_size: tokens of a block.
+        sequences: int64 [tiles], number of the tile's sequence in the step.
+        before: int64 [tiles], blocks before the tile's own. Their positions are 0 to `before` - 1.
+        blocks: int64 [tiles], blocks up to the tile's last token.
+        keep: int64 [tiles], blocks to choose, by `SparsePolicy.budget`.
+    """
+
+    step: int
+    block_size: int
+    sequences: np.ndarray
+    before: np.ndarray
+    blocks: np.ndarray
+    keep: np.ndarray
+
+
+@dataclass(frozen=True)
+class DropView:
+    """Sequences after a step, as a policy that gives up blocks sees them. All arrays are lists of one for each sequence.
+
+    Attributes:
+        block_size: tokens of a block.
+        lengths: int64 [sequences], tokens with keys and values, those given up included.
+        positions: int64 [blocks], place in the text of each block that the sequence still has, counted in blocks, rising.
+        weights: float32 [kv_heads, blocks], attention weight that the observed queries gave to each block, added up over
+            layers and queries. Empty if the policy observes none.
+        ages: int64 [blocks], tokens that the sequence got since the block was full.
+        held: int64 [sequences], blocks at the beginning that cannot be given up: the prefix cache shares them.
+        keep: int64 [sequences], blocks that should be left, by `SparsePolicy.budget` of all blocks of the text.
+        first, last: blocks at each end that the policy keeps.
+    """
+
+    block_size: int
+    lengths: np.ndarray
+    positions: list[np.ndarray]
+    weights: list[np.ndarray]
+    held: np.ndarray
+    keep: np.ndarray
+    first: int = 1
+    last: int = 1
+
+    @property
+    def ages(self) -> list[np.ndarray]:
+        pairs = zip(self.positions, self.lengths.tolist(), strict=True)
+        return [np.maximum(0, length - (positions + 1) * self.block_size) for positions, length in pairs]
+
+    def least(self) -> list[np.ndarray]:
+        """Return the blocks of least weight, as many as are over the budget: numbers in `positions`, rising."""
+        found = []
+        for number, positions in enumerate(self.positions):
+            worth = self.weights[number].sum(0)
+            blocks, keep = len(positions), int(self.keep[number])
+            worth[: self.held[number]] = np.inf
+            kept = top_blocks(worth, max(1, min(blocks, keep)), self.first, self.last)
+            found.append(np.setdiff1d(np.arange(self.held[number], blocks), kept))
+        return found
+
+
 def top_blocks(weights: np.ndarray, keep: int, first: int = 1, last: int = 1) -> np.ndarray:
     """Return rising positions of `keep` blocks: the last ones, the first ones, then those of most weight, later ones first.
 
@@ -73,12 +143,13 @@ def top_blocks(weights: np.ndarray, keep: int, first: int = 1, last: int = 1) ->
 
 
 class SparsePolicy:
-    """Chooses which KV blocks the attention of a decode step reads. Prompts read all of theirs.
+    """Chooses which KV blocks attention reads, or gives blocks up.
 
-    A subclass sets `name` and defines `select_blocks`. The blocks stay in the cache, and another step may read them.
+    A subclass sets `name` and defines one or more of `select_blocks`, `select_prompt_blocks` and `drop_blocks`. What it does not
+    define is not asked: steps then read everything, and nothing is given up.
 
     Args:
-        share: part of a sequence's blocks to read, above 0 and at most 1.
+        share: part of a sequence's blocks to read or to keep, above 0 and at most 1.
         min_blocks: sequences of at most so many blocks are read whole, and so many are read of longer ones at least.
         first, last: blocks at each end of a sequence that are always read.
 
@@ -93,6 +164,15 @@ class SparsePolicy:
     # With bounds: how much of the way from the middle of a block's bounds to the largest possible product its estimate goes.
     reach: float = 1.0
     whole_layers: int = 0  # so many layers, the first ones, read all blocks; not with `per` step
+    # Each key head chooses the blocks of a prompt by estimates from strips of `stride` tokens, and `select_prompt_blocks` is
+    # not asked. It reads the blocks that have `threshold` of the estimated weight, at most as many as the budget allows.
+    prompt_weights: Literal["", "strips"] = ""
+    stride: int = 16
+    threshold: float = 1.0
+    # `drop_blocks` is asked once a prompt is computed, or after every step; `observed` last queries of a step are what its
+    # weights are of: of the prompt, and with `step` each decoded token.
+    drops_after: Literal["prompt", "step"] = "prompt"
+    observed: int = 0
 
     def __init__(self, share: float = 0.25, min_blocks: int = 4, first: int = 1, last: int = 1) -> None:
         if not 0 < share <= 1:
@@ -104,15 +184,41 @@ class SparsePolicy:
             )
         self.share, self.min_blocks, self.first, self.last = share, min_blocks, first, last
 
+    @property
+    def selects(self) -> bool:
+        """Whether decode steps read some of the blocks."""
+        return type(self).select_blocks is not SparsePolicy.select_blocks
+
+    @property
+    def selects_prompts(self) -> bool:
+        """Whether prompts read some of the blocks."""
+        return bool(self.prompt_weights) or type(self).select_prompt_blocks is not SparsePolicy.select_prompt_blocks
+
+    @property
+    def drops(self) -> bool:
+        """Whether sequences give up blocks."""
+        return type(self).drop_blocks is not SparsePolicy.drop_blocks
+
     def budget(self, num_blocks: int) -> int:
-        """Return how many of a sequence's blocks to read."""
+        """Return how many of a sequence's blocks to read, or to keep."""
         return min(num_blocks, max(self.min_blocks, round(self.share * num_blocks)))
 
     def select_blocks(self, view: SparseView) -> Sequence[np.ndarray]:
-        """Return positions of the blocks to read, rising, for each sequence.
+        """Return positions of the blocks that a decode step reads, rising, for each sequence.
 
         They are int64 [keep], or [kv_heads, keep] with `per` head. The last block of a sequence, which takes the new token,
         must be the last one. Called once a step, or once for each layer of a step.
+        """
+        raise NotImplementedError
+
+    def select_prompt_blocks(self, view: PromptView) -> Sequence[np.ndarray]:
+        """Return positions of the blocks before each tile that it reads in all layers, rising. Called once a step of prompts."""
+        raise NotImplementedError
+
+    def drop_blocks(self, view: DropView) -> Sequence[np.ndarray]:
+        """Return the blocks that each sequence gives up for good: numbers in `view.positions`, rising.
+
+        The last block, which takes the next token, and the first `held` ones stay.
         """
         raise NotImplementedError
 
@@ -139,6 +245,22 @@ class TopBlocks(SparsePolicy):
         return view.top()
 
 
+def wrong_kind(policy: SparsePolicy) -> str:
+    """Return what is wrong with the attributes of a policy, or nothing."""
+    for name, allowed in (
+        ("per", PER), ("weights", WEIGHTS), ("prompt_weights", PROMPT_WEIGHTS), ("drops_after", DROPS_AFTER)
+    ):  # fmt: skip
+        if getattr(policy, name) not in allowed:
+            return f"has {name} {getattr(policy, name)!r}; give {', '.join(map(repr, allowed))}"
+    if policy.per == "step" and policy.weights:
+        return f"has per 'step' and weights {policy.weights!r}; give per 'layer' or 'head', or no weights"
+    if not (policy.selects or policy.selects_prompts or policy.drops):
+        return "defines none of select_blocks, select_prompt_blocks and drop_blocks"
+    if policy.observed and not policy.drops:
+        return f"observes {policy.observed} queries and gives up no blocks; define drop_blocks"
+    return ""
+
+
 def wrong_with(chosen: Sequence[np.ndarray], view: SparseView, kv_heads: int = 1) -> str:
     """Return what is wrong with a choice, or nothing."""
     if len(chosen) != len(view.lengths):
@@ -157,3 +279,33 @@ def wrong_with(chosen: Sequence[np.ndarray], view: SparseView, kv_heads: int = 1
         if (positions[..., -1] != blocks - 1).any():
             return f"sequence {number}: the last block, {blocks - 1}, is missing"
     return ""
+
+
+def wrong_with_prompts(chosen: Sequence[np.ndarray], view: PromptView) -> str:
+    """Return what is wrong with a choice for prompts, or nothing."""
+    if len(chosen) != len(view.before):
+        return f"it chose for {len(chosen)} tiles; the step has {len(view.before)}"
+    for number, (given, before) in enumerate(zip(chosen, view.before.tolist(), strict=True)):
+        if fault := _wrong_numbers(given, 0, before):
+            return f"tile {number}: {fault}"
+    return ""
+
+
+def wrong_with_drops(chosen: Sequence[np.ndarray], view: DropView) -> str:
+    """Return what is wrong with the blocks that a policy gives up, or nothing."""
+    if len(chosen) != len(view.positions):
+        return f"it gave up blocks of {len(chosen)} sequences; there are {len(view.positions)}"
+    for number, (given, held, positions) in enumerate(zip(chosen, view.held.tolist(), view.positions, strict=True)):
+        if fault := _wrong_numbers(given, held, len(positions) - 1):
+            return f"sequence {number}: {fault}"
+    return ""
+
+
+def _wrong_numbers(given: np.ndarray, first: int, end: int) -> str:
+    numbers = np.asarray(given)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        return f"it chose {numbers.dtype} {list(numbers.shape)}; give a row of whole numbers"
+    if numbers.size and (numbers.min() < first or numbers.max() >= end):
+        allowed = f"blocks {first} to {end - 1} may be chosen" if end > first else "no block may be chosen"
+        return f"it chose blocks {numbers.min()} to {numbers.max()}; {allowed}"
+    return "the blocks do not rise" if (np.diff(numbers) <= 0).any() else ""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from sagellm.accel.sparsity.base import PER, WEIGHTS, SparsePolicy
+from sagellm.accel.sparsity.base import SparsePolicy, wrong_kind
 from sagellm.core.errors import SparsityError
 from sagellm.core.registry import Registry
 
@@ -16,9 +16,6 @@ SPARSITIES = Registry(
 def make_sparsity(name: str, **options: Any) -> SparsePolicy:
     """Return a policy. Raises SparsityError if it is unknown, its options are invalid, or its `per` and `weights` are."""
     policy = SPARSITIES.make(SPARSITIES.find(name), name, **options)
-    if policy.per not in PER or policy.weights not in WEIGHTS or (policy.per == "step" and policy.weights):
-        raise SparsityError(
-            f"sparse policy {name} has per {policy.per!r} and weights {policy.weights!r}; give per {', '.join(PER)}, and with "
-            f"layer or head weights {', '.join(map(repr, WEIGHTS))}."
-        )
+    if fault := wrong_kind(policy):
+        raise SparsityError(f"sparse policy {name} {fault}.")
     return policy

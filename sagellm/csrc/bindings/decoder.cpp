@@ -165,6 +165,30 @@ std::shared_ptr<const Sparse> sparse_of(const py::dict& given) {
   return sparse;
 }
 
+// How a step of prompts chooses blocks: `counts` and `positions`, or what an estimate goes by.
+std::shared_ptr<const SparsePrompts> sparse_prompts_of(const py::dict& given) {
+  auto sparse = std::make_shared<SparsePrompts>();
+  if (given.contains("counts")) {
+    sparse->counts = given["counts"].cast<std::vector<int>>();
+    sparse->positions = given["positions"].cast<std::vector<std::int64_t>>();
+    return sparse;
+  }
+  sparse->stride = given["stride"].cast<int>();
+  sparse->share = given["share"].cast<float>();
+  sparse->threshold = given["threshold"].cast<float>();
+  sparse->min_blocks = given["min_blocks"].cast<int>();
+  sparse->first = given["first"].cast<int>();
+  sparse->last = given["last"].cast<int>();
+  sparse->whole_layers = given["whole_layers"].cast<int>();
+  return sparse;
+}
+
+// `queries` of each sequence, and where to add their weights.
+std::shared_ptr<const Observed> observed_of(const py::dict& given) {
+  return std::make_shared<const Observed>(
+      Observed{given["queries"].cast<std::vector<int>>(), at<float>(given["weights"].cast<Address>())});
+}
+
 // A decoder and the cache that it was bound to.
 class BoundDecoder {
  public:
@@ -198,8 +222,10 @@ class BoundDecoder {
     cache_ = bound;
   }
 
-  // `tensors`: addresses and sizes, as `DecoderStep` has them. Draws tokens if there are wishes. Returns them, and what was wrong
-  // with a choice of blocks.
+  int prompt_tile() const { return decoder_.prompt_tile(); }
+
+  // `tensors`: addresses and sizes, as `DecoderStep` has them. Draws tokens if there are wishes. Returns them, and
+  // `StepReport`'s fields.
   py::tuple run(Team& team, const py::dict& tensors, const py::object& wishes, const py::object& sparse) {
     const auto numbers = [&](const char* name) { return at<const std::int64_t>(tensors[name].cast<Address>()); };
     DecoderStep step;
@@ -222,12 +248,14 @@ class BoundDecoder {
     }
     step.share_prefixes = tensors["share_prefixes"].cast<bool>();
     if (!sparse.is_none()) step.sparse = sparse_of(sparse);
-    std::string failure;
+    if (tensors.contains("prompts")) step.sparse_prompts = sparse_prompts_of(tensors["prompts"]);
+    if (tensors.contains("observed")) step.observed = observed_of(tensors["observed"]);
+    StepReport report;
     {
       const py::gil_scoped_release release;
-      failure = decoder_.run(team, cache_, step);
+      report = decoder_.run(team, cache_, step);
     }
-    return py::make_tuple(sampled_list(sampled), failure);
+    return py::make_tuple(sampled_list(sampled), report.failure, report.prompt_blocks);
   }
 
  private:
@@ -318,6 +346,7 @@ void bind_decoder(py::module_& module) {
            py::arg("kernels"), py::arg("shape"), py::arg("layers"), py::arg("embedding"), py::arg("last_norm"),
            py::arg("head"), py::keep_alive<1, 2>())
       .def("bind", &BoundDecoder::bind, py::arg("cache"))
+      .def_property_readonly("prompt_tile", &BoundDecoder::prompt_tile)
       .def("run", &BoundDecoder::run, py::arg("team"), py::arg("tensors"), py::arg("wishes") = py::none(),
            py::arg("sparse") = py::none());
 }

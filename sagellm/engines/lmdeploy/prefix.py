@@ -1,7 +1,7 @@
 """The prefix cache of LMDeploy's PyTorch engine: what is looked up, what is published, and who is told."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,11 @@ class PrefixHooks:
     of who holds what: so each request that they were told of lets go of exactly that, once, also where it is nothing.
     """
 
-    def __init__(self, host: PluginHost, kv: KVManager, cache: PrefixCache) -> None:
+    def __init__(self, host: PluginHost, kv: KVManager, cache: PrefixCache, num_whole: Callable[[Any], int]) -> None:
         self._host = host
         self._kv = kv
         self._cache = cache
+        self._num_whole = num_whole
         self._block_size = cache.block_size
         self.first = LookupCounts()
         self.retries = LookupCounts()
@@ -154,7 +155,7 @@ class PrefixHooks:
         for seq in running:
             first, num_computed = num_held(seq), seq.num_history_ids // size
             if num_computed > first:
-                num_blocks = min(num_computed, seq.num_blocks, num_shareable(seq) // size)
+                num_blocks = min(num_computed, self._num_whole(seq), num_shareable(seq) // size)
                 if num_blocks > first:
                     self._publish(seq, first, num_blocks)
 

@@ -8,7 +8,9 @@ import gc
 import json
 import logging
 import time
+from collections import deque
 from dataclasses import asdict
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -47,7 +49,7 @@ class SchedulerHooks:
         self._recorder = self._host.recorder
         self.cache = PrefixCache(scheduler, has_router=self._config.pd is not None)
         self.kv = KVManager(scheduler, self._host, self.cache, self._config.block_bytes)
-        self.prefix = PrefixHooks(self._host, self.kv, self.cache)
+        self.prefix = PrefixHooks(self._host, self.kv, self.cache, self._num_whole)
         self.choice = StepChoice(scheduler, self._host, self.kv.num_free, self._config.hold_limit_s)
         for name in ("choose_phase", "order_waiting", "order_running", "over_budget", "cut", "released", "holds_all"):
             setattr(self, name, getattr(self.choice, name))
@@ -55,6 +57,7 @@ class SchedulerHooks:
         self._num_preempted = 0
         self.speculation: Any = None  # where a strategy guesses tokens
         self._sparse: Any = None  # where a policy chooses the blocks that steps read, in this process
+        self._drops: Any = None  # where it gives blocks up
         self.pd: Any = None  # where the engine is one of a prefill/decode group
         self.tick = self.cache.tick
         scheduler.block_manager.allocator.sage = self
@@ -109,6 +112,13 @@ class SchedulerHooks:
         except SageError as error:
             self._host.refuse(str(error))
             raise
+        if self._recorder.enabled:
+            self._sparse.readings = deque()
+        if self._sparse.policy.drops:
+            from sagellm.engines.lmdeploy.block_drops import BlockDrops
+
+            note = partial(self._recorder.write, "drop")
+            self._drops = BlockDrops(self._scheduler, self._sparse, self.cache, self.kv, note)
 
     def tokens_of(self, request_id: int) -> tuple[np.ndarray, str]:
         """(int64 [n], namespace) of a request; of its tokens those that others may share. Raises PluginError: unknown."""
@@ -131,6 +141,10 @@ class SchedulerHooks:
         if session is None or not session.sequences:
             raise PluginError(f"request {request_id} is unknown; it has ended, or never came.")
         return next(iter(session.sequences.values()))
+
+    def _num_whole(self, seq: Any) -> int:
+        """How many of a request's first blocks hold the beginning of its text without a gap."""
+        return seq.num_blocks if self._drops is None else self._drops.num_whole(seq)
 
     # ---- blocks (0001)
 
@@ -248,8 +262,14 @@ class SchedulerHooks:
 
     def step_end(self, running: list[Any], is_decoding: bool) -> None:
         cut = self.choice.chunks.settle(running)
-        self.publish(running)
         ended = self._steps.ended(list(map(_seq_id, running)), is_decoding)
+        if self._drops is None:
+            self.publish(running)
+        else:  # what a prompt gives up is not published
+            whole = [seq for seq in running if seq.seq_id not in cut]
+            if not is_decoding or (ended is not None and ended[1] == ended[0][6] - 1):
+                self._drops.step_end(whole, is_decoding)
+            self.publish(whole)
         if self.pd is not None:
             self.pd.step_end(running, ended[3] if ended is not None else 0.0)
         if ended is None:
@@ -284,6 +304,8 @@ class SchedulerHooks:
         for seq in session.sequences.values():
             if self._host.plugins:
                 self.choice.ended(seq)
+            if self._drops is not None:
+                self._drops.forget(seq)
             if self.cache.enabled:
                 try:
                     self.prefix.ended(seq)
@@ -331,7 +353,9 @@ class SchedulerHooks:
             "prefix_index": self.cache.metrics(),
             "step_s": self._steps.seconds,
             "speculation": None if self.speculation is None else self.speculation.report(),
-            "sparsity": None if self._sparse is None else self._sparse.report(),
+            "sparsity": None if self._sparse is None else self._sparse.report() | {
+                "dropped": None if self._drops is None else self._drops.num_dropped
+            },
             "pd": None if self.pd is None else self.pd.report(),
             "plugins": self._host.plugin_reports(),
             "comm": [row for worker in workers for row in worker["comm"]],

@@ -17,6 +17,8 @@ STRATEGY = {
     "turbomind": "sagellm.scheduler_ir.from_views:StrategyFromViews",  # it does not tell when a request ends
 }
 
+NO_BOUNDS = "blocks that come from elsewhere have no bounds of their keys"
+
 
 def all_plugins(config: SageConfig) -> tuple[PluginSpec, ...]:
     strategy = []
@@ -99,12 +101,18 @@ def _check_sparsity(config: SageConfig) -> None:
         "speculative": (config.speculative, "a guess and its verification could read different blocks"),
         "engine": (config.engine if config.engine != "pytorch" else None, "its steps are not open to a choice of blocks"),
     }
-    if policy.per != "step":
-        several = config.tensor_parallel if config.tensor_parallel > 1 else None
+    several = config.tensor_parallel if config.tensor_parallel > 1 else None
+    if (policy.selects and policy.per != "step") or policy.selects_prompts or policy.observed:
         refused["tensor_parallel"] = several, "layers that are split do not run in the native step"
+    elif policy.drops:
+        refused["tensor_parallel"] = several, "blocks are given up where the model runs in the engine's process"
+    role = config.pd and config.pd.role
+    if policy.drops:
+        refused["role"] = role, "the engine that takes over a prompt has not seen what its queries look at"
+    elif policy.weights == "bounds":
+        refused["role"] = role, NO_BOUNDS
     if policy.weights == "bounds":
-        why = "blocks that come from elsewhere have no bounds of their keys"
-        refused |= {"host_kv_blocks": (config.host_kv_blocks or None, why), "role": (config.pd and config.pd.role, why)}
+        refused["host_kv_blocks"] = config.host_kv_blocks or None, NO_BOUNDS
     for name, (value, why) in refused.items():
         if value is not None:
             raise ConfigError(f"sparsity {config.sparsity} with {name} {value}: {why}; give one of the two.")

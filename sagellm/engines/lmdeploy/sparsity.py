@@ -1,23 +1,25 @@
 """Sparse attention in LMDeploy's steps: where a policy is asked, and how its choice reaches the attention.
 
-A policy that chooses once a step works on every device: the step gets a shorter block table. The tokens of the other blocks
-count as `num_ignored_history`, which LMDeploy subtracts from the keys that attention reads, and not from positions. The last
-block stays the last, so the new token goes where it would go. Choices for each layer are made in the CPU device's native step.
+A policy that chooses once a decode step works on every device: the step gets a shorter block table. The tokens of the other
+blocks count as `num_ignored_history`, which LMDeploy subtracts from the keys that attention reads, and not from positions. The
+last block stays the last, so the new token goes where it would go. Choices for each layer, and those of prompts, are made in
+the CPU device's native step. It also adds up what queries look at, for policies that give up blocks (`block_drops.py`).
 """
 
 import ctypes
 import logging
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sagellm.accel.sparsity.base import SparsePolicy, SparseView, TopBlocks, wrong_with
+from sagellm.accel.sparsity.base import PromptView, SparsePolicy, SparseView, TopBlocks, wrong_with, wrong_with_prompts
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import SparsityError
 
-__all__ = ["SparseSteps", "reading", "steps_of"]
+__all__ = ["Observation", "Reading", "SparseSteps", "reading", "steps_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +48,65 @@ def reading(cache_config: Any, inputs: Any) -> Any:
     return inputs if steps is None else steps.inputs(inputs)
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the attention of a forward pass read. `chosen`: positions of each sequence's blocks, where a policy chose once."""
+
+    is_decoding: bool
+    num_tokens: int
+    lengths: np.ndarray  # int64 [sequences], tokens with keys and values
+    read: np.ndarray  # int64 [sequences], blocks; of a prompt, the mean of its tiles, layers and heads
+    held: np.ndarray
+    chosen: list[np.ndarray] | None = None
+
+
+class Observation:
+    """What the last queries of a forward pass look at.
+
+    Args:
+        queries, lengths: int64 [sequences], new tokens, and those with keys and values.
+        tables: int64 [sequences, width], blocks of the cache.
+        counted: int64 [sequences], queries that are observed.
+    """
+
+    def __init__(
+        self, queries: np.ndarray, lengths: np.ndarray, tables: np.ndarray, counted: np.ndarray, kv_heads: int
+    ) -> None:
+        self.queries, self.lengths, self.tables, self.counted = queries, lengths, tables, counted
+        self.weights = np.zeros((len(lengths), kv_heads, tables.shape[1]), np.float32)
+
+    def native(self) -> dict[str, Any]:
+        self.weights[:] = 0
+        return {"queries": self.counted.tolist(), "weights": self.weights.ctypes.data}
+
+
+@dataclass(slots=True)
+class Seen:
+    """Weights of a sequence that it collected so far. It is known by its last block, which no other sequence has."""
+
+    length: int
+    first_block: int
+    weights: np.ndarray  # float32 [kv_heads, blocks]
+
+
 class SparseSteps:
-    """Asks a policy in decode steps, counts, and stops asking when it fails: the steps then read everything."""
+    """Asks a policy in a model's steps, counts, and stops asking when it fails: the steps then read everything."""
 
     def __init__(self, policy: SparsePolicy, block_size: int) -> None:
         self.policy = policy
         self._block_size = block_size
         self._num_steps = self._blocks_read = self._blocks_held = self._sequences = 0
+        self._num_prompts = self._prompt_read = self._prompt_held = 0
         self._fault = ""
         self._shape: tuple[int, int, int] | None = None
+        self._tile = 0
+        self._seen: dict[int, Seen] = {}  # by the block of the last token
+        self.readings: deque[Reading] | None = None  # of forward passes, oldest first, once somebody takes them
 
-    def bind(self, heads: int, kv_heads: int, head_size: int) -> None:
-        """Take the shape of a model whose native step can ask for each layer."""
+    def bind(self, heads: int, kv_heads: int, head_size: int, prompt_tile: int) -> None:
+        """Take the shape of a model whose native step can ask for each layer, and for tiles of so many tokens of prompts."""
         self._shape = heads, kv_heads, head_size
+        self._tile = prompt_tile
 
     @property
     def is_on(self) -> bool:
@@ -66,15 +114,23 @@ class SparseSteps:
 
     @property
     def is_of_layers(self) -> bool:
-        return self.policy.per != "step"
+        return self.policy.selects and self.policy.per != "step"
 
     def check(self) -> None:
         """Raise SparsityError if the policy needs a native step and the model has none."""
-        if self.is_of_layers and self._shape is None:
-            raise SparsityError(
-                f"sparse policy {self.policy.name} chooses for each {self.policy.per}, which only the CPU device's native step "
-                "can do, and this model does not run in it; use a policy that chooses once a step, such as streaming."
-            )
+        if self._shape is not None:
+            return
+        needs = {
+            f"chooses for each {self.policy.per}": self.is_of_layers,
+            "chooses blocks of prompts": self.policy.selects_prompts,
+            "observes queries": self.policy.observed > 0,
+        }
+        for what, is_needed in needs.items():
+            if is_needed:
+                raise SparsityError(
+                    f"sparse policy {self.policy.name} {what}, which only the CPU device's native step can do, and this model "
+                    "does not run in it; use a policy that chooses once a step, such as streaming."
+                )
 
     def exchange(self, policy: SparsePolicy) -> None:
         """Ask another policy from the next step on. Blocks written before have bounds if the former one asked for them."""
@@ -86,17 +142,19 @@ class SparseSteps:
 
     def inputs(self, inputs: Any) -> Any:
         """Return the inputs of a step for a policy that chooses once; those given if it reads everything."""
-        if self._fault or self.is_of_layers or inputs.is_dummy or inputs.max_q_seqlen != 1:
+        policy = self.policy
+        if self._fault or not policy.selects or policy.per != "step" or inputs.is_dummy or inputs.max_q_seqlen != 1:
             return inputs
         lengths = inputs.history_lengths + inputs.seq_length - inputs.num_ignored_history
         view = self._view(lengths.cpu().numpy())
         if (view.keep == view.num_blocks).all():
             self._count(view)
             return inputs
-        chosen = self._ask(view)
+        kv_heads = self._shape[1] if self._shape else 1
+        chosen = self._ask(lambda: policy.select_blocks(view), lambda found: wrong_with(found, view, kv_heads))
         if chosen is None:
             return inputs
-        self._count(view)
+        self._count(view, chosen)
         positions = np.zeros((len(chosen), view.keep.max()), np.int64)
         for row, one in zip(positions, chosen, strict=True):
             row[: len(one)] = one
@@ -132,11 +190,82 @@ class SparseSteps:
             "last": policy.last, "choose": None if is_native else self._chooser(view, table_width),
         }  # fmt: skip
 
+    def of_prompts(self, queries: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any] | None:
+        """Return how a native step of prompts chooses blocks, as `CpuDecoder.run` takes it; None to read everything.
+
+        Args:
+            queries, lengths: [sequences], new tokens, and tokens with these.
+        """
+        policy = self.policy
+        if self._fault or not policy.selects_prompts or not int(lengths.max()):
+            return None
+        view = self._prompt_view(queries.numpy().astype(np.int64), lengths.numpy().astype(np.int64))
+        if policy.prompt_weights:
+            return {
+                "stride": policy.stride, "share": policy.share, "threshold": policy.threshold,
+                "min_blocks": policy.min_blocks, "first": policy.first, "last": policy.last,
+                "whole_layers": policy.whole_layers,
+            }  # fmt: skip
+        chosen = self._ask(lambda: policy.select_prompt_blocks(view), lambda found: wrong_with_prompts(found, view))
+        if chosen is None:
+            return None
+        return {"counts": [len(one) for one in chosen], "positions": np.concatenate(chosen).tolist()}
+
+    def count_prompts(self, queries: torch.Tensor, lengths: torch.Tensor, read: float) -> None:
+        """Count a step of prompts, whose tiles read so many blocks in the mean of layers and heads; negative: all of theirs."""
+        if not int(lengths.max()):
+            return
+        view = self._prompt_view(queries.numpy().astype(np.int64), lengths.numpy().astype(np.int64))
+        held = int(view.blocks.sum())
+        self._num_prompts += 1
+        self._prompt_held += held
+        self._prompt_read += held if read < 0 else round(read)
+        if self.readings is not None:
+            share = 1.0 if read < 0 else read / held
+            each = np.bincount(view.sequences, view.blocks, len(lengths))
+            self.readings.append(Reading(False, int(queries.sum()), lengths.numpy(), each * share, each))
+
+    def observe(self, is_decoding: bool, queries: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> Observation | None:
+        """Return what a native step is to observe; None if nobody wants to know."""
+        policy = self.policy
+        if self._fault or not policy.observed or (is_decoding and policy.drops_after == "prompt") or not int(lengths.max()):
+            return None
+        new = queries.numpy().astype(np.int64)
+        counted = new if is_decoding else np.minimum(new, policy.observed)
+        return Observation(new, lengths.numpy().astype(np.int64), tables.numpy(), counted, self._shape[1])
+
+    def note(self, observation: Observation) -> None:
+        """Keep what a step has observed."""
+        size, adds_up = self._block_size, self.policy.drops_after == "step"
+        rows = zip(observation.queries.tolist(), observation.lengths.tolist(), observation.tables, observation.weights, strict=True)
+        for queries, length, table, weights in rows:
+            seen = weights[:, : -(-length // size)].copy()
+            before = length - queries
+            known = self._seen.pop(int(table[(before - 1) // size]), None) if before and adds_up else None
+            if known is not None and (known.length, known.first_block) == (before, int(table[0])):
+                seen[:, : known.weights.shape[1]] += known.weights
+            self._seen[int(table[(length - 1) // size])] = Seen(length, int(table[0]), seen)
+
+    def seen(self, last_block: int, length: int) -> np.ndarray | None:
+        """Return float32 [kv_heads, blocks] of a sequence of `length` tokens, the last one in that block of the cache."""
+        known = self._seen.get(last_block)
+        return known.weights if known is not None and known.length == length else None
+
+    def keep_seen(self, last_block: int, kept: np.ndarray) -> None:
+        """A sequence has given up all blocks but these, numbers in its table; or forget it, where no more is observed."""
+        if self.policy.drops_after == "prompt":
+            self._seen.pop(last_block, None)
+        elif (known := self._seen.get(last_block)) is not None:
+            num_lost = known.weights.shape[1] - len(kept)
+            known.weights = known.weights[:, kept]
+            known.length -= num_lost * self._block_size
+
     def report(self) -> dict[str, Any]:
         """Return the numbers of `/metrics`."""
         return {
             "policy": self.policy.name, "steps": self._num_steps, "sequences": self._sequences,
             "read": self._blocks_read, "held": self._blocks_held, "fault": self._fault,
+            "prompts": self._num_prompts, "prompt_read": self._prompt_read, "prompt_held": self._prompt_held,
         }  # fmt: skip
 
     def _view(self, lengths: np.ndarray) -> SparseView:
@@ -149,16 +278,29 @@ class SparseSteps:
             first=policy.first, last=policy.last, by_head=policy.per == "head",
         )  # fmt: skip
 
-    def _count(self, view: SparseView) -> None:
+    def _prompt_view(self, queries: np.ndarray, lengths: np.ndarray) -> PromptView:
+        size, policy = self._block_size, self.policy
+        sequences = np.repeat(np.arange(len(queries)), -(-queries // self._tile))
+        counts = np.bincount(sequences, minlength=len(queries))
+        first = (np.arange(len(sequences)) - (np.cumsum(counts) - counts)[sequences]) * self._tile
+        begin = (lengths - queries)[sequences] + first
+        end = np.minimum(begin + self._tile, lengths[sequences])
+        before, blocks = begin // size, -(-end // size)
+        keep = np.array([policy.budget(each) for each in blocks.tolist()], np.int64)
+        return PromptView(self._num_prompts, size, sequences, before, blocks, np.clip(keep - (blocks - before), 0, before))
+
+    def _count(self, view: SparseView, chosen: list[np.ndarray] | None = None) -> None:
         self._num_steps += 1
         self._sequences += len(view.lengths)
         self._blocks_read += int(view.keep.sum())
         self._blocks_held += int(view.num_blocks.sum())
+        if self.readings is not None:
+            self.readings.append(Reading(True, len(view.lengths), view.lengths, view.keep, view.num_blocks, chosen))
 
-    def _ask(self, view: SparseView) -> list[np.ndarray] | None:
+    def _ask(self, ask: Any, wrong_with: Any) -> list[np.ndarray] | None:
         try:
-            chosen = list(self.policy.select_blocks(view))
-            fault = wrong_with(chosen, view, self._shape[1] if self._shape else 1)
+            chosen = list(ask())
+            fault = wrong_with(chosen)
         except Exception as error:
             fault = f"it raised {type(error).__name__}: {error}"
         if fault:
@@ -178,7 +320,9 @@ class SparseSteps:
                 view, layer=layer, queries=_floats(queries, sequences, heads, head_size),
                 weights=_floats(weights, sequences, kv_heads, table_width) if has_weights else view.weights,
             )  # fmt: skip
-            chosen = self._ask(found)
+            chosen = self._ask(
+                lambda: self.policy.select_blocks(found), lambda positions: wrong_with(positions, found, kv_heads)
+            )
             if chosen is None:
                 return self._fault
             rows = np.ctypeslib.as_array((ctypes.c_int64 * (sequences * choices * most)).from_address(result))

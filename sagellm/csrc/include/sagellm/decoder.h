@@ -148,6 +148,27 @@ struct Sparse {
   std::function<std::string(const View&)> choose;
 };
 
+// Prompts whose attention reads some blocks. Adjacent tokens are computed together, in tiles of `Decoder::prompt_tile`. A tile
+// reads the blocks of its own tokens, and those of the blocks before them that are chosen.
+struct SparsePrompts {
+  // Blocks before each tile that all layers read, sequence by sequence, tile by tile: positions in the table, rising. No counts:
+  // each key head of a layer chooses for itself, by the weights that XAttention estimates (Xu et al. 2025, arXiv:2503.16428).
+  std::vector<int> counts;
+  std::vector<std::int64_t> positions;
+  int stride = 16;         // tokens of a strip: an estimate takes one key of each strip for each query
+  float share = 1.F;       // a tile reads at most so much of the blocks up to its own
+  float threshold = 1.F;   // and not more than have so much of the estimated weight
+  int min_blocks = 0;      // and not less than so many
+  int first = 1, last = 1;  // so many blocks at the beginning, and before the tile's own, are chosen first
+  int whole_layers = 0;    // so many layers, the first ones, read all blocks
+};
+
+// Attention weights that are added up: what the last queries of a sequence give to each of its blocks.
+struct Observed {
+  std::vector<int> queries;  // of each sequence
+  float* weights = nullptr;  // result, [sequences][key heads][table width], added to by each layer, query and head
+};
+
 // Sequences of a step, their new tokens one after the other.
 struct DecoderStep {
   int num_tokens = 0, num_sequences = 0, table_width = 0;
@@ -163,9 +184,17 @@ struct DecoderStep {
   std::shared_ptr<const Sampling> sampling;
   std::vector<Sampled>* sampled = nullptr;
   std::shared_ptr<const Sparse> sparse;  // null: attention reads all blocks
+  std::shared_ptr<const SparsePrompts> sparse_prompts;  // the same of a step of prompts
+  std::shared_ptr<const Observed> observed;             // null: nobody asks
   // Whether keys that decoding sequences have in common, by their first blocks, are read once for all of them. Not where a
   // layer has a window, or with `sparse`.
   bool share_prefixes = false;
+};
+
+// What came of a step.
+struct StepReport {
+  std::string failure;       // what was wrong with a choice of blocks; the results are then not to be used
+  double prompt_blocks = 0;  // that the tiles of `sparse_prompts` read, in the mean of layers and key heads
 };
 
 // Sums run in an order that does not depend on the batch, so a sequence gets the same numbers beside any others.
@@ -177,9 +206,10 @@ class Decoder {
           const float* last_norm, Matrix head);
   ~Decoder();
 
-  // Throws std::invalid_argument for tokens, lengths, positions or blocks outside of the model and the cache. Returns what was
-  // wrong with a choice of blocks; the step's results are then not to be used, and it may be run again.
-  std::string run(Team& team, const PagedCache& cache, const DecoderStep& step);
+  // Throws std::invalid_argument for tokens, lengths, positions or blocks outside of the model and the cache. A step whose
+  // choice of blocks failed may be run again.
+  StepReport run(Team& team, const PagedCache& cache, const DecoderStep& step);
+  int prompt_tile() const;  // tokens of a tile of a prompt; the last one of a sequence may have fewer
 
   struct Model;
   struct Buffers;

@@ -11,7 +11,7 @@ namespace sage::cpu {
 namespace {
 
 constexpr int kFewRows = 15;    // query rows of a sequence that decodes, computed together
-constexpr int kQueryRows = 96;  // of a chunk of a prompt, or of sequences that share keys
+constexpr int kGroupRows = 96;  // of sequences that share keys
 
 std::vector<Sequence> read_sequences(const PagedCache& cache, const DecoderStep& step) {
   const auto fail = [](const std::string& words) { throw std::invalid_argument(words); };
@@ -53,7 +53,7 @@ int common_splits(const Sequence& one, const Sequence& other, int block_size) {
 std::vector<int> group_sequences(const PagedCache& cache, int share, AttentionPlan* plan) {
   std::vector<int> common(plan->sequences.size(), 0);
   std::vector<bool> is_placed(plan->sequences.size(), false);
-  const Size most = size(std::max(1, kQueryRows / share));
+  const Size most = size(std::max(1, kGroupRows / share));
   for (Size s = 0; s < plan->sequences.size(); ++s) {
     const Sequence& one = plan->sequences[s];
     if (is_placed[s] || one.tokens != 1) continue;
@@ -96,6 +96,7 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
   const bool shares = step.share_prefixes && step.is_decoding && step.sparse == nullptr;
   const std::vector<int> common = shares ? group_sequences(cache, share, &plan) : std::vector<int>(plan.sequences.size(), 0);
   const std::int64_t of_head = share * (shape.head_size + 2);
+  int tiles = 0;
   for (int s = 0; s < static_cast<int>(plan.sequences.size()); ++s) {
     Sequence& one = plan.sequences[size(s)];
     plan.owners.insert(plan.owners.end(), size(one.tokens), s);
@@ -105,13 +106,14 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
     }
     // By what the step does and not by how many tokens there are: a token that is decoded gets the same numbers alone
     // and as a guess beside others, one of a prompt the same whatever part of it was cached.
-    const int most = std::max(1, (step.is_decoding ? kFewRows : kQueryRows) / share);
+    const int most = std::max(1, step.is_decoding ? kFewRows / share : prompt_tile(shape));
     one.num_splits = step.is_decoding ? divided(one.seen, kSplit) : 0;
     for (int head = 0; head < shape.kv_heads; head += heads) {
       for (int first = 0; first < one.tokens; first += most) {
         const int tokens = std::min(most, one.tokens - first);
         if (!step.is_decoding) {
-          plan.tasks.push_back({s, head, heads, first, tokens, 0, one.length - one.tokens + first + tokens, -1});
+          const int end = one.length - one.tokens + first + tokens;
+          plan.tasks.push_back({s, head, heads, first, tokens, 0, end, -1, -1, tiles + first / most});
           continue;
         }
         const bool is_merged = one.num_splits > 1;
@@ -126,6 +128,7 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
         }
       }
     }
+    tiles += divided(one.tokens, most);
   }
   for (int g = 0; g < static_cast<int>(plan.groups.size()); ++g) {
     const std::vector<int>& group = plan.groups[size(g)];

@@ -1,6 +1,7 @@
 // How the attention of a step is cut into tasks.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -22,6 +23,7 @@ struct AttentionTask {
   int begin, end;             // keys
   std::int64_t partial;       // where its results wait to be merged, head by head; -1: they are the whole
   int group = -1;             // of sequences that have these keys in common: the task has the new token of each
+  int tile = -1;              // of the new tokens of a step of prompts, counted over its sequences
 };
 
 struct AttentionPlan {
@@ -35,6 +37,10 @@ struct AttentionPlan {
   std::vector<std::int64_t> partials;    // [sequences][key heads / heads_together]: `partial` of `merged`
   std::int64_t num_partials = 0;
 };
+
+constexpr int kPromptRows = 96;  // query rows of a chunk of a prompt, computed together
+// Adjacent tokens of a prompt that are computed together.
+inline int prompt_tile(const DecoderShape& shape) { return std::max(1, kPromptRows * shape.kv_heads / shape.heads); }
 
 // Throws std::invalid_argument for lengths or blocks outside of the step and the cache.
 AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape, int threads);

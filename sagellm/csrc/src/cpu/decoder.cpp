@@ -6,8 +6,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "attention_plan.h"
-#include "block_choice.h"
+#include "attention_work.h"
 #include "experts.h"
 #include "product.h"
 
@@ -108,8 +107,10 @@ enum class Kind {
   kEmbed,
   kQkv,
   kRotate,
+  kObserve,
   kWeigh,
   kChooseBlocks,
+  kEstimate,
   kAttend,
   kMerge,
   kOut,
@@ -141,25 +142,16 @@ class StepWork : public Work {
            const PagedCache& cache, const DecoderStep& step, int threads)
       : model_(std::move(model)),
         buffers_(std::move(buffers)),
-        cache_(cache),
         shape_(model_->shape),
         kernels_(*model_->kernels),
-        attention_kernels_(cpu::kernels_of_cache(kernels_, type_of_cache(cache, kernels_))),
         element_(cpu::size_of(kernels_.inputs)),
-        query_element_(cpu::size_of(attention_kernels_.inputs)),
         num_tokens_(step.num_tokens),
-        is_decoding_(step.is_decoding),
         tokens_(step.tokens, step.tokens + step.num_tokens),
         hidden_(static_cast<char*>(step.hidden)),
         sampling_(step.sampling),
         sampled_(step.sampled),
-        table_width_(step.table_width),
-        attention_(cpu::plan_attention(cache, step, shape_, threads)),
-        bounds_(cache_, shape_),
-        choice_(step.sparse, attention_, shape_, step.table_width),
-        whole_(choice_.num_whole() > 0 ? plan_of_all(cache, step, shape_, threads) : cpu::AttentionPlan{}),
+        attention_(cache, step, shape_, kernels_, windows_of(*model_), threads),
         id_(next_id()) {
-    while ((1 << block_shift_) < cache.block_size) ++block_shift_;
     for (const std::int64_t token : tokens_) {
       if (token < 0 || token >= shape_.vocabulary) throw std::invalid_argument("a token is outside of the vocabulary");
     }
@@ -177,18 +169,15 @@ class StepWork : public Work {
       }
       sampled_->resize(size(num_tokens_));
     }
-    if (choice_.exists() && step.sparse->weights == Sparse::Weights::kBounds && cache.bounds == nullptr) {
-      throw std::invalid_argument("the cache has no bounds of keys to choose blocks by");
-    }
-    bounds_.begin(attention_.sequences, static_cast<int>(model_->layers.size()));
+    attention_.use({buffers_->queries.data(), buffers_->attended.data(), buffers_->partials.data()});
     plan_stages(threads);
   }
 
-  const std::string& failure() const { return choice_.failure(); }
+  StepReport report() const { return attention_.report(); }
   Size num_logits() const {
     return sampling_ == nullptr ? 0 : size(num_tokens_) * size(model_->head.outputs);
   }
-  Size num_partials() const { return static_cast<Size>(std::max(attention_.num_partials, whole_.num_partials)); }
+  Size num_partials() const { return attention_.num_partials(); }
   int num_stages() const override { return static_cast<int>(stages_.size()); }
   int num_chunks(int stage) const override { return stages_[size(stage)].chunks; }
 
@@ -201,19 +190,7 @@ class StepWork : public Work {
       if (stage.kind != Kind::kRound) continue;
       bytes = std::max(bytes, size(kTokens) * cpu::rounded_bytes(kernels_, matrix_of(stage.product, stage.layer)));
     }
-    for (const cpu::AttentionPlan* plan : {&attention_, &whole_}) {
-      for (const cpu::AttentionTask& task : plan->tasks) {
-        const int rows = task.tokens * share();
-        const Size scratch = attention_kernels_.attend_bytes(rows, task.heads, shape_.head_size, is_decoding_);
-        bytes = std::max(bytes, size(task.heads) * result_bytes(rows) + gathered_query_bytes(task) + scratch);
-      }
-    }
-    if (choice_.has_weights()) {
-      const int count = table_width_ * (choice_.reads_keys() ? cache_.block_size : 1);
-      const Size scratch = attention_kernels_.block_weights_bytes(share(), shape_.head_size, count);
-      bytes = std::max(bytes, weights_bytes() + scratch);
-    }
-    return bytes;
+    return std::max(bytes, attention_.local_bytes());
   }
 
   void compute(int stage, int chunk, char* local) const override {
@@ -230,13 +207,17 @@ class StepWork : public Work {
       case Kind::kRotate:
         return rotate(layer, chunk, result);
       case Kind::kWeigh:
-        return weigh_blocks(at.layer, chunk, local);
+        return attention_.weigh(at.layer, chunk, local);
       case Kind::kChooseBlocks:
         return;  // all of it is in the commit
+      case Kind::kObserve:
+        return attention_.observe(at.layer, chunk, local);
+      case Kind::kEstimate:
+        return attention_.estimate(at.layer, chunk, local);
       case Kind::kAttend:
-        return attend(at.layer, chunk, local);
+        return attention_.attend(at.layer, chunk, local);
       case Kind::kMerge:
-        return merge(at.layer, chunk, result);
+        return attention_.merge(at.layer, chunk, result);
       case Kind::kOut:
         return cpu::multiply_chunk(kernels_, at.cut, layer.out, inputs_of(at), chunk, result);
       case Kind::kAddAttended:
@@ -280,14 +261,17 @@ class StepWork : public Work {
       case Kind::kRotate:
         return commit_rotated(at.layer, chunk, result);
       case Kind::kWeigh:
-        std::copy_n(result, choice_.weights_of_sequence(), choice_.weights_of(chunk));
-        return;
+        return attention_.commit_weighed(chunk, local);
       case Kind::kChooseBlocks:
-        return choose_blocks(at.layer);
+        return attention_.choose(at.layer);
+      case Kind::kObserve:
+        return attention_.commit_observed(chunk, local);
+      case Kind::kEstimate:
+        return attention_.commit_estimated(chunk, local);
       case Kind::kAttend:
-        return commit_attended(at.layer, chunk, local);
+        return attention_.commit_attended(at.layer, chunk, local);
       case Kind::kMerge:
-        return commit_merged(at.layer, chunk, result);
+        return attention_.commit_merged(at.layer, chunk, result);
       case Kind::kOut:
         return commit_sum(at.cut, layer.out, chunk, result, layer.after_attention != nullptr, layer.feed_forward_norm);
       case Kind::kAddAttended:
@@ -318,23 +302,16 @@ class StepWork : public Work {
   }
 
  private:
-  static cpu::Type type_of_cache(const PagedCache& cache, const Kernels& kernels) {
-    if (cache.format != Format::kPlain) return kernels.weights;
-    return cache.dtype == Dtype::kFloat32 ? cpu::Type::kFloat32 : cpu::Type::kBFloat16;
+  static std::vector<int> windows_of(const Decoder::Model& model) {
+    std::vector<int> windows;
+    for (const DecoderLayer& layer : model.layers) windows.push_back(layer.window);
+    return windows;
   }
-  // Bytes of a head's numbers in the cache, and of its scale and zero point.
-  Size head_bytes() const {
-    if (cache_.format == Format::kLevels4) return size(shape_.head_size) / 2;
-    return size(shape_.head_size) * (cache_.format == Format::kPlain ? cpu::size_of(attention_kernels_.weights) : 1);
-  }
-  Size scale_bytes() const { return 2 * cpu::size_of(attention_kernels_.weights); }
 
-  int share() const { return shape_.heads / shape_.kv_heads; }
   int head_numbers() const { return shape_.heads * shape_.head_size; }
   int key_numbers() const { return shape_.kv_heads * shape_.head_size; }
   int hidden_tiles() const { return divided(shape_.hidden, kTile); }
   Size input_stride() const { return size(padded(shape_.hidden, 2)); }
-  Size result_bytes(int rows) const { return (size(rows) * size(shape_.head_size + 2) * 4 + 63) / 64 * 64; }
   const float* next_norm(int layer) const {
     return size(layer) + 1 < model_->layers.size() ? model_->layers[size(layer) + 1].attention_norm : model_->last_norm;
   }
@@ -363,14 +340,15 @@ class StepWork : public Work {
       const DecoderLayer& layer = model_->layers[size(i)];
       add_product(Kind::kQkv, i, cut_of(layer.qkv, false));
       add(Kind::kRotate, i, groups);
-      if (i >= choice_.num_whole()) {
-        if (choice_.has_weights()) add(Kind::kWeigh, i, static_cast<int>(attention_.sequences.size()));
-        if (choice_.exists()) add(Kind::kChooseBlocks, i, 1);
-      }
-      const cpu::AttentionPlan& plan = plan_of(i);
-      const int attends = static_cast<int>(plan.tasks.size());
-      if (attends > 0) add(Kind::kAttend, i, attends);
-      if (!plan.merged.empty()) add(Kind::kMerge, i, static_cast<int>(plan.merged.size()));
+      const auto add_attention = [&](Kind kind, int chunks) {
+        if (chunks > 0) add(kind, i, chunks);
+      };
+      add_attention(Kind::kObserve, attention_.num_observed(i));
+      add_attention(Kind::kWeigh, attention_.num_weighed(i));
+      add_attention(Kind::kChooseBlocks, attention_.num_chosen(i));
+      add_attention(Kind::kEstimate, attention_.num_estimated(i));
+      add_attention(Kind::kAttend, attention_.num_attended(i));
+      add_attention(Kind::kMerge, attention_.num_merged(i));
       add_product(Kind::kOut, i, cut_of(layer.out, false));
       if (layer.after_attention != nullptr) add(Kind::kAddAttended, i, groups);
       const Experts& experts = layer.experts;
@@ -713,13 +691,6 @@ class StepWork : public Work {
 
   // ---- attention
 
-  static cpu::AttentionPlan plan_of_all(const PagedCache& cache, DecoderStep step, const DecoderShape& shape, int threads) {
-    step.sparse = nullptr;
-    step.share_prefixes = false;
-    return cpu::plan_attention(cache, step, shape, threads);
-  }
-  const cpu::AttentionPlan& plan_of(int layer) const { return layer < choice_.num_whole() ? whole_ : attention_; }
-
   void norm_heads(float* heads, int count, const float* norm) const {
     for (int head = 0; head < count; ++head, heads += shape_.head_size) {
       const float squares = kernels_.sum_of_squares(heads, shape_.head_size);
@@ -741,233 +712,21 @@ class StepWork : public Work {
 
   void commit_rotated(int layer, int chunk, const float* result) {
     const int numbers = head_numbers() + 2 * key_numbers();
-    for (int row = first_of(chunk); row < end_of(chunk); ++row, result += numbers) {
-      attention_kernels_.to_input(result, nullptr, head_numbers(),
-                                  buffers_->queries.data() + size(row) * size(head_numbers()) * query_element_);
-      const cpu::Sequence& one = attention_.sequences[size(attention_.owners[size(row)])];
-      if (!one.has_cache) continue;
-      const int position = one.length - one.tokens + row - one.row;
-      const Size block = size(static_cast<int>(one.table[size(position >> block_shift_)])),
-                 slot = size(position & (cache_.block_size - 1));
-      const Size at = block * cache_.block_stride + slot * cache_.slot_stride;
-      const float* keys = result + head_numbers();
-      bounds_.add(layer, one.table[size(position >> block_shift_)], keys);
-      if (cache_.format == Format::kPlain) {
-        attention_kernels_.to_weight(keys, key_numbers(), cache_.keys[size(layer)] + at);
-        attention_kernels_.to_weight(keys + key_numbers(), key_numbers(), cache_.values[size(layer)] + at);
-        continue;
-      }
-      const Size of_scales = block * cache_.scale_block_stride + slot * cache_.scale_slot_stride;
-      const int of_group = cpu::has_key_groups(cache_.format) ? static_cast<int>(slot % cpu::kKeyGroup) : 0;
-      const auto encode = [&](const float* from, int key_of_group, char* codes, char* scales) {
-        attention_kernels_.encode_heads(from, shape_.kv_heads, shape_.head_size, cache_.format, key_of_group,
-                                        cache_.slot_stride, codes, scales + of_scales);
-      };
-      encode(keys, cpu::has_key_groups(cache_.format) ? of_group : -1,
-             cache_.keys[size(layer)] + at - size(of_group) * cache_.slot_stride, cache_.key_scales[size(layer)]);
-      encode(keys + key_numbers(), -1, cache_.values[size(layer)] + at, cache_.value_scales[size(layer)]);
-    }
-  }
-
-  Attend attend_of(const cpu::AttentionTask& task, int index) const {
-    const cpu::Sequence& one = plan_of(index).sequences[size(task.sequence)];
-    Attend wanted{};
-    wanted.query_stride = size(head_numbers());
-    wanted.tokens = task.tokens;
-    wanted.share = share();
-    wanted.head_size = shape_.head_size;
-    wanted.block_stride = cache_.block_stride;
-    wanted.slot_stride = cache_.slot_stride;
-    wanted.table = one.seen < one.length ? choice_.table(task.sequence, task.head) : one.table.data();
-    wanted.block_shift = block_shift_;
-    wanted.first_position = task.group >= 0 ? task.end : one.seen - one.tokens + task.first;  // all of a group see all
-    wanted.begin = task.begin;
-    wanted.end = task.end;
-    wanted.few = is_decoding_;
-    wanted.window = model_->layers[size(index)].window;
-    wanted.scale = shape_.attention_scale;
-    wanted.softcap = shape_.softcap;
-    const int rows = task.tokens * share();
-    const Size head = size(task.head) * size(shape_.head_size);
-    wanted.heads = task.heads;
-    wanted.result_stride = result_bytes(rows) / 4;
-    wanted.query = buffers_->queries.data() +
-                   (size(one.row + task.first) * size(head_numbers()) + head * size(share())) * query_element_;
-    wanted.keys = cache_.keys[size(index)] + size(task.head) * head_bytes();
-    wanted.values = cache_.values[size(index)] + size(task.head) * head_bytes();
-    wanted.format = cache_.format;
-    if (cache_.format != Format::kPlain) {
-      wanted.key_scales = cache_.key_scales[size(index)] + size(task.head) * scale_bytes();
-      wanted.value_scales = cache_.value_scales[size(index)] + size(task.head) * scale_bytes();
-      wanted.scale_block_stride = cache_.scale_block_stride;
-      wanted.scale_slot_stride = cache_.scale_slot_stride;
-    }
-    return wanted;
-  }
-
-  void attend(int index, int chunk, char* local) const {
-    const cpu::AttentionTask& task = plan_of(index).tasks[size(chunk)];
-    Attend wanted = attend_of(task, index);
-    const int rows = task.tokens * share();
-    auto *results = reinterpret_cast<float*>(local), *max = results + rows * shape_.head_size;
-    char* scratch = local + size(task.heads) * result_bytes(rows);
-    if (task.group >= 0) {
-      wanted.query = gather_queries(plan_of(index), task, scratch) + size(task.head) * size(share() * shape_.head_size) * query_element_;
-      scratch += gathered_query_bytes(task);
-    }
-    attention_kernels_.attend(wanted, results, max, max + rows, scratch);
-    if (task.partial >= 0) return;
-    for (int h = 0; h < task.heads; ++h, results += wanted.result_stride) {
-      float *out = results, *sums = results + rows * (shape_.head_size + 1);
-      for (int row = 0; row < rows; ++row, out += shape_.head_size) {
-        const float scale = 1.F / sums[row];
-        for (int i = 0; i < shape_.head_size; ++i) out[i] *= scale;
-      }
-    }
-  }
-
-  Size weights_bytes() const { return (choice_.weights_of_sequence() * 4 + 63) / 64 * 64; }
-
-  void weigh_blocks(int layer, int chunk, char* local) const {
-    const cpu::Sequence& one = attention_.sequences[size(chunk)];
-    auto* weights = reinterpret_cast<float*>(local);
-    std::fill_n(weights, choice_.weights_of_sequence(), 0.F);
-    if (one.seen == one.length) return;
-    for (int head = 0; head < shape_.kv_heads; ++head, weights += table_width_) {
-      Attend wanted = attend_of({chunk, head, 1, 0, 1, 0, one.length, -1}, layer);
-      wanted.table = one.table.data();
-      const float* bounds = choice_.reads_keys() ? nullptr : bounds_.of_head(layer, head);
-      attention_kernels_.block_weights(wanted, bounds, bounds_.stride(), choice_.reach(), weights,
-                                       local + weights_bytes());
-    }
-  }
-
-  void choose_blocks(int layer) {
-    std::vector<float> queries;
-    if (choice_.wants_queries()) {
-      const Size numbers = size(num_tokens_ * head_numbers());
-      queries.resize(numbers);
-      if (query_element_ == 4)
-        std::memcpy(queries.data(), buffers_->queries.data(), numbers * 4);
-      else
-        attention_kernels_.from_weight(buffers_->queries.data(), static_cast<int>(numbers), queries.data());
-    }
-    choice_.choose(layer, queries.data());
-  }
-
-  Size gathered_query_bytes(const cpu::AttentionTask& task) const {
-    return task.group < 0 ? 0 : (size(task.tokens * head_numbers()) * query_element_ + 63) / 64 * 64;
-  }
-
-  // The queries of a group lie anywhere among those of the step.
-  char* gather_queries(const cpu::AttentionPlan& plan, const cpu::AttentionTask& task, char* to) const {
-    const Size bytes = size(head_numbers()) * query_element_;
-    char* at = to;
-    for (const int member : plan.groups[size(task.group)]) {
-      const int row = plan.sequences[size(member)].row;
-      std::memcpy(at, buffers_->queries.data() + size(row) * bytes, bytes);
-      at += bytes;
-    }
-    return to;
-  }
-
-  // To where the results of each member's own splits are.
-  void commit_shared(const cpu::AttentionPlan& plan, const cpu::AttentionTask& task, const char* local) {
-    const int rows = task.tokens * share(), numbers = share() * shape_.head_size, together = plan.heads_together;
-    const std::int64_t of_head = share() * (shape_.head_size + 2);
-    for (int h = 0; h < task.heads; ++h, local += result_bytes(rows)) {
-      const auto *results = reinterpret_cast<const float*>(local), *max = results + rows * shape_.head_size;
-      const int head = task.head + h;
-      for (int member = 0; member < task.tokens; ++member) {
-        const int sequence = plan.groups[size(task.group)][size(member)];
-        const std::int64_t base = plan.partials[size(sequence * (shape_.kv_heads / together) + head / together)];
-        float* to = buffers_->partials.data() + base + task.partial * together + head % together * of_head;
-        std::copy_n(results + member * numbers, numbers, to);
-        std::copy_n(max + member * share(), share(), to + numbers);
-        std::copy_n(max + rows + member * share(), share(), to + numbers + share());
-      }
-    }
-  }
-
-  // Rows [tokens][share][head size] of a key head.
-  void store_attended(int row, int tokens, int head, const float* from) {
-    const int numbers = share() * shape_.head_size;
-    const Size stride = size(padded(head_numbers(), 2));
-    for (int token = 0; token < tokens; ++token, from += numbers) {
-      kernels_.to_input(
-          from, nullptr, numbers,
-          buffers_->attended.data() + (size(row + token) * stride + size(head) * size(numbers)) * element_);
-    }
-  }
-
-  void commit_attended(int layer, int chunk, const char* local) {
-    const cpu::AttentionPlan& plan = plan_of(layer);
-    const cpu::AttentionTask& task = plan.tasks[size(chunk)];
-    if (task.group >= 0) return commit_shared(plan, task, local);
-    const int rows = task.tokens * share();
-    const Size numbers = size(rows * (shape_.head_size + 2));
-    for (int h = 0; h < task.heads; ++h, local += result_bytes(rows)) {
-      const auto* result = reinterpret_cast<const float*>(local);
-      if (task.partial < 0) {
-        store_attended(plan.sequences[size(task.sequence)].row + task.first, task.tokens, task.head + h, result);
-      } else {
-        float* to = buffers_->partials.data() + static_cast<Size>(task.partial) + size(h) * numbers;
-        std::memcpy(to, result, numbers * 4);
-      }
-    }
-  }
-
-  void merge(int layer, int chunk, float* result) const {
-    const cpu::AttentionPlan& plan = plan_of(layer);
-    const cpu::AttentionTask& first = plan.merged[size(chunk)];
-    const int rows = first.tokens * share(), numbers = rows * (shape_.head_size + 2);
-    const int num_splits = plan.sequences[size(first.sequence)].num_splits, stride = first.heads * numbers;
-    for (int each = 0; each < first.heads * rows; ++each, result += shape_.head_size) {
-      const int row = each % rows;
-      const float* part = buffers_->partials.data() + first.partial + each / rows * numbers;
-      const int at_max = rows * shape_.head_size + row, at_sum = at_max + rows;
-      float top = part[at_max], total = 0;
-      for (int s = 1; s < num_splits; ++s) top = std::max(top, part[s * stride + at_max]);
-      std::fill_n(result, shape_.head_size, 0.F);
-      for (int s = 0; s < num_splits; ++s, part += stride) {
-        if (part[at_sum] == 0.F) continue;  // outside of the window
-        const float weight = std::exp(part[at_max] - top);
-        total += weight * part[at_sum];
-        for (int i = 0; i < shape_.head_size; ++i) result[i] += weight * part[row * shape_.head_size + i];
-      }
-      const float scale = 1.F / total;  // as where there is one split
-      for (int i = 0; i < shape_.head_size; ++i) result[i] *= scale;
-    }
-  }
-
-  void commit_merged(int layer, int chunk, const float* result) {
-    const cpu::AttentionPlan& plan = plan_of(layer);
-    const cpu::AttentionTask& first = plan.merged[size(chunk)];
-    for (int h = 0; h < first.heads; ++h, result += first.tokens * share() * shape_.head_size) {
-      store_attended(plan.sequences[size(first.sequence)].row + first.first, first.tokens, first.head + h, result);
-    }
+    for (int row = first_of(chunk); row < end_of(chunk); ++row, result += numbers) attention_.store(layer, row, result);
   }
 
   const std::shared_ptr<const Decoder::Model> model_;
   const std::shared_ptr<Decoder::Buffers> buffers_;
-  const PagedCache cache_;
   const DecoderShape& shape_;
   const Kernels& kernels_;
-  const Kernels& attention_kernels_;  // those of the cache's type
-  const Size element_, query_element_;
+  const Size element_;
   const int num_tokens_;
-  const bool is_decoding_;
   const std::vector<std::int64_t> tokens_;
   std::vector<float> angles_;  // cos and sin of each token
   char* const hidden_;
   const std::shared_ptr<const Sampling> sampling_;
   std::vector<Sampled>* const sampled_;
-  const int table_width_;
-  int block_shift_ = 0;
-  const cpu::AttentionPlan attention_;
-  cpu::KeyBounds bounds_;
-  cpu::BlockChoice choice_;
-  const cpu::AttentionPlan whole_;  // of the layers that read all blocks where others choose
+  cpu::AttentionWork attention_;
   const std::uint64_t id_;
   std::vector<Stage> stages_;
   cpu::Routes routes_;  // of the layer at work
@@ -1028,7 +787,9 @@ Decoder::Decoder(const CpuKernels& kernels, const DecoderShape& shape, std::vect
 
 Decoder::~Decoder() = default;
 
-std::string Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& given) {
+int Decoder::prompt_tile() const { return cpu::prompt_tile(model_->shape); }
+
+StepReport Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& given) {
   DecoderStep step = given;
   for (const DecoderLayer& layer : model_->layers) step.share_prefixes = step.share_prefixes && layer.window == 0;
   if (cache.keys.size() != model_->layers.size() || cache.values.size() != model_->layers.size()) {
@@ -1058,7 +819,7 @@ std::string Decoder::run(Team& team, const PagedCache& cache, const DecoderStep&
     work = std::make_shared<StepWork>(model_, buffers_, cache, step, team.threads());
   }
   team.run(work);
-  return work->failure();
+  return work->report();
 }
 
 }  // namespace sage

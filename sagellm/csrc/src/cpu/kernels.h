@@ -88,11 +88,14 @@ struct Kernels {
   // weights of each row.
   void (*attend)(const Attend& task, float* out, float* max, float* sum, char* scratch);
   std::size_t (*attend_bytes)(int rows, int heads, int head_size, bool few);
-  // The weight that the queries of a token and a key head give to each block of its sequence, added up over the queries. By
-  // `bounds` of keys, `stride` numbers from block to block, it is an estimate (see `Sparse::reach`); null: keys are read.
+  // The weight that the queries of a key head give to each block of its sequence, added up over the queries. By `bounds` of
+  // keys, `stride` numbers from block to block, it is an estimate for one token (see `Sparse::reach`); null: keys are read.
   void (*block_weights)(const Attend& task, const float* bounds, std::size_t stride, float reach, float* weights,
                         char* scratch);
-  std::size_t (*block_weights_bytes)(int share, int head_size, int count);
+  std::size_t (*block_weights_bytes)(int rows, int head_size, int count);
+  // An estimate of the same for adjacent tokens, from one key of each strip of `stride` keys a query (XAttention, Xu et al. 2025).
+  void (*strip_weights)(const Attend& task, int stride, float* weights, char* scratch);
+  std::size_t (*strip_weights_bytes)(int rows, int stride, int head_size, int strips);
   // Turns [heads][size] numbers of one token by cos and sin, [size] each: the two halves of a head are a pair.
   void (*rotate)(float* heads, int count, int size, const float* cos, const float* sin);
   void (*scale)(float* values, float by, const float* bias, int count);     // `bias` may be null

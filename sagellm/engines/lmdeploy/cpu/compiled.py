@@ -192,7 +192,8 @@ class CpuRunner(GraphRunner):
         self._bounds: torch.Tensor | None = None
         self._sparse = None if hooks.sparsity is None else steps_of(cache_config)
         if self._sparse is not None and self.native is not None:
-            self._sparse.bind(self.native.heads, self.native.kv_heads, self.native.head_size)
+            native = self.native
+            self._sparse.bind(native.heads, native.kv_heads, native.head_size, native.decoder.prompt_tile)
 
     def get_capture_batch_sizes(self) -> list[int]:
         """There is no graph to capture, hence one warm-up batch instead of one a power of two."""
@@ -242,12 +243,33 @@ class CpuRunner(GraphRunner):
             "table_width": tables.shape[1], "angles": angles.data_ptr(), "num_angles": len(angles),
             "hidden": 0 if hidden is None else hidden.data_ptr(), "share_prefixes": self._shares_prefixes,
         }  # fmt: skip
-        sparse = self._sparse.of_layers(lengths, tables.shape[1]) if is_decoding and self._sparse is not None else None
-        drawn, fault = self.native.decoder.run(team(), tensors, wishes, sparse)
+        if self._sparse is None:
+            return self.native.decoder.run(team(), tensors, wishes)[0]
+        return self._run_sparse(is_decoding, whole[2], whole[3], whole[4], tensors, wishes)
+
+    def _run_sparse(
+        self, is_decoding: bool, queries: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, tensors: dict[str, Any],
+        wishes: dict[str, Any] | None,
+    ) -> list[Sampled]:  # fmt: skip
+        """Run a step that reads the blocks that a policy chooses, and observes what it wants to know."""
+        sparse = self._sparse
+        seen = sparse.observe(is_decoding, queries, lengths, tables)
+        if seen is not None:
+            tensors["observed"] = seen.native()
+        chosen = sparse.of_layers(lengths, tables.shape[1]) if is_decoding else None
+        prompts = None if is_decoding else sparse.of_prompts(queries, lengths)
+        if prompts is not None:
+            tensors["prompts"] = prompts
+        drawn, fault, read = self.native.decoder.run(team(), tensors, wishes, chosen)
         if fault:  # the step writes the same keys and draws the same tokens again
-            if self._sparse.is_on:
-                self._sparse.switch_off(fault)
-            drawn, _ = self.native.decoder.run(team(), tensors, wishes)
+            if sparse.is_on:
+                sparse.switch_off(fault)
+            tensors.pop("observed", None)
+            drawn = self.native.decoder.run(team(), tensors, wishes)[0]
+        elif seen is not None:
+            sparse.note(seen)
+        if not is_decoding and sparse.policy.selects_prompts:
+            sparse.count_prompts(queries, lengths, -1.0 if prompts is None else read)
         return drawn
 
     def get_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -350,7 +350,7 @@ class Step:
             "table_width": tables.shape[1], "angles": table.data_ptr(), "num_angles": len(table),
             "positions": positions.data_ptr(), "hidden": hidden.data_ptr(), "share_prefixes": shares,
         }  # fmt: skip
-        self.drawn, self.fault = decoder.run(team, tensors | self.change, wishes, sparse)
+        self.drawn, self.fault, self.prompt_blocks = decoder.run(team, tensors | self.change, wishes, sparse)
         return list(hidden.split(new))
 
 
@@ -361,14 +361,16 @@ def angles(model: Model, positions: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def plain(
-    model: Model, text: torch.Tensor, stored: Callable = lambda numbers: numbers, last_sees: Callable | None = None
-) -> torch.Tensor:
+    model: Model, text: torch.Tensor, stored: Callable = lambda numbers: numbers, last_sees: Callable | None = None,
+    sees: Callable | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Hidden states of a whole text, in float64.
 
     Args:
         stored: what a cache makes of the keys, and of the values, of a layer.
         last_sees: takes a layer's number, the last token's queries [heads, head_size] and all keys [tokens, heads, head_size];
             returns what that token sees, bool [heads, tokens].
+        sees: the same for all tokens: queries are [tokens, heads, head_size], the result is bool [heads, tokens, tokens].
     """
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -398,6 +400,8 @@ def plain(
         seen = ((distance >= 0) & ((distance < window) | (window == 0))).repeat(model.heads, 1, 1)
         if last_sees is not None:
             seen[:, -1] &= last_sees(number, query[-1], key)
+        if sees is not None:
+            seen &= sees(number, query, key)
         attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), value)
         part = linear(attended.flatten(1), one.out, one.out_bias)
         x = x + (norm(part, one.after_attention) if model.after_norms else part)
