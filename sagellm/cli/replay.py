@@ -18,7 +18,7 @@ from sagellm.cli.replay_schedule import (
     run_schedule,
     schedule_options,
 )
-from sagellm.cli.replay_verify import verify_kv, verify_strategy
+from sagellm.cli.replay_verify import verify_kv, verify_reads, verify_strategy
 from sagellm.cli.values import Finite, options_by_name
 from sagellm.core.current_folder import look_in_current_folder
 from sagellm.core.errors import SageError
@@ -135,10 +135,20 @@ class _Rates(click.ParamType):
     "--verify", type=click.Path(path_type=Path), is_flag=False, flag_value=OF_SCHEDULE, metavar="[LOG]",
     help="Verify the decisions in a recorded log. With --schedule LOG: those of its strategy.",
 )
+@click.option(
+    "--reads", type=click.Path(path_type=Path), metavar="LOG",
+    help="Recorded log: verify which KV blocks its sparse policy chose, and say what policies would have read.",
+)
+@click.option("--sparsity", metavar="NAME,...", help="Sparse policies for --reads: names, or module:Class [the log's].")
+@click.option(
+    "--sparsity-options", metavar="JSON", help='Options of --sparsity, a JSON object; or of several: {"quest": {...}}.'
+)
 @schedule_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def replay(trace_name: str | None, verify: Path | None, schedule: Path | None, as_json: bool, **given: Any) -> None:
-    """Replay a trace through policies, verify a recorded log, or replay a log under other scheduling strategies.
+def replay(
+    trace_name: str | None, verify: Path | None, schedule: Path | None, reads: Path | None, as_json: bool, **given: Any
+) -> None:
+    """Replay a trace through policies, verify a recorded log, or replay a log under other strategies or sparse policies.
 
     FILE is Mooncake's JSON lines, an event log of the engine, or a CSV of lengths; plain or gzip. Generators are zipf,
     conversation, agentic and scan, with parameters as in zipf:requests=10000,alpha=0.8,seed=1. Policies and strategies
@@ -147,21 +157,27 @@ def replay(trace_name: str | None, verify: Path | None, schedule: Path | None, a
     Exit code 0: done, or every decision was reproduced; 1: the log differs; 2: invalid options, trace or policy.
     """
     is_checked = schedule is not None and verify == OF_SCHEDULE
-    if [trace_name, None if is_checked else verify, schedule].count(None) != 2 or (verify == OF_SCHEDULE and not is_checked):
+    ways = [trace_name, None if is_checked else verify, schedule, reads]
+    if ways.count(None) != 3 or (verify == OF_SCHEDULE and not is_checked):
         raise click.UsageError(
-            "give either --trace and --capacity, or --verify LOG, or --schedule LOG, or --schedule LOG --verify."
+            "give either --trace and --capacity, or --verify LOG, or --schedule LOG, or --schedule LOG --verify, or --reads "
+            "LOG."
         )
     if is_checked:
         _refuse_others("--schedule --verify", ("schedule", "verify", "as_json", *VERIFY_OPTIONS))
+    elif reads is not None:
+        _refuse_others("--reads", ("reads", "sparsity", "sparsity_options", "as_json"))
     elif verify is not None:
         _refuse_others("--verify", ("verify", "as_json"))
     elif schedule is not None:
         _refuse_others("--schedule", ("schedule", *OWN_OPTIONS, *SHARED_OPTIONS))
     else:
-        _refuse("--trace", OWN_OPTIONS)
+        _refuse("--trace", (*OWN_OPTIONS, "sparsity", "sparsity_options"))
     try:
         if is_checked:
             sys.exit(verify_strategy(schedule, as_json, *one_strategy(given)))
+        if reads is not None:
+            sys.exit(verify_reads(reads, as_json, given["sparsity"], given["sparsity_options"]))
         if schedule is not None:
             run_schedule(schedule, as_json, given)
             return

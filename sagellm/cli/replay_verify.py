@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
+from sagellm.cli.values import options_by_name
 from sagellm.core.current_folder import look_in_current_folder
 
-__all__ = ["verify_kv", "verify_strategy"]
+__all__ = ["verify_kv", "verify_reads", "verify_strategy"]
 
 MAX_SHOWN = 20
 
@@ -37,6 +38,34 @@ def verify_strategy(log: Path, as_json: bool, strategy: str | None, options: dic
         f"{log}: {found.num_decisions:,} decisions of {', '.join(dict.fromkeys(found.strategies))}, {found.num_left:,} left to "
         f"the engine; {found.num_steps:,} steps and {found.num_ends:,} ends replayed",
     )  # fmt: skip
+
+
+def verify_reads(log: Path, as_json: bool, names: str | None, options: str | None) -> int:
+    """Verify the choices of a sparse policy, print what policies would have read, and return the exit code.
+
+    Raises:
+        SageError: the log or a policy cannot be used.
+        UsageError: options that do not fit.
+    """
+    from rich.console import Console
+
+    from sagellm.replay.reads import replay_reads
+    from sagellm.replay.report import min_width, reads_table
+
+    look_in_current_folder()
+    policies = None
+    if names is not None:
+        named = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+        policies = options_by_name("--sparsity-options", options, named, {"share": 0.25})
+    elif options is not None:
+        raise click.UsageError("--sparsity-options goes with --sparsity; the log has the options of its own policy.")
+    found = replay_reads(log, policies)
+    if not as_json:
+        console, table = Console(), reads_table(found.rows)
+        console.width = max(console.width, min_width(table, console))
+        console.print(table)
+    what = f"{log}: {found.num_choices:,} choices of {found.policy} made again, {found.num_budgets:,} budgets"
+    return _show(found, as_json, what if found.policy else f"{log}: recorded with dense attention")
 
 
 def _show(found: Any, as_json: bool, what: str) -> int:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from sagellm.replay.reads import Reads
+
 QUIET_S = 2.0
 COLUMNS = {
     "policy": lambda row: row.policy,
@@ -69,6 +71,31 @@ def table(rows: Sequence[Row]) -> Table:
         found.add_column(header, justify="left" if name == "policy" else "right", no_wrap=True, vertical="bottom")
     for number in range(len(rows)):
         found.add_row(*(cells[name][number] for name in shown))
+    return found
+
+
+READS = {
+    "policy": lambda row: row.policy,
+    "decode read": lambda row: f"{row.decode_read:,}",
+    "of": lambda row: f"{row.decode_held:,}",
+    "share": lambda row: f"{row.decode_read / max(1, row.decode_held):.3f}",
+    "prompts share": lambda row: f"{row.prompt_read / max(1, row.prompt_held):.3f}",
+    "saved GB": lambda row: f"{row.saved_bytes / 1e9:.3f}",
+    "steps s": lambda row: f"{row.seconds:.2f}",
+    "dense s": lambda row: f"{row.dense_seconds:.2f}",
+}
+
+
+def reads_table(rows: Sequence[Reads]) -> Table:
+    """Return blocks that sparse policies would have read, what that saves, and the time of all steps by the fitted model."""
+    from rich.table import Table
+
+    found = Table(box=None, padding=(0, 1, 0, 0))
+    for name in READS:
+        header = name.replace(" ", "\n")
+        found.add_column(header, justify="left" if name == "policy" else "right", no_wrap=True, vertical="bottom")
+    for row in rows:
+        found.add_row(*(cell(row) for cell in READS.values()))
     return found
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 __all__ = [
     "DROPS_AFTER", "PER", "PROMPT_WEIGHTS", "WEIGHTS", "DropView", "PromptView", "SparsePolicy", "SparseView", "TopBlocks",
-    "top_blocks", "wrong_kind", "wrong_with", "wrong_with_drops", "wrong_with_prompts",
+    "as_ranges", "prompt_view", "step_view", "top_blocks", "wrong_kind", "wrong_with", "wrong_with_drops", "wrong_with_prompts",
 ]  # fmt: skip
 
 PER = ("step", "layer", "head")
@@ -142,11 +142,47 @@ def top_blocks(weights: np.ndarray, keep: int, first: int = 1, last: int = 1) ->
     return np.sort(order[:keep])
 
 
+def step_view(policy: "SparsePolicy", step: int, lengths: np.ndarray, block_size: int) -> SparseView:
+    """Return the view of a decode step before its queries are known. `lengths`: [sequences], tokens with the new one."""
+    lengths = np.asarray(lengths, np.int64)
+    blocks = -(-lengths // block_size)
+    keep = np.array([policy.budget(each) for each in blocks.tolist()], np.int64)
+    return SparseView(
+        step=step, layer=-1, block_size=block_size, lengths=lengths, keep=np.clip(keep, 1, blocks), first=policy.first,
+        last=policy.last, by_head=policy.per == "head",
+    )  # fmt: skip
+
+
+def prompt_view(
+    policy: "SparsePolicy", step: int, new: np.ndarray, lengths: np.ndarray, tile: int, block_size: int
+) -> PromptView:
+    """Return the view of a step of prompts.
+
+    Args:
+        new, lengths: [sequences], new tokens, and tokens with these.
+        tile: new tokens that are computed together.
+    """
+    new, lengths = np.asarray(new, np.int64), np.asarray(lengths, np.int64)
+    sequences = np.repeat(np.arange(len(new)), -(-new // tile))
+    counts = np.bincount(sequences, minlength=len(new))
+    first = (np.arange(len(sequences)) - (np.cumsum(counts) - counts)[sequences]) * tile
+    begin = (lengths - new)[sequences] + first
+    before, blocks = begin // block_size, -(-np.minimum(begin + tile, lengths[sequences]) // block_size)
+    keep = np.array([policy.budget(each) for each in blocks.tolist()], np.int64)
+    return PromptView(step, block_size, sequences, before, blocks, np.clip(keep - (blocks - before), 0, before))
+
+
+def as_ranges(positions: np.ndarray) -> str:
+    """Return rising positions as text, such as 0,7-9."""
+    parts = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    return ",".join(f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts if len(part))
+
+
 class SparsePolicy:
     """Chooses which KV blocks attention reads, or gives blocks up.
 
-    A subclass sets `name` and defines one or more of `select_blocks`, `select_prompt_blocks` and `drop_blocks`. What it does not
-    define is not asked: steps then read everything, and nothing is given up.
+    A subclass sets `name` and defines one or more of `select_blocks`, `select_prompt_blocks` and `drop_blocks`. What it does
+    not define is not asked: steps then read everything, and nothing is given up.
 
     Args:
         share: part of a sequence's blocks to read or to keep, above 0 and at most 1.
@@ -212,7 +248,7 @@ class SparsePolicy:
         raise NotImplementedError
 
     def select_prompt_blocks(self, view: PromptView) -> Sequence[np.ndarray]:
-        """Return positions of the blocks before each tile that it reads in all layers, rising. Called once a step of prompts."""
+        """Return positions of the blocks before each tile that it reads in all layers, rising. Called once a step."""
         raise NotImplementedError
 
     def drop_blocks(self, view: DropView) -> Sequence[np.ndarray]:

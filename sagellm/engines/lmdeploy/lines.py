@@ -24,6 +24,7 @@ def open_line(scheduler: Any, config: HookConfig, prefix_caching: bool) -> dict[
         host_blocks=cache.num_cpu_blocks, prefix_caching=prefix_caching, max_prefill_tokens=cache.max_prefill_token_num,
         max_batch_size=scheduler.scheduler_config.max_batches, decode_round=scheduler.scheduler_config.prefill_interval,
         plugins=[spec.model_dump(mode="json") for spec in config.plugins],
+        **({} if config.sparsity is None else {"sparsity": config.sparsity.model_dump(mode="json")}),
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ class PrefixHooks:
         self._kv = kv
         self._cache = cache
         self._num_whole = num_whole
+        self.num_fresh = 1  # tokens of a prompt that are always computed: there must be one to sample from
         self._block_size = cache.block_size
         self.first = LookupCounts()
         self.retries = LookupCounts()
@@ -62,8 +63,7 @@ class PrefixHooks:
         if num_blocks > cache.num_held(seq):
             return  # sent back with its blocks: a match would be appended behind blocks that it computed itself
         try:
-            # One token must be left to compute, or there is nothing to sample from.
-            limit = min(num_shareable(seq), seq.num_valid_ids - 1) // self._block_size
+            limit = min(num_shareable(seq), max(0, seq.num_valid_ids - self.num_fresh)) // self._block_size
             if seq.return_logits or needs_every_token(seq):  # cached tokens are not computed
                 limit = 0
             source = BUILT_IN

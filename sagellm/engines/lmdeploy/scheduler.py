@@ -118,6 +118,7 @@ class SchedulerHooks:
             from sagellm.engines.lmdeploy.block_drops import BlockDrops
 
             note = partial(self._recorder.write, "drop")
+            self.prefix.num_fresh = max(1, self._sparse.policy.observed)  # queries that are not computed look at nothing
             self._drops = BlockDrops(self._scheduler, self._sparse, self.cache, self.kv, note)
 
     def tokens_of(self, request_id: int) -> tuple[np.ndarray, str]:
@@ -289,6 +290,8 @@ class SchedulerHooks:
             result = self.speculation.told(result, running)
         if self._recorder.enabled:
             self.choice.note_unsent()
+            for line in () if self._sparse is None else self._sparse.take_readings():
+                self._recorder.write("read", **line)
             self._recorder.write("step", **step_line(result))
         if not (self._host.plugins and self._host.listens("on_step_end")):
             return

@@ -15,7 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from sagellm.accel.sparsity.base import PromptView, SparsePolicy, SparseView, TopBlocks, wrong_with, wrong_with_prompts
+from sagellm.accel.sparsity.base import (
+    PromptView,
+    SparsePolicy,
+    SparseView,
+    TopBlocks,
+    as_ranges,
+    prompt_view,
+    step_view,
+    wrong_with,
+    wrong_with_prompts,
+)
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import SparsityError
 
@@ -50,12 +60,18 @@ def reading(cache_config: Any, inputs: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the attention of a forward pass read. `chosen`: positions of each sequence's blocks, where a policy chose once."""
+    """What the attention of a forward pass read.
 
-    is_decoding: bool
-    num_tokens: int
-    lengths: np.ndarray  # int64 [sequences], tokens with keys and values
-    read: np.ndarray  # int64 [sequences], blocks; of a prompt, the mean of its tiles, layers and heads
+    Attributes:
+        new: int64 [sequences], new tokens of each sequence of a step of prompts; None for a decode step.
+        lengths: int64 [sequences], tokens with keys and values.
+        read, held: [sequences], blocks. Those of a prompt are summed over tiles, in the mean of layers and heads.
+        chosen: int64 positions of each sequence's blocks, where a policy chose once for all layers of a decode step.
+    """
+
+    new: np.ndarray | None
+    lengths: np.ndarray
+    read: np.ndarray
     held: np.ndarray
     chosen: list[np.ndarray] | None = None
 
@@ -199,7 +215,7 @@ class SparseSteps:
         policy = self.policy
         if self._fault or not policy.selects_prompts or not int(lengths.max()):
             return None
-        view = self._prompt_view(queries.numpy().astype(np.int64), lengths.numpy().astype(np.int64))
+        view = self._prompt_view(queries, lengths)
         if policy.prompt_weights:
             return {
                 "stride": policy.stride, "share": policy.share, "threshold": policy.threshold,
@@ -211,21 +227,34 @@ class SparseSteps:
             return None
         return {"counts": [len(one) for one in chosen], "positions": np.concatenate(chosen).tolist()}
 
-    def count_prompts(self, queries: torch.Tensor, lengths: torch.Tensor, read: float) -> None:
-        """Count a step of prompts, whose tiles read so many blocks in the mean of layers and heads; negative: all of theirs."""
+    def count_prompts(
+        self, queries: torch.Tensor, lengths: torch.Tensor, choice: dict[str, Any] | None, estimated: float
+    ) -> None:
+        """Count a step of prompts.
+
+        Args:
+            choice: what `of_prompts` returned.
+            estimated: blocks that its tiles read where they chose by estimates, in the mean of layers and heads.
+        """
         if not int(lengths.max()):
             return
-        view = self._prompt_view(queries.numpy().astype(np.int64), lengths.numpy().astype(np.int64))
-        held = int(view.blocks.sum())
+        view = self._prompt_view(queries, lengths)
+        held = np.bincount(view.sequences, view.blocks, len(lengths))
+        if choice is None:
+            read = held
+        elif "counts" in choice:
+            read = np.bincount(view.sequences, choice["counts"] + view.blocks - view.before, len(lengths))
+        else:
+            read = held * estimated / held.sum()
         self._num_prompts += 1
-        self._prompt_held += held
-        self._prompt_read += held if read < 0 else round(read)
+        self._prompt_held += int(held.sum())
+        self._prompt_read += round(read.sum())
         if self.readings is not None:
-            share = 1.0 if read < 0 else read / held
-            each = np.bincount(view.sequences, view.blocks, len(lengths))
-            self.readings.append(Reading(False, int(queries.sum()), lengths.numpy(), each * share, each))
+            self.readings.append(Reading(queries.numpy(), lengths.numpy(), read, held))
 
-    def observe(self, is_decoding: bool, queries: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor) -> Observation | None:
+    def observe(
+        self, is_decoding: bool, queries: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor
+    ) -> Observation | None:
         """Return what a native step is to observe; None if nobody wants to know."""
         policy = self.policy
         if self._fault or not policy.observed or (is_decoding and policy.drops_after == "prompt") or not int(lengths.max()):
@@ -237,8 +266,8 @@ class SparseSteps:
     def note(self, observation: Observation) -> None:
         """Keep what a step has observed."""
         size, adds_up = self._block_size, self.policy.drops_after == "step"
-        rows = zip(observation.queries.tolist(), observation.lengths.tolist(), observation.tables, observation.weights, strict=True)
-        for queries, length, table, weights in rows:
+        sizes = zip(observation.queries.tolist(), observation.lengths.tolist(), strict=True)
+        for (queries, length), table, weights in zip(sizes, observation.tables, observation.weights, strict=True):
             seen = weights[:, : -(-length // size)].copy()
             before = length - queries
             known = self._seen.pop(int(table[(before - 1) // size]), None) if before and adds_up else None
@@ -260,6 +289,22 @@ class SparseSteps:
             known.weights = known.weights[:, kept]
             known.length -= num_lost * self._block_size
 
+    def take_readings(self) -> list[dict[str, Any]]:
+        """Return the fields of `read` lines of a record, of forward passes since the last call."""
+        lines = []
+        while self.readings:
+            one = self.readings.popleft()
+            more: dict[str, Any] = {}
+            if one.new is not None:
+                more = {"new": one.new, "tile": self._tile}
+            elif one.chosen is not None:
+                more = {"chosen": [as_ranges(positions) for positions in one.chosen]}
+            lines.append({
+                "policy": self.policy.name, "phase": "decode" if one.new is None else "prefill", "lengths": one.lengths,
+                "read": np.round(one.read, 3), "held": one.held, **more,
+            })  # fmt: skip
+        return lines
+
     def report(self) -> dict[str, Any]:
         """Return the numbers of `/metrics`."""
         return {
@@ -269,25 +314,12 @@ class SparseSteps:
         }  # fmt: skip
 
     def _view(self, lengths: np.ndarray) -> SparseView:
-        lengths = lengths.astype(np.int64)
-        blocks = -(-lengths // self._block_size)
-        keep = np.array([self.policy.budget(each) for each in blocks.tolist()], np.int64)
-        policy = self.policy
-        return SparseView(
-            step=self._num_steps, layer=-1, block_size=self._block_size, lengths=lengths, keep=np.clip(keep, 1, blocks),
-            first=policy.first, last=policy.last, by_head=policy.per == "head",
-        )  # fmt: skip
+        return step_view(self.policy, self._num_steps, lengths, self._block_size)
 
-    def _prompt_view(self, queries: np.ndarray, lengths: np.ndarray) -> PromptView:
-        size, policy = self._block_size, self.policy
-        sequences = np.repeat(np.arange(len(queries)), -(-queries // self._tile))
-        counts = np.bincount(sequences, minlength=len(queries))
-        first = (np.arange(len(sequences)) - (np.cumsum(counts) - counts)[sequences]) * self._tile
-        begin = (lengths - queries)[sequences] + first
-        end = np.minimum(begin + self._tile, lengths[sequences])
-        before, blocks = begin // size, -(-end // size)
-        keep = np.array([policy.budget(each) for each in blocks.tolist()], np.int64)
-        return PromptView(self._num_prompts, size, sequences, before, blocks, np.clip(keep - (blocks - before), 0, before))
+    def _prompt_view(self, queries: torch.Tensor, lengths: torch.Tensor) -> PromptView:
+        return prompt_view(
+            self.policy, self._num_prompts, queries.numpy(), lengths.numpy(), self._tile, self._block_size
+        )
 
     def _count(self, view: SparseView, chosen: list[np.ndarray] | None = None) -> None:
         self._num_steps += 1
@@ -295,7 +327,7 @@ class SparseSteps:
         self._blocks_read += int(view.keep.sum())
         self._blocks_held += int(view.num_blocks.sum())
         if self.readings is not None:
-            self.readings.append(Reading(True, len(view.lengths), view.lengths, view.keep, view.num_blocks, chosen))
+            self.readings.append(Reading(None, view.lengths, view.keep, view.num_blocks, chosen))
 
     def _ask(self, ask: Any, wrong_with: Any) -> list[np.ndarray] | None:
         try:

@@ -25,11 +25,11 @@ OWN_LINE = re.compile(rb'\{"t_ns": ?\d+, ?"n": ?\d+, ?"pid": ?\d+, ?"event": ?"(
 ORIGIN = "Record a run with --record and give its log from the beginning."
 
 
-def read_log(path: Path, *, skip_bad: bool = False) -> RecordedRun:
+def read_log(path: Path, *, skip_bad: bool = False, follower: Follower | None = None) -> RecordedRun:
     """Raises TraceError: an unreadable file, a malformed line (unless skipped), no engine or several, or no requests."""
     file = open_text(path)
     bad = BadLines(file.name, skip_bad)
-    reader = _Reader()
+    reader = _Reader(Follower() if follower is None else follower)
     for number, line in file.parse(_parse, bad):
         if line is None:
             continue
@@ -53,14 +53,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, follower: Follower) -> None:
         self._shape: EngineShape | None = None
         self._plugins: tuple[dict, ...] = ()
         self._pid: Any = None
         self._decided_by = ENGINE
         self._start_ns: int | None = None
         self._last_ns = 0
-        self._follower = Follower()
+        self._follower = follower
         self._num_sent: dict[int, int] = {}  # step -> decode steps of that number
 
     def take(self, line: dict[str, Any]) -> None:

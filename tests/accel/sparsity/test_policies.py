@@ -1,11 +1,13 @@
 """Sparse policies: what they choose, and that the contract finds faults."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sagellm.accel.sparsity.base import SparsePolicy, SparseView, TopBlocks, top_blocks
+from sagellm.accel.sparsity.base import DropView, PromptView, SparsePolicy, SparseView, TopBlocks, top_blocks
 from sagellm.accel.sparsity.contract import RULES, SUITE
 from sagellm.accel.sparsity.registry import SPARSITIES, make_sparsity
 from sagellm.core.errors import SparsityError
@@ -24,6 +26,27 @@ def test_policies_keep_to_the_contract(name):
 def test_streaming_reads_both_ends():
     chosen = make_sparsity("streaming", first=2, last=1).select_blocks(view([200, 5, 64], [6, 1, 4]))
     assert [one.tolist() for one in chosen] == [[0, 1, 9, 10, 11, 12], [0], [0, 1, 2, 3]]
+
+
+def test_a_policy_of_prompts_and_drops_keeps_to_the_contract():
+    assert SUITE.check(Recent).passed
+
+
+def test_a_shape_reads_both_ends_of_what_lies_before_a_tile():
+    prompts = PromptView(0, 16, np.array([0, 0, 0]), np.array([0, 3, 9]), np.array([2, 5, 11]), np.array([0, 3, 4]))
+    chosen = make_sparsity("a_shape", first=1).select_prompt_blocks(prompts)
+    assert [one.tolist() for one in chosen] == [[], [0, 1, 2], [0, 6, 7, 8]]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o"])
+def test_the_blocks_of_least_weight_are_given_up(name):
+    positions, weights = np.array([0, 1, 4, 5, 6, 9]), np.array([[0, 3, 1, 0, 2, 0], [0, 0, 1, 0, 1, 0]], np.float32)
+    after = DropView(16, np.array([150]), [positions], [weights], np.array([1]), np.array([4]), first=1, last=1)
+    (lost,) = make_sparsity(name, first=1, last=1, min_blocks=4).drop_blocks(after)
+    assert lost.tolist() == [2, 3]  # numbers in `positions`: 0 and 5 are the ends, 1 and 4 weigh most
+    assert after.ages[0].tolist() == [134, 118, 70, 54, 38, 0]
+    held = replace(after, held=np.array([3]))
+    assert make_sparsity(name, first=1, last=1, min_blocks=4).drop_blocks(held)[0].tolist() == [3, 4]
 
 
 def test_budgets():
@@ -55,7 +78,7 @@ def test_options_that_are_refused(options, fault):
 
 
 def test_an_unknown_policy():
-    with pytest.raises(SparsityError, match="unknown sparse policy 'squest'; known are: oracle, quest, random, streaming"):
+    with pytest.raises(SparsityError, match="unknown sparse policy 'squest'; known are: a_shape, h2o, oracle, quest"):
         make_sparsity("squest")
 
 
@@ -139,11 +162,58 @@ class Nameless(Latest):
     per = "block"
 
 
+class AsksNothing(SparsePolicy):
+    name = "asks-nothing"
+
+
+class Recent(SparsePolicy):
+    """Prompts read the latest blocks, and sequences keep them."""
+
+    name = "recent"
+
+    def select_prompt_blocks(self, view):
+        return [np.arange(before - keep, before) for before, keep in zip(view.before, view.keep, strict=True)]
+
+    def drop_blocks(self, view):
+        rows = zip(view.held.tolist(), view.positions, view.keep.tolist(), strict=True)
+        return [np.arange(max(held, self.first), max(held, self.first, len(blocks) - keep)) for held, blocks, keep in rows]
+
+
+class ReadsItsOwn(Recent):
+    def select_prompt_blocks(self, view):
+        return [np.r_[one, before] for one, before in zip(super().select_prompt_blocks(view), view.before, strict=True)]
+
+
+class GivesUpTheLast(Recent):
+    def drop_blocks(self, view):
+        return [np.array([len(blocks) - 1]) for blocks in view.positions]
+
+
+class GivesUpTheHeld(Recent):
+    def drop_blocks(self, view):
+        return [np.arange(len(blocks) - 1)[:1] for blocks in view.positions]
+
+
+class GivesUpTheFirst(Recent):
+    def drop_blocks(self, view):
+        return [np.arange(held, len(blocks) - 1)[:1] for held, blocks in zip(view.held, view.positions, strict=True)]
+
+
+class ChangesWeights(Recent):
+    observed = 4
+
+    def drop_blocks(self, view):
+        for weights in view.weights:
+            weights[:] = 0
+        return super().drop_blocks(view)
+
+
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [(Latest, "ends"), (Repeats, "choice"), (Foreign, "choice"), (DropsTheLast, "choice"), (TooFew, "choice"),
      (ForgetsASequence, "choice"), (Raises, "raises_nothing"), (Changes, "changes_nothing"), (Guesses, "deterministic"),
-     (Greedy, "budget"), (Shrinks, "budget"), (Nameless, "kind")],
+     (Greedy, "budget"), (Shrinks, "budget"), (Nameless, "kind"), (AsksNothing, "kind"), (ReadsItsOwn, "choice"),
+     (GivesUpTheLast, "drops"), (GivesUpTheHeld, "drops"), (GivesUpTheFirst, "ends"), (ChangesWeights, "changes_nothing")],
 )  # fmt: skip
 def test_the_contract_finds_faults(kind, rule):
     broken = {result.rule for result in SUITE.check(kind).results if not result.passed and result.seen}

@@ -269,7 +269,7 @@ class CpuRunner(GraphRunner):
         elif seen is not None:
             sparse.note(seen)
         if not is_decoding and sparse.policy.selects_prompts:
-            sparse.count_prompts(queries, lengths, -1.0 if prompts is None else read)
+            sparse.count_prompts(queries, lengths, None if fault else prompts, read)
         return drawn
 
     def get_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,9 @@ def test_observed_weights_are_those_of_the_queries(isa, form, is_decoding):
 
 
 @settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.tuples(st.integers(1, 120), st.integers(0, 70)), min_size=1, max_size=3), st.floats(0, 1), st.integers(0, 99))
+@given(
+    st.lists(st.tuples(st.integers(1, 120), st.integers(0, 70)), min_size=1, max_size=3), st.floats(0, 1), st.integers(0, 99)
+)  # fmt: skip
 def test_any_lengths_and_choices(lengths, chance, seed):
     torch.manual_seed(seed)
     prompts = Prompts(Model(dtype=torch.float32, **SHAPE), lengths)
