@@ -7,7 +7,7 @@ namespace sage::cpu::NAMESPACE {
 
 // From so many query rows on, keys are packed as weights are, and multiplied in the same way.
 constexpr int kManyRows = 16;
-constexpr int kRound = 128;  // keys in a round of many rows
+constexpr int kRound = 256;  // keys in a round of many rows
 
 inline std::size_t aligned_to_64(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -23,7 +23,7 @@ inline std::size_t attend_bytes(int rows, int heads, int head_size, bool few) {
            aligned_to_64(static_cast<std::size_t>(heads) * keys * 16) + aligned_to_64(r * (keys + d) * 2) +
            aligned_to_64(kTile * d * 4) + aligned_to_64(r * 16) + 16 * 64;
   }
-  return aligned_to_64(r * d * 4) * 2 + aligned_to_64(r * kRound * 4) * 2 + aligned_to_64(kRound * d * 4) * 2 +
+  return aligned_to_64(static_cast<std::size_t>(heads) * r * d * 4) * 2 + aligned_to_64(r * kRound * 4) * 2 + aligned_to_64(kRound * d * 4) * 2 +
          aligned_to_64(r * 12);
 }
 
@@ -166,6 +166,41 @@ inline float weigh(float* scores, int count, float top) {
   }
   return sum(total);
 }
+
+#ifdef DOT_BF16
+// Scores that are all seen to exp(scale * score - top), which then have bfloat16; returns their sum. `count` is a multiple of
+// WIDTH. Within 8e-5 of the exact weights, where bfloat16 rounds by up to 4e-3: the best polynomial of the third degree for 2^x
+// between -1/2 and 1/2.
+inline float weigh_all(const float* scores, int count, float scale, float top, std::uint16_t* to) {
+  constexpr float kLog2E = 1.44269504f;
+  const Vec magic = broadcast(12582912.f), least = broadcast(-126.f);
+  const float by = scale * kLog2E, offset = top * kLog2E;
+  Vec total{};
+  for (int i = 0; i < count; i += WIDTH) {
+    const Vec x = larger(load(scores + i) * by - offset, least);
+    const Vec shifted = x + magic, rest = x - (shifted - magic);
+    Vec y = rest * 0.0551713f + 0.24261111f;
+    y = y * rest + 0.69326103f;
+    y = y * rest + 0.99992808f;
+    const Vec weight = as_float(as_bits(y) + ((as_bits(shifted) - as_bits(magic)) << 23));
+    total += weight;
+    const __m256bh narrowed = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(weight));
+    std::memcpy(to + i, &narrowed, sizeof(narrowed));
+  }
+  return sum(total);
+}
+
+// kTile numbers of two tokens to pairs.
+inline void pair_up(const std::uint16_t* first, const std::uint16_t* second, std::uint16_t* to) {
+  typedef std::uint16_t Halves __attribute__((vector_size(2 * kTile)));
+  Halves a, b, low;
+  std::memcpy(&a, first, sizeof(a));
+  std::memcpy(&b, second, sizeof(b));
+  for (int i = 0; i < kTile; ++i) low[i] = static_cast<std::uint16_t>(i / 2 + i % 2 * kTile);
+  const Halves pairs[2] = {__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, low + kTile / 2)};
+  std::memcpy(to, pairs, sizeof(pairs));
+}
+#endif
 
 // Adds up each of WIDTH vectors: result[i] is the sum of values[i].
 inline Vec add_up(Vec (&values)[WIDTH]) {
@@ -376,80 +411,99 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
   using Input = typename T::Input;
   const int rows = task.tokens * task.share, size = task.head_size;
   const int wide = padded(size, kTile), inputs = padded(size, 2);
-  const auto r_count = static_cast<std::size_t>(rows), wide_count = static_cast<std::size_t>(wide);
+  const auto r_count = static_cast<std::size_t>(rows), wide_count = static_cast<std::size_t>(wide),
+             of_heads = r_count * wide_count * static_cast<std::size_t>(task.heads);
   const bool is_plain = task.format == Format::kPlain;
+  const std::size_t head_bytes = bytes_of_head(task.format, size, sizeof(Weight));
   Scratch parts(scratch);
-  auto* queries = parts.take<Input>(r_count * wide_count);
-  auto* total = parts.take<float>(r_count * wide_count);
+  auto* queries = parts.take<Input>(of_heads);
+  auto* total = parts.take<float>(of_heads);
   auto* scores = parts.take<float>(r_count * kRound);
   auto* weights = parts.take<Input>(r_count * kRound);
   auto* packed = parts.take<Weight>(kRound * wide_count);
   auto* decoded = parts.take<Weight>(kRound * wide_count);  // keys or values of a round that are of few bits
-  const auto row_of = [&](const char* cache, int begin, int i) {
-    return is_plain ? slot(task, cache, begin + i) : reinterpret_cast<const char*>(decoded + i * size);
-  };
-  for (int row = 0; row < rows; ++row) {
+  for (int each = 0; each < task.heads * rows; ++each) {
+    const int head = each / rows, row = each % rows;
     const auto* from = static_cast<const Input*>(task.query) +
                        static_cast<std::size_t>(row / task.share) * task.query_stride +
-                       static_cast<std::size_t>(row % task.share) * static_cast<std::size_t>(size);
-    std::copy_n(from, size, queries + row * inputs);
-    if (size % 2 != 0) queries[row * inputs + size] = T::from_float(0.f);
-    max[row] = kNone;
-    sums[row] = 0.f;
+                       static_cast<std::size_t>((head * task.share + row % task.share) * size);
+    std::copy_n(from, size, queries + each * inputs);
+    if (size % 2 != 0) queries[each * inputs + size] = T::from_float(0.f);
+    max[static_cast<std::size_t>(head) * task.result_stride + static_cast<std::size_t>(row)] = kNone;
+    sums[static_cast<std::size_t>(head) * task.result_stride + static_cast<std::size_t>(row)] = 0.f;
   }
-  std::fill_n(total, r_count * static_cast<std::size_t>(wide), 0.f);
+  std::fill_n(total, of_heads, 0.f);
   // Rounds begin at the same keys whatever the first query is: sums then run in the same order.
   const int first = std::max(task.begin, first_seen(task, 0)) / kRound * kRound,
             last = std::min(task.end, task.first_position + task.tokens);
-  for (int begin = first; begin < last; begin += kRound) {
+  const auto attend_round = [&](int head, int begin) {
     const int count = std::min(kRound, last - begin), keys = padded(count, kTile);
+    const Input* of_queries = queries + head * rows * inputs;
+    float* of_total = total + head * rows * wide;
+    float *of_max = max + static_cast<std::size_t>(head) * task.result_stride,
+          *of_sums = sums + static_cast<std::size_t>(head) * task.result_stride;
+    const auto row_of = [&](const char* cache, int i) {
+      if (!is_plain) return reinterpret_cast<const char*>(decoded + i * size);
+      return slot(task, cache, begin + i) + static_cast<std::size_t>(head) * head_bytes;
+    };
     const bool is_grouped = has_key_groups(task.format);
     for (int i = 0; i < count && !is_plain && !is_grouped; ++i) {
-      decode_token<T>(task, task.keys, task.key_scales, begin + i, 0, decoded + i * size);
+      decode_token<T>(task, task.keys, task.key_scales, begin + i, head, decoded + i * size);
     }
     for (int i = 0; i < keys; i += kTile) {
       Weight* tile = packed + i * inputs;
-      const auto multiply_tile = [&] {
-        multiply<T>(queries, static_cast<std::size_t>(inputs), rows, tile, 1, T::kStep == 2 ? inputs : size, scores + i,
-                    kRound, false);
-      };
       if (is_grouped) {
+        Attend of_head = task;
+        of_head.keys += static_cast<std::size_t>(head) * head_bytes;
+        of_head.key_scales += static_cast<std::size_t>(head) * 2 * sizeof(Weight);
         const auto pack = task.format == Format::kLevels4 ? pack_groups<T, Format::kLevels4> : pack_groups<T, Format::kLevels8>;
-        pack(task, begin + i, last, tile);
-        multiply_tile();
-        continue;
-      }
-      const char* key[kTile];
-      for (int j = 0; j < kTile; ++j) key[j] = row_of(task.keys, begin, std::min(i + j, count - 1));
-      pack_keys(key, size / T::kStep, tile);
-      if (size % T::kStep != 0) {
-        for (int j = 0; j < kTile; ++j) {
+        pack(of_head, begin + i, last, tile);
+      } else {
+        const char* key[kTile];
+        for (int j = 0; j < kTile; ++j) key[j] = row_of(task.keys, std::min(i + j, count - 1));
+        pack_keys(key, size / T::kStep, tile);
+        for (int j = 0; j < kTile && size % T::kStep != 0; ++j) {
           tile[(size - 1) * kTile + j * T::kStep] = reinterpret_cast<const Weight*>(key[j])[size - 1];
           tile[(size - 1) * kTile + j * T::kStep + 1] = Weight{};
         }
       }
-      multiply_tile();
+      multiply<T>(of_queries, static_cast<std::size_t>(inputs), rows, tile, 1, T::kStep == 2 ? inputs : size, scores + i,
+                  kRound, false);
     }
     for (int row = 0; row < rows; ++row) {
       float* of_row = scores + row * kRound;
-      const float top = mask(task, row, of_row, begin, keys), before = max[row];
-      max[row] = std::max(before, top);
-      const float shrink = before == kNone ? 0.f : std::exp(before - max[row]);
-      const float weight = max[row] == kNone ? (std::fill_n(of_row, keys, 0.f), 0.f) : weigh(of_row, keys, max[row]);
-      sums[row] = sums[row] * shrink + weight;
-      to_input<T>(of_row, nullptr, keys, weights + row * kRound);
+      const float before = of_max[row];
+      float weight = 0.f;
+      // A whole round, not what the chunk has of it: a row then gets the same numbers in any chunk.
+      const bool is_seen = task.softcap == 0.f && first_seen(task, row / task.share) <= begin &&
+                           last_seen(task, row / task.share) >= begin + kRound;
+      if (T::kInputs == Type::kBFloat16 && is_seen) {
+#ifdef DOT_BF16
+        of_max[row] = std::max(before, task.scale * largest(of_row, kRound));
+        weight = weigh_all(of_row, kRound, task.scale, of_max[row], reinterpret_cast<std::uint16_t*>(weights + row * kRound));
+#endif
+      } else {
+        of_max[row] = std::max(before, mask(task, row, of_row, begin, keys));
+        if (of_max[row] == kNone)
+          std::fill_n(of_row, keys, 0.f);
+        else
+          weight = weigh(of_row, keys, of_max[row]);
+        to_input<T>(of_row, nullptr, keys, weights + row * kRound);
+      }
+      const float shrink = before == kNone ? 0.f : std::exp(before - of_max[row]);
+      of_sums[row] = of_sums[row] * shrink + weight;
       if (shrink != 1.f) {
-        for (int n = 0; n < wide; ++n) total[row * wide + n] *= shrink;
+        for (int n = 0; n < wide; ++n) of_total[row * wide + n] *= shrink;
       }
     }
     const int even = padded(count, 2);
     for (int i = 0; i < count && !is_plain; ++i) {
-      decode_token<T>(task, task.values, task.value_scales, begin + i, 0, decoded + i * size);
+      decode_token<T>(task, task.values, task.value_scales, begin + i, head, decoded + i * size);
     }
     for (int n = 0; n < size; n += kTile) {
       const int numbers = std::min(kTile, size - n);
       const auto value = [&](int i) {
-        return reinterpret_cast<const Weight*>(row_of(task.values, begin, std::min(i, count - 1))) + n;
+        return reinterpret_cast<const Weight*>(row_of(task.values, std::min(i, count - 1))) + n;
       };
       for (int i = 0; i < even; i += T::kStep) {
         Weight* to = packed + i * kTile;
@@ -458,16 +512,37 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
           std::copy_n(value(i), numbers, to);
         } else {  // the weight of a token beyond the last one is 0
           const Weight *even_value = value(i), *odd_value = value(i + 1);
+#ifdef DOT_BF16
+          if (numbers == kTile) {
+            pair_up(even_value, odd_value, to);
+            continue;
+          }
+#endif
           for (int j = 0; j < numbers; ++j) {
             const std::uint32_t pair = even_value[j] | static_cast<std::uint32_t>(odd_value[j]) << 16;
             std::memcpy(to + 2 * j, &pair, 4);
           }
         }
       }
-      multiply<T>(weights, kRound, rows, packed, 1, even, total + n, static_cast<std::size_t>(wide), true);
+      multiply<T>(weights, kRound, rows, packed, 1, even, of_total + n, static_cast<std::size_t>(wide), true);
+    }
+  };
+  for (int begin = first; begin < last; begin += kSplit) {
+    if (task.heads > 1) {  // the heads of a token lie side by side: memory is read in one run
+      Attend ahead = task;
+      ahead.begin = begin;
+      ahead.end = std::min(begin + kSplit, last);
+      read_ahead(ahead, task.keys, static_cast<std::size_t>(task.heads) * head_bytes);
+      read_ahead(ahead, task.values, static_cast<std::size_t>(task.heads) * head_bytes);
+    }
+    for (int head = 0; head < task.heads; ++head) {
+      for (int round = begin; round < std::min(begin + kSplit, last); round += kRound) attend_round(head, round);
     }
   }
-  for (int row = 0; row < rows; ++row) std::copy_n(total + row * wide, size, out + row * size);
+  for (int each = 0; each < task.heads * rows; ++each) {
+    std::copy_n(total + each * wide, size, out + static_cast<std::size_t>(each / rows) * task.result_stride +
+                                               static_cast<std::size_t>(each % rows * size));
+  }
 }
 
 }  // namespace sage::cpu::NAMESPACE

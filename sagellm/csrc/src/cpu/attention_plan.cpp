@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kFewRows = 15;    // query rows of a sequence that decodes, computed together
 constexpr int kGroupRows = 96;  // of sequences that share keys
+constexpr int kGroupSplits = 4;  // of keys that many of these rows read in a run
 
 std::vector<Sequence> read_sequences(const PagedCache& cache, const DecoderStep& step) {
   const auto fail = [](const std::string& words) { throw std::invalid_argument(words); };
@@ -132,10 +133,14 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
   }
   for (int g = 0; g < static_cast<int>(plan.groups.size()); ++g) {
     const std::vector<int>& group = plan.groups[size(g)];
-    const int members = static_cast<int>(group.size()), together = members * share > kFewRows ? 1 : heads;
-    for (int split = 0; split < common[size(group[0])]; ++split) {
+    const int members = static_cast<int>(group.size()), splits = common[size(group[0])];
+    // Few rows read their splits as sequences alone do. Many take longer runs: the next keys arrive while they compute.
+    const bool has_few = members * share <= kFewRows;
+    const int together = heads, run = has_few ? 1 : kGroupSplits;
+    for (int split = 0; split < splits; split += run) {
       for (int head = 0; head < shape.kv_heads; head += together) {
-        plan.tasks.push_back({group[0], head, together, 0, members, split * kSplit, (split + 1) * kSplit, split * of_head, g});
+        const int end = std::min(split + run, splits) * kSplit;
+        plan.tasks.push_back({group[0], head, together, 0, members, split * kSplit, end, split * of_head, g});
       }
     }
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -294,6 +295,11 @@ void AttentionWork::commit_shared(const AttentionPlan& plan, const AttentionTask
       std::copy_n(results + member * numbers, numbers, to);
       std::copy_n(max + member * share(), share(), to + numbers);
       std::copy_n(max + rows + member * share(), share(), to + numbers + share());
+      for (int split = task.begin / kSplit + 1; split < task.end / kSplit; ++split) {  // they are in the first one
+        to += together * of_head;
+        std::fill_n(to + numbers, share(), -std::numeric_limits<float>::infinity());
+        std::fill_n(to + numbers + share(), share(), 0.F);
+      }
     }
   }
 }

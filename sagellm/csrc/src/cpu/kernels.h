@@ -35,7 +35,7 @@ inline bool has_key_groups(Format format) { return format == Format::kLevels4 ||
 
 // Queries of adjacent tokens against a range of keys of adjacent key heads.
 struct Attend {
-  int heads;                 // key heads; above 1 only for few rows that decode
+  int heads;                 // key heads; above 1 only in decode steps
   std::size_t result_stride;  // floats from the results of a key head to those of the next
   const void* query;         // of the first token's first head, in the kernels' input type
   std::size_t query_stride;  // elements from token to token
