@@ -120,56 +120,56 @@ void block_weights(const Attend& task, const float* bounds, std::size_t stride, 
 
 inline std::size_t strip_weights_bytes(int rows, int stride, int head_size, int strips) {
   const auto strip = static_cast<std::size_t>(stride * head_size) * 4;
-  return aligned_to_64(static_cast<std::size_t>(rows) * strip) + aligned_to_64(strip) +
-         aligned_to_64(static_cast<std::size_t>(head_size) * 4) +
+  return aligned_to_64(static_cast<std::size_t>(rows) * strip) + 2 * aligned_to_64(strip) +
          aligned_to_64(static_cast<std::size_t>(rows) * static_cast<std::size_t>(padded(strips, kTile)) * 4);
 }
 
-// products[row] = queries[row] . keys, for up to four rows; keys are read once for them.
-template <int rows = 4>
-void multiply_strip(int num_rows, const float* queries, const float* keys, int count, float* to, int wide) {
+// products[row] = queries[row] . keys of `count` numbers, for up to four rows; keys are read once for them.
+template <class T, int rows = 4>
+void multiply_strip(int num_rows, const typename T::Input* queries, const typename T::Weight* keys, int count, float* to,
+                    int wide) {
   if constexpr (rows > 1) {
-    if (num_rows < rows) return multiply_strip<rows - 1>(num_rows, queries, keys, count, to, wide);
+    if (num_rows < rows) return multiply_strip<T, rows - 1>(num_rows, queries, keys, count, to, wide);
   }
+  const typename T::Input* of_rows[rows];
+  for (int row = 0; row < rows; ++row) of_rows[row] = queries + row * count;
   Vec totals[rows]{};
-  int i = 0;
-  for (; i + WIDTH <= count; i += WIDTH) {
-    const Vec numbers = load(keys + i);
-    for (int row = 0; row < rows; ++row) totals[row] += load(queries + row * count + i) * numbers;
-  }
-  for (int row = 0; row < rows; ++row) {
-    float result = sum(totals[row]);
-    for (int n = i; n < count; ++n) result += queries[row * count + n] * keys[n];
-    to[row * wide] = result;
-  }
+  T::template dots<rows>(of_rows, keys, count, totals);
+  for (int row = 0; row < rows; ++row) to[row * wide] = sum(totals[row]);
 }
 
 // A strip of queries meets a strip of keys along the antidiagonal: the first query meets the last key, the second the last but
 // one. The mean of their products stands for all of the strip.
 template <class T>
 void strip_weights(const Attend& task, int stride, float* weights, char* scratch) {
+  using Weight = typename T::Weight;
+  using Input = typename T::Input;
   const int size = task.head_size, length = stride * size, block_size = 1 << task.block_shift;
   const int num_strips = (task.tokens + stride - 1) / stride, rows = num_strips * task.share;
   const int count = task.end / stride, wide = padded(count, WIDTH);  // keys of a strip that is not full are not estimated
   Scratch parts(scratch);
-  auto* queries = parts.take<float>(static_cast<std::size_t>(rows * length));
-  auto* keys = parts.take<float>(static_cast<std::size_t>(length));
-  auto* decoded = parts.take<typename T::Weight>(static_cast<std::size_t>(size));
+  auto* queries = parts.take<Input>(static_cast<std::size_t>(rows * length));
+  auto* strip_of = parts.take<Input>(static_cast<std::size_t>(length));
+  auto* keys = parts.take<Weight>(static_cast<std::size_t>(length));
   auto* scores = parts.take<float>(static_cast<std::size_t>(rows * wide));
-  std::fill_n(queries, rows * length, 0.f);
-  for (int token = 0; token < num_strips * stride; ++token) {
-    // Where the last strip lacks tokens, its last one stands for them.
-    const int used = std::min(token, task.tokens - 1), place = stride - 1 - token % stride;
-    for (int head = 0; head < task.share; ++head) {
-      const auto* from = query_of<typename T::Input>(task, used * task.share + head);
-      float* to = queries + (token / stride * task.share + head) * length + place * size;
-      for (int i = 0; i < size; ++i) to[i] = T::to_float(from[i]);
+  for (int row = 0; row < rows; ++row) {
+    for (int i = 0; i < stride; ++i) {
+      // Where the last strip lacks tokens, its last one stands for them.
+      const int token = std::min(row / task.share * stride + stride - 1 - i, task.tokens - 1);
+      std::copy_n(query_of<Input>(task, token * task.share + row % task.share), size, strip_of + i * size);
     }
+    T::arrange(strip_of, length, queries + row * length);
   }
   for (int strip = 0; strip < count; ++strip) {
-    for (int i = 0; i < stride; ++i) read_key<T>(task, strip * stride + i, decoded, keys + i * size);
+    for (int i = 0; i < stride; ++i) {
+      const int token = strip * stride + i;
+      if (task.format == Format::kPlain)
+        std::memcpy(keys + i * size, slot(task, task.keys, token), static_cast<std::size_t>(size) * sizeof(Weight));
+      else
+        decode_key<T>(task, token, 0, keys + i * size);
+    }
     for (int row = 0; row < rows; row += 4) {
-      multiply_strip(rows - row, queries + row * length, keys, length, scores + row * wide + strip, wide);
+      multiply_strip<T>(rows - row, queries + row * length, keys, length, scores + row * wide + strip, wide);
     }
   }
   std::fill_n(weights, (task.end + block_size - 1) / block_size, 0.f);
