@@ -12,7 +12,7 @@ __all__ = [
 ]  # fmt: skip
 
 PER = ("step", "layer", "head")
-WEIGHTS = ("", "bounds", "exact")
+WEIGHTS = ("", "bounds", "codes", "exact")
 PROMPT_WEIGHTS = ("", "strips")
 DROPS_AFTER = ("prompt", "step")
 _NONE = np.empty(0, np.float32)
@@ -196,7 +196,7 @@ class SparsePolicy:
     name: ClassVar[str] = ""
     # One choice for all layers, one for each layer, or one for each key head of each layer.
     per: Literal["step", "layer", "head"] = "step"
-    weights: Literal["", "bounds", "exact"] = ""  # what `SparseView.weights` holds; not with `per` step
+    weights: Literal["", "bounds", "codes", "exact"] = ""  # what `SparseView.weights` holds; not with `per` step
     # With bounds: how much of the way from the middle of a block's bounds to the largest possible product its estimate goes.
     reach: float = 1.0
     whole_layers: int = 0  # so many layers, the first ones, read all blocks; not with `per` step

@@ -143,6 +143,7 @@ std::shared_ptr<const Sparse> sparse_of(const py::dict& given) {
   sparse->keep = given["keep"].cast<std::vector<int>>();
   const auto weights = given["weights"].cast<std::string>();
   sparse->weights = weights == "bounds"  ? Sparse::Weights::kBounds
+                    : weights == "codes" ? Sparse::Weights::kCodes
                     : weights == "exact" ? Sparse::Weights::kExact
                                          : Sparse::Weights::kNone;
   sparse->reach = given["reach"].cast<float>();
@@ -219,6 +220,7 @@ class BoundDecoder {
     bound.format = format_of(cache["format"].cast<std::string>());
     bound.dtype = dtype_of(cache["dtype"].cast<std::string>());
     bound.bounds = at<float>(cache["bounds"].cast<Address>());
+    bound.codes = at<std::uint8_t>(cache["codes"].cast<Address>());
     cache_ = bound;
   }
 

@@ -119,6 +119,8 @@ struct PagedCache {
   // Smallest and largest numbers of the keys of each block, [layers][blocks][key heads][2][head size], kept up to date as keys
   // are written; null: nobody asks for them.
   float* bounds = nullptr;
+  // Keys of full blocks in 2 bits a number, between their bounds, [layers][blocks][key heads][`code_bytes`]; null: nobody asks.
+  std::uint8_t* codes = nullptr;
 };
 
 // Decode steps whose attention reads some blocks of a sequence. Each sequence has one new token.
@@ -126,6 +128,7 @@ struct Sparse {
   enum class Weights {
     kNone,
     kBounds,  // estimates from the bounds of the block's keys
+    kCodes,   // estimates from its keys in 2 bits; a block that is not full is estimated by its bounds
     kExact,   // of attention to all keys
   };
   // What there is to choose by in a layer.

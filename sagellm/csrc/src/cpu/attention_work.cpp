@@ -41,8 +41,26 @@ AttentionWork::AttentionWork(const PagedCache& cache, const DecoderStep& step, c
       tiles_(step.sparse_prompts, plan_, shape, cache.block_size),
       wanted_(step.observed) {
   while ((1 << block_shift_) < cache.block_size) ++block_shift_;
-  if (choice_.exists() && step.sparse->weights == Sparse::Weights::kBounds && cache.bounds == nullptr) {
-    throw std::invalid_argument("the cache has no bounds of keys to choose blocks by");
+  if (choice_.exists()) {
+    const Sparse::Weights weights = step.sparse->weights;
+    const bool has_bounds = cache.bounds != nullptr;
+    if ((weights == Sparse::Weights::kBounds && !has_bounds) ||
+        (weights == Sparse::Weights::kCodes && !(has_bounds && cache.codes != nullptr))) {
+      throw std::invalid_argument("the cache has no bounds or codes of keys to choose blocks by");
+    }
+  }
+  if (cache.codes != nullptr) {
+    if (cache.bounds == nullptr || shape.head_size % kCodeGroup != 0 || shape.head_size > kMaxHead ||
+        cache.block_size % kCodeGroup != 0) {
+      throw std::invalid_argument("codes of keys need bounds, and heads and blocks of whole 16s");
+    }
+    for (int s = 0; s < static_cast<int>(plan_.sequences.size()); ++s) {
+      const Sequence& one = plan_.sequences[size(s)];
+      if (!one.has_cache) continue;
+      for (int block = (one.length - one.tokens) / cache.block_size; block < one.length / cache.block_size; ++block) {
+        filled_.push_back({s, block});
+      }
+    }
   }
   if (tiles_.exists() && (is_decoding_ || has_window(windows_))) {
     throw std::invalid_argument("blocks of prompts are chosen in steps of prompts, in layers without a window");
@@ -85,11 +103,12 @@ Size AttentionWork::local_bytes() const {
     return 2 * weights_bytes() + kernels_.block_weights_bytes(queries * share(), shape_.head_size, count);
   };
   if (choice_.has_weights()) {
-    bytes = std::max(bytes, weighing(1, table_width_ * (choice_.reads_keys() ? cache_.block_size : 1)));
+    bytes = std::max(bytes, weighing(1, table_width_ * (choice_.weighs_keys() ? cache_.block_size : 1)));
   }
   for (const int sequence : observed_) {
     bytes = std::max(bytes, weighing(wanted_->queries[size(sequence)], table_width_ * cache_.block_size));
   }
+  if (!filled_.empty()) bytes = std::max(bytes, size(shape_.kv_heads) * bounds_.code_bytes());
   for (int t = 0; t < tiles_.count(); ++t) {
     const int strips = divided(tiles_[t].tokens, tiles_.stride());
     bytes = std::max(bytes, (tiles_.width() + 1) * 8 + weights_bytes() + 64 +
@@ -191,6 +210,27 @@ void AttentionWork::attend(int index, int chunk, char* local) const {
   }
 }
 
+// ---- summaries of keys
+
+void AttentionWork::encode(int layer, int chunk, char* local) const {
+  const Filled& filled = filled_[size(chunk)];
+  const Sequence& one = plan_.sequences[size(filled.sequence)];
+  auto* codes = reinterpret_cast<std::uint8_t*>(local);
+  for (int head = 0; head < shape_.kv_heads; ++head, codes += bounds_.code_bytes()) {
+    Attend wanted = attend_of({filled.sequence, head, 1, 0, 1, 0, one.length, -1}, layer);
+    wanted.table = one.table.data();
+    const KeySummary summary = bounds_.of_head(layer, head);
+    const auto block = static_cast<Size>(one.table[size(filled.block)]);
+    kernels_.encode_keys(wanted, filled.block, summary.bounds + block * summary.bounds_stride, codes);
+  }
+}
+
+void AttentionWork::commit_encoded(int layer, int chunk, const char* local) {
+  const Filled& filled = filled_[size(chunk)];
+  const std::int64_t block = plan_.sequences[size(filled.sequence)].table[size(filled.block)];
+  std::memcpy(bounds_.codes_of(layer, block), local, size(shape_.kv_heads) * bounds_.code_bytes());
+}
+
 // ---- what queries look at
 
 void AttentionWork::observe(int layer, int chunk, char* local) const {
@@ -203,7 +243,7 @@ void AttentionWork::observe(int layer, int chunk, char* local) const {
   Attend wanted = attend_of(task, layer);
   wanted.table = one.table.data();
   wanted.first_position = one.length - queries;
-  kernels_.block_weights(wanted, nullptr, 0, 0.F, weights, local + weights_bytes());
+  kernels_.block_weights(wanted, KeySummary{}, weights, local + weights_bytes());
 }
 
 // Layers follow each other, so each weight is the sum of theirs in order.
@@ -224,8 +264,7 @@ void AttentionWork::weigh(int layer, int chunk, char* local) const {
     Attend wanted = attend_of({chunk, head, 1, 0, 1, 0, one.length, -1}, layer);
     wanted.table = one.table.data();
     wanted.first_position = one.length - 1;
-    const float* bounds = choice_.reads_keys() ? nullptr : bounds_.of_head(layer, head);
-    kernels_.block_weights(wanted, bounds, bounds_.stride(), choice_.reach(), weights, local + weights_bytes());
+    kernels_.block_weights(wanted, choice_.summary(bounds_, layer, head), weights, local + weights_bytes());
   }
 }
 

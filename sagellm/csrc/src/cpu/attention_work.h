@@ -32,6 +32,7 @@ class AttentionWork {
   StepReport report() const { return {choice_.failure(), tiles_.blocks_read(static_cast<int>(windows_.size()))}; }
 
   // Chunks of each stage of a layer; 0: the layer has none.
+  int num_encoded(int) const { return static_cast<int>(filled_.size()); }
   int num_observed(int) const { return static_cast<int>(observed_.size()) * shape_.kv_heads; }
   int num_weighed(int layer) const {
     return layer >= choice_.num_whole() && choice_.has_weights() ? static_cast<int>(plan_.sequences.size()) : 0;
@@ -44,6 +45,9 @@ class AttentionWork {
   // Puts queries, keys and values of a token where attention reads them: [heads + 2 * key heads][head size], rotated.
   void store(int layer, int row, const float* rotated);
 
+  // Keys of blocks that the step fills, in few bits.
+  void encode(int layer, int chunk, char* local) const;
+  void commit_encoded(int layer, int chunk, const char* local);
   // What the last queries of some sequences look at.
   void observe(int layer, int chunk, char* local) const;
   void commit_observed(int chunk, const char* local);
@@ -90,6 +94,10 @@ class AttentionWork {
   BlockChoice choice_;
   const AttentionPlan whole_;  // of the layers that read all blocks where others choose
   TileChoice tiles_;
+  struct Filled {
+    int sequence, block;  // place in its table
+  };
+  std::vector<Filled> filled_;  // blocks that the step fills, where their keys are to be encoded
   const std::shared_ptr<const Observed> wanted_;
   std::vector<int> observed_;  // sequences of which some queries are observed
   Memory memory_{};

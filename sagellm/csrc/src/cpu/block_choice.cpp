@@ -21,8 +21,21 @@ std::string wrong_with(const std::int64_t* positions, int keep, int blocks) {
 
 }  // namespace
 
-const float* KeyBounds::of_head(int layer, int head) const {
-  return cache_.bounds + size(layer) * size(cache_.num_blocks) * stride() + size(2 * head * shape_.head_size);
+KeySummary KeyBounds::of_head(int layer, int head) const {
+  KeySummary found;
+  const Size blocks = size(layer) * size(cache_.num_blocks);
+  found.bounds = cache_.bounds + blocks * stride() + size(2 * head * shape_.head_size);
+  found.bounds_stride = stride();
+  if (has_codes()) {
+    found.codes = codes_of(layer, 0) + size(head) * code_bytes();
+    found.codes_stride = size(shape_.kv_heads) * code_bytes();
+  }
+  return found;
+}
+
+std::uint8_t* KeyBounds::codes_of(int layer, std::int64_t block) const {
+  const Size number = size(layer) * size(cache_.num_blocks) + size(static_cast<int>(block));
+  return cache_.codes + number * size(shape_.kv_heads) * code_bytes();
 }
 
 void KeyBounds::begin(const std::vector<Sequence>& sequences, int layers) {
@@ -64,6 +77,15 @@ BlockChoice::BlockChoice(std::shared_ptr<const Sparse> sparse, const AttentionPl
   chosen_.assign(sequences_.size() * size(choices() * most_), 0);  // blocks of the cache at any time
   positions_.resize(chosen_.size());
   if (sparse_->weights != Sparse::Weights::kNone) weights_.resize(sequences_.size() * weights_of_sequence());
+}
+
+KeySummary BlockChoice::summary(const KeyBounds& bounds, int layer, int head) const {
+  KeySummary found;
+  if (sparse_->weights == Sparse::Weights::kExact) return found;
+  found = bounds.of_head(layer, head);
+  found.reach = sparse_->reach;
+  if (sparse_->weights == Sparse::Weights::kBounds) found.codes = nullptr;
+  return found;
 }
 
 void BlockChoice::choose(int layer, const float* queries) {

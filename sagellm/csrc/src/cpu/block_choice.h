@@ -12,20 +12,23 @@
 
 namespace sage::cpu {
 
-// `PagedCache::bounds`. Does nothing where there are none.
+// `PagedCache::bounds` and `codes`. Does nothing where there are none.
 class KeyBounds {
  public:
   KeyBounds(const PagedCache& cache, const DecoderShape& shape) : cache_(cache), shape_(shape) {}
 
-  // Bounds of a key head in a layer's block 0. Those of the next block are `stride` numbers further.
-  const float* of_head(int layer, int head) const;
-  Size stride() const { return size(2 * shape_.kv_heads * shape_.head_size); }
+  KeySummary of_head(int layer, int head) const;
+  bool has_codes() const { return cache_.codes != nullptr; }
+  Size code_bytes() const { return cpu::code_bytes(cache_.block_size, shape_.head_size); }  // of a key head in a block
+  std::uint8_t* codes_of(int layer, std::int64_t block) const;                              // of all key heads
   // Forgets the bounds of the blocks that a step begins to write. Its keys may then come in any order.
   void begin(const std::vector<Sequence>& sequences, int layers);
   // `keys`: [key heads][head size] of a token. Any thread may call it.
   void add(int layer, std::int64_t block, const float* keys);
 
  private:
+  Size stride() const { return size(2 * shape_.kv_heads * shape_.head_size); }
+
   const PagedCache& cache_;
   const DecoderShape& shape_;
   std::mutex mutex_;  // tokens of one block are committed by several threads
@@ -39,8 +42,9 @@ class BlockChoice {
   bool exists() const { return !chosen_.empty(); }
   int num_whole() const { return exists() ? sparse_->whole_layers : 0; }  // layers that read all blocks
   bool has_weights() const { return !weights_.empty(); }
-  bool reads_keys() const { return sparse_->weights == Sparse::Weights::kExact; }  // to weigh them
-  float reach() const { return sparse_->reach; }
+  // Whether there is a number for each key, to weigh it, and not for each block.
+  bool weighs_keys() const { return sparse_->weights != Sparse::Weights::kBounds; }
+  KeySummary summary(const KeyBounds& bounds, int layer, int head) const;
   bool wants_queries() const { return static_cast<bool>(sparse_->choose); }
   Size weights_of_sequence() const { return size(heads_ * table_width_); }  // numbers, [key heads][table width]
   float* weights_of(int sequence) { return weights_.data() + size(sequence) * weights_of_sequence(); }

@@ -2,7 +2,7 @@
 // compiled for.
 #pragma once
 
-#include "attention_impl.h"
+#include "attention_whole_impl.h"
 
 namespace sage::cpu::NAMESPACE {
 
@@ -81,14 +81,74 @@ inline void add_weights(const Attend& seen, int rows, int shift, float* scores, 
   }
 }
 
-// `bounds`: of the key head in block 0, smallest and largest numbers, and `stride` numbers further those of block 1; null: the
-// keys are read.
+// Codes of 16 tokens and 16 numbers are 64 bytes: byte 4 t + j has, from the lowest bits on, those of token t and the numbers
+// j, 4 + j, 8 + j and 12 + j. Vectors of the same tokens follow each other.
 template <class T>
-void block_weights(const Attend& task, const float* bounds, std::size_t stride, float reach, float* weights,
-                   char* scratch) {
+void encode_keys(const Attend& task, int block, const float* bounds, std::uint8_t* codes) {
+  const int size = task.head_size, block_size = 1 << task.block_shift;
+  float key[kMaxHead], by[kMaxHead];
+  typename T::Weight decoded[kMaxHead];
+  for (int n = 0; n < size; ++n) {
+    const float range = bounds[size + n] - bounds[n];
+    by[n] = range > 0.f ? 4.f / range : 0.f;
+  }
+  std::fill_n(codes, code_bytes(block_size, size), std::uint8_t{0});
+  for (int i = 0; i < block_size; ++i) {
+    read_key<T>(task, block * block_size + i, decoded, key);
+    std::uint8_t* to = codes + i / kCodeGroup * kCodeGroup * (size / 4) + i % kCodeGroup * 4;
+    for (int n = 0; n < size; ++n) {
+      const int code = std::clamp(static_cast<int>((key[n] - bounds[n]) * by[n]), 0, 3);
+      to[n / kCodeGroup * 64 + n % 4] |= static_cast<std::uint8_t>(code << (n % kCodeGroup / 4 * 2));
+    }
+  }
+}
+
+// Scores of the keys of a full block, from their codes: a number is its lower bound and code + 1/2 fourths of the range.
+inline void score_codes(const float* query, const float* bounds, const std::uint8_t* codes, int size, int count, float* scores) {
+  float steps[kMaxHead];
+  Vec base_sums{};
+  for (int n = 0; n < size; n += WIDTH) {
+    const Vec low = load(bounds + n), step = (load(bounds + size + n) - low) * 0.25f, number = load(query + n);
+    store(steps + n, number * step);
+    base_sums += number * (low + 0.5f * step);
+  }
+  const float base = sum(base_sums);
+#ifdef __AVX512VNNI__
+  // Steps are rounded to 8 bits; an instruction adds up four products.
+  Vec sizes{};
+  for (int n = 0; n < size; n += WIDTH) sizes = larger(sizes, as_float(as_bits(load(steps + n)) & 0x7fffffff));
+  const float top = maximum(sizes), by = top > 0.f ? 127.f / top : 0.f, unit = top / 127.f;
+  std::int8_t rounded[kMaxHead];
+  for (int n = 0; n < size; ++n) rounded[n] = static_cast<std::int8_t>(std::nearbyint(steps[n] * by));
+  for (int i = 0; i < count; i += kCodeGroup) {
+    IVec totals[4]{};
+    for (int n = 0; n < size; n += kCodeGroup, codes += 64) {
+      const IVec four = load_words(codes);
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) totals[k] = add_codes(totals[k], (four >> (2 * k)) & 0x03030303, rounded + n + 4 * k);
+    }
+    store(scores + i, __builtin_convertvector(totals[0] + totals[1] + totals[2] + totals[3], Vec) * unit + base);
+  }
+#else
+  for (int i = 0; i < count; i += kCodeGroup) {
+    float totals[kCodeGroup]{};
+    for (int n = 0; n < size; n += kCodeGroup, codes += 64) {
+      for (int k = 0; k < kCodeGroup; ++k) {
+        const float step = steps[n + k];
+        for (int t = 0; t < kCodeGroup; ++t) totals[t] += step * static_cast<float>((codes[4 * t + k % 4] >> (k / 4 * 2)) & 3);
+      }
+    }
+    for (int t = 0; t < kCodeGroup; ++t) scores[i + t] = totals[t] + base;
+  }
+#endif
+}
+
+template <class T>
+void block_weights(const Attend& task, const KeySummary& summary, float* weights, char* scratch) {
   const int size = task.head_size, rows = task.tokens * task.share, block_size = 1 << task.block_shift;
-  const int blocks = (task.end + block_size - 1) / block_size, count = bounds == nullptr ? task.end : blocks;
-  const int wide = padded(count, WIDTH);
+  const int blocks = (task.end + block_size - 1) / block_size;
+  const bool by_block = summary.bounds != nullptr && summary.codes == nullptr;
+  const int count = by_block ? blocks : task.end, wide = padded(count, WIDTH);
   Scratch parts(scratch);
   auto* queries = parts.take<float>(static_cast<std::size_t>(rows * size));
   auto* scores = parts.take<float>(static_cast<std::size_t>(rows * wide));
@@ -98,24 +158,45 @@ void block_weights(const Attend& task, const float* bounds, std::size_t stride, 
     const auto* from = query_of<typename T::Input>(task, row);
     for (int i = 0; i < size; ++i) queries[row * size + i] = T::to_float(from[i]);
   }
-  for (int i = 0; i < count; ++i) {
-    if (bounds != nullptr) {
-      const float* low = bounds + static_cast<std::size_t>(task.table[i]) * stride;
-      for (int row = 0; row < rows; row += 4) {
-        bound(rows - row, queries + row * size, low, low + size, size, reach, scores + row * wide + i, wide);
-      }
-      continue;
+  const auto estimate = [&](int block, float reach, float* to) {
+    const float* low = summary.bounds + static_cast<std::size_t>(task.table[block]) * summary.bounds_stride;
+    for (int row = 0; row < rows; row += 4) {
+      bound(rows - row, queries + row * size, low, low + size, size, reach, to + row * wide, wide);
     }
-    read_key<T>(task, i, decoded, key);
-    for (int row = 0; row < rows; ++row) scores[row * wide + i] = dot(queries + row * size, key, size);
+  };
+  if (by_block) {
+    for (int block = 0; block < blocks; ++block) estimate(block, summary.reach, scores + block);
+  } else if (summary.codes != nullptr) {
+    for (int block = 0; block < blocks; ++block) {
+      const int first = block * block_size;
+      if (first + block_size > task.end) {  // it is not full
+        estimate(block, 0.f, scores + first);
+        for (int row = 0; row < rows; ++row) {
+          float* of_block = scores + row * wide + first;
+          std::fill(of_block, of_block + count - first, *of_block);
+        }
+        continue;
+      }
+      const auto number = static_cast<std::size_t>(task.table[block]);
+      const float* bounds = summary.bounds + number * summary.bounds_stride;
+      const std::uint8_t* codes = summary.codes + number * summary.codes_stride;
+      for (int row = 0; row < rows; ++row) {
+        score_codes(queries + row * size, bounds, codes, size, block_size, scores + row * wide + first);
+      }
+    }
+  } else {
+    for (int i = 0; i < count; ++i) {
+      read_key<T>(task, i, decoded, key);
+      for (int row = 0; row < rows; ++row) scores[row * wide + i] = dot(queries + row * size, key, size);
+    }
   }
   std::fill_n(weights, blocks, 0.f);
   Attend seen = task;
   seen.begin = 0;
   seen.end = count;
   seen.window = 0;
-  if (bounds != nullptr) seen.first_position = count - 1;  // all blocks
-  add_weights(seen, rows, bounds == nullptr ? task.block_shift : 0, scores, wide, weights);
+  if (by_block) seen.first_position = count - 1;  // all blocks
+  add_weights(seen, rows, by_block ? 0 : task.block_shift, scores, wide, weights);
 }
 
 inline std::size_t strip_weights_bytes(int rows, int stride, int head_size, int strips) {

@@ -107,6 +107,7 @@ enum class Kind {
   kEmbed,
   kQkv,
   kRotate,
+  kEncode,
   kObserve,
   kWeigh,
   kChooseBlocks,
@@ -210,6 +211,8 @@ class StepWork : public Work {
         return attention_.weigh(at.layer, chunk, local);
       case Kind::kChooseBlocks:
         return;  // all of it is in the commit
+      case Kind::kEncode:
+        return attention_.encode(at.layer, chunk, local);
       case Kind::kObserve:
         return attention_.observe(at.layer, chunk, local);
       case Kind::kEstimate:
@@ -264,6 +267,8 @@ class StepWork : public Work {
         return attention_.commit_weighed(chunk, local);
       case Kind::kChooseBlocks:
         return attention_.choose(at.layer);
+      case Kind::kEncode:
+        return attention_.commit_encoded(at.layer, chunk, local);
       case Kind::kObserve:
         return attention_.commit_observed(chunk, local);
       case Kind::kEstimate:
@@ -343,6 +348,7 @@ class StepWork : public Work {
       const auto add_attention = [&](Kind kind, int chunks) {
         if (chunks > 0) add(kind, i, chunks);
       };
+      add_attention(Kind::kEncode, attention_.num_encoded(i));
       add_attention(Kind::kObserve, attention_.num_observed(i));
       add_attention(Kind::kWeigh, attention_.num_weighed(i));
       add_attention(Kind::kChooseBlocks, attention_.num_chosen(i));

@@ -30,6 +30,8 @@ inline int padded(int count, int to) { return (count + to - 1) / to * to; }
 
 // Codes of 4 and of 8 bits of so many adjacent keys lie together in a cache; see `PagedCache`.
 constexpr int kKeyGroup = 16;
+constexpr int kCodeGroup = 16;  // tokens and numbers of a vector of codes of 2 bits
+inline std::size_t code_bytes(int block_size, int head_size) { return static_cast<std::size_t>(block_size * head_size) / 4; }
 constexpr int kMaxHead = 1024;  // numbers of a head, in a cache of few bits
 inline bool has_key_groups(Format format) { return format == Format::kLevels4 || format == Format::kLevels8; }
 
@@ -53,6 +55,15 @@ struct Attend {
   bool few;                               // few rows that decode: keys are read as they lie, not packed first
   int window;                             // keys that a token sees, itself included; 0: all
   float scale, softcap;                   // softcap 0: none
+};
+
+// What is known of the keys of a key head, block by block. Without bounds the keys themselves are read.
+struct KeySummary {
+  const float* bounds = nullptr;  // smallest and largest numbers, `bounds_stride` numbers from block to block
+  std::size_t bounds_stride = 0;
+  const std::uint8_t* codes = nullptr;  // keys in 2 bits, `codes_stride` bytes from block to block; null: bounds alone
+  std::size_t codes_stride = 0;
+  float reach = 1.F;  // with bounds alone; see `Sparse::reach`
 };
 
 struct Kernels {
@@ -88,11 +99,12 @@ struct Kernels {
   // weights of each row.
   void (*attend)(const Attend& task, float* out, float* max, float* sum, char* scratch);
   std::size_t (*attend_bytes)(int rows, int heads, int head_size, bool few);
-  // The weight that the queries of a key head give to each block of its sequence, added up over the queries. By `bounds` of
-  // keys, `stride` numbers from block to block, it is an estimate for one token (see `Sparse::reach`); null: keys are read.
-  void (*block_weights)(const Attend& task, const float* bounds, std::size_t stride, float reach, float* weights,
-                        char* scratch);
+  // The weight that the queries of a key head give to each block of its sequence, added up over the queries. By a summary it is
+  // an estimate, for one token.
+  void (*block_weights)(const Attend& task, const KeySummary& summary, float* weights, char* scratch);
   std::size_t (*block_weights_bytes)(int rows, int head_size, int count);
+  // Keys of a full block, number `block` of the task's table, to 2 bits between their bounds.
+  void (*encode_keys)(const Attend& task, int block, const float* bounds, std::uint8_t* codes);
   // An estimate of the same for adjacent tokens, from one key of each strip of `stride` keys a query (XAttention, Xu et al. 2025).
   void (*strip_weights)(const Attend& task, int stride, float* weights, char* scratch);
   std::size_t (*strip_weights_bytes)(int rows, int stride, int head_size, int strips);

@@ -13,7 +13,7 @@ const Kernels* kernels_of(const char* name) {
   static const Kernels found = [name] {
     Kernels table = {name,     T::kWeights,  T::kInputs,   multiply<T>,    multiply_levels<T>, nullptr,      nullptr,
                      nullptr,  pack<T>,      to_input<T>,  to_weight<T>,   from_weight<T>,     encode_heads<T>, gate,
-                     attend<T>, attend_bytes, block_weights<T>, block_weights_bytes, strip_weights<T>, strip_weights_bytes,
+                     attend<T>, attend_bytes, block_weights<T>, block_weights_bytes, encode_keys<T>, strip_weights<T>, strip_weights_bytes,
                      rotate,   scale_row,    add_row,      sum_of_squares, largest,          sum_of_powers};
 #ifdef __AVX2__
     table.rounded_bytes = rounded_bytes;

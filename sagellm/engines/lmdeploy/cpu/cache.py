@@ -142,5 +142,6 @@ def describe(caches: Sequence[Sequence[torch.Tensor]], head_size: int) -> dict[s
         "scale_slot_stride": bytes_of(scales[0], 1) if scales else 0,
         "format": form,
         "bounds": 0,
+        "codes": 0,
         "dtype": str((keys if form == PLAIN else scales[0]).dtype).removeprefix("torch."),
     }

@@ -190,6 +190,7 @@ class CpuRunner(GraphRunner):
         self._shares_prefixes = hooks.prefix_attention == "auto"
         self._bound: Any = None
         self._bounds: torch.Tensor | None = None
+        self._codes: torch.Tensor | None = None
         self._sparse = None if hooks.sparsity is None else steps_of(cache_config)
         if self._sparse is not None and self.native is not None:
             native = self.native
@@ -285,9 +286,13 @@ class CpuRunner(GraphRunner):
         for storage in {part.untyped_storage() for layer in caches for part in layer}:
             use_huge_pages(storage.data_ptr(), storage.nbytes())
         known = describe_cache(caches, self.native.head_size)
-        if self._sparse is not None and self._sparse.policy.weights == "bounds":
-            shape = (self.native.layers, known["num_blocks"], self.native.kv_heads, 2, self.native.head_size)
-            self._bounds = torch.zeros(shape)
+        wanted = "" if self._sparse is None else self._sparse.policy.weights
+        of_heads = (self.native.layers, known["num_blocks"], self.native.kv_heads)
+        if wanted in ("bounds", "codes"):
+            self._bounds = torch.zeros(*of_heads, 2, self.native.head_size)
             known["bounds"] = self._bounds.data_ptr()
+        if wanted == "codes":  # 2 bits a number
+            self._codes = torch.zeros(*of_heads, known["block_size"] * self.native.head_size // 4, dtype=torch.uint8)
+            known["codes"] = self._codes.data_ptr()
         self.native.decoder.bind(known)
         self._bound = caches
