@@ -1,10 +1,10 @@
 """Sparse attention on a real model: the time of a decode step, and what each policy loses at each share of blocks read.
 
-    python -m benchmarks.sparsity [--model smollm2] [--cells 8x7000] [--share 0.125] [--rounds 5] [--out FILE]
-    python -m benchmarks.sparsity --shared 16x4000x200 [--rounds 5] [--out FILE]
-    python -m benchmarks.sparsity --prompts 2000,7000 [--rounds 5] [--out FILE]
-    python -m benchmarks.sparsity --memory 48x4000 [--out FILE]
-    python -m benchmarks.sparsity --quality [--shares 0.0625,0.125,0.25,0.5] [--plot FILE.png] [--out FILE]
+    python -m benchmarks.sparsity [--cells 8x7000] [--share 0.125]
+    python -m benchmarks.sparsity --shared 16x4000x200
+    python -m benchmarks.sparsity --prompts 2000,7000
+    python -m benchmarks.sparsity --memory 48x4000
+    python -m benchmarks.sparsity --quality [--plot FILE.png]
 
 Step: relative to dense attention, medians of paired rounds; all contestants get the same prompts and threads, and are asked in
 turn. `beyond 64 tokens`: the ratio of times after that of a step behind prompts of 64 tokens is taken off. All layers choose.

@@ -33,7 +33,7 @@ TILE = 32  # tokens of a prompt that are computed together, where a record does 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What a policy would have read in all steps of a record.
+    """Blocks that a policy would have read in all steps of a record.
 
     Attributes:
         decode_read, decode_held: blocks, summed over decode steps and requests.

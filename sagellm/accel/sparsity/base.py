@@ -181,8 +181,8 @@ def as_ranges(positions: np.ndarray) -> str:
 class SparsePolicy:
     """Chooses which KV blocks attention reads, or gives blocks up.
 
-    A subclass sets `name` and defines one or more of `select_blocks`, `select_prompt_blocks` and `drop_blocks`. What it does
-    not define is not asked: steps then read everything, and nothing is given up.
+    A subclass sets `name` and defines one or more of `select_blocks`, `select_prompt_blocks` and `drop_blocks`. The engine
+    does not ask for the others: steps then read everything, and keep all blocks.
 
     Args:
         share: part of a sequence's blocks to read or to keep, above 0 and at most 1.
@@ -252,7 +252,7 @@ class SparsePolicy:
         raise NotImplementedError
 
     def drop_blocks(self, view: DropView) -> Sequence[np.ndarray]:
-        """Return the blocks that each sequence gives up for good: numbers in `view.positions`, rising.
+        """Return the blocks that each sequence gives up: numbers in `view.positions`, rising.
 
         The last block, which takes the next token, and the first `held` ones stay.
         """

@@ -1,8 +1,8 @@
-"""Blocks that running sequences give up for good, as a sparse policy asks.
+"""Blocks that running sequences give up, as a sparse policy asks. They do not come back.
 
 A sequence that gives up blocks gets a shorter block table. Their tokens count as `num_ignored_history`, as those that leave a
 sliding window do in LMDeploy: attention and the block manager leave them out, positions do not. Its first whole blocks may
-still be published in the prefix cache. Those after a gap may not: nobody could read them without the blocks that are gone.
+still be published in the prefix cache. Those after a gap may not: a prefix is found block by block.
 """
 
 from collections.abc import Callable

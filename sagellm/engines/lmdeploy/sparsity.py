@@ -60,7 +60,7 @@ def reading(cache_config: Any, inputs: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the attention of a forward pass read.
+    """Blocks that the attention of a forward pass read.
 
     Attributes:
         new: int64 [sequences], new tokens of each sequence of a step of prompts; None for a decode step.
@@ -77,7 +77,7 @@ class Reading:
 
 
 class Observation:
-    """What the last queries of a forward pass look at.
+    """Weights that the last queries of a forward pass give to blocks.
 
     Args:
         queries, lengths: int64 [sequences], new tokens, and those with keys and values.
@@ -137,7 +137,7 @@ class SparseSteps:
         if self._shape is not None:
             if self.policy.weights == "codes" and (self._shape[2] % 16 or self._block_size % 16):
                 raise SparsityError(
-                    f"sparse policy {self.policy.name} takes keys in groups of 16 tokens and 16 numbers; blocks have "
+                    f"sparse policy {self.policy.name} takes keys in groups of 16 tokens and numbers; blocks have "
                     f"{self._block_size} tokens and heads {self._shape[2]} numbers. Give a block size of whole 16s, "
                     "or use quest."
                 )
@@ -261,7 +261,7 @@ class SparseSteps:
     def observe(
         self, is_decoding: bool, queries: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor
     ) -> Observation | None:
-        """Return what a native step is to observe; None if nobody wants to know."""
+        """Return what a native step is to observe; None if the policy wants no weights."""
         policy = self.policy
         if self._fault or not policy.observed or (is_decoding and policy.drops_after == "prompt") or not int(lengths.max()):
             return None

@@ -1,4 +1,4 @@
-"""Gives up the blocks of a prompt that its last queries look at least. What is generated stays.
+"""Gives up the blocks of a prompt that its last queries look at least. Generated tokens stay.
 
 Source: SnapKV (Li et al. 2024, arXiv:2404.14469). There each head keeps tokens of its own. Here a block is given up in all
 layers and heads, since that is what frees memory of a paged cache. Its worth is the sum of the weights that they give to it.
