@@ -49,7 +49,7 @@ from sagellm.evaluate.forced import answer_after, decode_scores
 
 DENSE, LIMITS, SHORT = "dense", "limits", 64
 ASKED_IN_PROMPT = "dense, asked in the prompt"
-POLICIES = ("streaming", "quest", "quest-by-layer", "oracle", "random")
+POLICIES = ("streaming", "quest", "quest-by-layer", "sketch", "oracle", "random")
 PROMPTS = {
     DENSE: {}, "a_shape": {"sparsity": "a_shape", "sparsity_options": {"share": 0.25}},
     "xattention": {"sparsity": "xattention", "sparsity_options": {"share": 0.25, "threshold": 0.9}},
@@ -62,7 +62,9 @@ MEMORY = {
 BY_HEAD, BY_LAYER = ({"by_head": by_head, "whole_layers": 0} for by_head in (True, False))
 SPEED = {
     DENSE: {}, "streaming": {"sparsity": "streaming"}, "quest": {"sparsity": "quest", "sparsity_options": BY_HEAD},
-    "quest, by layer": {"sparsity": "quest", "sparsity_options": BY_LAYER}, "dense, kv int8": {"kv_schema": "int8"},
+    "quest, by layer": {"sparsity": "quest", "sparsity_options": BY_LAYER},
+    "sketch": {"sparsity": "sketch", "sparsity_options": BY_HEAD},
+    "sketch, by layer": {"sparsity": "sketch", "sparsity_options": BY_LAYER}, "dense, kv int8": {"kv_schema": "int8"},
     "streaming, kv int8": {"kv_schema": "int8", "sparsity": "streaming"},
     "quest, kv int8": {"kv_schema": "int8", "sparsity": "quest", "sparsity_options": BY_HEAD},
 }  # fmt: skip
@@ -267,7 +269,8 @@ def step_losses(folder: Path, policies: list[str], shares: list[float], block_si
     """Policies of decode steps, in one engine in turn: prompts are computed once, by dense attention."""
     text = RealText(folder)
     num_tokens = TEXTS * (PROMPT + BEHIND) + 2 * (ASKED + BATCH) * CONTEXT
-    engine = LMDeployEngine(_loss_config(block_size, threads, num_tokens, sparsity="quest"), folder)
+    # It keeps all summaries of keys that any of the policies asks for.
+    engine = LMDeployEngine(_loss_config(block_size, threads, num_tokens, sparsity="sketch"), folder)
     steps = steps_of(engine.engine.executor.model_agent.cache_config)
     rows = []
     try:

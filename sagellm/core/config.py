@@ -209,7 +209,7 @@ class SageConfig(Model):
         kv_schema: type in which keys and values are stored; auto is the model's. Those of fp8, int8 and int4 have a scale for
             each head of a token. A GPU has int8 and int4.
         prefix_attention: auto reads keys and values that requests of a decode step have in common once, where it pays; on the
-            CPU device.
+            CPU device, and on cuda without CUDA graphs.
         kv_blocks, kv_memory_share: size of the engine's KV pool; give one of them at most.
         host_kv_blocks: size of the host tier, to which plug-ins may migrate blocks.
         strategy: scheduling strategy: name or `module:Class`; None leaves scheduling to the engine.

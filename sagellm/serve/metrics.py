@@ -160,6 +160,9 @@ def _blocks_read(report: dict[str, Any]) -> Iterator[Metric]:
     """Families of a sparse policy."""
     blocks = {"read": report["read"], "held": report["held"]}
     yield _counter("sagellm_sparse_blocks", "KV blocks that decode steps read, and that their sequences held.", "kind", blocks)
+    blocks = {"read": report["prompt_read"], "held": report["prompt_held"]}
+    text = "KV blocks that tiles of prompts read, in the mean of layers and heads, and that lay before them."
+    yield _counter("sagellm_sparse_prompt_blocks", text, "kind", blocks)
     yield CounterMetricFamily("sagellm_sparse_steps", "Decode steps that asked the sparse policy.", value=report["steps"])
     text = "1 while the sparse policy is asked, 0 once switched off."
     yield GaugeMetricFamily("sagellm_sparse_enabled", text, not report["fault"])

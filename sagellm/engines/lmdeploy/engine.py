@@ -101,6 +101,8 @@ def build_engine_config(
     options: dict[str, Any] = {"prefill_interval": config.decode_round or default_round}
     if device != "cpu" and (config.kv_memory_share is not None or sizes.draft is not None):
         options["cache_max_entry_count"] = gpu_share(config.kv_memory_share, sizes)
+    if device == "cuda" and config.prefix_attention == "auto":
+        options["eager_mode"] = True  # a CUDA graph would keep the groups of the step that it was captured in
     if hooks.pd is not None:
         from lmdeploy.pytorch.disagg.config import EngineRole
 
@@ -182,8 +184,10 @@ def _check_compute(config: SageConfig, device: str, dtype: str) -> None:
 
 
 def _check_prefix_attention(config: SageConfig, device: str) -> None:
-    if config.prefix_attention != "off" and device != "cpu":
-        raise ConfigError(f"prefix_attention {config.prefix_attention} is of the CPU device, and this engine is on {device}.")
+    if config.prefix_attention != "off" and device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"prefix_attention {config.prefix_attention} runs on the CPU device and on cuda, and this engine is on {device}."
+        )
 
 
 def _packed_weights(config: SageConfig, model: Path, device: str) -> Path:

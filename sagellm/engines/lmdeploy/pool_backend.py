@@ -128,7 +128,7 @@ class LMDeployPool(KVPool, KVBackendProtocol):
             return 0.0
         num_empty = len(self._owner_of) * self.block_size
         for seq in self._sequences():
-            num_empty += max(seq.num_blocks * self.block_size - seq.num_history_ids, 0)
+            num_empty += max(seq.num_blocks * self.block_size - seq.num_history_ids + seq.num_ignored_history, 0)
         return min(num_empty / num_allocated, 1.0)
 
     def migrate(self, plan: MigrationPlan) -> MigrationResult:
