@@ -225,8 +225,77 @@ def overhead(place: Place) -> Result:
     return Result(figures, {})
 
 
+def sparse(place: Place) -> Result:
+    """A sparse policy chooses blocks once a step, and a policy that reads all of them changes no answer."""
+    prompts, found, reports = make_prompts(place, 8, 600), {}, {}
+    for share in (None, 1.0, 0.3):
+        settings = {} if share is None else {"sparsity": "streaming", "sparsity_options": {"share": share, "min_blocks": 2}}
+        with Engine(place, place.model, **settings) as engine:
+            found[share], reports[share] = engine.answers(prompts, 32), engine.report()["sparsity"]
+    read, held = (reports[0.3][name] for name in ("read", "held"))
+    return Result(
+        {"read": read, "held": held},
+        {
+            "all blocks: the answers are those without a policy": found[1.0] == found[None],
+            "some blocks: other answers, and all of them": found[0.3] != found[None] and all(map(len, found[0.3])),
+            "fewer blocks are read": 0 < read < 0.8 * held and not reports[0.3]["fault"],
+        },
+    )
+
+
+def sharing(place: Place) -> Result:
+    """Requests with a common prefix get the same answers when it is read once; on a GPU the kernel is timed."""
+    first, prompts = make_prompts(place, 1, 520)[0], make_prompts(place, 8, 40)
+    found = {}
+    for mode in ("off", "auto"):
+        with Engine(place, place.model, prefix_attention=mode) as engine:
+            engine.answers([first], 1)
+            found[mode] = engine.answers([first + prompt for prompt in prompts], 32)
+    equal = sum(one == other for one, other in zip(found["auto"], found["off"], strict=True))
+    figures: dict[str, Any] = {"answers": len(prompts), "equal": equal}
+    checks = {"all requests are answered": all(len(one) == 32 for one in found["auto"])}
+    if place.is_small:  # in float32; 16 bits may round the other way in another order
+        checks["the answers are equal"] = equal == len(prompts)
+    if place.device == "cuda":
+        times, error = time_kernel(16, 4096, 200)
+        figures |= times
+        checks["the kernel is within 1e-2 of LMDeploy's"] = error < 1e-2
+    return Result(figures, checks)
+
+
+def time_kernel(sequences: int, common: int, own: int) -> tuple[dict[str, float], float]:
+    """Seconds of a layer's decode attention, ours and LMDeploy's, and how far they differ: 32 heads, 8 key heads of 128."""
+    import torch
+    from lmdeploy.pytorch.kernels.cuda import paged_attention_fwd
+    from sagellm.engines.lmdeploy.kernels.prefix_aware_attention import find_groups, prefix_aware_attention
+
+    from benchmarks.gpu.limits import seconds
+
+    block, heads, kv_heads, size = 64, 32, 8, 128
+    shared, alone = common // block, -(-(own + 1) // block)
+    tables = torch.tensor([
+        [*range(shared), *range(shared + row * alone, shared + (row + 1) * alone)] for row in range(sequences)
+    ])  # fmt: skip
+    lengths = torch.full((sequences,), common + own + 1)
+    groups = find_groups(tables.numpy(), lengths.numpy(), block, 256).to("cuda")
+    tables, lengths = tables.cuda(), lengths.cuda()
+    caches = [torch.randn(shared + sequences * alone, block, kv_heads, size, device="cuda").bfloat16() for _ in range(2)]
+    query = torch.randn(sequences, heads, size, device="cuda").bfloat16()
+    theirs = torch.empty_like(query)
+
+    def ours() -> torch.Tensor:
+        return prefix_aware_attention(query, *caches, tables, lengths, size**-0.5, groups)
+
+    def lmdeploy() -> None:
+        paged_attention_fwd(query, *caches, theirs, tables, kv_seqlens=lengths, sm_scale=size**-0.5)
+
+    times = {"ours_s": seconds(ours), "lmdeploy_s": seconds(lmdeploy)}
+    lmdeploy()
+    return times, float((ours() - theirs).abs().max())
+
+
 PARTS: dict[str, Callable[[Place], Result]] = {
-    part.__name__: part for part in (answers, hooks, faults, replay, tiers, speculation, overhead, eagle3)
+    part.__name__: part for part in (answers, hooks, faults, replay, tiers, speculation, overhead, eagle3, sparse, sharing)
 }
 
 

@@ -37,6 +37,13 @@ Format format_of(const std::string& name) {
   throw py::value_error("format is '" + name + "'; use plain, levels4, levels8 or float8.");
 }
 
+Sharing sharing_of(const std::string& name) {
+  if (name == "never") return Sharing::kNever;
+  if (name == "where it pays") return Sharing::kWhereItPays;
+  if (name == "always") return Sharing::kAlways;
+  throw py::value_error("sharing is '" + name + "'; use never, where it pays or always.");
+}
+
 Matrix matrix_of(const py::dict& given) {
   Matrix matrix;
   matrix.weight = at<const void>(given["weight"].cast<Address>());
@@ -248,7 +255,7 @@ class BoundDecoder {
       step.sampling = std::make_shared<const Sampling>(sampling_of(wishes));
       step.sampled = &sampled;
     }
-    step.share_prefixes = tensors["share_prefixes"].cast<bool>();
+    step.sharing = sharing_of(tensors["sharing"].cast<std::string>());
     if (!sparse.is_none()) step.sparse = sparse_of(sparse);
     if (tensors.contains("prompts")) step.sparse_prompts = sparse_prompts_of(tensors["prompts"]);
     if (tensors.contains("observed")) step.observed = observed_of(tensors["observed"]);

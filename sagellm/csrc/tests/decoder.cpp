@@ -58,6 +58,11 @@ class Model {
   // Decode steps from now on read some blocks, or read common ones once: the first `common` blocks of all sequences are those of
   // the first one.
   void choose(std::shared_ptr<const sage::Sparse> sparse) { sparse_ = std::move(sparse); }
+  void choose_prompts(std::shared_ptr<const sage::SparsePrompts> sparse) { sparse_prompts_ = std::move(sparse); }
+  // Looks at what the last `queries` of each sequence give to blocks.
+  void observe(std::vector<int> queries) { observed_queries_ = std::move(queries); }
+  void share_where_it_pays() { sharing_ = sage::Sharing::kWhereItPays; }
+  const std::vector<float>& observed() const { return observed_; }
   void share(std::size_t common, bool together) {
     common_ = common;
     together_ = together;
@@ -99,6 +104,8 @@ class Model {
     }
     bounds_.resize(kLayers * kBlocks * kKeyHeads * 2 * kHeadSize);
     cache.bounds = bounds_.data();
+    codes_.resize(kLayers * kBlocks * kKeyHeads * kBlock * kHeadSize / 4);
+    if (kHeadSize % 16 == 0) cache.codes = codes_.data();
     const std::vector<std::int64_t> positions(tokens.size(), 0);
     std::vector<float> angles(2 * kHeadSize, 0.6F);
     std::fill(angles.begin() + kHeadSize, angles.end(), 0.8F);
@@ -128,8 +135,13 @@ class Model {
       step.sampled = &sampled;
     }
     if (step.is_decoding) step.sparse = sparse_;
-    step.share_prefixes = together_;
-    failure_ = decoder_->run(team, cache, step);
+    if (!step.is_decoding) step.sparse_prompts = sparse_prompts_;
+    step.sharing = together_ ? sharing_ : sage::Sharing::kNever;
+    if (observed_queries_.size() == queries.size()) {
+      observed_.assign(queries.size() * kKeyHeads * width, 0.F);
+      step.observed = std::make_shared<const sage::Observed>(sage::Observed{observed_queries_, observed_.data()});
+    }
+    failure_ = decoder_->run(team, cache, step).failure;
     for (const sage::Sampled& each : sampled) hidden.push_back(static_cast<float>(each.token));
     return hidden;
   }
@@ -177,9 +189,14 @@ class Model {
   sage::CpuKernels kernels_;
   std::vector<std::vector<float>> kept_, caches_;
   std::vector<float> bounds_;
+  std::vector<std::uint8_t> codes_;
   std::shared_ptr<const sage::Sparse> sparse_;
+  std::shared_ptr<const sage::SparsePrompts> sparse_prompts_;
+  std::vector<int> observed_queries_;
+  std::vector<float> observed_;
   std::size_t common_ = 0;
   bool together_ = false;
+  sage::Sharing sharing_ = sage::Sharing::kAlways;
   std::string failure_;
   std::unique_ptr<sage::Decoder> decoder_;
 };
@@ -229,7 +246,7 @@ void caches_of_few_bits_run() {
 void choices_of_blocks_run() {
   using Weights = sage::Sparse::Weights;
   for (const auto cached : {sage::Format::kPlain, sage::Format::kLevels8}) {
-    for (const auto weights : {Weights::kNone, Weights::kBounds, Weights::kExact}) {
+    for (const auto weights : {Weights::kNone, Weights::kBounds, Weights::kCodes, Weights::kExact}) {
       for (const bool by_head : {false, true}) {
         const auto plain = sage::Format::kPlain;
         Model one(sage::Dtype::kFloat32, plain, false, false, cached), several(sage::Dtype::kFloat32, plain, false, false, cached);
@@ -257,6 +274,30 @@ void choices_of_blocks_run() {
   }
 }
 
+void choices_of_prompts_run() {
+  for (const auto cached : {sage::Format::kPlain, sage::Format::kLevels8}) {
+    for (const auto dtype : {sage::Dtype::kFloat32, sage::Dtype::kBFloat16}) {
+      const auto plain = sage::Format::kPlain;
+      Model one(dtype, plain, false, false, cached), several(dtype, plain, false, false, cached);
+      sage::Team alone(1), together(3);
+      one.observe({20, 3});
+      several.observe({20, 3});
+      const auto whole = one.run(alone, {290, 40}, {290, 40});
+      EXPECT(whole == several.run(together, {290, 40}, {290, 40}));
+      EXPECT(one.observed() == several.observed());
+      auto sparse = std::make_shared<sage::SparsePrompts>();
+      sparse->stride = 8;
+      sparse->share = 0.4F;
+      sparse->threshold = 0.9F;
+      one.choose_prompts(sparse);
+      several.choose_prompts(sparse);
+      const auto found = one.run(alone, {290, 40}, {290, 40});
+      EXPECT(found == several.run(together, {290, 40}, {290, 40}));
+      EXPECT(found != whole && one.observed() == several.observed());
+    }
+  }
+}
+
 void common_blocks_are_read_once() {
   for (const std::size_t sequences : {2, 8}) {  // few rows, and many
     Model one, several;
@@ -272,6 +313,9 @@ void common_blocks_are_read_once() {
     const auto shared = one.run(alone, queries, lengths);
     EXPECT(shared == several.run(together, queries, lengths));
     for (std::size_t i = 0; i < apart.size(); ++i) EXPECT(std::abs(shared[i] - apart[i]) < 1e-4F);
+    one.share_where_it_pays();
+    const auto paid = one.run(alone, queries, lengths);
+    EXPECT(paid == shared || paid == apart);
     EXPECT((shared == apart) == (sequences == 2));  // many rows are added up in another order
   }
 }
@@ -298,6 +342,7 @@ int main() {
   weights_of_few_bits_run();
   caches_of_few_bits_run();
   choices_of_blocks_run();
+  choices_of_prompts_run();
   common_blocks_are_read_once();
   steps_that_cannot_be_are_refused();
   std::puts("decoder: passed");

@@ -20,7 +20,7 @@ from tests.reference import make_prompts
 
 PROMPTS = make_prompts((150, 20, 97, 210))
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
-NAMES = ("streaming", "quest", "oracle", "random")
+NAMES = ("streaming", "quest", "sketch", "oracle", "random")
 SPARSE = {"share": 0.3, "min_blocks": 2}
 
 
@@ -87,7 +87,7 @@ def own(kind: type) -> str:
 
 def options_of(name: str) -> dict:
     """The tiny models have two layers, so all of them choose."""
-    return SPARSE | ({"whole_layers": 0} if name in ("quest", "oracle", own(AsNative)) else {})
+    return SPARSE | ({"whole_layers": 0} if name in ("quest", "sketch", "oracle", own(AsNative)) else {})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -108,7 +108,7 @@ def test_two_ways_of_one_choice_answer_the_same(sparse, one, other):
     assert answers(sparse(one)) == answers(sparse(other))
 
 
-@pytest.mark.parametrize("name", ["streaming", "quest"])
+@pytest.mark.parametrize("name", ["streaming", "quest", "sketch"])
 @pytest.mark.parametrize("config", [{"kv_schema": "int8"}, {"decode_round": 4}, {"dtype": "bfloat16"}], ids=str)
 def test_a_sequence_gets_the_same_answer_alone_again_and_with_its_prefix_cached(sparse, name, config):
     engine = sparse(name, **config)

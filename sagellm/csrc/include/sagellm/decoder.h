@@ -172,6 +172,9 @@ struct Observed {
   float* weights = nullptr;  // result, [sequences][key heads][table width], added to by each layer, query and head
 };
 
+// When sequences read common keys together. It pays where the kernels, which are measured once for a cache, take less time.
+enum class Sharing { kNever, kWhereItPays, kAlways };
+
 // Sequences of a step, their new tokens one after the other.
 struct DecoderStep {
   int num_tokens = 0, num_sequences = 0, table_width = 0;
@@ -191,7 +194,7 @@ struct DecoderStep {
   std::shared_ptr<const Observed> observed;             // null: nobody asks
   // Whether keys that decoding sequences have in common, by their first blocks, are read once for all of them. Not where a
   // layer has a window, or with `sparse`.
-  bool share_prefixes = false;
+  Sharing sharing = Sharing::kNever;
 };
 
 // What came of a step.

@@ -1,6 +1,9 @@
 #include "attention_plan.h"
 
 #include <algorithm>
+#include <chrono>
+#include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -51,7 +54,7 @@ int common_splits(const Sequence& one, const Sequence& other, int block_size) {
 }
 
 // Puts sequences that begin with the same blocks into groups, and says how many splits each has in common with its group.
-std::vector<int> group_sequences(const PagedCache& cache, int share, AttentionPlan* plan) {
+std::vector<int> group_sequences(const PagedCache& cache, int share, const AttentionCosts* costs, AttentionPlan* plan) {
   std::vector<int> common(plan->sequences.size(), 0);
   std::vector<bool> is_placed(plan->sequences.size(), false);
   const Size most = size(std::max(1, kGroupRows / share));
@@ -68,7 +71,8 @@ std::vector<int> group_sequences(const PagedCache& cache, int share, AttentionPl
       splits = std::min(splits, found);
       group.push_back(static_cast<int>(other));
     }
-    if (group.size() < 2) continue;
+    const int members = static_cast<int>(group.size());
+    if (members < 2 || (costs != nullptr && costs->seconds(members) > members * costs->seconds(1))) continue;
     for (const int member : group) {
       is_placed[size(member)] = true;
       common[size(member)] = splits;
@@ -80,7 +84,67 @@ std::vector<int> group_sequences(const PagedCache& cache, int share, AttentionPl
 
 }  // namespace
 
-AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape, int threads) {
+AttentionCosts::AttentionCosts(const Kernels& products, const DecoderShape& shape, const PagedCache& cache)
+    : format_(cache.format), dtype_(cache.dtype) {
+  const Kernels& kernels = kernels_of_cache(products, type_of_cache(cache, products));
+  const int share = shape.heads / shape.kv_heads;
+  const int keys = std::min(kSplit, cache.num_blocks * cache.block_size) / kKeyGroup * kKeyGroup;
+  few_.last = std::max(1, kFewRows / share);
+  many_.first = few_.last + 1;
+  many_.last = std::max(many_.first, kGroupRows / share);
+  const auto measure = [&](int members) {
+    const int rows = members * share;
+    std::vector<std::int64_t> table(size(divided(keys, cache.block_size)));
+    std::iota(table.begin(), table.end(), 0);
+    std::vector<float> queries(size(rows * shape.head_size), 0.F), out(size(rows * (shape.head_size + 2)));
+    std::vector<char> scratch(kernels.attend_bytes(rows, 1, shape.head_size, true) + 64);
+    Attend task{};
+    task.heads = 1;
+    task.query = queries.data();
+    task.query_stride = size(share * shape.head_size);
+    task.tokens = members;
+    task.share = share;
+    task.head_size = shape.head_size;
+    task.keys = cache.keys[0];
+    task.values = cache.values[0];
+    task.block_stride = cache.block_stride;
+    task.slot_stride = cache.slot_stride;
+    task.format = cache.format;
+    if (cache.format != Format::kPlain) {
+      task.key_scales = cache.key_scales[0];
+      task.value_scales = cache.value_scales[0];
+      task.scale_block_stride = cache.scale_block_stride;
+      task.scale_slot_stride = cache.scale_slot_stride;
+    }
+    task.table = table.data();
+    while ((1 << task.block_shift) < cache.block_size) ++task.block_shift;
+    task.first_position = task.end = keys;
+    task.few = true;
+    task.scale = shape.attention_scale;
+    task.softcap = shape.softcap;
+    char* aligned = scratch.data() + (64 - reinterpret_cast<std::uintptr_t>(scratch.data()) % 64) % 64;
+    double least = std::numeric_limits<double>::infinity();
+    for (int round = 0; round < 12; ++round) {  // the first ones bring the keys into the cache of the processor
+      const auto start = std::chrono::steady_clock::now();
+      kernels.attend(task, out.data(), out.data() + rows * shape.head_size, out.data() + rows * (shape.head_size + 1), aligned);
+      least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    return least;
+  };
+  for (Line* line : {&few_, &many_}) {
+    line->at_first = measure(line->first);
+    line->at_last = measure(line->last);
+  }
+}
+
+double AttentionCosts::Line::at(int members) const {
+  return first == last ? at_first : at_first + (at_last - at_first) * (members - first) / (last - first);
+}
+
+double AttentionCosts::seconds(int members) const { return members <= few_.last ? few_.at(members) : many_.at(members); }
+
+AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape,
+                             const AttentionCosts* costs, int threads) {
   AttentionPlan plan;
   if (step.sparse != nullptr && (!step.is_decoding || step.sparse->keep.size() != size(step.num_sequences))) {
     throw std::invalid_argument("a step that reads some blocks decodes, and says for each sequence how many it reads");
@@ -94,8 +158,9 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
   const bool by_head = step.sparse != nullptr && step.sparse->by_head;
   const int heads = step.is_decoding && splits >= threads && !by_head ? shape.kv_heads : 1;
   plan.heads_together = heads;
-  const bool shares = step.share_prefixes && step.is_decoding && step.sparse == nullptr;
-  const std::vector<int> common = shares ? group_sequences(cache, share, &plan) : std::vector<int>(plan.sequences.size(), 0);
+  const bool shares = step.sharing != Sharing::kNever && step.is_decoding && step.sparse == nullptr;
+  if (step.sharing == Sharing::kAlways) costs = nullptr;
+  const std::vector<int> common = shares ? group_sequences(cache, share, costs, &plan) : std::vector<int>(plan.sequences.size(), 0);
   const std::int64_t of_head = share * (shape.head_size + 2);
   int tiles = 0;
   for (int s = 0; s < static_cast<int>(plan.sequences.size()); ++s) {
@@ -133,13 +198,13 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
   }
   for (int g = 0; g < static_cast<int>(plan.groups.size()); ++g) {
     const std::vector<int>& group = plan.groups[size(g)];
-    const int members = static_cast<int>(group.size()), splits = common[size(group[0])];
+    const int members = static_cast<int>(group.size()), num_common = common[size(group[0])];
     // Few rows read their splits as sequences alone do. Many take longer runs: the next keys arrive while they compute.
     const bool has_few = members * share <= kFewRows;
     const int together = heads, run = has_few ? 1 : kGroupSplits;
-    for (int split = 0; split < splits; split += run) {
+    for (int split = 0; split < num_common; split += run) {
       for (int head = 0; head < shape.kv_heads; head += together) {
-        const int end = std::min(split + run, splits) * kSplit;
+        const int end = std::min(split + run, num_common) * kSplit;
         plan.tasks.push_back({group[0], head, together, 0, members, split * kSplit, end, split * of_head, g});
       }
     }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels.h"
 #include "sagellm/decoder.h"
 
 namespace sage::cpu {
@@ -42,7 +43,33 @@ constexpr int kPromptRows = 96;  // query rows of a chunk of a prompt, computed 
 // Adjacent tokens of a prompt that are computed together.
 inline int prompt_tile(const DecoderShape& shape) { return std::max(1, kPromptRows * shape.kv_heads / shape.heads); }
 
-// Throws std::invalid_argument for lengths or blocks outside of the step and the cache.
-AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape, int threads);
+// Of plain numbers in the cache, or of what they are decoded to.
+Type type_of_cache(const PagedCache& cache, const Kernels& kernels);
+
+// Seconds that a key head's queries take for a split of keys, measured on a cache: sequences that read common keys together pay
+// for all of their rows at once.
+class AttentionCosts {
+ public:
+  AttentionCosts(const Kernels& kernels, const DecoderShape& shape, const PagedCache& cache);
+
+  bool is_of(const PagedCache& cache) const { return cache.format == format_ && cache.dtype == dtype_; }
+  // Of the queries of so many sequences, by what was measured for a few and for many, and straight lines between.
+  double seconds(int members) const;
+
+ private:
+  struct Line {
+    int first = 1, last = 1;  // members
+    double at_first = 0, at_last = 0;
+    double at(int members) const;
+  };
+  const Format format_;
+  const Dtype dtype_;
+  Line few_, many_;
+};
+
+// `costs`: null, or what decides whether sequences read common keys together. Throws std::invalid_argument for lengths or blocks
+// outside of the step and the cache.
+AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape,
+                             const AttentionCosts* costs, int threads);
 
 }  // namespace sage::cpu

@@ -9,12 +9,12 @@
 
 namespace sage::cpu {
 
-namespace {
-
 Type type_of_cache(const PagedCache& cache, const Kernels& kernels) {
   if (cache.format != Format::kPlain) return kernels.weights;
   return cache.dtype == Dtype::kFloat32 ? Type::kFloat32 : Type::kBFloat16;
 }
+
+namespace {
 
 bool has_window(const std::vector<int>& windows) {
   return std::any_of(windows.begin(), windows.end(), [](int window) { return window > 0; });
@@ -23,7 +23,7 @@ bool has_window(const std::vector<int>& windows) {
 }  // namespace
 
 AttentionWork::AttentionWork(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape,
-                             const Kernels& kernels, std::vector<int> windows, int threads)
+                             const Kernels& kernels, const AttentionCosts* costs, std::vector<int> windows, int threads)
     : cache_(cache),
       shape_(shape),
       products_(kernels),
@@ -34,7 +34,7 @@ AttentionWork::AttentionWork(const PagedCache& cache, const DecoderStep& step, c
       num_tokens_(step.num_tokens),
       table_width_(step.table_width),
       is_decoding_(step.is_decoding),
-      plan_(plan_attention(cache, step, shape, threads)),
+      plan_(plan_attention(cache, step, shape, costs, threads)),
       bounds_(cache_, shape_),
       choice_(step.sparse, plan_, shape, step.table_width),
       whole_(choice_.num_whole() > 0 ? plan_of_all(cache, step, shape, threads) : AttentionPlan{}),
@@ -81,8 +81,8 @@ AttentionWork::AttentionWork(const PagedCache& cache, const DecoderStep& step, c
 
 AttentionPlan AttentionWork::plan_of_all(const PagedCache& cache, DecoderStep step, const DecoderShape& shape, int threads) {
   step.sparse = nullptr;
-  step.share_prefixes = false;
-  return plan_attention(cache, step, shape, threads);
+  step.sharing = Sharing::kNever;
+  return plan_attention(cache, step, shape, nullptr, threads);
 }
 
 Size AttentionWork::head_bytes() const {

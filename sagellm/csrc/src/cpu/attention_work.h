@@ -24,7 +24,7 @@ class AttentionWork {
 
   // Throws std::invalid_argument for lengths or blocks outside of the step and the cache, and for choices that do not fit.
   AttentionWork(const PagedCache& cache, const DecoderStep& step, const DecoderShape& shape, const Kernels& kernels,
-                std::vector<int> windows, int threads);
+                const AttentionCosts* costs, std::vector<int> windows, int threads);
 
   void use(const Memory& memory) { memory_ = memory; }
   Size num_partials() const { return static_cast<Size>(std::max(plan_.num_partials, whole_.num_partials)); }

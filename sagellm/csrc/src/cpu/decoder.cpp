@@ -60,6 +60,7 @@ class Lines {
 // What stages hand on. They stay where they are while a thread may still read them.
 struct Decoder::Buffers {
   int capacity = 0;  // tokens
+  std::shared_ptr<const cpu::AttentionCosts> costs;  // of the cache, where sequences read keys together if that pays
   Size partial_capacity = 0;
   Lines<float> hidden, squares, qkv, branch, partials, logits;
   Lines<char> input, queries, attended, fed;
@@ -151,7 +152,7 @@ class StepWork : public Work {
         hidden_(static_cast<char*>(step.hidden)),
         sampling_(step.sampling),
         sampled_(step.sampled),
-        attention_(cache, step, shape_, kernels_, windows_of(*model_), threads),
+        attention_(cache, step, shape_, kernels_, buffers_->costs.get(), windows_of(*model_), threads),
         id_(next_id()) {
     for (const std::int64_t token : tokens_) {
       if (token < 0 || token >= shape_.vocabulary) throw std::invalid_argument("a token is outside of the vocabulary");
@@ -797,7 +798,9 @@ int Decoder::prompt_tile() const { return cpu::prompt_tile(model_->shape); }
 
 StepReport Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& given) {
   DecoderStep step = given;
-  for (const DecoderLayer& layer : model_->layers) step.share_prefixes = step.share_prefixes && layer.window == 0;
+  for (const DecoderLayer& layer : model_->layers) {
+    if (layer.window != 0) step.sharing = Sharing::kNever;
+  }
   if (cache.keys.size() != model_->layers.size() || cache.values.size() != model_->layers.size()) {
     throw std::invalid_argument("the cache has another number of layers than the model");
   }
@@ -813,12 +816,16 @@ StepReport Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& 
     throw std::invalid_argument("keys of 4 or 8 bits need blocks of whole 16 tokens, and heads of whole words of 4 bytes");
   }
   if (cache.format != Format::kPlain && head_size > cpu::kMaxHead) throw std::invalid_argument("a head is too large");
+  if (step.sharing == Sharing::kWhereItPays && !(buffers_->costs && buffers_->costs->is_of(cache))) {
+    buffers_->costs = std::make_shared<const cpu::AttentionCosts>(*model_->kernels, model_->shape, cache);
+  }
   auto work = std::make_shared<StepWork>(model_, buffers_, cache, step, team.threads());
   if (step.num_tokens > buffers_->capacity || work->num_partials() > buffers_->partials.size() ||
       work->num_logits() > buffers_->logits.size()) {
     // A thread that is late may still read the old buffers.
     const std::shared_ptr<const Buffers> old = buffers_;
     buffers_ = std::make_shared<Buffers>();
+    buffers_->costs = old->costs;
     buffers_->reserve(*model_, std::max({step.num_tokens, old->capacity, 64}),
                       std::max(work->num_partials(), old->partials.size()),
                       std::max(work->num_logits(), old->logits.size()));

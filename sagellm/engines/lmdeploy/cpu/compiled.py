@@ -187,7 +187,7 @@ class CpuRunner(GraphRunner):
             super().__init__(model, model_config, cache_config, *args, **kwargs)
             self.reason = why_eager(model)
             self.native: Description | None = None if self.reason else describe(model)
-        self._shares_prefixes = hooks.prefix_attention == "auto"
+        self._sharing = "where it pays" if hooks.prefix_attention == "auto" else "never"  # keys of common prefixes
         self._bound: Any = None
         self._bounds: torch.Tensor | None = None
         self._codes: torch.Tensor | None = None
@@ -242,7 +242,7 @@ class CpuRunner(GraphRunner):
         tensors |= {
             "is_decoding": is_decoding, "num_tokens": tokens.numel(), "num_sequences": queries.numel(),
             "table_width": tables.shape[1], "angles": angles.data_ptr(), "num_angles": len(angles),
-            "hidden": 0 if hidden is None else hidden.data_ptr(), "share_prefixes": self._shares_prefixes,
+            "hidden": 0 if hidden is None else hidden.data_ptr(), "sharing": self._sharing,
         }  # fmt: skip
         if self._sparse is None:
             return self.native.decoder.run(team(), tensors, wishes)[0]

@@ -156,7 +156,7 @@ class StepTimer:
         step = {name: one.data_ptr() for name, one in tensors.items()} | {
             "is_decoding": True, "num_tokens": batch, "num_sequences": batch, "table_width": blocks,
             "angles": angles.data_ptr(), "num_angles": 1, "hidden": hidden.data_ptr(),
-            "share_prefixes": False,
+            "sharing": "never",
         }  # fmt: skip
         self._decoder.bind(describe(caches, self._sizes.head_dim))
         return _median_s(lambda: self._decoder.run(team(), step))

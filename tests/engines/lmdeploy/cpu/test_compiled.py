@@ -349,7 +349,7 @@ class Step:
             "is_decoding": is_decoding, "num_tokens": len(tokens), "tokens": tokens.data_ptr(), "num_sequences": len(rows),
             "query_lengths": queries.data_ptr(), "lengths": lengths.data_ptr(), "tables": tables.data_ptr(),
             "table_width": tables.shape[1], "angles": table.data_ptr(), "num_angles": len(table),
-            "positions": positions.data_ptr(), "hidden": hidden.data_ptr(), "share_prefixes": shares,
+            "positions": positions.data_ptr(), "hidden": hidden.data_ptr(), "sharing": "always" if shares else "never",
         }  # fmt: skip
         self.drawn, self.fault, self.prompt_blocks = decoder.run(team, tensors | self.change, wishes, sparse)
         return list(hidden.split(new))
