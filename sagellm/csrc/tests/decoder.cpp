@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <cstdint>
 #include <memory>
 #include <numeric>
@@ -274,16 +275,21 @@ void choices_of_blocks_run() {
   }
 }
 
+// Bit by bit: two numbers of 16 bits may make one of 32 bits that equals nothing.
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
 void choices_of_prompts_run() {
   for (const auto cached : {sage::Format::kPlain, sage::Format::kLevels8}) {
     for (const auto dtype : {sage::Dtype::kFloat32, sage::Dtype::kBFloat16}) {
-      const auto plain = sage::Format::kPlain;
-      Model one(dtype, plain, false, false, cached), several(dtype, plain, false, false, cached);
+      const auto weights = sage::Format::kLevels8;
+      Model one(dtype, weights, false, false, cached), several(dtype, weights, false, false, cached);
       sage::Team alone(1), together(3);
       one.observe({20, 3});
       several.observe({20, 3});
       const auto whole = one.run(alone, {290, 40}, {290, 40});
-      EXPECT(whole == several.run(together, {290, 40}, {290, 40}));
+      EXPECT(same(whole, several.run(together, {290, 40}, {290, 40})));
       EXPECT(one.observed() == several.observed());
       auto sparse = std::make_shared<sage::SparsePrompts>();
       sparse->stride = 8;
@@ -292,8 +298,9 @@ void choices_of_prompts_run() {
       one.choose_prompts(sparse);
       several.choose_prompts(sparse);
       const auto found = one.run(alone, {290, 40}, {290, 40});
-      EXPECT(found == several.run(together, {290, 40}, {290, 40}));
-      EXPECT(found != whole && one.observed() == several.observed());
+      EXPECT(same(found, several.run(together, {290, 40}, {290, 40})));
+      EXPECT(!same(found, whole));
+      EXPECT(one.observed() == several.observed());
     }
   }
 }
