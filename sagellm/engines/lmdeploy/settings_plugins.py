@@ -97,8 +97,10 @@ def _check_sparsity(config: SageConfig) -> None:
     from sagellm.accel.sparsity.registry import make_sparsity
 
     policy = make_sparsity(config.sparsity, **config.sparsity_options)
+    of_prompts = not (policy.selects or policy.drops)
+    guesses = None if of_prompts else config.speculative
     refused = {
-        "speculative": (config.speculative, "a guess and its verification could read different blocks"),
+        "speculative": (guesses, "a guess and its verification could read different blocks"),
         "engine": (config.engine if config.engine != "pytorch" else None, "its steps are not open to a choice of blocks"),
     }
     several = config.tensor_parallel if config.tensor_parallel > 1 else None

@@ -135,11 +135,10 @@ class SparseSteps:
     def check(self) -> None:
         """Raise SparsityError if the policy needs a native step and the model has none."""
         if self._shape is not None:
-            if self.policy.weights == "codes" and (self._shape[2] % 16 or self._block_size % 16):
+            if self.policy.weights == "codes" and self._shape[2] % 16:
                 raise SparsityError(
-                    f"sparse policy {self.policy.name} takes keys in groups of 16 tokens and numbers; blocks have "
-                    f"{self._block_size} tokens and heads {self._shape[2]} numbers. Give a block size of whole 16s, "
-                    "or use quest."
+                    f"sparse policy {self.policy.name} takes keys in groups of 16 numbers, and heads of this model have "
+                    f"{self._shape[2]}; use quest."
                 )
             return
         needs = {

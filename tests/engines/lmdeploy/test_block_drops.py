@@ -158,6 +158,16 @@ def test_a_small_pool_sends_requests_back_and_loses_none(start_engine, reference
     assert engine.hooks.report()["sparsity"]["fault"] == ""
 
 
+def test_guesses_change_no_answer_behind_sparse_prompts(start_engine):
+    found = []
+    for given in ({}, {"speculative": "ngram"}):
+        engine = start_engine(**SMALL, sparsity="a_shape", sparsity_options=FEW, **given)
+        found.append(answers(engine))
+        assert engine.hooks.report()["sparsity"]["prompt_read"] > 0
+        engine.close()
+    assert found[0] == found[1]
+
+
 def test_cancelled_requests_leave_no_block_behind(start_engine):
     engine = start_engine(**SMALL, prefix_caching=True, sparsity="h2o", sparsity_options=SPARSE["h2o"])
 

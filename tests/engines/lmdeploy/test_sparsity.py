@@ -9,10 +9,11 @@ import pytest
 from sagellm.accel import AccelController
 from sagellm.accel.sparsity.base import SparsePolicy, TopBlocks
 from sagellm.accel.sparsity.contract import SUITE
-from sagellm.accel.sparsity.registry import SPARSITIES
+from sagellm.accel.sparsity.registry import SPARSITIES, make_sparsity
 from sagellm.core.engines import open_engine
 from sagellm.core.errors import ConfigError, SageError, SparsityError
 from sagellm.engines.base import SamplingParams
+from sagellm.engines.lmdeploy.sparsity import SparseSteps
 from sagellm.evaluate.forced import answer_after, decode_scores
 from tests.engines.lmdeploy.guesses import tokens_of
 from tests.engines.lmdeploy.pd.pair import NEW, Pair
@@ -168,6 +169,13 @@ def test_settings_that_are_refused(sparse, name, config, fault):
         sparse(name, **config)
 
 
+def test_codes_need_heads_of_whole_groups():
+    steps = SparseSteps(make_sparsity("sketch"), 64)
+    steps.bind(heads=4, kv_heads=2, head_size=10, prompt_tile=48)
+    with pytest.raises(SparsityError, match="heads of this model have 10; use quest"):
+        steps.check()
+
+
 def test_options_without_a_policy(start_engine):
     with pytest.raises(ConfigError, match="there is no sparse policy; give --sparsity"):
         start_engine(sparsity_options={"share": 0.5})
@@ -177,6 +185,10 @@ def test_a_choice_for_each_layer_needs_the_native_step(sparse, monkeypatch):
     monkeypatch.setattr("sagellm.engines.lmdeploy.cpu.compiled.why_eager", lambda model: "it is asked to")
     with pytest.raises(SparsityError, match="chooses for each head, which only the CPU device's native step can do"):
         sparse("quest")
+    with pytest.raises(SparsityError, match="snapkv observes queries, which only"):
+        sparse("snapkv", {"share": 0.5})
+    with pytest.raises(SparsityError, match="a_shape chooses blocks of prompts, which only"):
+        sparse("a_shape", {"share": 0.5})
     assert answers(sparse("streaming")) != answers(sparse(None))
 
 
