@@ -432,6 +432,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
                                  (0.0, dense["fact"], dense["document"]), strict=True):  # fmt: skip
         axis.axhline(level, color="gray", linewidth=0.8)
         axis.set(xlabel="blocks read", title=name, xscale="log")
+    axes[0].set_yscale("symlog", linthresh=1)
     axes[0].legend()
     figure.savefig(file, dpi=110)
 
