@@ -44,7 +44,7 @@ def test_demos_print_what_they_say(package: str, tmp_path: Path) -> None:
         assert words == line or words.startswith(f"{line}: "), f"{words!r} is promised, {line!r} printed"
 
 
-@pytest.mark.parametrize("package", [*NUM_PRINTS, "accel"])
+@pytest.mark.parametrize("package", [*NUM_PRINTS, "accel", "engines/lmdeploy/kernels"])
 def test_every_file_is_named(package: str) -> None:
     """By its name, by a pattern such as `disk_store*.py`, or with its folder (`contract/`)."""
     files = set((ROOT / package).glob("*.py"))
