@@ -103,42 +103,67 @@ void encode_keys(const Attend& task, int block, const float* bounds, std::uint8_
   }
 }
 
-// Scores of the keys of a full block, from their codes: a number is its lower bound and code + 1/2 fourths of the range.
-inline void score_codes(const float* query, const float* bounds, const std::uint8_t* codes, int size, int count, float* scores) {
-  float steps[kMaxHead];
-  Vec base_sums{};
-  for (int n = 0; n < size; n += WIDTH) {
-    const Vec low = load(bounds + n), step = (load(bounds + size + n) - low) * 0.25f, number = load(query + n);
-    store(steps + n, number * step);
-    base_sums += number * (low + 0.5f * step);
+// Scores of the keys of a full block from their codes, for up to four queries of `size` numbers: a number is its lower bound and
+// code + 1/2 fourths of the range. `wide`: from the scores of a query to those of the next.
+template <int rows = 4>
+void score_codes(int num_rows, const float* queries, const float* bounds, const std::uint8_t* codes, int size, int count,
+                 float* scores, int wide) {
+  if constexpr (rows > 1) {
+    if (num_rows < rows) return score_codes<rows - 1>(num_rows, queries, bounds, codes, size, count, scores, wide);
   }
-  const float base = sum(base_sums);
+  float steps[rows][kMaxHead], bases[rows];
+  for (int row = 0; row < rows; ++row) {
+    Vec base{};
+    for (int n = 0; n < size; n += WIDTH) {
+      const Vec low = load(bounds + n), step = (load(bounds + size + n) - low) * 0.25f, number = load(queries + row * size + n);
+      store(steps[row] + n, number * step);
+      base += number * (low + 0.5f * step);
+    }
+    bases[row] = sum(base);
+  }
 #ifdef __AVX512VNNI__
   // Steps are rounded to 8 bits; an instruction adds up four products.
-  Vec sizes{};
-  for (int n = 0; n < size; n += WIDTH) sizes = larger(sizes, as_float(as_bits(load(steps + n)) & 0x7fffffff));
-  const float top = maximum(sizes), by = top > 0.f ? 127.f / top : 0.f, unit = top / 127.f;
-  std::int8_t rounded[kMaxHead];
-  for (int n = 0; n < size; ++n) rounded[n] = static_cast<std::int8_t>(std::nearbyint(steps[n] * by));
+  std::int8_t rounded[rows][kMaxHead];
+  float units[rows];
+  for (int row = 0; row < rows; ++row) {
+    Vec sizes{};
+    for (int n = 0; n < size; n += WIDTH) sizes = larger(sizes, as_float(as_bits(load(steps[row] + n)) & 0x7fffffff));
+    const float top = maximum(sizes), by = top > 0.f ? 127.f / top : 0.f;
+    units[row] = top / 127.f;
+    for (int n = 0; n < size; n += WIDTH) {
+      store_codes(rounded[row] + n, __builtin_convertvector(nearest(load(steps[row] + n) * by), IVec));
+    }
+  }
   for (int i = 0; i < count; i += kCodeGroup) {
-    IVec totals[4]{};
+    IVec totals[rows][2]{};
     for (int n = 0; n < size; n += kCodeGroup, codes += 64) {
       const IVec four = load_words(codes);
 #pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) totals[k] = add_codes(totals[k], (four >> (2 * k)) & 0x03030303, rounded + n + 4 * k);
+      for (int k = 0; k < 4; ++k) {
+        const IVec of_word = (four >> (2 * k)) & 0x03030303;
+        for (int row = 0; row < rows; ++row) {
+          totals[row][k % 2] = add_codes(totals[row][k % 2], of_word, rounded[row] + n + 4 * k);
+        }
+      }
     }
-    store(scores + i, __builtin_convertvector(totals[0] + totals[1] + totals[2] + totals[3], Vec) * unit + base);
+    for (int row = 0; row < rows; ++row) {
+      store(scores + row * wide + i, __builtin_convertvector(totals[row][0] + totals[row][1], Vec) * units[row] + bases[row]);
+    }
   }
 #else
   for (int i = 0; i < count; i += kCodeGroup) {
-    float totals[kCodeGroup]{};
+    float totals[rows][kCodeGroup]{};
     for (int n = 0; n < size; n += kCodeGroup, codes += 64) {
       for (int k = 0; k < kCodeGroup; ++k) {
-        const float step = steps[n + k];
-        for (int t = 0; t < kCodeGroup; ++t) totals[t] += step * static_cast<float>((codes[4 * t + k % 4] >> (k / 4 * 2)) & 3);
+        for (int t = 0; t < kCodeGroup; ++t) {
+          const auto code = static_cast<float>((codes[4 * t + k % 4] >> (k / 4 * 2)) & 3);
+          for (int row = 0; row < rows; ++row) totals[row][t] += steps[row][n + k] * code;
+        }
       }
     }
-    for (int t = 0; t < kCodeGroup; ++t) scores[i + t] = totals[t] + base;
+    for (int row = 0; row < rows; ++row) {
+      for (int t = 0; t < kCodeGroup; ++t) scores[row * wide + i + t] = totals[row][t] + bases[row];
+    }
   }
 #endif
 }
@@ -180,8 +205,8 @@ void block_weights(const Attend& task, const KeySummary& summary, float* weights
       const auto number = static_cast<std::size_t>(task.table[block]);
       const float* bounds = summary.bounds + number * summary.bounds_stride;
       const std::uint8_t* codes = summary.codes + number * summary.codes_stride;
-      for (int row = 0; row < rows; ++row) {
-        score_codes(queries + row * size, bounds, codes, size, block_size, scores + row * wide + first);
+      for (int row = 0; row < rows; row += 4) {
+        score_codes(rows - row, queries + row * size, bounds, codes, size, block_size, scores + row * wide + first, wide);
       }
     }
   } else {
