@@ -132,6 +132,15 @@ inline int last_seen(const Attend& task, int token) { return std::min(task.end, 
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
+inline Vec scaled(const Attend& task, Vec score) {
+  score = score * task.scale;
+  if (task.softcap > 0) {  // cap tanh(x / cap), by exp(2 x / cap)
+    const Vec power = exponential(score * (2.f / task.softcap));
+    score = task.softcap * (1.f - 2.f / (power + 1.f));
+  }
+  return score;
+}
+
 // Scores to scaled scores, kNone for keys that are not seen; returns the largest. `count` is a multiple of WIDTH.
 inline float mask(const Attend& task, int row, float* scores, int begin, int count) {
   const int token = row / task.share;
@@ -139,11 +148,7 @@ inline float mask(const Attend& task, int row, float* scores, int begin, int cou
   const int last = std::clamp(last_seen(task, token) - begin, 0, count);
   Vec top = broadcast(kNone);
   for (int i = 0; i < count; i += WIDTH) {
-    Vec score = load(scores + i) * task.scale;
-    if (task.softcap > 0) {  // cap tanh(x / cap), by exp(2 x / cap)
-      const Vec power = exponential(score * (2.f / task.softcap));
-      score = task.softcap * (1.f - 2.f / (power + 1.f));
-    }
+    Vec score = scaled(task, load(scores + i));
     if (i < first || i + WIDTH > last) {
       for (int k = 0; k < WIDTH; ++k) {
         if (i + k < first || i + k >= last) score[k] = kNone;

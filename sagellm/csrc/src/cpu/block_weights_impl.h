@@ -168,52 +168,90 @@ void score_codes(int num_rows, const float* queries, const float* bounds, const 
 #endif
 }
 
+// Asks for what is known of a block that comes soon: blocks lie anywhere, so the processor does not see it coming.
+inline void prefetch_summary(const Attend& task, const KeySummary& summary, int block) {
+  const auto touch = [](const void* from, std::size_t bytes) {
+    for (std::size_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(from) + byte);
+  };
+  const auto number = static_cast<std::size_t>(task.table[block]);
+  touch(summary.bounds + number * summary.bounds_stride, static_cast<std::size_t>(2 * task.head_size) * sizeof(float));
+  if (summary.codes == nullptr) return;
+  touch(summary.codes + number * summary.codes_stride, code_bytes(1 << task.block_shift, task.head_size));
+}
+constexpr int kBlocksAhead = 2;
+
+// As `block_weights`, from codes. The keys of a block that is not full are taken to lie in the middle of its bounds.
+inline void code_weights(const Attend& task, const KeySummary& summary, const float* queries, float* weights, Scratch parts) {
+  const int size = task.head_size, rows = task.share, block_size = 1 << task.block_shift;
+  const int blocks = (task.end + block_size - 1) / block_size;
+  const auto count = static_cast<std::size_t>(rows * blocks);
+  // Of each block the largest score, and the sum of exp(score - largest).
+  auto *tops = parts.take<float>(count), *sums = parts.take<float>(count);
+  auto* scores = parts.take<float>(static_cast<std::size_t>(rows * block_size));
+  for (int block = 0; block < blocks; ++block) {
+    const auto number = static_cast<std::size_t>(task.table[block]);
+    const float* bounds = summary.bounds + number * summary.bounds_stride;
+    const int keys = std::min(block_size, task.end - block * block_size);
+    if (block + kBlocksAhead < blocks) prefetch_summary(task, summary, block + kBlocksAhead);
+    for (int row = 0; row < rows; row += 4) {
+      if (keys == block_size) {
+        score_codes(rows - row, queries + row * size, bounds, summary.codes + number * summary.codes_stride, size, block_size,
+                    scores + row * block_size, block_size);
+      } else {
+        bound(rows - row, queries + row * size, bounds, bounds + size, size, 0.f, scores + row * block_size, block_size);
+      }
+    }
+    for (int row = 0; row < rows; ++row) {
+      float* of_row = scores + row * block_size;
+      if (keys < block_size) std::fill_n(of_row, block_size, *of_row);
+      Vec top = broadcast(kNone), total{};
+      for (int i = 0; i < block_size; i += WIDTH) {
+        const Vec score = scaled(task, load(of_row + i));
+        store(of_row + i, score);
+        top = larger(top, score);
+      }
+      const float largest_score = tops[row * blocks + block] = maximum(top);
+      for (int i = 0; i < block_size; i += WIDTH) total += exponential(load(of_row + i) - largest_score);
+      sums[row * blocks + block] = sum(total) * static_cast<float>(keys) / static_cast<float>(block_size);
+    }
+  }
+  std::fill_n(weights, blocks, 0.f);
+  for (int row = 0; row < rows; ++row) {
+    const float *of_tops = tops + row * blocks, *of_sums = sums + row * blocks;
+    const float top = *std::max_element(of_tops, of_tops + blocks);
+    float total = 0.f;
+    for (int block = 0; block < blocks; ++block) total += of_sums[block] * std::exp(of_tops[block] - top);
+    for (int block = 0; block < blocks; ++block) weights[block] += of_sums[block] * std::exp(of_tops[block] - top) / total;
+  }
+}
+
 template <class T>
 void block_weights(const Attend& task, const KeySummary& summary, float* weights, char* scratch) {
   const int size = task.head_size, rows = task.tokens * task.share, block_size = 1 << task.block_shift;
   const int blocks = (task.end + block_size - 1) / block_size;
-  const bool by_block = summary.bounds != nullptr && summary.codes == nullptr;
+  const bool by_block = summary.bounds != nullptr;
   const int count = by_block ? blocks : task.end, wide = padded(count, WIDTH);
   Scratch parts(scratch);
   auto* queries = parts.take<float>(static_cast<std::size_t>(rows * size));
-  auto* scores = parts.take<float>(static_cast<std::size_t>(rows * wide));
-  auto* decoded = parts.take<typename T::Weight>(static_cast<std::size_t>(size));
-  auto* key = parts.take<float>(static_cast<std::size_t>(size));
   for (int row = 0; row < rows; ++row) {
     const auto* from = query_of<typename T::Input>(task, row);
     for (int i = 0; i < size; ++i) queries[row * size + i] = T::to_float(from[i]);
   }
-  const auto estimate = [&](int block, float reach, float* to) {
-    const float* low = summary.bounds + static_cast<std::size_t>(task.table[block]) * summary.bounds_stride;
-    for (int row = 0; row < rows; row += 4) {
-      bound(rows - row, queries + row * size, low, low + size, size, reach, to + row * wide, wide);
-    }
-  };
-  if (by_block) {
-    for (int block = 0; block < blocks; ++block) estimate(block, summary.reach, scores + block);
-  } else if (summary.codes != nullptr) {
-    for (int block = 0; block < blocks; ++block) {
-      const int first = block * block_size;
-      if (first + block_size > task.end) {  // it is not full
-        estimate(block, 0.f, scores + first);
-        for (int row = 0; row < rows; ++row) {
-          float* of_block = scores + row * wide + first;
-          std::fill(of_block, of_block + count - first, *of_block);
-        }
-        continue;
-      }
-      const auto number = static_cast<std::size_t>(task.table[block]);
-      const float* bounds = summary.bounds + number * summary.bounds_stride;
-      const std::uint8_t* codes = summary.codes + number * summary.codes_stride;
+  if (summary.codes != nullptr) return code_weights(task, summary, queries, weights, parts);
+  auto* scores = parts.take<float>(static_cast<std::size_t>(rows * wide));
+  auto* decoded = parts.take<typename T::Weight>(static_cast<std::size_t>(size));
+  auto* key = parts.take<float>(static_cast<std::size_t>(size));
+  for (int i = 0; i < count; ++i) {
+    if (by_block) {
+      if (i + kBlocksAhead < blocks) prefetch_summary(task, summary, i + kBlocksAhead);
+      const float* low = summary.bounds + static_cast<std::size_t>(task.table[i]) * summary.bounds_stride;
       for (int row = 0; row < rows; row += 4) {
-        score_codes(rows - row, queries + row * size, bounds, codes, size, block_size, scores + row * wide + first, wide);
+        bound(rows - row, queries + row * size, low, low + size, size, summary.reach, scores + row * wide + i, wide);
       }
+      continue;
     }
-  } else {
-    for (int i = 0; i < count; ++i) {
-      read_key<T>(task, i, decoded, key);
-      for (int row = 0; row < rows; ++row) scores[row * wide + i] = dot(queries + row * size, key, size);
-    }
+    read_key<T>(task, i, decoded, key);
+    for (int row = 0; row < rows; ++row) scores[row * wide + i] = dot(queries + row * size, key, size);
   }
   std::fill_n(weights, blocks, 0.f);
   Attend seen = task;

@@ -289,10 +289,17 @@ class CpuRunner(GraphRunner):
         wanted = "" if self._sparse is None else self._sparse.policy.weights
         of_heads = (self.native.layers, known["num_blocks"], self.native.kv_heads)
         if wanted in ("bounds", "codes"):
-            self._bounds = torch.zeros(*of_heads, 2, self.native.head_size)
+            self._bounds = _zeros(*of_heads, 2, self.native.head_size)
             known["bounds"] = self._bounds.data_ptr()
         if wanted == "codes":  # 2 bits a number
-            self._codes = torch.zeros(*of_heads, known["block_size"] * self.native.head_size // 4, dtype=torch.uint8)
+            self._codes = _zeros(*of_heads, known["block_size"] * self.native.head_size // 4, dtype=torch.uint8)
             known["codes"] = self._codes.data_ptr()
         self.native.decoder.bind(known)
         self._bound = caches
+
+
+def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor in large pages: it is read block by block, anywhere."""
+    found = torch.empty(*shape, dtype=dtype)
+    use_huge_pages(found.data_ptr(), found.nbytes)
+    return found.zero_()
