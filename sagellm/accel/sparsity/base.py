@@ -8,7 +8,8 @@ import numpy as np
 
 __all__ = [
     "DROPS_AFTER", "PER", "PROMPT_WEIGHTS", "WEIGHTS", "DropView", "PromptView", "SparsePolicy", "SparseView", "TopBlocks",
-    "as_ranges", "prompt_view", "step_view", "top_blocks", "wrong_kind", "wrong_with", "wrong_with_drops", "wrong_with_prompts",
+    "as_ranges", "both_ends", "prompt_view", "step_view", "top_blocks", "wrong_kind", "wrong_with", "wrong_with_drops",
+    "wrong_with_prompts",
 ]  # fmt: skip
 
 PER = ("step", "layer", "head")
@@ -176,6 +177,12 @@ def as_ranges(positions: np.ndarray) -> str:
     """Return rising positions as text, such as 0,7-9."""
     parts = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
     return ",".join(f"{part[0]}" if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts if len(part))
+
+
+def both_ends(first: int, keep: int, blocks: int) -> np.ndarray:
+    """Return the positions of `keep` of so many blocks: at most the `first` ones, and the latest ones."""
+    sinks = max(0, min(first, keep))
+    return np.r_[:sinks, blocks - keep + sinks : blocks]
 
 
 class SparsePolicy:

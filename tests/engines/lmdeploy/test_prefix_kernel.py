@@ -275,7 +275,7 @@ def test_lmdeploys_kernel_gives_the_same(kernels, lmdeploys, softcap):
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
-def attention_of(arguments) -> SimpleNamespace:
+def attention_of() -> SimpleNamespace:
     """What `attended` reads of LMDeploy's `TritonAttentionImpl`."""
     return SimpleNamespace(alibi=False, sliding_window=None, block_sparse_size=1, scale=0.3, logit_softcapping=0.0)
 
@@ -299,7 +299,7 @@ def test_lmdeploys_attention_asks_for_it(kernels, monkeypatch):
     arguments = step([(20, [330, 335, 340])], [40], heads=8, kv_heads=2, size=16)
     query, k_cache, v_cache, tables, lengths = arguments
     metadata = SimpleNamespace(quant_policy=0, block_offsets=tables, kv_seqlens=lengths)
-    asked = attention_of(arguments), query, k_cache, v_cache, metadata
+    asked = attention_of(), query, k_cache, v_cache, metadata
     assert sage_sparse.attended(*asked, None) is None
     monkeypatch.setattr(prefix_attention, "LAUNCHES_S", 0.0)
     monkeypatch.setattr(sage_sparse, "groups", prefix_attention.find(*engine_of(arguments)))

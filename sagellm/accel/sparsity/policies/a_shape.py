@@ -5,7 +5,7 @@ Source: the A-shape heads of MInference (Jiang et al. 2024, arXiv:2407.02490), h
 
 import numpy as np
 
-from sagellm.accel.sparsity.base import PromptView, SparsePolicy
+from sagellm.accel.sparsity.base import PromptView, SparsePolicy, both_ends
 
 __all__ = ["AShape"]
 
@@ -16,8 +16,5 @@ class AShape(SparsePolicy):
     name = "a_shape"
 
     def select_prompt_blocks(self, view: PromptView) -> list[np.ndarray]:
-        return [
-            np.r_[:sinks, before - keep + sinks : before]
-            for before, keep in zip(view.before.tolist(), view.keep.tolist(), strict=True)
-            for sinks in (min(self.first, keep),)
-        ]
+        pairs = zip(view.keep.tolist(), view.before.tolist(), strict=True)
+        return [both_ends(self.first, keep, before) for keep, before in pairs]

@@ -5,7 +5,7 @@ Source: StreamingLLM (Xiao et al. 2024, arXiv:2309.17453). Keys keep the positio
 
 import numpy as np
 
-from sagellm.accel.sparsity.base import SparsePolicy, SparseView
+from sagellm.accel.sparsity.base import SparsePolicy, SparseView, both_ends
 
 __all__ = ["Streaming"]
 
@@ -16,8 +16,6 @@ class Streaming(SparsePolicy):
     name = "streaming"
 
     def select_blocks(self, view: SparseView) -> list[np.ndarray]:
-        return [
-            np.r_[:sinks, blocks - keep + sinks : blocks]
-            for blocks, keep in zip(view.num_blocks.tolist(), view.keep.tolist(), strict=True)
-            for sinks in (min(self.first, keep - 1),)
-        ]
+        pairs = zip(view.keep.tolist(), view.num_blocks.tolist(), strict=True)
+        # The last block takes the new token: it is read before any of the first ones.
+        return [both_ends(min(self.first, keep - 1), keep, blocks) for keep, blocks in pairs]
