@@ -267,9 +267,9 @@ def time_kernel(sequences: int, common: int, own: int) -> tuple[dict[str, float]
     """Seconds of a layer's decode attention, ours and LMDeploy's, and how far they differ: 32 heads, 8 key heads of 128."""
     import torch
     from lmdeploy.pytorch.kernels.cuda import paged_attention_fwd
-    from sagellm.engines.lmdeploy.kernels.prefix_aware_attention import find_groups, prefix_aware_attention
 
     from benchmarks.gpu.limits import seconds
+    from sagellm.engines.lmdeploy.kernels.prefix_aware_attention import find_groups, prefix_aware_attention
 
     block, heads, kv_heads, size = 64, 32, 8, 128
     shared, alone = common // block, -(-(own + 1) // block)
