@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.bundle --out FOLDER [--python 3.12]
 
 It holds LMDeploy's Python files as shipped, this checkout, the demo model in bfloat16, wheels of what LMDeploy's engine
-imports, and `start.py`. The machine brings torch, Triton, CMake, a C++ compiler and the packages of `BROUGHT`.
+imports, and `start.py`. The machine brings CMake, a C++ compiler and the packages of `BROUGHT`.
 """
 
 import json
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 MAX_MB = 50
 # By the machine, as every image for PyTorch does; the last row is for servers, which the kit does not start.
 BROUGHT = (
-    "torch", "numpy", "pillow", "aiohttp",
+    "torch", "triton", "numpy", "pillow", "aiohttp",
     "openai", "openai_harmony", "fastapi", "starlette", "uvicorn", "hf_xet",
 )  # fmt: skip
 BUILD = ("scikit-build-core>=1.1,<2", "pybind11>=3.0,<4")
@@ -57,7 +57,7 @@ def download_wheels(folder: Path, version: str) -> None:
     """Download what LMDeploy and this package import, for another Python and without what the machine brings."""
     pins = ROOT / "third_party" / "requirements"
     wanted = [
-        line for line in (pins / "cpu.txt").read_text().splitlines() if line and not line.startswith(("#", "torch=="))
+        line for line in (pins / "cpu.txt").read_text().splitlines() if line and not line.startswith(("#", "torch==", "triton=="))
     ]
     xgrammar = [line for line in (pins / "no-deps.txt").read_text().splitlines() if line.startswith("xgrammar")]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(folder)]
