@@ -7,16 +7,19 @@ from typing import ClassVar, Literal
 import numpy as np
 
 __all__ = [
-    "DROPS_AFTER", "PER", "PROMPT_WEIGHTS", "WEIGHTS", "DropView", "PromptView", "SparsePolicy", "SparseView", "TopBlocks",
+    "DROPS_AFTER", "KEY_SUM_UNIT", "PER", "PROMPT_WEIGHTS", "SUMMARIES", "WEIGHTS", "DropView", "PromptView", "SparsePolicy", "SparseView", "TopBlocks",
     "as_ranges", "both_ends", "prompt_view", "step_view", "top_blocks", "wrong_kind", "wrong_with", "wrong_with_drops",
     "wrong_with_prompts",
 ]  # fmt: skip
 
 PER = ("step", "layer", "head")
 WEIGHTS = ("", "bounds", "codes", "exact")
+SUMMARIES = ("bounds", "means")
+KEY_SUM_UNIT = 2.0**-24  # of the native step's sums of keys
 PROMPT_WEIGHTS = ("", "strips")
 DROPS_AFTER = ("prompt", "step")
 _NONE = np.empty(0, np.float32)
+_NO_BLOCKS = np.empty((0, 0), np.int64)
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class SparseView:
         queries: float32 [sequences, heads, head_size], after the rotary embedding. Empty if the policy chooses once a step.
         weights: float32 [sequences, kv_heads, blocks]: attention weight that the queries of a key head give to each block,
             added up; estimated or exact, as `SparsePolicy.weights` asks. Beyond the blocks of a sequence they are 0.
+        tables: int64 [sequences, width], blocks of the cache that hold each sequence.
+        bounds: float32 [cache blocks, kv_heads, 2, head_size], smallest and largest numbers of the keys of each block of the
+            cache in this layer. Empty if nobody asked for them, as with `SparsePolicy.summaries`.
+        key_sums: int64 [cache blocks, kv_heads, head_size], sums of these keys in units of `KEY_SUM_UNIT`. `mean_keys`
+            divides them.
         first, last: blocks at each end of a sequence that the policy always reads.
         by_head: whether each key head has a choice of its own.
     """
@@ -43,11 +51,29 @@ class SparseView:
     block_size: int
     lengths: np.ndarray
     keep: np.ndarray
+    tables: np.ndarray = field(default_factory=lambda: _NO_BLOCKS)
     queries: np.ndarray = field(default_factory=lambda: _NONE)
     weights: np.ndarray = field(default_factory=lambda: _NONE)
+    bounds: np.ndarray = field(default_factory=lambda: _NONE)
+    key_sums: np.ndarray = field(default_factory=lambda: _NONE)
     first: int = 1
     last: int = 1
     by_head: bool = False
+
+    def key_bounds(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the smallest and the largest numbers of the keys of a sequence's blocks, float32 [blocks, kv_heads, head_size]."""
+        found = self.bounds[self._blocks(sequence)]
+        return found[:, :, 0], found[:, :, 1]
+
+    def mean_keys(self, sequence: int) -> np.ndarray:
+        """Return the mean key of each block of a sequence, float32 [blocks, kv_heads, head_size]. The last may be partly full."""
+        blocks = self._blocks(sequence)
+        counts = np.full(len(blocks), self.block_size)
+        counts[-1] = (self.lengths[sequence] - 1) % self.block_size + 1
+        return (self.key_sums[blocks] * (KEY_SUM_UNIT / counts[:, None, None])).astype(np.float32)
+
+    def _blocks(self, sequence: int) -> np.ndarray:
+        return self.tables[sequence, : self.num_blocks[sequence]]
 
     @property
     def num_blocks(self) -> np.ndarray:
@@ -143,14 +169,21 @@ def top_blocks(weights: np.ndarray, keep: int, first: int = 1, last: int = 1) ->
     return np.sort(order[:keep])
 
 
-def step_view(policy: "SparsePolicy", step: int, lengths: np.ndarray, block_size: int) -> SparseView:
-    """Return the view of a decode step before its queries are known. `lengths`: [sequences], tokens with the new one."""
+def step_view(
+    policy: "SparsePolicy", step: int, lengths: np.ndarray, block_size: int, tables: np.ndarray = _NO_BLOCKS
+) -> SparseView:
+    """Return the view of a decode step before its queries are known.
+
+    Args:
+        lengths: [sequences], tokens with the new one.
+        tables: [sequences, width], blocks of the cache.
+    """
     lengths = np.asarray(lengths, np.int64)
     blocks = -(-lengths // block_size)
     keep = np.array([policy.budget(each) for each in blocks.tolist()], np.int64)
     return SparseView(
-        step=step, layer=-1, block_size=block_size, lengths=lengths, keep=np.clip(keep, 1, blocks), first=policy.first,
-        last=policy.last, by_head=policy.per == "head",
+        step=step, layer=-1, block_size=block_size, lengths=lengths, keep=np.clip(keep, 1, blocks), tables=tables,
+        first=policy.first, last=policy.last, by_head=policy.per == "head",
     )  # fmt: skip
 
 
@@ -204,6 +237,8 @@ class SparsePolicy:
     # One choice for all layers, one for each layer, or one for each key head of each layer.
     per: Literal["step", "layer", "head"] = "step"
     weights: Literal["", "bounds", "codes", "exact"] = ""  # what `SparseView.weights` holds; not with `per` step
+    # Summaries of keys that `SparseView` holds, for policies that estimate in Python; not with `per` step.
+    summaries: tuple[Literal["bounds", "means"], ...] = ()
     # With bounds: how much of the way from the middle of a block's bounds to the largest possible product its estimate goes.
     reach: float = 1.0
     whole_layers: int = 0  # so many layers, the first ones, read all blocks; not with `per` step
@@ -236,6 +271,11 @@ class SparsePolicy:
     def selects_prompts(self) -> bool:
         """Whether prompts read some of the blocks."""
         return bool(self.prompt_weights) or type(self).select_prompt_blocks is not SparsePolicy.select_prompt_blocks
+
+    @property
+    def wanted_summaries(self) -> set[str]:
+        """Summaries of keys that the engine keeps for the policy."""
+        return set(self.summaries) | {"bounds": {"bounds"}, "codes": {"bounds", "codes"}}.get(self.weights, set())
 
     @property
     def drops(self) -> bool:
@@ -295,6 +335,10 @@ def wrong_kind(policy: SparsePolicy) -> str:
     ):  # fmt: skip
         if getattr(policy, name) not in allowed:
             return f"has {name} {getattr(policy, name)!r}; give {', '.join(map(repr, allowed))}"
+    if unknown := set(policy.summaries) - set(SUMMARIES):
+        return f"has summaries {sorted(unknown)}; give {', '.join(map(repr, SUMMARIES))}"
+    if policy.per == "step" and policy.summaries:
+        return f"has per 'step' and summaries {policy.summaries}; give per 'layer' or 'head', or no summaries"
     if policy.per == "step" and policy.weights:
         return f"has per 'step' and weights {policy.weights!r}; give per 'layer' or 'head', or no weights"
     if not (policy.selects or policy.selects_prompts or policy.drops):

@@ -122,8 +122,15 @@ def random_view(policy: SparsePolicy, chance: np.random.Generator, step: int) ->
         for row, count in zip(weights, blocks, strict=True):
             row[:, count:] = 0
         arrays["weights"] = weights
+    width = int(blocks.max())
+    tables = chance.integers(0, 50, (len(lengths), width))
+    summaries = {
+        "bounds": ("bounds", np.sort(chance.standard_normal((50, KV_HEADS, 2, HEAD_SIZE)).astype(np.float32), 2)),
+        "means": ("key_sums", chance.integers(-(2**26), 2**26, (50, KV_HEADS, HEAD_SIZE))),
+    }
+    arrays |= dict(summaries[name] for name in policy.summaries)
     return SparseView(
-        step=step, layer=-1 if policy.per == "step" else 3, block_size=block_size, lengths=lengths, keep=keep,
+        tables=tables, step=step, layer=-1 if policy.per == "step" else 3, block_size=block_size, lengths=lengths, keep=keep,
         first=policy.first, last=policy.last, by_head=policy.per == "head", **arrays,
     )  # fmt: skip
 

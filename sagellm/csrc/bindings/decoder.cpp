@@ -228,6 +228,7 @@ class BoundDecoder {
     bound.dtype = dtype_of(cache["dtype"].cast<std::string>());
     bound.bounds = at<float>(cache["bounds"].cast<Address>());
     bound.codes = at<std::uint8_t>(cache["codes"].cast<Address>());
+    bound.key_sums = at<std::int64_t>(cache["key_sums"].cast<Address>());
     cache_ = bound;
   }
 
@@ -257,6 +258,7 @@ class BoundDecoder {
     }
     step.sharing = sharing_of(tensors["sharing"].cast<std::string>());
     if (!sparse.is_none()) step.sparse = sparse_of(sparse);
+    step.is_repeated = tensors.contains("is_repeated");
     if (tensors.contains("prompts")) step.sparse_prompts = sparse_prompts_of(tensors["prompts"]);
     if (tensors.contains("observed")) step.observed = observed_of(tensors["observed"]);
     StepReport report;

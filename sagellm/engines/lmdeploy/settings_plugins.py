@@ -111,9 +111,9 @@ def _check_sparsity(config: SageConfig) -> None:
     role = config.pd and config.pd.role
     if policy.drops:
         refused["role"] = role, "the engine that takes over a prompt has not seen what its queries look at"
-    elif policy.weights in ("bounds", "codes"):
+    elif policy.wanted_summaries:
         refused["role"] = role, NO_BOUNDS
-    if policy.weights in ("bounds", "codes"):
+    if policy.wanted_summaries:
         refused["host_kv_blocks"] = config.host_kv_blocks or None, NO_BOUNDS
     for name, (value, why) in refused.items():
         if value is not None:

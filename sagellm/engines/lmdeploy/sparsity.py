@@ -117,12 +117,18 @@ class SparseSteps:
         self._shape: tuple[int, int, int] | None = None
         self._tile = 0
         self._seen: dict[int, Seen] = {}  # by the block of the last token
+        self._summaries: dict[str, np.ndarray] = {}  # fields of a view, [layers, ...] of each
         self.readings: deque[Reading] | None = None  # of forward passes, oldest first, once somebody takes them
 
     def bind(self, heads: int, kv_heads: int, head_size: int, prompt_tile: int) -> None:
         """Take the shape of a model whose native step can ask for each layer, and for tiles of so many tokens of prompts."""
         self._shape = heads, kv_heads, head_size
         self._tile = prompt_tile
+
+    def bind_summaries(self, bounds: np.ndarray | None, key_sums: np.ndarray | None) -> None:
+        """Take the summaries of keys that a native step keeps: a row of what `SparseView` has for each layer."""
+        found = {"bounds": bounds, "key_sums": key_sums}
+        self._summaries = {name: each for name, each in found.items() if each is not None}
 
     @property
     def is_on(self) -> bool:
@@ -143,6 +149,7 @@ class SparseSteps:
             return
         needs = {
             f"chooses for each {self.policy.per}": self.is_of_layers,
+            "looks at summaries of keys": bool(self.policy.summaries),
             "chooses blocks of prompts": self.policy.selects_prompts,
             "observes queries": self.policy.observed > 0,
         }
@@ -167,7 +174,7 @@ class SparseSteps:
         if self._fault or not policy.selects or policy.per != "step" or inputs.is_dummy or inputs.max_q_seqlen != 1:
             return inputs
         lengths = inputs.history_lengths + inputs.seq_length - inputs.num_ignored_history
-        view = self._view(lengths.cpu().numpy())
+        view = self._view(lengths.cpu().numpy(), inputs.block_offsets)
         if (view.keep == view.num_blocks).all():
             self._count(view)
             return inputs
@@ -188,17 +195,18 @@ class SparseSteps:
             max_kv_seqlen=int(seen.max()), sum_kv_seqlen=int(seen.sum()),
         )  # fmt: skip
 
-    def of_layers(self, lengths: torch.Tensor, table_width: int) -> dict[str, Any] | None:
+    def of_layers(self, lengths: torch.Tensor, tables: torch.Tensor) -> dict[str, Any] | None:
         """Return how a native step chooses blocks, as `CpuDecoder.run` takes it; None to read everything.
 
         Args:
             lengths: [sequences], tokens with the new one, each of one new token.
+            tables: [sequences, width], blocks of the cache.
         """
         if self._fault or not self.is_of_layers:
             return None
         if not int(lengths.max()):  # a warm-up step, which has no cache
             return None
-        view = self._view(lengths.numpy())
+        view = self._view(lengths.numpy(), tables)
         self._count(view)
         if (view.keep == view.num_blocks).all():
             return None
@@ -208,7 +216,7 @@ class SparseSteps:
             "keep": view.keep.tolist(), "weights": policy.weights, "by_head": view.by_head,
             "whole_layers": policy.whole_layers, "reach": policy.reach,
             "first": policy.first,
-            "last": policy.last, "choose": None if is_native else self._chooser(view, table_width),
+            "last": policy.last, "choose": None if is_native else self._chooser(view),
         }  # fmt: skip
 
     def of_prompts(self, queries: torch.Tensor, lengths: torch.Tensor) -> dict[str, Any] | None:
@@ -318,8 +326,8 @@ class SparseSteps:
             "prompts": self._num_prompts, "prompt_read": self._prompt_read, "prompt_held": self._prompt_held,
         }  # fmt: skip
 
-    def _view(self, lengths: np.ndarray) -> SparseView:
-        return step_view(self.policy, self._num_steps, lengths, self._block_size)
+    def _view(self, lengths: np.ndarray, tables: torch.Tensor) -> SparseView:
+        return step_view(self.policy, self._num_steps, lengths, self._block_size, tables.cpu().numpy().astype(np.int64))
 
     def _prompt_view(self, queries: torch.Tensor, lengths: torch.Tensor) -> PromptView:
         return prompt_view(
@@ -345,17 +353,18 @@ class SparseSteps:
             return None
         return chosen
 
-    def _chooser(self, view: SparseView, table_width: int) -> Any:
+    def _chooser(self, view: SparseView) -> Any:
         """Return a function that a native step calls for each layer."""
         assert self._shape is not None
         heads, kv_heads, head_size = self._shape
         sequences, choices, most = len(view.lengths), kv_heads if view.by_head else 1, int(view.keep.max())
-        has_weights = bool(self.policy.weights)
+        table_width, has_weights = view.tables.shape[1], bool(self.policy.weights)
 
         def choose(layer: int, queries: int, weights: int, result: int) -> str:
             found = replace(
                 view, layer=layer, queries=_floats(queries, sequences, heads, head_size),
                 weights=_floats(weights, sequences, kv_heads, table_width) if has_weights else view.weights,
+                **{name: each[layer] for name, each in self._summaries.items()},
             )  # fmt: skip
             chosen = self._ask(
                 lambda: self.policy.select_blocks(found), lambda positions: wrong_with(positions, found, kv_heads)

@@ -93,9 +93,24 @@ class WeightsOfAStep(TopBlocks):
         self.per = "step"
 
 
-def test_a_policy_of_no_known_kind():
-    with pytest.raises(SparsityError, match="per 'step' and weights 'bounds'"):
-        make_sparsity(f"{__name__}:WeightsOfAStep")
+class SummariesOfAStep(WeightsOfAStep):
+    weights = ""
+    summaries = ("means",)
+
+
+class UnknownSummaries(TopBlocks):
+    name = "unknown-summaries"
+    summaries = ("medians",)
+
+
+@pytest.mark.parametrize(
+    ("policy", "fault"),
+    [("WeightsOfAStep", "per 'step' and weights 'bounds'"), ("SummariesOfAStep", "per 'step' and summaries"),
+     ("UnknownSummaries", "give 'bounds', 'means'")],
+)  # fmt: skip
+def test_a_policy_of_no_known_kind(policy, fault):
+    with pytest.raises(SparsityError, match=fault):
+        make_sparsity(f"{__name__}:{policy}")
 
 
 class Latest(SparsePolicy):

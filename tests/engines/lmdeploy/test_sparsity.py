@@ -1,6 +1,7 @@
 """Sparse policies in the real engine."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,26 @@ class AsNative(TopBlocks):
         return view.top()
 
 
+class FromSummaries(TopBlocks):
+    """The choice of `quest`, from the bounds of keys that the view has; mean keys lie between them."""
+
+    name = "from-summaries"
+    summaries = ("bounds", "means")
+
+    def select_blocks(self, view):
+        weights = np.zeros((len(view.lengths), 2, view.tables.shape[1]), np.float32)
+        for row, blocks in enumerate(view.num_blocks.tolist()):
+            low, high = view.key_bounds(row)
+            mean = view.mean_keys(row)
+            assert mean.shape == (blocks, 2, 16) and (mean >= low - 1e-6).all() and (mean <= high + 1e-6).all()
+            assert (low < high).any() and not view.bounds.flags.writeable and not view.key_sums.flags.writeable
+            queries = view.queries[row].reshape(2, -1, 1, 16)
+            scores = np.maximum(queries * low.swapaxes(0, 1)[:, None], queries * high.swapaxes(0, 1)[:, None]).sum(-1) / 4
+            each = np.exp(scores - scores.max(-1, keepdims=True))
+            weights[row, :, :blocks] = (each / each.sum(-1, keepdims=True)).sum(1)
+        return replace(view, weights=weights).top()
+
+
 class Late(SparsePolicy):
     """Fails in a later step."""
 
@@ -88,7 +109,7 @@ def own(kind: type) -> str:
 
 def options_of(name: str) -> dict:
     """The tiny models have two layers, so all of them choose."""
-    return SPARSE | ({"whole_layers": 0} if name in ("quest", "sketch", "oracle", own(AsNative)) else {})
+    return SPARSE | ({"whole_layers": 0} if name in ("quest", "sketch", "oracle", own(AsNative), own(FromSummaries)) else {})
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -103,7 +124,9 @@ def test_a_policy_that_reads_everything_changes_nothing_and_one_that_does_not_do
     assert 0.3 * report["held"] < report["read"] < 0.5 * report["held"]
 
 
-@pytest.mark.parametrize(("one", "other"), [("streaming", own(BothEnds)), ("quest", own(AsNative))])
+@pytest.mark.parametrize(("one", "other"), [
+    ("streaming", own(BothEnds)), ("quest", own(AsNative)), ("quest", own(FromSummaries))
+])  # fmt: skip
 def test_two_ways_of_one_choice_answer_the_same(sparse, one, other):
     """A shorter block table, or a choice in each layer; natively, or in Python."""
     assert answers(sparse(one)) == answers(sparse(other))

@@ -121,7 +121,11 @@ struct PagedCache {
   float* bounds = nullptr;
   // Keys of full blocks in 2 bits a number, between their bounds, [layers][blocks][key heads][`code_bytes`]; null: nobody asks.
   std::uint8_t* codes = nullptr;
+  // Sums of the keys of each block in units of 2^-`kKeySumBits`, [layers][blocks][key heads][head size]; null: nobody asks. They
+  // are whole numbers, so it does not matter which thread adds first.
+  std::int64_t* key_sums = nullptr;
 };
+constexpr int kKeySumBits = 24;
 
 // Decode steps whose attention reads some blocks of a sequence. Each sequence has one new token.
 struct Sparse {
@@ -195,6 +199,7 @@ struct DecoderStep {
   // Whether keys that decoding sequences have in common, by their first blocks, are read once for all of them. Not where a
   // layer has a window, or with `sparse`.
   Sharing sharing = Sharing::kNever;
+  bool is_repeated = false;  // a step that ran before: the cache's sums have its keys
 };
 
 // What came of a step.

@@ -479,13 +479,13 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
       float* of_row = scores + row * kRound;
       const float before = of_max[row];
       float weight = 0.f;
-      // A whole round, not what the chunk has of it: a row then gets the same numbers in any chunk.
-      const bool is_seen = task.softcap == 0.f && first_seen(task, row / task.share) <= begin &&
-                           last_seen(task, row / task.share) >= begin + kRound;
+      // A row of a prompt sees a whole round, not what the chunk has of it: it then gets the same numbers in any chunk.
+      const bool is_seen = task.softcap == 0.f && (count == kRound || (task.few && count % WIDTH == 0)) &&
+                           first_seen(task, row / task.share) <= begin && last_seen(task, row / task.share) >= begin + count;
       if (T::kInputs == Type::kBFloat16 && is_seen) {
 #ifdef DOT_BF16
-        of_max[row] = std::max(before, task.scale * largest(of_row, kRound));
-        weight = weigh_all(of_row, kRound, task.scale, of_max[row], reinterpret_cast<std::uint16_t*>(weights + row * kRound));
+        of_max[row] = std::max(before, task.scale * largest(of_row, count));
+        weight = weigh_all(of_row, count, task.scale, of_max[row], reinterpret_cast<std::uint16_t*>(weights + row * kRound));
 #endif
       } else {
         of_max[row] = std::max(before, mask(task, row, of_row, begin, keys));

@@ -45,41 +45,42 @@ std::vector<Sequence> read_sequences(const PagedCache& cache, const DecoderStep&
   return found;
 }
 
-// Splits of keys that two sequences have in common.
-int common_splits(const Sequence& one, const Sequence& other, int block_size) {
-  const auto end = std::min(one.table.size(), other.table.size());
-  Size blocks = 0;
-  while (blocks < end && one.table[blocks] == other.table[blocks]) ++blocks;
-  return static_cast<int>(std::min<Size>(blocks * size(block_size), size(std::min(one.seen, other.seen) - 1))) / kSplit;
+// Tokens of whole blocks that two sequences have in common.
+int common_tokens(const Sequence& one, const Sequence& other, int block_size) {
+  const int blocks = (std::min(one.seen, other.seen) - 1) / block_size;
+  int same = 0;
+  while (same < blocks && one.table[size(same)] == other.table[size(same)]) ++same;
+  return same * block_size;
 }
 
-// Puts sequences that begin with the same blocks into groups, and says how many splits each has in common with its group.
-std::vector<int> group_sequences(const PagedCache& cache, int share, const AttentionCosts* costs, AttentionPlan* plan) {
-  std::vector<int> common(plan->sequences.size(), 0);
+// Puts sequences that begin with the same blocks into groups, which read at least a split together.
+void group_sequences(const PagedCache& cache, int share, const AttentionCosts* costs, AttentionPlan* plan) {
   std::vector<bool> is_placed(plan->sequences.size(), false);
   const Size most = size(std::max(1, kGroupRows / share));
   for (Size s = 0; s < plan->sequences.size(); ++s) {
     const Sequence& one = plan->sequences[s];
     if (is_placed[s] || one.tokens != 1) continue;
     std::vector<int> group{static_cast<int>(s)};
-    int splits = one.seen / kSplit;
+    int common = one.seen;
     for (Size other = s + 1; other < plan->sequences.size() && group.size() < most; ++other) {
       if (is_placed[other] || plan->sequences[other].tokens != 1) continue;
-      const int found = common_splits(one, plan->sequences[other], cache.block_size);
+      const int found = common_tokens(one, plan->sequences[other], cache.block_size);
       // A member with little in common would make the others read the rest each for themselves.
-      if (found == 0 || (group.size() > 1 && found < splits)) continue;
-      splits = std::min(splits, found);
+      if (found < kSplit || (group.size() > 1 && found < common)) continue;
+      common = std::min(common, found);
       group.push_back(static_cast<int>(other));
     }
     const int members = static_cast<int>(group.size());
     if (members < 2 || (costs != nullptr && costs->seconds(members) > members * costs->seconds(1))) continue;
+    // Few rows read their splits as sequences alone do. Many take longer runs: the next keys arrive while they compute.
+    const int run = members * share <= kFewRows ? kSplit : kGroupSplits * kSplit;
     for (const int member : group) {
       is_placed[size(member)] = true;
-      common[size(member)] = splits;
+      plan->sequences[size(member)].common = common;
+      plan->sequences[size(member)].num_splits = divided(common, run);
     }
-    plan->groups.push_back(std::move(group));
+    plan->groups.push_back({std::move(group), run});
   }
-  return common;
 }
 
 }  // namespace
@@ -158,10 +159,22 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
   const bool by_head = step.sparse != nullptr && step.sparse->by_head;
   const int heads = step.is_decoding && splits >= threads && !by_head ? shape.kv_heads : 1;
   plan.heads_together = heads;
-  const bool shares = step.sharing != Sharing::kNever && step.is_decoding && step.sparse == nullptr;
-  if (step.sharing == Sharing::kAlways) costs = nullptr;
-  const std::vector<int> common = shares ? group_sequences(cache, share, costs, &plan) : std::vector<int>(plan.sequences.size(), 0);
+  if (step.sharing != Sharing::kNever && step.is_decoding && step.sparse == nullptr) {
+    group_sequences(cache, share, step.sharing == Sharing::kAlways ? nullptr : costs, &plan);
+  }
   const std::int64_t of_head = share * (shape.head_size + 2);
+  // The longest tasks come first, so that threads end together.
+  for (int g = 0; g < static_cast<int>(plan.groups.size()); ++g) {
+    const AttentionPlan::Group& group = plan.groups[size(g)];
+    const int common = plan.sequences[size(group.members[0])].common;
+    for (int begin = 0; begin < common; begin += group.run) {
+      for (int head = 0; head < shape.kv_heads; head += heads) {
+        const int end = std::min(begin + group.run, common);
+        plan.tasks.push_back({group.members[0], head, heads, 0, static_cast<int>(group.members.size()), begin, end,
+                              begin / group.run * of_head, g});
+      }
+    }
+  }
   int tiles = 0;
   for (int s = 0; s < static_cast<int>(plan.sequences.size()); ++s) {
     Sequence& one = plan.sequences[size(s)];
@@ -173,7 +186,8 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
     // By what the step does and not by how many tokens there are: a token that is decoded gets the same numbers alone
     // and as a guess beside others, one of a prompt the same whatever part of it was cached.
     const int most = std::max(1, step.is_decoding ? kFewRows / share : prompt_tile(shape));
-    one.num_splits = step.is_decoding ? divided(one.seen, kSplit) : 0;
+    const int num_runs = one.num_splits;  // of its group
+    one.num_splits = step.is_decoding ? num_runs + divided(one.seen - one.common, kSplit) : 0;
     for (int head = 0; head < shape.kv_heads; head += heads) {
       for (int first = 0; first < one.tokens; first += most) {
         const int tokens = std::min(most, one.tokens - first);
@@ -183,31 +197,17 @@ AttentionPlan plan_attention(const PagedCache& cache, const DecoderStep& step, c
           continue;
         }
         const bool is_merged = one.num_splits > 1;
+        const std::int64_t of_split = heads * tokens * of_head;
         if (is_merged) plan.merged.push_back({s, head, heads, first, tokens, 0, one.seen, plan.num_partials});
         if (first == 0) plan.partials.push_back(is_merged ? plan.num_partials : -1);
-        for (int split = 0; split < one.num_splits; ++split) {
-          const int begin = split * kSplit, end = std::min(one.seen, begin + kSplit);
-          if (split >= common[size(s)]) {
-            plan.tasks.push_back({s, head, heads, first, tokens, begin, end, is_merged ? plan.num_partials : -1});
-          }
-          if (is_merged) plan.num_partials += heads * tokens * of_head;
+        for (int split = num_runs; split < one.num_splits; ++split) {
+          const int begin = one.common + (split - num_runs) * kSplit, end = std::min(one.seen, begin + kSplit);
+          plan.tasks.push_back({s, head, heads, first, tokens, begin, end, is_merged ? plan.num_partials + split * of_split : -1});
         }
+        if (is_merged) plan.num_partials += one.num_splits * of_split;
       }
     }
     tiles += divided(one.tokens, most);
-  }
-  for (int g = 0; g < static_cast<int>(plan.groups.size()); ++g) {
-    const std::vector<int>& group = plan.groups[size(g)];
-    const int members = static_cast<int>(group.size()), num_common = common[size(group[0])];
-    // Few rows read their splits as sequences alone do. Many take longer runs: the next keys arrive while they compute.
-    const bool has_few = members * share <= kFewRows;
-    const int together = heads, run = has_few ? 1 : kGroupSplits;
-    for (int split = 0; split < num_common; split += run) {
-      for (int head = 0; head < shape.kv_heads; head += together) {
-        const int end = std::min(split + run, num_common) * kSplit;
-        plan.tasks.push_back({group[0], head, together, 0, members, split * kSplit, end, split * of_head, g});
-      }
-    }
   }
   return plan;
 }

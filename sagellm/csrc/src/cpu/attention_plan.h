@@ -15,14 +15,17 @@ struct Sequence {
   bool has_cache;
   std::vector<std::int64_t> table;
   int seen = 0;        // tokens in the blocks that attention reads; all of them, or those of `keep` blocks
-  int num_splits = 0;  // of them
+  int common = 0;      // of them, the first, which its group reads
+  int num_splits = 0;  // results to merge: of the runs of its group and of its own splits
 };
 
 struct AttentionTask {
   int sequence, head, heads;  // `heads` key heads from `head` on
   int first, tokens;          // new tokens of the sequence
   int begin, end;             // keys
-  std::int64_t partial;       // where its results wait to be merged, head by head; -1: they are the whole
+  // Where its results wait to be merged, head by head; -1: they are the whole. Of a group: behind `partials` of each member,
+  // times `heads_together`.
+  std::int64_t partial;
   int group = -1;             // of sequences that have these keys in common: the task has the new token of each
   int tile = -1;              // of the new tokens of a step of prompts, counted over its sequences
 };
@@ -33,9 +36,13 @@ struct AttentionPlan {
   std::vector<AttentionTask> tasks;
   // Heads of a sequence whose splits are merged. Their partial results follow each other from `partial` on.
   std::vector<AttentionTask> merged;
-  std::vector<std::vector<int>> groups;  // sequences that begin with the same blocks
-  int heads_together = 1;                // key heads of a sequence's own tasks
-  std::vector<std::int64_t> partials;    // [sequences][key heads / heads_together]: `partial` of `merged`
+  struct Group {
+    std::vector<int> members;  // sequences that begin with the same blocks
+    int run;                   // tokens of these that a task reads
+  };
+  std::vector<Group> groups;
+  int heads_together = 1;              // key heads of a task of decoding
+  std::vector<std::int64_t> partials;  // [sequences][key heads / heads_together]: `partial` of `merged`
   std::int64_t num_partials = 0;
 };
 

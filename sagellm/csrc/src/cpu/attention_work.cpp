@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -312,7 +311,7 @@ Size AttentionWork::gathered_query_bytes(const AttentionTask& task) const {
 char* AttentionWork::gather_queries(const AttentionPlan& plan, const AttentionTask& task, char* to) const {
   const Size bytes = size(head_numbers()) * query_element_;
   char* at = to;
-  for (const int member : plan.groups[size(task.group)]) {
+  for (const int member : plan.groups[size(task.group)].members) {
     const int row = plan.sequences[size(member)].row;
     std::memcpy(at, memory_.queries + size(row) * bytes, bytes);
     at += bytes;
@@ -328,17 +327,12 @@ void AttentionWork::commit_shared(const AttentionPlan& plan, const AttentionTask
     const auto *results = reinterpret_cast<const float*>(local), *max = results + rows * shape_.head_size;
     const int head = task.head + h;
     for (int member = 0; member < task.tokens; ++member) {
-      const int sequence = plan.groups[size(task.group)][size(member)];
+      const int sequence = plan.groups[size(task.group)].members[size(member)];
       const std::int64_t base = plan.partials[size(sequence * (shape_.kv_heads / together) + head / together)];
       float* to = memory_.partials + base + task.partial * together + head % together * of_head;
       std::copy_n(results + member * numbers, numbers, to);
       std::copy_n(max + member * share(), share(), to + numbers);
       std::copy_n(max + rows + member * share(), share(), to + numbers + share());
-      for (int split = task.begin / kSplit + 1; split < task.end / kSplit; ++split) {  // they are in the first one
-        to += together * of_head;
-        std::fill_n(to + numbers, share(), -std::numeric_limits<float>::infinity());
-        std::fill_n(to + numbers + share(), share(), 0.F);
-      }
     }
   }
 }

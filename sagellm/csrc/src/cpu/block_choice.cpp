@@ -1,6 +1,7 @@
 #include "block_choice.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 
@@ -39,14 +40,17 @@ std::uint8_t* KeyBounds::codes_of(int layer, std::int64_t block) const {
 }
 
 void KeyBounds::begin(const std::vector<Sequence>& sequences, int layers) {
-  if (cache_.bounds == nullptr) return;
+  if (cache_.bounds == nullptr && cache_.key_sums == nullptr) return;
   const Size numbers = size(shape_.head_size);
   for (const Sequence& one : sequences) {
     for (int position = one.length - one.tokens; position < one.length; ++position) {
       if (position % cache_.block_size != 0) continue;
       const Size block = size(static_cast<int>(one.table[size(position / cache_.block_size)]));
       for (int layer = 0; layer < layers; ++layer) {
-        float* to = cache_.bounds + (size(layer) * size(cache_.num_blocks) + block) * stride();
+        const Size of_layer = size(layer) * size(cache_.num_blocks) + block;
+        if (cache_.key_sums != nullptr) std::fill_n(cache_.key_sums + of_layer * stride() / 2, stride() / 2, 0);
+        if (cache_.bounds == nullptr) continue;
+        float* to = cache_.bounds + of_layer * stride();
         for (int head = 0; head < shape_.kv_heads; ++head, to += 2 * numbers) {
           std::fill_n(to, numbers, std::numeric_limits<float>::infinity());
           std::fill_n(to + numbers, numbers, -std::numeric_limits<float>::infinity());
@@ -57,9 +61,15 @@ void KeyBounds::begin(const std::vector<Sequence>& sequences, int layers) {
 }
 
 void KeyBounds::add(int layer, std::int64_t block, const float* keys) {
-  if (cache_.bounds == nullptr) return;
+  if (cache_.bounds == nullptr && cache_.key_sums == nullptr) return;
   const std::lock_guard lock(mutex_);
-  float* low = cache_.bounds + (size(layer) * size(cache_.num_blocks) + size(static_cast<int>(block))) * stride();
+  const Size number = size(layer) * size(cache_.num_blocks) + size(static_cast<int>(block));
+  if (cache_.key_sums != nullptr) {
+    std::int64_t* sums = cache_.key_sums + number * stride() / 2;
+    for (int i = 0; i < shape_.kv_heads * shape_.head_size; ++i) sums[i] += std::llround(std::ldexp(keys[i], kKeySumBits));
+  }
+  if (cache_.bounds == nullptr) return;
+  float* low = cache_.bounds + number * stride();
   for (int head = 0; head < shape_.kv_heads; ++head, low += 2 * shape_.head_size, keys += shape_.head_size) {
     float* high = low + shape_.head_size;
     for (int i = 0; i < shape_.head_size; ++i) {

@@ -12,7 +12,7 @@
 
 namespace sage::cpu {
 
-// `PagedCache::bounds` and `codes`. Does nothing where there are none.
+// `PagedCache::bounds`, `codes` and `key_sums`. Does nothing where there are none.
 class KeyBounds {
  public:
   KeyBounds(const PagedCache& cache, const DecoderShape& shape) : cache_(cache), shape_(shape) {}

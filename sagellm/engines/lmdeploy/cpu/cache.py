@@ -143,5 +143,6 @@ def describe(caches: Sequence[Sequence[torch.Tensor]], head_size: int) -> dict[s
         "format": form,
         "bounds": 0,
         "codes": 0,
+        "key_sums": 0,
         "dtype": str((keys if form == PLAIN else scales[0]).dtype).removeprefix("torch."),
     }

@@ -191,6 +191,7 @@ class CpuRunner(GraphRunner):
         self._bound: Any = None
         self._bounds: torch.Tensor | None = None
         self._codes: torch.Tensor | None = None
+        self._key_sums: torch.Tensor | None = None
         self._sparse = None if hooks.sparsity is None else steps_of(cache_config)
         if self._sparse is not None and self.native is not None:
             native = self.native
@@ -257,7 +258,7 @@ class CpuRunner(GraphRunner):
         seen = sparse.observe(is_decoding, queries, lengths, tables)
         if seen is not None:
             tensors["observed"] = seen.native()
-        chosen = sparse.of_layers(lengths, tables.shape[1]) if is_decoding else None
+        chosen = sparse.of_layers(lengths, tables) if is_decoding else None
         prompts = None if is_decoding else sparse.of_prompts(queries, lengths)
         if prompts is not None:
             tensors["prompts"] = prompts
@@ -266,6 +267,7 @@ class CpuRunner(GraphRunner):
             if sparse.is_on:
                 sparse.switch_off(fault)
             tensors.pop("observed", None)
+            tensors["is_repeated"] = True
             drawn = self.native.decoder.run(team(), tensors, wishes)[0]
         elif seen is not None:
             sparse.note(seen)
@@ -286,16 +288,21 @@ class CpuRunner(GraphRunner):
         for storage in {part.untyped_storage() for layer in caches for part in layer}:
             use_huge_pages(storage.data_ptr(), storage.nbytes())
         known = describe_cache(caches, self.native.head_size)
-        wanted = "" if self._sparse is None else self._sparse.policy.weights
+        wanted = set() if self._sparse is None else self._sparse.policy.wanted_summaries
         of_heads = (self.native.layers, known["num_blocks"], self.native.kv_heads)
-        if wanted in ("bounds", "codes"):
+        if "bounds" in wanted:
             self._bounds = _zeros(*of_heads, 2, self.native.head_size)
             known["bounds"] = self._bounds.data_ptr()
-        if wanted == "codes":  # 2 bits a number
+        if "codes" in wanted:  # 2 bits a number
             self._codes = _zeros(*of_heads, known["block_size"] * self.native.head_size // 4, dtype=torch.uint8)
             known["codes"] = self._codes.data_ptr()
+        if "means" in wanted:
+            self._key_sums = _zeros(*of_heads, self.native.head_size, dtype=torch.int64)
+            known["key_sums"] = self._key_sums.data_ptr()
         self.native.decoder.bind(known)
         self._bound = caches
+        if wanted:
+            self._sparse.bind_summaries(_numbers(self._bounds), _numbers(self._key_sums))
 
 
 def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -303,3 +310,12 @@ def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     found = torch.empty(*shape, dtype=dtype)
     use_huge_pages(found.data_ptr(), found.nbytes)
     return found.zero_()
+
+
+def _numbers(tensor: torch.Tensor | None) -> Any:
+    """A read-only NumPy array over a tensor."""
+    if tensor is None:
+        return None
+    array = tensor.numpy().view()
+    array.flags.writeable = False
+    return array

@@ -327,7 +327,7 @@ class Step:
     def run(
         self, model: Model, decoder, caches, team, rows: list[int], past_only: bool = False, is_decoding: bool = True,
         wishes: dict | None = None, sparse: dict | None = None, bounds: torch.Tensor | None = None, shares: bool = False,
-        codes: torch.Tensor | None = None,
+        codes: torch.Tensor | None = None, key_sums: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Run the new tokens of some sequences (`past_only`: those before them) and return the hidden states of each.
 
@@ -343,7 +343,8 @@ class Step:
         table = torch.cat(angles(model, torch.arange(1024)), -1)
         tokens, queries, lengths = torch.cat(kept), torch.tensor(new), torch.tensor(whole)
         tables, hidden = self.tables[rows].contiguous(), torch.empty(len(tokens), model.hidden, dtype=model.dtype)
-        where = {"bounds": 0 if bounds is None else bounds.data_ptr(), "codes": 0 if codes is None else codes.data_ptr()}
+        summaries = {"bounds": bounds, "codes": codes, "key_sums": key_sums}
+        where = {name: 0 if each is None else each.data_ptr() for name, each in summaries.items()}
         decoder.bind(describe(caches, model.head_size) | where)
         tensors = {
             "is_decoding": is_decoding, "num_tokens": len(tokens), "tokens": tokens.data_ptr(), "num_sequences": len(rows),

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sagellm import _core
-from sagellm.accel.sparsity.base import top_blocks
+from sagellm.accel.sparsity.base import KEY_SUM_UNIT, top_blocks
 from sagellm.models.levels import LEVELS4, LEVELS8
 from tests.engines.lmdeploy.cpu.test_compiled import BLOCK, DTYPES, ISAS, NUM_BLOCKS, TOLERANCE, Model, Step, isa, plain
 
@@ -176,20 +176,24 @@ def test_blocks_are_chosen_by_their_weight(isa, weights, form, by_head):
             assert (found[row].double() - exact).norm() / exact.norm() < TOLERANCE[torch.float32]
 
 
-def test_bounds_are_those_of_the_keys_whatever_the_steps_that_wrote_them():
+def test_summaries_are_those_of_the_keys_whatever_the_steps_that_wrote_them():
     model = Model(dtype=torch.float32, **SHAPES["three heads"])
     shape = (model.layers, NUM_BLOCKS, model.kv_heads, 2, model.head_size)
-    bounds = torch.full(shape, float("nan"))
+    bounds, sums = torch.full(shape, float("nan")), torch.full((*shape[:3], model.head_size), 7)
     step, decoder, caches, team = Step(model, [(25, 40)]), model.native(), model.caches(), _core.CpuTeam(2)
     for past_only, is_decoding in ((True, False), (False, True)):
-        step.run(model, decoder, caches, team, [0], past_only=past_only, is_decoding=is_decoding, bounds=bounds)
+        more = {"past_only": past_only, "is_decoding": is_decoding, "bounds": bounds, "key_sums": sums}
+        step.run(model, decoder, caches, team, [0], **more)
+    step.change = {"is_repeated": True}  # its keys are in the sums
+    step.run(model, decoder, caches, team, [0], **more)
     for layer, (keys, _) in enumerate(caches):
         for number, block in enumerate(step.tables[0].tolist()):
             written = keys[block][: min(BLOCK, 65 - number * BLOCK)]
             assert torch.equal(bounds[layer, block, :, 0], written.amin(0))
             assert torch.equal(bounds[layer, block, :, 1], written.amax(0))
+            torch.testing.assert_close(sums[layer, block].double() * KEY_SUM_UNIT, written.double().sum(0), atol=2e-6, rtol=0)
     others = [block for block in range(NUM_BLOCKS) if block not in step.tables[0].tolist()]
-    assert bounds[:, others].isnan().all()
+    assert bounds[:, others].isnan().all() and (sums[:, others] == 7).all()
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
