@@ -13,7 +13,7 @@ inline std::size_t aligned_to_64(std::size_t bytes) { return (bytes + 63) / 64 *
 
 inline bool is_few(int rows, bool few) { return few && rows < kManyRows; }
 
-inline std::size_t attend_bytes(int rows, int heads, int head_size, bool few) {
+inline std::size_t attend_rows_bytes(int rows, int heads, int head_size, bool few) {
   const auto r = static_cast<std::size_t>(rows);
   const auto d = static_cast<std::size_t>(padded(head_size, kTile));
   if (is_few(rows, few)) {
@@ -171,41 +171,6 @@ inline float weigh(float* scores, int count, float top) {
   }
   return sum(total);
 }
-
-#ifdef DOT_BF16
-// Scores that are all seen to exp(scale * score - top), which then have bfloat16; returns their sum. `count` is a multiple of
-// WIDTH. Within 8e-5 of the exact weights, where bfloat16 rounds by up to 4e-3: the best polynomial of the third degree for 2^x
-// between -1/2 and 1/2.
-inline float weigh_all(const float* scores, int count, float scale, float top, std::uint16_t* to) {
-  constexpr float kLog2E = 1.44269504f;
-  const Vec magic = broadcast(12582912.f), least = broadcast(-126.f);
-  const float by = scale * kLog2E, offset = top * kLog2E;
-  Vec total{};
-  for (int i = 0; i < count; i += WIDTH) {
-    const Vec x = larger(load(scores + i) * by - offset, least);
-    const Vec shifted = x + magic, rest = x - (shifted - magic);
-    Vec y = rest * 0.0551713f + 0.24261111f;
-    y = y * rest + 0.69326103f;
-    y = y * rest + 0.99992808f;
-    const Vec weight = as_float(as_bits(y) + ((as_bits(shifted) - as_bits(magic)) << 23));
-    total += weight;
-    const __m256bh narrowed = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(weight));
-    std::memcpy(to + i, &narrowed, sizeof(narrowed));
-  }
-  return sum(total);
-}
-
-// kTile numbers of two tokens to pairs.
-inline void pair_up(const std::uint16_t* first, const std::uint16_t* second, std::uint16_t* to) {
-  typedef std::uint16_t Halves __attribute__((vector_size(2 * kTile)));
-  Halves a, b, low;
-  std::memcpy(&a, first, sizeof(a));
-  std::memcpy(&b, second, sizeof(b));
-  for (int i = 0; i < kTile; ++i) low[i] = static_cast<std::uint16_t>(i / 2 + i % 2 * kTile);
-  const Halves pairs[2] = {__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, low + kTile / 2)};
-  std::memcpy(to, pairs, sizeof(pairs));
-}
-#endif
 
 // Adds up each of WIDTH vectors: result[i] is the sum of values[i].
 inline Vec add_up(Vec (&values)[WIDTH]) {
@@ -479,22 +444,12 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
       float* of_row = scores + row * kRound;
       const float before = of_max[row];
       float weight = 0.f;
-      // A row of a prompt sees a whole round, not what the chunk has of it: it then gets the same numbers in any chunk.
-      const bool is_seen = task.softcap == 0.f && (count == kRound || (task.few && count % WIDTH == 0)) &&
-                           first_seen(task, row / task.share) <= begin && last_seen(task, row / task.share) >= begin + count;
-      if (T::kInputs == Type::kBFloat16 && is_seen) {
-#ifdef DOT_BF16
-        of_max[row] = std::max(before, task.scale * largest(of_row, count));
-        weight = weigh_all(of_row, count, task.scale, of_max[row], reinterpret_cast<std::uint16_t*>(weights + row * kRound));
-#endif
-      } else {
-        of_max[row] = std::max(before, mask(task, row, of_row, begin, keys));
-        if (of_max[row] == kNone)
-          std::fill_n(of_row, keys, 0.f);
-        else
-          weight = weigh(of_row, keys, of_max[row]);
-        to_input<T>(of_row, nullptr, keys, weights + row * kRound);
-      }
+      of_max[row] = std::max(before, mask(task, row, of_row, begin, keys));
+      if (of_max[row] == kNone)
+        std::fill_n(of_row, keys, 0.f);
+      else
+        weight = weigh(of_row, keys, of_max[row]);
+      to_input<T>(of_row, nullptr, keys, weights + row * kRound);
       const float shrink = before == kNone ? 0.f : std::exp(before - of_max[row]);
       of_sums[row] = of_sums[row] * shrink + weight;
       if (shrink != 1.f) {
@@ -517,12 +472,6 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
           std::copy_n(value(i), numbers, to);
         } else {  // the weight of a token beyond the last one is 0
           const Weight *even_value = value(i), *odd_value = value(i + 1);
-#ifdef DOT_BF16
-          if (numbers == kTile) {
-            pair_up(even_value, odd_value, to);
-            continue;
-          }
-#endif
           for (int j = 0; j < numbers; ++j) {
             const std::uint32_t pair = even_value[j] | static_cast<std::uint32_t>(odd_value[j]) << 16;
             std::memcpy(to + 2 * j, &pair, 4);

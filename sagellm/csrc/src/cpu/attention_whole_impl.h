@@ -5,7 +5,7 @@
 // the cache.
 #pragma once
 
-#include "attention_impl.h"
+#include "attention_columns_impl.h"
 
 namespace sage::cpu::NAMESPACE {
 
@@ -323,9 +323,24 @@ void attend_whole(const Attend& task, float* out, float* max, float* sums, char*
 
 #endif
 
+inline std::size_t attend_bytes(int rows, int heads, int head_size, bool few) {
+  const std::size_t bytes = attend_rows_bytes(rows, heads, head_size, few);
+#ifdef DOT_BF16
+  if (!is_few(rows, few)) return std::max(bytes, attend_columns_bytes(rows, heads, head_size));
+#endif
+  return bytes;
+}
+
 template <class T>
 void attend(const Attend& task, float* out, float* max, float* sums, char* scratch) {
-  if (!is_few(task.tokens * task.share, task.few)) return attend_many<T>(task, out, max, sums, scratch);
+  if (!is_few(task.tokens * task.share, task.few)) {
+#ifdef DOT_BF16
+    if constexpr (T::kInputs == Type::kBFloat16)
+      return attend_columns(task, out, max, sums, scratch);
+    else
+#endif
+      return attend_many<T>(task, out, max, sums, scratch);
+  }
 #ifdef __AVX512VNNI__
   if constexpr (T::kInputs == Type::kBFloat16) {
     if (takes_whole(task)) {
