@@ -57,8 +57,9 @@ def download_wheels(folder: Path, version: str) -> None:
     """Download what LMDeploy and this package import, for another Python and without what the machine brings."""
     pins = ROOT / "third_party" / "requirements"
     wanted = [
-        line for line in (pins / "cpu.txt").read_text().splitlines() if line and not line.startswith(("#", "torch==", "triton=="))
-    ]
+        line for line in (pins / "cpu.txt").read_text().splitlines()
+        if line and not line.startswith(("#", "torch==", "triton=="))
+    ]  # fmt: skip
     xgrammar = [line for line in (pins / "no-deps.txt").read_text().splitlines() if line.startswith("xgrammar")]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(folder)]
     pip += ["--python-version", version, "--implementation", "cp"]

@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 __all__ = [
-    "DROPS_AFTER", "KEY_SUM_UNIT", "PER", "PROMPT_WEIGHTS", "SUMMARIES", "WEIGHTS", "DropView", "PromptView", "SparsePolicy", "SparseView", "TopBlocks",
+    "DROPS_AFTER", "KEY_SUM_UNIT", "PER", "PROMPT_WEIGHTS", "SUMMARIES", "WEIGHTS", "DropView", "PromptView",
+    "SparsePolicy", "SparseView", "TopBlocks",
     "as_ranges", "both_ends", "prompt_view", "step_view", "top_blocks", "wrong_kind", "wrong_with", "wrong_with_drops",
     "wrong_with_prompts",
 ]  # fmt: skip
@@ -61,12 +62,15 @@ class SparseView:
     by_head: bool = False
 
     def key_bounds(self, sequence: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the smallest and the largest numbers of the keys of a sequence's blocks, float32 [blocks, kv_heads, head_size]."""
+        """Return the smallest and the largest numbers of the keys of a sequence's blocks.
+
+        Both are float32 [blocks, kv_heads, head_size].
+        """
         found = self.bounds[self._blocks(sequence)]
         return found[:, :, 0], found[:, :, 1]
 
     def mean_keys(self, sequence: int) -> np.ndarray:
-        """Return the mean key of each block of a sequence, float32 [blocks, kv_heads, head_size]. The last may be partly full."""
+        """Return the mean key of each block of a sequence, float32 [blocks, kv_heads, head_size]."""
         blocks = self._blocks(sequence)
         counts = np.full(len(blocks), self.block_size)
         counts[-1] = (self.lengths[sequence] - 1) % self.block_size + 1
