@@ -137,6 +137,7 @@ def reference(model_folder: Callable[[str], Path]) -> Reference:
 def start_engine(model_folder: Callable[[str], Path]) -> Iterator[Callable]:
     """`start_engine(*plugins, model="llama", pd=None, **config)`. After the test every block must be accounted for."""
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
+    from sagellm.engines.lmdeploy.workers import failure_of
 
     engines = []
 
@@ -151,6 +152,8 @@ def start_engine(model_folder: Callable[[str], Path]) -> Iterator[Callable]:
     yield start
     try:
         for engine in engines:
+            if failure_of(engine.engine.executor):  # a worker of it was killed, with its requests
+                continue
             if not engine._loop.is_closed():
                 settle(engine)
             check_pool(engine)

@@ -260,6 +260,7 @@ class SageConfig(Model):
     max_body_mib: float = Field(8.0, gt=0, le=1024)
     hold_limit_s: float = Field(60.0, gt=0, le=3600)
     drain_timeout_s: float = Field(10.0, ge=0)
+    restart_workers: bool = False
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 
     @field_validator("plugins", mode="before")

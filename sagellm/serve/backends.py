@@ -106,7 +106,9 @@ class PytorchBackend:
     def abandon(self, engine: Any) -> None:
         # Closing a socket waits until what was sent through it is read, and a dead engine reads nothing.
         client = engine.engine.rpc_client
-        client.async_socket.linger = client.sync_socket.linger = 0
+        for each in (client.async_socket, client.sync_socket):
+            if not each.closed:
+                each.linger = 0
 
     def close(self) -> None:
         pass

@@ -57,6 +57,7 @@ from sagellm.serve.objects import with_objects
 @click.option("--max-prefill-tokens", type=int, help="Prompt tokens in one step. Default: 512 on a CPU, else 4096.")
 @click.option("--decode-round", type=int, help="Decode steps between two scheduling decisions. Default: 1 on a CPU, else 16.")
 @click.option("--tensor-parallel", type=int, help="Processes (CPU) or GPUs that share the model. Default: 1.")
+@click.option("--restart-workers", is_flag=True, default=None, help="Start again after the engine or a worker has died.")
 @click.option("--threads", type=int, help="Compute threads of a CPU worker. Default: all cores.")
 @click.option(
     "--plugin", "plugins", multiple=True, help="Plug-in: module:Class or an entry point; may be given several times."

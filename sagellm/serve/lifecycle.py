@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from sagellm.core.early import STOP_SIGNALS
-from sagellm.core.host import START_REFUSED
+from sagellm.core.host import ENGINE_ENDED, START_REFUSED
 
 POLL_S = 0.2
 END_S = 10.0  # for an orderly end without an engine; a handler may be waiting for an answer of it, without a limit
@@ -78,7 +78,11 @@ class Loading:
 class EngineWatch:
     """Notices when the engine ends by itself; LMDeploy would wait for its answer for ever.
 
-    `run_dir`: where an engine process says why it does not start, as a required plug-in of it cannot work.
+    Args:
+        run_dir: where an engine process says why it does not start or has ended.
+
+    Attributes:
+        reason: why no request is worked on any more; empty before.
     """
 
     def __init__(self, clean_up: Callable[[], None], run_dir: Path | None = None) -> None:
@@ -88,7 +92,7 @@ class EngineWatch:
         self._stopped = threading.Event()
         self._finished = threading.Event()
         self._dead = threading.Event()
-        self._reason = ""
+        self.reason = ""
         self._callback: Callable[[], None] | None = None
         threading.Thread(target=self._run, name="sagellm-watch", daemon=True).start()
 
@@ -97,7 +101,7 @@ class EngineWatch:
 
     def report_dead_loop(self) -> None:
         """The process lives, but its loop has ended with an error: no request will be worked on."""
-        self._reason = "the engine has stopped working"
+        self.reason = "the engine has stopped working"
         self._dead.set()
 
     def stop(self) -> None:
@@ -115,7 +119,7 @@ class EngineWatch:
             if engine is None:
                 engine = next((p for p in multiprocessing.active_children() if p.name == "mp_engine_proc"), None)
             elif not engine.is_alive():
-                self._reason = f"the engine process ended with code {engine.exitcode}"
+                self.reason = self._read(ENGINE_ENDED) or f"the engine process ended with code {engine.exitcode}"
                 self._dead.set()
             if self._dead.is_set() and not self._stopped.is_set():
                 self._end()
@@ -123,9 +127,9 @@ class EngineWatch:
 
     def _end(self) -> None:
         self.engine_died = True
-        refusal = self._refusal()
+        refusal = self._read(START_REFUSED)
         with contextlib.suppress(OSError):  # the reader of standard error may be gone; that must not keep us alive
-            print(f"error: {refusal or f'{self._reason}; its log is above.'}", file=sys.stderr, flush=True)
+            print(f"error: {refusal or f'{self.reason}; its log is above.'}", file=sys.stderr, flush=True)
         if self._callback is not None:
             self._callback()
             if self._finished.wait(END_S):
@@ -135,10 +139,10 @@ class EngineWatch:
         self._clean_up()
         os._exit(2 if refusal else 1)
 
-    def _refusal(self) -> str:
-        """Why the engine process has refused to start; empty if it has not."""
+    def _read(self, name: str) -> str:
+        """What the engine process has written to that file; empty if it has not."""
         try:
-            return (self._run_dir / START_REFUSED).read_text() if self._run_dir is not None else ""
+            return (self._run_dir / name).read_text() if self._run_dir is not None else ""
         except OSError:
             return ""
 

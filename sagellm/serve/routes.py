@@ -14,11 +14,12 @@ from sagellm.serve.parameters import Refused
 from sagellm.serve.prompts import Prompts, in_turn
 
 __all__ = [
-    "CHAT", "COMPLETION", "ENCODE", "GENERATE", "ROUTES", "Answer", "PolicyExchange", "Request", "Route", "Server", "route_of",
+    "CHAT", "COMPLETION", "ENCODE", "GENERATE", "HEALTH", "ROUTES", "Answer", "PolicyExchange", "Request", "Route", "Server",
+    "route_of",
 ]  # fmt: skip
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
-ENCODE = "/v1/encode"
+ENCODE, HEALTH = "/v1/encode", "/health"
 
 
 class ChatRequest(ChatCompletionRequest):
@@ -158,7 +159,7 @@ ROUTES = {
     route.path: route
     for route in (
         Route("/", READ, "all"),
-        Route("/health", READ, "all"),
+        Route(HEALTH, READ, "all"),
         Route("/metrics", READ, "all"),
         Route("/metrics/", READ, "all"),
         Route("/openapi.json", ("GET",), "key", handler=describe),

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         engine_config = backend.engine_config(model, sizes, device, run_dir, member.hooks if member else None)
         banner = _Banner(config, device, sizes, as_json, claim_stdout())
         watch = EngineWatch(clean_up, run_dir)
-        return _Launch(
+        code = _Launch(
             config, backend, model, source.sampling(model), engine_config, listener, banner, loading, watch, run_dir, member
         ).serve()
     finally:
@@ -87,6 +88,11 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         listener.close()
         clean_up()
         loading.cancel()
+    if watch.engine_died and config.restart_workers:
+        print("the server starts again", file=sys.stderr, flush=True)
+        banner.give_back()
+        os.execv(sys.executable, sys.orig_argv)  # the same command in the same process
+    return code
 
 
 def _run_dir() -> Path:
@@ -248,7 +254,7 @@ class _Launch:
         # Innermost, so that a refusal passes through the layer that lets browsers read it.
         middleware = Middleware(
             RequestValidation, engine=engine, interface=VariableInterface, member=self.member,
-            policies=_policies(self.config), command=partial(self.backend.command, engine),
+            policies=_policies(self.config), command=partial(self.backend.command, engine), trouble=lambda: self.watch.reason,
             max_body_bytes=int(self.config.max_body_mib * 2**20), sampling=self.sampling,
         )  # fmt: skip
         app.user_middleware.append(middleware)
@@ -307,7 +313,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     def _engine_died(self) -> None:
-        self._end_answers("the engine has stopped")
+        self._end_answers(f"the engine has stopped: {self._watch.reason}")
         self.should_exit = True
 
     def _end_answers(self, reason: str) -> None:
@@ -346,6 +352,10 @@ class _Banner:
                 f"{self._sizes.dtype}; plug-ins: {', '.join(spec.name for spec in all_plugins(self._config)) or 'none'}"
             )
             self._say(f"Try:\n  curl -N {url}/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n")
+
+    def give_back(self) -> None:
+        """Standard output is again what it was."""
+        os.dup2(self._out.fileno(), 1)
 
     def _say(self, text: str) -> None:
         print(text, file=self._out, flush=True)

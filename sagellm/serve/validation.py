@@ -24,7 +24,7 @@ from sagellm.serve.formats import check_format
 from sagellm.serve.group import FIELDS, GroupGate, Membership, unsplit
 from sagellm.serve.parameters import Refused, check_fields, check_parameters, engine_seed
 from sagellm.serve.prompts import Prompts, split_prompt, together
-from sagellm.serve.routes import CHAT, COMPLETION, ENCODE, GENERATE, Request, Route, Server, route_of
+from sagellm.serve.routes import CHAT, COMPLETION, ENCODE, GENERATE, HEALTH, Request, Route, Server, route_of
 from sagellm.serve.service import ALLOWED, SERVICE, take_service
 from sagellm.serve.speculation import FIELD as USAGE_FIELD
 from sagellm.serve.speculation import USAGE, take_wish
@@ -44,13 +44,15 @@ class RequestValidation:
         policies, command: see `Server`.
         max_body_bytes: size of the largest body that is read.
         sampling: fields that a request for an answer gets where it does not have them.
+        trouble: why no request is worked on any more, or nothing; `/health` asks it.
     """
 
     def __init__(
         self, app: Callable[..., Awaitable[None]], engine: Any, interface: Any, member: Membership | None = None,
         policies: tuple[str, ...] = (), command: Callable[..., Awaitable[Any]] | None = None, max_body_bytes: int = 8 << 20,
-        sampling: dict[str, float] | None = None,
+        sampling: dict[str, float] | None = None, trouble: Callable[[], str] = str,
     ) -> None:  # fmt: skip
+        self._trouble = trouble
         self._app, self._engine, self._interface = app, engine, interface
         self._gate = GroupGate(member)
         self._max_body_bytes, self._sampling = max_body_bytes, sampling or {}
@@ -66,6 +68,8 @@ class RequestValidation:
         app = self._app
         try:
             route = route_of(scope["method"], scope["path"])
+            if route.path == HEALTH and (reason := self._trouble()):
+                raise Refused(reason, 503)
             if route.access != "all":
                 self._check_access(route, headers, is_trusted)  # before the body is read: strangers may send any amount
                 never = asyncio.get_running_loop().create_future()

@@ -116,5 +116,5 @@ def engine_killed(server: ServerProcess) -> None:
     server.engine_process().kill()
     server.end(None, code=1)
     assert "error: the engine process ended with code -9" in server.stderr
-    check_error_event(stream, "the engine has stopped")
+    check_error_event(stream, "the engine has stopped: the engine process ended with code -9")
     assert "Traceback" not in server.stderr, server.stderr

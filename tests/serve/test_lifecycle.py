@@ -9,8 +9,8 @@ import sys
 import psutil
 import pytest
 
-from tests.serve.endings import killed
-from tests.serve.harness import wait_until
+from tests.serve.endings import Stream, check_error_event, killed
+from tests.serve.harness import command_line, wait_until
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -45,6 +45,39 @@ def test_stop_before_anything_was_started(tmp_path, program, module, number):
 @pytest.mark.slow
 def test_a_server_with_several_workers_is_killed(launch):
     killed(launch("--tensor-parallel", 2).ready(), 4)
+
+
+def worker_of(server):
+    """The first tensor-parallel worker: the engine process has spawned it, which is spawned itself."""
+    spawned = {each.pid: each for each in server.family() if "spawn_main" in command_line(each)}
+    return next(each for _, each in sorted(spawned.items()) if each.ppid() in spawned)
+
+
+@pytest.mark.slow
+def test_a_worker_is_killed(launch):
+    server = launch("--tensor-parallel", 2).ready()
+    stream, worker = Stream(server, 2000), worker_of(server)
+    worker.kill()
+    server.end(None, code=1)
+    reason = f"tensor-parallel worker 0 (process {worker.pid}) was ended by signal SIGKILL"
+    assert f"error: {reason}; its log is above." in server.stderr
+    check_error_event(stream, f"the engine has stopped: {reason}")
+
+
+@pytest.mark.slow
+def test_a_server_starts_again_after_a_worker_was_killed(launch):
+    server = launch("--tensor-parallel", 2, "--restart-workers").ready()
+    prompt = {"model": server.model, "prompt": "a b c", "max_tokens": 8, "temperature": 0}
+    before = server.post("/v1/completions", prompt).json()["choices"][0]["text"]
+    process, said = server.process.pid, server.stdout
+    for count in (1, 2):
+        worker_of(server).kill()
+        wait_until("it is ready again", lambda: server.stdout.count('"ready": true') == count + 1)  # noqa: B023
+        assert server.process.poll() is None and server.process.pid == process
+        assert server.post("/v1/completions", prompt).json()["choices"][0]["text"] == before
+        assert server.stderr.count("the server starts again") == count
+    assert server.stdout.startswith(said)
+    server.end(signal.SIGTERM)
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from sagellm.engines.lmdeploy.settings_plugins import (
 )
 from sagellm.engines.lmdeploy.sizing import Sizes, gpu_share, resolve_device, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
+from sagellm.engines.lmdeploy.workers import building, failure_of
 from sagellm.models import find_model, prepare_model
 
 if TYPE_CHECKING:
@@ -422,7 +423,8 @@ class LMDeployEngine(BaseEngine):
                 loop_task = getattr(getattr(self, "engine", None), "_loop_main", None)
                 if loop_task is not None and loop_task.done():
                     future.cancel()
-                    raise EngineError("the engine loop has stopped; its log says why.") from None
+                    why = failure_of(self.engine.executor) or "the engine loop has stopped"
+                    raise EngineError(f"{why}; its log says why.") from None
 
 
 def _build(model: Path, engine_config: Any, speculative: Any = None) -> Any:
@@ -430,7 +432,7 @@ def _build(model: Path, engine_config: Any, speculative: Any = None) -> Any:
 
     if engine_config.tp > 1 and threading.current_thread() is not threading.main_thread():
         raise EngineError("tensor_parallel above 1 needs the main thread; build the engine there.")
-    with _own_rendezvous():
+    with _own_rendezvous(), building():
         return Engine.from_pretrained(str(model), engine_config=engine_config, speculative_config=speculative)
 
 

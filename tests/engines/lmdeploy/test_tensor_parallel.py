@@ -16,6 +16,7 @@ from sagellm.comm_backend.topology import TopologyManager
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import EngineError
 from sagellm.engines.base import SamplingParams
+from sagellm.engines.lmdeploy.workers import failure_of
 from tests.comm_backend.sysfs_tree import Tree
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.pool import settle
@@ -43,7 +44,8 @@ def two_workers(start_engine):
     yield start
     for engine in engines:
         if not engine._loop.is_closed():
-            settle(engine)
+            if not failure_of(engine.engine.executor):
+                settle(engine)
             engine.close()
     left = [psutil.Process(pid) for pid in children() - before if psutil.pid_exists(pid)]
     left = [process for process in left if "resource_tracker" not in command_line(process)]
@@ -158,3 +160,63 @@ def test_a_worker_that_is_ended_later_than_another_reports_no_failure(two_worker
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert failures == []
+
+
+def workers_of(engine):
+    return [worker._proc for worker in engine.engine.executor.procs]
+
+
+@pytest.mark.parametrize(("number", "when"), [(0, "busy"), (1, "busy"), (1, "idle")])
+def test_a_worker_that_is_killed_is_an_error_for_requests_and_the_engine_closes(two_workers, number, when):
+    engine = two_workers()
+    executor = engine.engine.executor
+    shared = {buffer.shm.name for buffer in (executor.comm_buf, *executor.ret_bufs)}
+    long = SamplingParams(max_new_tokens=900, ignore_eos=True)
+    engine.generate(CROWD, SamplingParams(max_new_tokens=40, ignore_eos=True))  # the ring of messages is written over
+    worker = workers_of(engine)[number]
+
+    def kill():
+        if when == "busy":
+            time.sleep(0.3)
+        os.kill(worker.pid, signal.SIGKILL)
+        return time.monotonic()
+
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill)
+        if when == "idle":
+            killed.result()
+        with pytest.raises(EngineError, match=rf"worker {number} \(process {worker.pid}\) was ended by signal SIGKILL"):
+            engine.generate(CROWD, long)
+        assert time.monotonic() - killed.result() < 5
+    with pytest.raises(EngineError, match="SIGKILL"):
+        engine.generate(CROWD[:1])
+    engine.close()
+    assert not any(each.is_alive() for each in workers_of(engine))
+    assert not shared & set(os.listdir("/dev/shm"))
+
+
+def test_a_worker_that_dies_while_the_engine_is_built(start_engine, monkeypatch):
+    shared, before = set(), children()
+    start = ExecutorProc.start
+
+    def start_and_kill(worker, **kwargs):
+        start(worker, **kwargs)
+        shared.update((kwargs["comm_buf_name"], kwargs["ret_buf_name"]))
+        if worker.proc_id == 1:
+            worker._proc.kill()
+
+    monkeypatch.setattr(ExecutorProc, "start", start_and_kill)
+    with pytest.raises(EngineError, match=r"worker 1 \(process \d+\) was ended by signal SIGKILL while the engine was built"):
+        start_engine(tensor_parallel=2)
+    left = [psutil.Process(pid) for pid in children() - before]
+    assert [each for each in left if "resource_tracker" not in command_line(each)] == []
+    assert len(shared) == 3 and not shared & set(os.listdir("/dev/shm"))
+
+
+def test_an_engine_closes_though_a_worker_does_not_end_when_it_is_told_to(two_workers, monkeypatch):
+    monkeypatch.setattr("sagellm.engines.lmdeploy.workers.END_S", 1.0)
+    engine = two_workers()
+    os.kill(workers_of(engine)[0].pid, signal.SIGSTOP)
+    start = time.monotonic()
+    engine.close()
+    assert time.monotonic() - start < 10 and not any(each.is_alive() for each in workers_of(engine))

@@ -1,0 +1,230 @@
+"""Tensor-parallel workers: messages that outlive a dead process, and a watch that ends what waits for a dead worker.
+
+LMDeploy's executor sends messages by `multiprocessing.Event`. A process that is killed while it waits for one leaves the event
+so that setting it blocks for ever, the executor's own end included. And whoever waits for a dead worker's answer, or in a
+collective with it, waits without a limit.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
+from typing import Any
+
+from sagellm.core.config import HookConfig
+from sagellm.core.errors import EngineError
+from sagellm.core.host import ENGINE_ENDED
+
+__all__ = ["Notifier", "WorkerWatch", "building", "failure_of"]
+
+logger = logging.getLogger("sagellm")
+
+LOOK_S = 1.0  # how often a wait looks whether the connection is broken
+END_S = 5.0  # for workers to end when they are told to; those left are killed
+ENGINE_PROCESS = "mp_engine_proc"  # LMDeploy's name of a server's engine process
+_watches: list["WorkerWatch"] = []
+
+
+class Notifier:
+    """Counts the messages in a ring of shared memory for each receiver, in place of LMDeploy's class of this name.
+
+    A sender waits at the end of the ring until all receivers have read it. Semaphores have no owner, so the death of a process
+    blocks nobody. After `abort` every wait raises BrokenBarrierError.
+    """
+
+    def __init__(self, num_receiver: int, mp_ctx: Any) -> None:
+        from lmdeploy.pytorch.engine.executor.mp_executor import NUM_SHARED_BLOCK
+
+        self._ring, self._position, self._receiver = NUM_SHARED_BLOCK, 0, 0
+        self._sent = [mp_ctx.Semaphore(0) for _ in range(num_receiver)]
+        self._read = mp_ctx.Semaphore(0)  # ends of the ring that receivers have reached
+        self._is_broken = mp_ctx.RawValue("b", 0)
+
+    def receive_as(self, number: int) -> None:
+        """Take a receiver's place; below 0 for a sender."""
+        self._receiver = max(0, number)
+
+    @property
+    def bar(self) -> "Notifier":
+        return self
+
+    @property
+    def broken(self) -> bool:
+        return bool(self._is_broken.value)
+
+    def abort(self) -> None:
+        self._is_broken.value = 1
+        for semaphore in self._sent:
+            semaphore.release()
+            self._read.release()
+
+    close = abort
+
+    def set(self) -> None:
+        """Announce a message."""
+        if self._announce():
+            self._wait_for_readers()
+
+    async def set_async(self) -> None:
+        if self._announce():
+            await asyncio.get_running_loop().run_in_executor(None, self._wait_for_readers)
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Wait for a message. It is read inside of the block."""
+        self._take(self._sent[self._receiver])
+        yield
+        self._was_read()
+
+    @asynccontextmanager
+    async def wait_async(self) -> AsyncIterator[None]:
+        await asyncio.get_running_loop().run_in_executor(None, self._take, self._sent[self._receiver])
+        yield
+        self._was_read()
+
+    def _announce(self) -> bool:
+        """Return whether the message is the last one of the ring."""
+        for semaphore in self._sent:
+            semaphore.release()
+        return self._advance()
+
+    def _advance(self) -> bool:
+        self._position = (self._position + 1) % self._ring
+        return self._position == 0
+
+    def _wait_for_readers(self) -> None:
+        for _ in self._sent:
+            self._take(self._read)
+
+    def _was_read(self) -> None:
+        if self._advance():
+            self._read.release()
+
+    def _take(self, semaphore: Any) -> None:
+        while not semaphore.acquire(timeout=LOOK_S) and not self.broken:
+            pass
+        if self.broken:
+            raise threading.BrokenBarrierError
+
+
+class WorkerWatch:
+    """Notices when a worker of an executor dies.
+
+    It then kills the others, which wait for the dead one in a collective, and ends the engine's loop: requests end with an
+    error. A server's engine process ends as a whole, after it has left the reason for the server.
+
+    Args:
+        executor: LMDeploy's `MPExecutor`, whose workers have been started. On the main thread.
+    """
+
+    def __init__(self, executor: Any) -> None:
+        self.failure = ""
+        self._executor = executor
+        self._is_ending = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task | None = None
+        # A worker that fails says so by this signal, and ends. LMDeploy would end this process.
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        self._processes = [each._proc for each in executor.procs]
+        _watches.append(self)
+        threading.Thread(target=self._run, name="sagellm-workers", daemon=True).start()
+
+    def started(self) -> None:
+        """The engine's loop begins, in this task."""
+        self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
+
+    def end(self) -> None:
+        """End the workers. Called again it does nothing."""
+        if self._is_ending.is_set() and self not in _watches:
+            return
+        self._is_ending.set()
+        _watches.remove(self)
+        for process in self._processes:
+            if process.is_alive():
+                process.terminate()
+        deadline = time.monotonic() + END_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _run(self) -> None:
+        numbers = {process.sentinel: number for number, process in enumerate(self._processes)}
+        while not self._is_ending.is_set():
+            dead = wait_for_any(list(numbers), LOOK_S)
+            if dead and not self._is_ending.is_set():
+                self._fail(min(numbers[each] for each in dead))
+                return
+
+    def _fail(self, number: int) -> None:
+        process = self._processes[number]
+        process.join()
+        self.failure = f"tensor-parallel worker {number} (process {process.pid}) {_ending(process.exitcode)}"
+        logger.error("%s; the engine stops", self.failure)
+        self._kill()
+        if multiprocessing.current_process().name == ENGINE_PROCESS:
+            self._end_process()
+        for buffer in (self._executor.comm_buf, *self._executor.ret_bufs):
+            buffer.notifier.abort()
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        self._executor.stop()
+        if self._main is not None:
+            self._main.cancel()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join()
+
+    def _end_process(self) -> None:
+        spec = getattr(self._executor.misc_config, "sage", None)
+        run_dir: Path | None = HookConfig.model_validate_json(spec).run_dir if spec else None
+        if run_dir is not None:
+            with suppress(OSError):
+                (run_dir / ENGINE_ENDED).write_text(self.failure)
+        for buffer in (self._executor.comm_buf, *self._executor.ret_bufs):
+            with suppress(FileNotFoundError):
+                buffer.shm.unlink()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """While an engine is built: if that fails, its workers end, and the error says which worker died."""
+    before = list(_watches)
+    try:
+        yield
+    except BaseException as error:
+        failures = []
+        for watch in [each for each in _watches if each not in before]:
+            failures.append(watch.failure)
+            watch._executor.release()
+        if any(failures):
+            raise EngineError(f"{failures[0]} while the engine was built; its log says why.") from error
+        raise
+
+
+def failure_of(executor: Any) -> str:
+    """Return which worker's death has stopped an engine; empty if none has."""
+    watch = getattr(executor, "sage_watch", None)
+    return "" if watch is None else watch.failure
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was ended by signal {signal.Signals(-code).name}"
+    return f"ended with code {code}"
