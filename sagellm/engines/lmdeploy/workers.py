@@ -13,11 +13,14 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import EngineError
@@ -28,6 +31,8 @@ __all__ = ["Notifier", "WorkerWatch", "building", "failure_of"]
 logger = logging.getLogger("sagellm")
 
 LOOK_S = 1.0  # how often a wait looks whether the connection is broken
+HANG_S, LOST_S = 4.0, 60.0
+FIRST_S = 60.0  # a step may take before one of its sort was measured
 END_S = 5.0  # for workers to end when they are told to; those left are killed
 ENGINE_PROCESS = "mp_engine_proc"  # LMDeploy's name of a server's engine process
 _watches: list["WorkerWatch"] = []
@@ -116,10 +121,13 @@ class Notifier:
 
 
 class WorkerWatch:
-    """Notices when a worker of an executor dies.
+    """Notices when a worker of an executor dies or hangs.
 
-    It then kills the others, which wait for the dead one in a collective, and ends the engine's loop: requests end with an
-    error. A server's engine process ends as a whole, after it has left the reason for the server.
+    It then kills the others, which wait for that one in a collective, and ends the engine's loop: requests end with an error.
+    A server's engine process ends as a whole, after it has left the reason for the server.
+
+    A worker hangs if a step's result is `HANG_S` seconds later than the slowest steps so far let expect, and the worker has
+    used no processor time meanwhile; or if the result is `LOST_S` seconds late, whatever the workers do.
 
     Args:
         executor: LMDeploy's `MPExecutor`, whose workers have been started. On the main thread.
@@ -134,12 +142,34 @@ class WorkerWatch:
         # A worker that fails says so by this signal, and ends. LMDeploy would end this process.
         signal.signal(signal.SIGUSR1, lambda *_: None)
         self._processes = [each._proc for each in executor.procs]
+        self._pending: deque[tuple[bool, int]] = deque()  # results to come: of a decode step, new tokens
+        self._since = 0.0  # when the step of the first of them began
+        self._slowest: dict[bool, float] = {}  # seconds: of a decode step, and of a token of a step of prompts
+        self._lock = threading.Lock()
         _watches.append(self)
         threading.Thread(target=self._run, name="sagellm-workers", daemon=True).start()
 
     def started(self) -> None:
         """The engine's loop begins, in this task."""
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
+
+    def sent(self, inputs: dict[str, Any]) -> None:
+        """A forward pass goes to the workers. `inputs`: LMDeploy's arguments of it."""
+        step = inputs["inputs"]
+        with self._lock:
+            if not self._pending:
+                self._since = time.monotonic()
+            self._pending.extend([(step.is_decoding, step.input_ids.numel())] * inputs.get("loop_count", 1))
+
+    def received(self, count: int) -> None:
+        """Results have come."""
+        with self._lock:
+            for _ in range(min(count, len(self._pending))):
+                is_decoding, tokens = self._pending.popleft()
+                took_s = time.monotonic() - self._since
+                each_s = took_s if is_decoding else took_s / max(1, tokens)
+                self._slowest[is_decoding] = max(each_s, self._slowest.get(is_decoding, 0.0))
+                self._since = time.monotonic()
 
     def end(self) -> None:
         """End the workers. Called again it does nothing."""
@@ -157,16 +187,53 @@ class WorkerWatch:
 
     def _run(self) -> None:
         numbers = {process.sentinel: number for number, process in enumerate(self._processes)}
+        before, spent = time.monotonic(), list[float]()
         while not self._is_ending.is_set():
             dead = wait_for_any(list(numbers), LOOK_S)
-            if dead and not self._is_ending.is_set():
-                self._fail(min(numbers[each] for each in dead))
+            if self._is_ending.is_set():
+                return
+            if dead:
+                number = min(numbers[each] for each in dead)
+                self._processes[number].join()
+                self._fail(number, _ending(self._processes[number].exitcode))
+                return
+            now = time.monotonic()
+            with self._lock:
+                self._since += max(0.0, now - before - 2 * LOOK_S)  # this process was stopped itself
+                late_s = self._late_s(now)
+            before = now
+            if late_s <= 0:
+                spent = []
+                continue
+            times = self._processor_times()
+            spent = spent or times
+            idle = [number for number, each in enumerate(times) if each == spent[number]]
+            if late_s > LOST_S or (late_s > HANG_S and idle):
+                number = idle[0] if idle else 0
+                self._fail(number, f"hangs: the result of a step is {late_s:.0f} s late")
                 return
 
-    def _fail(self, number: int) -> None:
-        process = self._processes[number]
-        process.join()
-        self.failure = f"tensor-parallel worker {number} (process {process.pid}) {_ending(process.exitcode)}"
+    def _late_s(self, now: float) -> float:
+        """Seconds by which the next result is later than could be expected; 0 or less if it is not."""
+        if not self._pending:
+            return 0.0
+        is_decoding, tokens = self._pending[0]
+        slowest = self._slowest.get(is_decoding)
+        expected_s = FIRST_S if slowest is None else slowest * (1 if is_decoding else tokens)
+        return now - self._since - expected_s
+
+    def _processor_times(self) -> list[float]:
+        found = []
+        for process in self._processes:
+            with suppress(psutil.Error):
+                times = psutil.Process(process.pid).cpu_times()
+                found.append(times.user + times.system)
+                continue
+            found.append(-1.0)
+        return found
+
+    def _fail(self, number: int, how: str) -> None:
+        self.failure = f"tensor-parallel worker {number} (process {self._processes[number].pid}) {how}"
         logger.error("%s; the engine stops", self.failure)
         self._kill()
         if multiprocessing.current_process().name == ENGINE_PROCESS:

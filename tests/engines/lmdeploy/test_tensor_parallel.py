@@ -166,8 +166,11 @@ def workers_of(engine):
     return [worker._proc for worker in engine.engine.executor.procs]
 
 
-@pytest.mark.parametrize(("number", "when"), [(0, "busy"), (1, "busy"), (1, "idle")])
-def test_a_worker_that_is_killed_is_an_error_for_requests_and_the_engine_closes(two_workers, number, when):
+@pytest.mark.parametrize(
+    ("number", "when", "how"),
+    [(0, "busy", "SIGKILL"), (1, "busy", "SIGKILL"), (1, "idle", "SIGKILL"), (1, "busy", "SIGSTOP")],
+)  # fmt: skip
+def test_a_worker_that_is_killed_or_hangs_is_an_error_for_requests_and_the_engine_closes(two_workers, number, when, how):
     engine = two_workers()
     executor = engine.engine.executor
     shared = {buffer.shm.name for buffer in (executor.comm_buf, *executor.ret_bufs)}
@@ -178,17 +181,18 @@ def test_a_worker_that_is_killed_is_an_error_for_requests_and_the_engine_closes(
     def kill():
         if when == "busy":
             time.sleep(0.3)
-        os.kill(worker.pid, signal.SIGKILL)
+        os.kill(worker.pid, signal.Signals[how])
         return time.monotonic()
 
     with ThreadPoolExecutor(1) as pool:
         killed = pool.submit(kill)
         if when == "idle":
             killed.result()
-        with pytest.raises(EngineError, match=rf"worker {number} \(process {worker.pid}\) was ended by signal SIGKILL"):
+        said = "hangs: the result of a step is" if how == "SIGSTOP" else "was ended by signal SIGKILL"
+        with pytest.raises(EngineError, match=rf"worker {number} \(process {worker.pid}\) {said}"):
             engine.generate(CROWD, long)
-        assert time.monotonic() - killed.result() < 5
-    with pytest.raises(EngineError, match="SIGKILL"):
+        assert time.monotonic() - killed.result() < (9 if how == "SIGSTOP" else 5)
+    with pytest.raises(EngineError, match=said):
         engine.generate(CROWD[:1])
     engine.close()
     assert not any(each.is_alive() for each in workers_of(engine))
