@@ -140,7 +140,7 @@ class EngineWatch:
         os._exit(2 if refusal else 1)
 
     def _read(self, name: str) -> str:
-        """What the engine process has written to that file; empty if it has not."""
+        """Return the text that the engine process has written to that file; empty if it has not."""
         try:
             return (self._run_dir / name).read_text() if self._run_dir is not None else ""
         except OSError:

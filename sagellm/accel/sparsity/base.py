@@ -40,7 +40,7 @@ class SparseView:
             added up; estimated or exact, as `SparsePolicy.weights` asks. Beyond the blocks of a sequence they are 0.
         tables: int64 [sequences, width], blocks of the cache that hold each sequence.
         bounds: float32 [cache blocks, kv_heads, 2, head_size], smallest and largest numbers of the keys of each block of the
-            cache in this layer. Empty if nobody asked for them, as with `SparsePolicy.summaries`.
+            cache in this layer. Empty if no policy asks for them, as with `SparsePolicy.summaries`.
         key_sums: int64 [cache blocks, kv_heads, head_size], sums of these keys in units of `KEY_SUM_UNIT`. `mean_keys`
             divides them.
         first, last: blocks at each end of a sequence that the policy always reads.

@@ -1,8 +1,8 @@
 """Tensor-parallel workers: messages that outlive a dead process, and a watch that ends what waits for a dead worker.
 
 LMDeploy's executor sends messages by `multiprocessing.Event`. A process that is killed while it waits for one leaves the event
-so that setting it blocks for ever, the executor's own end included. And whoever waits for a dead worker's answer, or in a
-collective with it, waits without a limit.
+so that setting it blocks for ever, the executor's own end included. The executor waits for a dead worker's answer without a
+limit, and so do the other workers, in a collective.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Notifier:
     """Counts the messages in a ring of shared memory for each receiver, in place of LMDeploy's class of this name.
 
     A sender waits at the end of the ring until all receivers have read it. Semaphores have no owner, so the death of a process
-    blocks nobody. After `abort` every wait raises BrokenBarrierError.
+    blocks no other. After `abort` every wait raises BrokenBarrierError.
     """
 
     def __init__(self, num_receiver: int, mp_ctx: Any) -> None:
@@ -126,8 +126,8 @@ class WorkerWatch:
     It then kills the others, which wait for that one in a collective, and ends the engine's loop: requests end with an error.
     A server's engine process ends as a whole, after it has left the reason for the server.
 
-    A worker hangs if a step's result is `HANG_S` seconds later than the slowest steps so far let expect, and the worker has
-    used no processor time meanwhile; or if the result is `LOST_S` seconds late, whatever the workers do.
+    The slowest steps so far say when a step's result is late. A worker hangs if the result is `HANG_S` seconds late and the
+    worker has used no processor time meanwhile. It also counts as hanging if the result is `LOST_S` seconds late.
 
     Args:
         executor: LMDeploy's `MPExecutor`, whose workers have been started. On the main thread.
