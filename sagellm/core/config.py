@@ -177,7 +177,7 @@ class HookConfig(Model):
         packed_weights: folder of a converted GGUF file, whose weights stay as the file has them.
         compute: type of the CPU device's products.
         kv_dtype: type of keys and values, as `KVCacheSchema` has it; empty: that of the model.
-        prefix_attention: as in `SageConfig`.
+        prefix_attention, comm_backend: as in `SageConfig`.
     """
 
     plugins: tuple[PluginSpec, ...] = ()
@@ -196,6 +196,7 @@ class HookConfig(Model):
     compute: Literal[COMPUTES] = "auto"
     kv_dtype: str = ""
     prefix_attention: Literal[PREFIX_ATTENTION] = "off"
+    comm_backend: str | None = None
 
 
 class SageConfig(Model):
@@ -208,6 +209,8 @@ class SageConfig(Model):
             weights and inputs to 8 bits.
         kv_schema: type in which keys and values are stored; auto is the model's. Those of fp8, int8 and int4 have a scale for
             each head of a token. A GPU has int8 and int4.
+        comm_backend: a name of `sagellm comm list`, or `module:Class`, that adds up tensors of tensor-parallel workers; None:
+            the process group that LMDeploy makes.
         prefix_attention: auto reads keys and values that requests of a decode step have in common once, where it pays; on the
             CPU device, and on cuda without CUDA graphs.
         kv_blocks, kv_memory_share: size of the engine's KV pool; give one of them at most.
@@ -256,6 +259,7 @@ class SageConfig(Model):
     plugin_time_limit_s: float = Field(1.0, gt=0)
     record: Path | None = None
     comm_metrics: bool = False
+    comm_backend: str | None = None
     pd: PDConfig | None = None
     max_body_mib: float = Field(8.0, gt=0, le=1024)
     hold_limit_s: float = Field(60.0, gt=0, le=3600)

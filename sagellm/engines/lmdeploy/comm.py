@@ -3,19 +3,27 @@
 Exposed is the time in which a collective kept its caller's thread: inside the call, and inside `wait`. The time between two
 looks at `is_completed` is the caller's own. On a GPU a collective is enqueued and the host goes on: the time that the host is
 kept says nothing of the device's.
+
+With `comm_backend` the sums of all workers' tensors are done by a backend of `sagellm.comm_backend`.
 """
 
 import contextlib
 import json
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sagellm.comm_backend.base import CommBackendProtocol
+from sagellm.comm_backend.config import CommConfig
+from sagellm.comm_backend.registry import make_backend
 from sagellm.core.config import HookConfig
 from sagellm.core.hooks import CommOp
 from sagellm.core.host import PluginHost
@@ -27,20 +35,42 @@ Ended = Callable[[int | None], None]  # given the time of the end, on the clock 
 
 
 def attach(spec: str, dist_ctx: Any) -> "CommObserver | None":
-    """The observer of this process, or None where nothing is to be seen: one rank, or no plug-in and no record."""
+    """The observer of this process, or None where there is nothing to do: one rank, or no plug-in, record and backend."""
     world_size = dist_ctx.dist_config.world_size
     if world_size == 1:
         return None
     config = HookConfig.model_validate_json(spec)
-    observer = CommObserver(PluginHost(config), dist_ctx.rank, world_size)
+    backend = None if config.comm_backend is None else _join(config.comm_backend, dist_ctx.rank, world_size)
+    observer = CommObserver(PluginHost(config), dist_ctx.rank, world_size, backend)
     return observer if observer.is_needed else None
 
 
-class CommObserver:
-    """Runs a collective between the `comm_begin` and `comm_end` of every plug-in that has them."""
+def _join(name: str, rank: int, world_size: int) -> CommBackendProtocol:
+    """Make this worker's part of a backend's group. All workers come here at the same time."""
+    folders = [tempfile.mkdtemp(prefix="sagellm-") if rank == 0 else None]
+    torch.distributed.broadcast_object_list(folders)
+    try:
+        place = (Path(folders[0]) / "meet").as_uri()
+        backend = make_backend(CommConfig(backend=name, rank=rank, world_size=world_size, rendezvous=place))
+        backend.barrier()
+    finally:
+        if rank == 0:
+            shutil.rmtree(folders[0], ignore_errors=True)
+    return backend
 
-    def __init__(self, host: PluginHost, rank: int, world_size: int) -> None:
+
+class CommObserver:
+    """Runs a collective between the `comm_begin` and `comm_end` of every plug-in that has them.
+
+    Args:
+        backend: does what it can in place of the process group.
+    """
+
+    def __init__(
+        self, host: PluginHost, rank: int, world_size: int, backend: CommBackendProtocol | None = None
+    ) -> None:
         self._host = host
+        self._backend = backend
         self._rank = rank
         self._world_size = world_size
         self.stats = CommStats()
@@ -56,7 +86,7 @@ class CommObserver:
 
     @property
     def is_needed(self) -> bool:
-        asked = self._host.config.comm_metrics or self._host.recorder.enabled
+        asked = self._host.config.comm_metrics or self._host.recorder.enabled or self._backend is not None
         return asked or self._host.listens("comm_begin") or self._host.listens("comm_end")
 
     def run(self, name: str, function: Any, args: tuple, kwargs: dict) -> Any:
@@ -85,7 +115,11 @@ class CommObserver:
 
         result = None
         try:
-            result = function(*args, **kwargs)
+            own = self._sum_of(name, args, kwargs)
+            if own is None:
+                result = function(*args, **kwargs)
+            else:
+                self._backend.all_reduce(own)
         finally:
             end_ns = time.monotonic_ns()
             self.stats.expose(self._rank, name, end_ns - start_ns)
@@ -95,6 +129,17 @@ class CommObserver:
         if not is_pending:
             return result
         return _WatchedWork(result, lambda waited_ns: self.stats.expose(self._rank, name, waited_ns), end, self._unseen)
+
+    def _sum_of(self, name: str, args: tuple, kwargs: dict) -> torch.Tensor | None:
+        """Return the tensor of a collective that the backend does: a sum over all ranks that the caller waits for."""
+        if self._backend is None or name != "all_reduce":
+            return None
+        given = dict(zip(("tensor", "op", "group", "async_op"), args, strict=False)) | kwargs
+        tensor, group = given["tensor"], given.get("group")
+        is_sum = given.get("op", torch.distributed.ReduceOp.SUM) == torch.distributed.ReduceOp.SUM
+        is_whole = group is None or group.size() == self._world_size
+        fits = tensor.is_contiguous() and tensor.device.type in self._backend.device_types
+        return tensor if is_sum and is_whole and fits and not given.get("async_op") else None
 
     def _end(self, op: CommOp, tokens: dict[str, Any], latency_ns: int | None) -> None:
         for name, plugin in self._host.listeners("comm_end"):
@@ -139,6 +184,8 @@ class CommObserver:
         if self._reporter.is_alive():
             self._reporter.join()
         self._tell_unseen()
+        if self._backend is not None:
+            self._backend.close()
         self._host.close()
         self._write_report()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sagellm.comm_backend.config import RENDEZVOUS
 from sagellm.core.cached_folder import default_cache_dir
 from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
-from sagellm.core.errors import ConfigError, EngineError, PatchError
+from sagellm.core.errors import CommError, ConfigError, EngineError, PatchError
 from sagellm.core.registry import find_plugin
 from sagellm.core.service import NOTHING_ASKED
 from sagellm.core.tasks import end_tasks
@@ -70,6 +70,7 @@ def hook_config(config: SageConfig, run_dir: Path | None = None, pd: PDHooks | N
         hold_limit_s=config.hold_limit_s, record=config.record, run_dir=run_dir,
         comm_metrics=config.comm_metrics, speculative=speculative_spec(config),
         sparsity=sparsity_spec(config), pd=pd, compute=config.compute, prefix_attention=config.prefix_attention,
+        comm_backend=config.comm_backend,
     )
 
 
@@ -82,6 +83,7 @@ def build_engine_config(
     for spec in hooks.plugins:  # a wrong name must fail here, not in the engine process
         find_plugin(spec.name)
     check_sizes(config, sizes)
+    _check_comm_backend(config, device)
     known: dict[str, Any] = {"block_bytes": sizes.schema.block_bytes, "kv_dtype": sizes.schema.dtype}
     if model is not None:
         check_architecture(model, device, sizes.weights_dtype)
@@ -182,6 +184,27 @@ def _check_compute(config: SageConfig, device: str, dtype: str) -> None:
     from sagellm.engines.lmdeploy.cpu.compute import choose_isa
 
     choose_isa(config.compute, getattr(torch, dtype), default_cache_dir())
+
+
+def _check_comm_backend(config: SageConfig, device: str) -> None:
+    """Raises ConfigError: one worker, or a backend that its processes cannot use here."""
+    if config.comm_backend is None:
+        return
+    from sagellm.comm_backend.registry import find_backend
+
+    if config.tensor_parallel == 1:
+        raise ConfigError(f"comm_backend {config.comm_backend} is a setting of tensor_parallel above 1; give both, or neither.")
+    try:
+        kind = find_backend(config.comm_backend)
+    except CommError as error:
+        raise ConfigError(str(error)) from None
+    if device not in kind.device_types or "file" not in kind.schemes:
+        raise ConfigError(
+            f"comm_backend {config.comm_backend} works on {', '.join(kind.device_types)} with ranks that meet by "
+            f"{', '.join(kind.schemes)}; workers are processes on {device}, which meet by a file. Use shm or gloo."
+        )
+    if missing := kind.missing():
+        raise ConfigError(f"comm_backend {config.comm_backend}: {missing}")
 
 
 def _check_prefix_attention(config: SageConfig, device: str) -> None:

@@ -14,7 +14,7 @@ from lmdeploy.pytorch.engine.executor.mp_executor import ExecutorProc
 from benchmarks.processes import command_line
 from sagellm.comm_backend.topology import TopologyManager
 from sagellm.core.config import PluginSpec
-from sagellm.core.errors import EngineError
+from sagellm.core.errors import ConfigError, EngineError
 from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.workers import failure_of
 from tests.comm_backend.sysfs_tree import Tree
@@ -224,3 +224,35 @@ def test_an_engine_closes_though_a_worker_does_not_end_when_it_is_told_to(two_wo
     start = time.monotonic()
     engine.close()
     assert time.monotonic() - start < 10 and not any(each.is_alive() for each in workers_of(engine))
+
+
+def test_sums_of_another_backend(two_workers, reference, limits, tmp_path):
+    """The same bits as by the process group: answers are equal, and a worker that dies is found as before."""
+    limits(run_dir=tmp_path)
+    engine = two_workers(comm_backend="shm", kv_blocks=30)
+    assert answers(engine, CROWD) == reference(CROWD, 40)
+    assert {row["op"] for row in engine.hooks.report()["comm"]} >= {"all_reduce"}
+    worker = workers_of(engine)[1]
+    worker.kill()
+    with pytest.raises(EngineError, match="was ended by signal SIGKILL"):
+        engine.generate(CROWD[:1])
+
+
+def test_a_backend_of_ones_own(two_workers, reference, tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGELLM_TEST_FOLDER", str(tmp_path))
+    engine = two_workers(comm_backend="tests.engines.lmdeploy.counting_backend:CountingGloo", kv_blocks=30)
+    assert answers(engine, CROWD[:2]) == reference(CROWD[:2], 40)
+    engine.close()
+    counts = [int(file.read_text()) for file in tmp_path.glob("sums-*")]
+    assert len(counts) == 2 and counts[0] == counts[1] >= 4 * 40
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({"comm_backend": "shm"}, "tensor_parallel above 1"), ({"comm_backend": "smh", "tensor_parallel": 2}, "smh"),
+     ({"comm_backend": "memory", "tensor_parallel": 2}, "workers are processes on cpu"),
+     ({"comm_backend": "nccl", "tensor_parallel": 2}, "works on cuda")],
+)  # fmt: skip
+def test_backends_that_are_refused(start_engine, settings, why):
+    with pytest.raises(ConfigError, match=why):
+        start_engine(**settings)
