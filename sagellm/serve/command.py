@@ -71,7 +71,7 @@ from sagellm.serve.objects import with_objects
 @click.option("--sparsity-options", help="Options of --sparsity, as JSON.")
 @click.option("--plugin-time-limit-s", type=float, help="Time limit of a hook, in seconds. Default: 1.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write every decision to this file, as JSON lines.")
-@click.option("--comm-backend", help="What adds up tensors of workers: shm, gloo, ..., or module:Class. Default: LMDeploy's.")
+@click.option("--comm-backend", help="Backend that adds up tensors of workers: shm, gloo, or module:Class. Default: none.")
 @click.option("--comm-metrics", is_flag=True, default=None, help="Measure the time spent in collectives.")
 @click.option("--role", type=click.Choice(ROLES), help="Role in a prefill/decode group. Default: no group.")
 @click.option("--proxy-url", help="Proxy of the prefill/decode group, http://host:port.")

@@ -1,0 +1,73 @@
+"""Decode steps of two tensor-parallel workers with a thread each, beside one process with two threads.
+
+    python -m benchmarks.tensor_parallel [--model half-billion] [--rounds 5] [--out FILE]
+
+The workers add up their tensors by LMDeploy's process group (gloo) or by a backend of `comm_backend`.
+"""
+
+import statistics
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
+from benchmarks.cpu_engine import build_ours, write_half_billion
+from benchmarks.models.real_text import model_folder
+from benchmarks.output import Output, spread, table, with_output
+
+PROMPT, NEW = 64, 33
+ALONE, GLOO, SHM = "one process, two threads", "two workers, gloo", "two workers, shm"
+SETTINGS: dict[str, dict[str, Any]] = {
+    ALONE: {}, GLOO: {"tensor_parallel": 2}, SHM: {"tensor_parallel": 2, "comm_backend": "shm"}
+}  # fmt: skip
+
+
+@click.command()
+@click.option("--model", default="half-billion", show_default=True, help="Name or folder; half-billion: random weights.")
+@click.option("--batches", default="1,8", show_default=True, help="Requests that decode together.")
+@click.option("--rounds", default=5, show_default=True, help="Measured rounds of each batch.")
+@with_output
+def main(model: str, batches: str, rounds: int, output: Output) -> None:
+    """Measure, print a table, and write the result."""
+    sizes = [int(each) for each in batches.split(",")]
+    with ExitStack() as stack:
+        if model == "half-billion":
+            folder = write_half_billion(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        else:
+            folder = model_folder(model)
+        contestants = []
+        for name, settings in SETTINGS.items():
+            threads = 2 if name == ALONE else 1
+            limits = {"context": 2 * (PROMPT + NEW), "batch": max(sizes)}
+            more = {"kv_blocks": 4 * max(sizes) + 8, **settings}
+            contestants.append(Contestant(name, build_ours, str(folder), threads, limits, "auto", more))
+            stack.callback(contestants[-1].close)
+        rows, cells = [], {}
+        for size in sizes:
+            request = {"prompts": [[7 + row, *range(100, 99 + PROMPT)] for row in range(size)], "new_tokens": NEW}
+            interleave(contestants, request, 1)
+            answers = interleave(contestants, request, rounds)
+            steps = {name: [_step_s(times) for times in of_rounds] for name, of_rounds in answers.items()}
+            cells[str(size)] = {
+                name: {"step_s": summary(each), "over_alone": paired_ratio(each, steps[ALONE])} for name, each in steps.items()
+            }
+            rows += [
+                (size, name, f"{1e3 * each['step_s']['median']:.1f}", spread(each["over_alone"]))
+                for name, each in cells[str(size)].items()
+            ]
+    output.say(table(["requests", "engine", "step, ms", "over one process"], rows))
+    output.finish({"model": model, "prompt_tokens": PROMPT, "new_tokens": NEW, "rounds": rounds, "cells": cells})
+
+
+def _step_s(times: list[list[float]]) -> float:
+    """Seconds of a decode step: from the last first token to the end, in steps of all requests."""
+    start = max(each[0] for each in times)
+    end = statistics.median(each[-1] for each in times)
+    return (end - start) / (NEW - 1)
+
+
+if __name__ == "__main__":
+    main()
