@@ -69,8 +69,9 @@ inline void pair_up(const std::uint16_t* first, const std::uint16_t* second, std
 // 2^x for x from -126 up to 0, within 8e-5 of it, where bfloat16 rounds by up to 4e-3: the best polynomial of the third degree
 // between -1/2 and 1/2.
 inline Vec rough_power_of_two(Vec x) {
-  const Vec magic = broadcast(12582912.f), shifted = larger(x, broadcast(-126.f)) + magic;
-  const Vec rest = larger(x, broadcast(-126.f)) - (shifted - magic);
+  const Vec magic = broadcast(12582912.f);
+  x = larger(x, broadcast(-126.f));
+  const Vec shifted = x + magic, rest = x - (shifted - magic);
   Vec y = rest * 0.0551713f + 0.24261111f;
   y = y * rest + 0.69326103f;
   y = y * rest + 0.99992808f;

@@ -51,7 +51,7 @@ struct Attend {
   const std::int64_t* table;              // the sequence's blocks
   int block_shift;                        // log2 of the block size
   int first_position;                     // of the first query token
-  int begin, end;                         // keys; `begin` is a multiple of kSplit
+  int begin, end;                         // keys; `begin` is a multiple of the block size or of kSplit
   bool few;                               // few rows that decode: keys are read as they lie, not packed first
   int window;                             // keys that a token sees, itself included; 0: all
   float scale, softcap;                   // softcap 0: none
