@@ -412,7 +412,8 @@ class LMDeployEngine(BaseEngine):
         finally:
             await instance.async_end(session)
         if status not in (ResponseType.FINISH, ResponseType.SUCCESS):
-            raise EngineError(f"the engine ended the request with {status}.")
+            why = failure_of(self.engine.executor)
+            raise EngineError(f"{why}; its log says why." if why else f"the engine ended the request with {status}.")
         stopped = bool(tokens) and tokens[-1] in params.stop_token_ids and not params.ignore_eos
         return Generation(tuple(tokens), "stop" if stopped else "length", tuple(times))
 
