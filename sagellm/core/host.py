@@ -22,6 +22,7 @@ logger = logging.getLogger("sagellm")
 
 CLOSE_S = 5.0  # for the `close` of a plug-in; after a fault also for its hook to return
 START_REFUSED = "start-refused"  # in `run_dir`: what keeps an engine process from starting
+ENGINE_PROCESS = "mp_engine_proc"  # LMDeploy's name of a server's engine process
 ENGINE_ENDED = "engine-ended"  # in `run_dir`: why an engine process ended by itself
 
 

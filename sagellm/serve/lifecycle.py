@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from sagellm.core.early import STOP_SIGNALS
-from sagellm.core.host import ENGINE_ENDED, START_REFUSED
+from sagellm.core.host import ENGINE_ENDED, ENGINE_PROCESS, START_REFUSED
 
 POLL_S = 0.2
 END_S = 10.0  # for an orderly end without an engine; a handler may be waiting for an answer of it, without a limit
@@ -117,7 +117,7 @@ class EngineWatch:
         engine = None
         while not self._stopped.wait(POLL_S):
             if engine is None:
-                engine = next((p for p in multiprocessing.active_children() if p.name == "mp_engine_proc"), None)
+                engine = next((p for p in multiprocessing.active_children() if p.name == ENGINE_PROCESS), None)
             elif not engine.is_alive():
                 self.reason = self._read(ENGINE_ENDED) or f"the engine process ended with code {engine.exitcode}"
                 self._dead.set()

@@ -258,13 +258,18 @@ class BoundDecoder {
     }
     step.sharing = sharing_of(tensors["sharing"].cast<std::string>());
     if (!sparse.is_none()) step.sparse = sparse_of(sparse);
-    step.is_repeated = tensors.contains("is_repeated");
+    PagedCache without_sums;
+    const bool is_repeated = tensors.contains("is_repeated");
+    if (is_repeated) {  // they have the keys of a step that ran before
+      without_sums = cache_;
+      without_sums.key_sums = nullptr;
+    }
     if (tensors.contains("prompts")) step.sparse_prompts = sparse_prompts_of(tensors["prompts"]);
     if (tensors.contains("observed")) step.observed = observed_of(tensors["observed"]);
     StepReport report;
     {
       const py::gil_scoped_release release;
-      report = decoder_.run(team, cache_, step);
+      report = decoder_.run(team, is_repeated ? without_sums : cache_, step);
     }
     return py::make_tuple(sampled_list(sampled), report.failure, report.prompt_blocks);
   }

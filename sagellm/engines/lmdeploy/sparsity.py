@@ -327,7 +327,8 @@ class SparseSteps:
         }  # fmt: skip
 
     def _view(self, lengths: np.ndarray, tables: torch.Tensor) -> SparseView:
-        return step_view(self.policy, self._num_steps, lengths, self._block_size, tables.cpu().numpy().astype(np.int64))
+        blocks = tables.cpu().numpy().astype(np.int64, copy=False)
+        return step_view(self.policy, self._num_steps, lengths, self._block_size, blocks)
 
     def _prompt_view(self, queries: torch.Tensor, lengths: torch.Tensor) -> PromptView:
         return prompt_view(

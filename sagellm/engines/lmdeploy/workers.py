@@ -24,7 +24,7 @@ import psutil
 
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import EngineError
-from sagellm.core.host import ENGINE_ENDED
+from sagellm.core.host import ENGINE_ENDED, ENGINE_PROCESS
 
 __all__ = ["Notifier", "WorkerWatch", "building", "failure_of"]
 
@@ -34,7 +34,6 @@ LOOK_S = 1.0  # how often a wait looks whether the connection is broken
 HANG_S, LOST_S = 4.0, 60.0
 FIRST_S = 60.0  # a step may take before one of its sort was measured
 END_S = 5.0  # for workers to end when they are told to; those left are killed
-ENGINE_PROCESS = "mp_engine_proc"  # LMDeploy's name of a server's engine process
 _watches: list["WorkerWatch"] = []
 
 
@@ -135,7 +134,7 @@ class WorkerWatch:
 
     def __init__(self, executor: Any) -> None:
         self.failure = ""
-        self._executor = executor
+        self.executor = executor
         self._is_ending = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task | None = None
@@ -238,14 +237,14 @@ class WorkerWatch:
         self._kill()
         if multiprocessing.current_process().name == ENGINE_PROCESS:
             self._end_process()
-        for buffer in (self._executor.comm_buf, *self._executor.ret_bufs):
+        for buffer in (self.executor.comm_buf, *self.executor.ret_bufs):
             buffer.notifier.abort()
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._cancel)
 
     def _cancel(self) -> None:
-        self._executor.stop()
+        self.executor.stop()
         if self._main is not None:
             self._main.cancel()
 
@@ -257,12 +256,12 @@ class WorkerWatch:
             process.join()
 
     def _end_process(self) -> None:
-        spec = getattr(self._executor.misc_config, "sage", None)
+        spec = getattr(self.executor.misc_config, "sage", None)
         run_dir: Path | None = HookConfig.model_validate_json(spec).run_dir if spec else None
         if run_dir is not None:
             with suppress(OSError):
                 (run_dir / ENGINE_ENDED).write_text(self.failure)
-        for buffer in (self._executor.comm_buf, *self._executor.ret_bufs):
+        for buffer in (self.executor.comm_buf, *self.executor.ret_bufs):
             with suppress(FileNotFoundError):
                 buffer.shm.unlink()
         sys.stderr.flush()
@@ -279,7 +278,7 @@ def building() -> Iterator[None]:
         failures = []
         for watch in [each for each in _watches if each not in before]:
             failures.append(watch.failure)
-            watch._executor.release()
+            watch.executor.release()
         if any(failures):
             raise EngineError(f"{failures[0]} while the engine was built; its log says why.") from error
         raise

@@ -199,7 +199,6 @@ struct DecoderStep {
   // Whether keys that decoding sequences have in common, by their first blocks, are read once for all of them. Not where a
   // layer has a window, or with `sparse`.
   Sharing sharing = Sharing::kNever;
-  bool is_repeated = false;  // a step that ran before: the cache's sums have its keys
 };
 
 // What came of a step.

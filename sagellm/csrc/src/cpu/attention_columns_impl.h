@@ -286,18 +286,7 @@ inline void attend_columns(const Attend& task, float* out, float* max, float* su
       attend(task, columns, key_rows, in_place ? task.slot_stride : row_bytes, values, scores, begin, count);
     }
   };
-  for (int begin = first; begin < last; begin += kSplit) {
-    if (task.heads > 1) {  // the heads of a token lie side by side: memory is read in one run
-      Attend ahead = task;
-      ahead.begin = begin;
-      ahead.end = std::min(begin + kSplit, last);
-      read_ahead(ahead, task.keys, static_cast<std::size_t>(task.heads) * head_bytes);
-      read_ahead(ahead, task.values, static_cast<std::size_t>(task.heads) * head_bytes);
-    }
-    for (int head = 0; head < task.heads; ++head) {
-      for (int round = begin; round < std::min(begin + kSplit, last); round += kColumnKeys) attend_keys(head, round);
-    }
-  }
+  each_round(task, first, last, kColumnKeys, head_bytes, attend_keys);
   for (int head = 0; head < task.heads; ++head) {
     const std::size_t of_head = static_cast<std::size_t>(head) * task.result_stride;
     for (int group = 0; group < groups; ++group) {

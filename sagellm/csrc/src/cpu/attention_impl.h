@@ -277,6 +277,24 @@ inline void read_ahead(const Attend& task, const char* cache, std::size_t slot_b
   }
 }
 
+// Calls work(head, begin) for rounds of so many keys from `first` on, a split of keys for all heads before the next one.
+template <class F>
+void each_round(const Attend& task, int first, int last, int round, std::size_t head_bytes, F work) {
+  for (int split = first; split < last; split += kSplit) {
+    const int end = std::min(split + kSplit, last);
+    if (task.heads > 1) {  // the heads of a token lie side by side: memory is read in one run
+      Attend ahead = task;
+      ahead.begin = split;
+      ahead.end = end;
+      read_ahead(ahead, task.keys, static_cast<std::size_t>(task.heads) * head_bytes);
+      read_ahead(ahead, task.values, static_cast<std::size_t>(task.heads) * head_bytes);
+    }
+    for (int head = 0; head < task.heads; ++head) {
+      for (int begin = split; begin < end; begin += round) work(head, begin);
+    }
+  }
+}
+
 // The heads of a group of tokens lie side by side and are read one after the other: memory is read in one run.
 template <class T>
 void attend_few(const Attend& task, float* out, float* max, float* sums, char* scratch) {
@@ -481,18 +499,7 @@ void attend_many(const Attend& task, float* out, float* max, float* sums, char* 
       multiply<T>(weights, kRound, rows, packed, 1, even, of_total + n, static_cast<std::size_t>(wide), true);
     }
   };
-  for (int begin = first; begin < last; begin += kSplit) {
-    if (task.heads > 1) {  // the heads of a token lie side by side: memory is read in one run
-      Attend ahead = task;
-      ahead.begin = begin;
-      ahead.end = std::min(begin + kSplit, last);
-      read_ahead(ahead, task.keys, static_cast<std::size_t>(task.heads) * head_bytes);
-      read_ahead(ahead, task.values, static_cast<std::size_t>(task.heads) * head_bytes);
-    }
-    for (int head = 0; head < task.heads; ++head) {
-      for (int round = begin; round < std::min(begin + kSplit, last); round += kRound) attend_round(head, round);
-    }
-  }
+  each_round(task, first, last, kRound, head_bytes, attend_round);
   for (int each = 0; each < task.heads * rows; ++each) {
     std::copy_n(total + each * wide, size, out + static_cast<std::size_t>(each / rows) * task.result_stride +
                                                static_cast<std::size_t>(each % rows * size));

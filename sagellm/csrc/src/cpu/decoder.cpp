@@ -796,13 +796,11 @@ Decoder::~Decoder() = default;
 
 int Decoder::prompt_tile() const { return cpu::prompt_tile(model_->shape); }
 
-StepReport Decoder::run(Team& team, const PagedCache& bound, const DecoderStep& given) {
+StepReport Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& given) {
   DecoderStep step = given;
   for (const DecoderLayer& layer : model_->layers) {
     if (layer.window != 0) step.sharing = Sharing::kNever;
   }
-  PagedCache cache = bound;
-  if (step.is_repeated) cache.key_sums = nullptr;
   if (cache.keys.size() != model_->layers.size() || cache.values.size() != model_->layers.size()) {
     throw std::invalid_argument("the cache has another number of layers than the model");
   }
