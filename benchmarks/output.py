@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 from rich.console import Console
@@ -28,10 +28,11 @@ class Output:
     Args:
         out: JSON file of the result, written with a CSV file beside it; None writes nothing.
         as_json: print the result as JSON instead of tables.
+        stream: where it is printed; None: stdout.
     """
 
-    def __init__(self, out: Path | None, as_json: bool) -> None:
-        self._out, self._as_json = out, as_json
+    def __init__(self, out: Path | None, as_json: bool, stream: TextIO | None = None) -> None:
+        self._out, self._as_json, self._stream = out, as_json, stream
         self._machine = describe()
 
     def say(self, text: str) -> None:
@@ -51,7 +52,31 @@ class Output:
         """Write the whole result, and print it if JSON is asked for."""
         whole = self.save(result)
         if self._as_json:
-            click.echo(json_text(whole), nl=False)
+            click.echo(json_text(whole), nl=False, file=self._stream)
+
+
+@contextlib.contextmanager
+def result_stream(as_json: bool) -> Iterator[TextIO]:
+    """Yield the stream that the result is printed to.
+
+    A result in JSON has stdout to itself: what others write there meanwhile, other processes included, goes to stderr. LMDeploy
+    writes its log to stdout.
+    """
+    try:
+        number = sys.stdout.fileno() if as_json else None
+    except OSError:  # not a file
+        number = None
+    if number is None:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    with os.fdopen(os.dup(number), "w") as own:
+        os.dup2(sys.stderr.fileno(), number)
+        try:
+            yield own
+        finally:
+            sys.stdout.flush()
+            os.dup2(own.fileno(), number)
 
 
 def with_output(main: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +89,8 @@ def with_output(main: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
     @functools.wraps(main)
     def command(*args: Any, out: Path | None, as_json: bool, **options: Any) -> Any:
-        return main(*args, output=Output(out, as_json), **options)
+        with result_stream(as_json) as stream:
+            return main(*args, output=Output(out, as_json, stream), **options)
 
     return command
 

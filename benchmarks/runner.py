@@ -34,7 +34,7 @@ from benchmarks.metrics.classes import definitions_with
 from benchmarks.metrics.comm import operation_definitions
 from benchmarks.metrics.flops import peak_flops
 from benchmarks.metrics.guesses import place_definitions
-from benchmarks.output import write_text
+from benchmarks.output import result_stream, write_text
 from benchmarks.report.markdown import markdown
 from benchmarks.result import Definition, Result, Run
 from benchmarks.scenarios import component, component_names
@@ -316,18 +316,25 @@ def main(
 ) -> None:  # fmt: skip
     """Run a benchmark."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a job that is called off keeps what it has, too
+    with result_stream(as_json) as stream:
+        result = _run(config, name, scenario, rounds, launches, out)
+        click.echo(result.model_dump_json(by_alias=True) if as_json else (out / "report.md").read_text(), file=stream)
+    sys.exit(0 if result.status == "complete" and any(run.status == "valid" for run in result.runs) else 1)
+
+
+def _run(
+    config: Path | None, name: str | None, scenario: str | None, rounds: int | None, launches: int | None, out: Path
+) -> Result:
     try:
         chosen = _choose(config, name, scenario)
         if rounds is not None:
             chosen = chosen.model_copy(update={"rounds": rounds})
         if launches is not None:
             chosen = chosen.model_copy(update={"launches": launches})
-        result = BenchmarkRunner(out).run(chosen)
+        return BenchmarkRunner(out).run(chosen)
     except SageError as error:
         click.echo("\n".join(f"error: {line}" for line in str(error).splitlines()), err=True)
         sys.exit(2)
-    click.echo(result.model_dump_json(by_alias=True) if as_json else (out / "report.md").read_text())
-    sys.exit(0 if result.status == "complete" and any(run.status == "valid" for run in result.runs) else 1)
 
 
 if __name__ == "__main__":

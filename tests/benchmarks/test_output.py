@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -56,3 +58,25 @@ def test_a_command_prints_a_table_or_json_and_writes_both_files(tmp_path: Path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out.csv", "out.json"]
     done = CliRunner().invoke(measure, ["--json"])
     assert json.loads(done.output)["name"] == "x"
+
+
+def test_a_result_in_json_has_stdout_to_itself():
+    script = """
+import os, subprocess
+import click
+from benchmarks.output import with_output
+
+@click.command()
+@with_output
+def measure(output):
+    print("a log line")
+    subprocess.run(["echo", "a log line of another process"], check=True)
+    output.say("a table")
+    output.finish({"name": "x"})
+
+measure()
+"""
+    for option, wanted in (["--json"], "stderr"), ([], "stdout"):
+        done = subprocess.run([sys.executable, "-c", script, *option], capture_output=True, text=True, check=True)
+        assert getattr(done, wanted).count("a log line") == 2
+        assert (json.loads(done.stdout)["name"] == "x") if option else ("a table" in done.stdout)
