@@ -1,6 +1,6 @@
 """The native half of sagellm. Use it through the packages: the prefix index is `sagellm.prefix_reuse.PrefixReuseIndex`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -626,6 +626,20 @@ class ShmGroup:
     def staging(self) -> NDArray[np.uint8]:
         """[world_size * 2 * staging_bytes], of all ranks, the same memory for all; it may outlive the group."""
 
+    def next_half(self) -> int:
+        """Return the half of the staging, 0 or 1, for the next chunk of a collective. All ranks ask as often."""
+
+    def add_up(self, numbers: int, count: int, dtype: str, label: str, deadline: float) -> None:
+        """Replace numbers [count] by their sums over the ranks, in the order of ranks and in float32.
+
+        Args:
+            numbers: address.
+            dtype: float32 or bfloat16.
+        """
+
+    def gather(self, own: int, num_bytes: int, all: int, label: str, deadline: float) -> None:
+        """Write what each rank gives, [num_bytes], to address `all`, [ranks][num_bytes]."""
+
     def allocate(self, num_bytes: int) -> NDArray[np.uint8]:
         """[num_bytes] > 0 in this rank's heap, until the array is forgotten. Raises CommError: no such place."""
 
@@ -633,6 +647,31 @@ class ShmGroup:
         """Break the group, unless it is broken already."""
 
     def close(self) -> None: ...
+
+class Exchange:
+    """How ranks that split a model's layers exchange float32 numbers in the middle of a step."""
+
+    def gather(self, own: int, count: int, all: int) -> None:
+        """Write the numbers [count] of each rank to address `all`, [ranks][count]."""
+
+class CallbackExchange(Exchange):
+    """Calls functions of Python with addresses and a count, on any thread."""
+
+    def __init__(self, add_up: Callable[[int, int], None], gather: Callable[[int, int, int], None]) -> None: ...
+
+class ShmExchange(Exchange):
+    """Exchanges over a group's shared memory, without Python.
+
+    Args:
+        bounds_ns: upper bounds of the latencies that are counted apart, rising.
+    """
+
+    def __init__(self, group: ShmGroup, timeout_s: float, bounds_ns: list[int]) -> None: ...
+    def sums(self) -> dict[str, Any]:
+        """Return `count`, `bytes`, `ns` and `latency_counts` since the start; a count for each bound, and one for the rest."""
+
+    def gatherings(self) -> dict[str, Any]:
+        """Return the same of gatherings."""
 
 class CpuTeam:
     """Threads that compute the chunks of a step together; they sleep between two steps.
@@ -710,7 +749,9 @@ class CpuDecoder:
         """Use this cache. `sagellm.engines.lmdeploy.cpu.cache.describe` makes the addresses, strides and names."""
 
     def run(
-        self, team: CpuTeam, tensors: dict[str, int], wishes: dict[str, Any] | None = None, sparse: dict[str, Any] | None = None
+        self, team: CpuTeam, tensors: dict[str, int], wishes: dict[str, Any] | None = None,
+        sparse: dict[str, Any] | None = None,
+        exchange: Exchange | None = None,
     ) -> tuple[list[tuple[int, list[float], list[int]]], str]:
         """Write the hidden states [tokens][hidden] of the sequences' new tokens, and their keys and values.
 
@@ -722,6 +763,7 @@ class CpuDecoder:
                 keys that sequences have in common, by their first blocks, once.
             wishes: as `CpuKernels.sample` has them, to draw a token behind each new one; the first result is then the same.
             sparse: how the blocks that attention reads are chosen, as `SparseSteps.of_layers` makes it.
+            exchange: of ranks that split the model.
 
         Returns:
             What was drawn, and what was wrong with a choice of blocks; the other results are then not to be used.

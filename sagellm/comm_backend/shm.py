@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sagellm._core import ShmGroup
+from sagellm._core import ShmExchange, ShmGroup
 from sagellm.comm_backend.base import CommBackendProtocol, ReduceOp, Work
 from sagellm.comm_backend.shm_collectives import REDUCTIONS, Collectives, describe
 from sagellm.comm_backend.shm_lanes import Lane, Operation, Rest
@@ -64,6 +64,15 @@ class ShmBackend(CommBackendProtocol):
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.from_numpy(self._group.allocate(num_bytes)).view(dtype).view(shape)
+
+    def exchange(self, bounds_ns: Sequence[int]) -> ShmExchange:
+        """Return the sums and gatherings of native steps over this group.
+
+        Args:
+            bounds_ns: upper bounds of the latencies that it counts apart, rising.
+        """
+        self._check()
+        return ShmExchange(self._group, self.config.timeout_s, list(bounds_ns))
 
     # A message that is waited for and has no other before it needs no `Work`: making one takes as long as a small message.
 

@@ -23,6 +23,7 @@ REDUCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
 }
+SUMMED_NATIVELY = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # with sums in float32
 LABEL_CHARACTERS = 80  # a native label has 111
 
 
@@ -41,11 +42,13 @@ class Collectives:
     def __init__(self, group: ShmGroup, rank: int, world_size: int) -> None:
         self._group, self._rank, self._world_size = group, rank, world_size
         self._staging = torch.from_numpy(group.staging()).view(world_size, 2, -1)
-        self._num_chunks = 0
 
     @torch.inference_mode()  # as the caller may be in, whose tensors can be written in no other mode
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, label: str, deadline: float) -> None:
         """Each rank reduces a share of every chunk, in the order of the ranks, and all copy it: the same bits for all."""
+        if op is ReduceOp.SUM and tensor.dtype in SUMMED_NATIVELY:
+            self._group.add_up(tensor.data_ptr(), tensor.numel(), SUMMED_NATIVELY[tensor.dtype], label, deadline)
+            return
         reduction = REDUCTIONS[op]
         for chunk in self._chunks(tensor.view(-1)):
             staged = [part[: chunk.nbytes].view(chunk.dtype) for part in self._next_half()]
@@ -63,17 +66,8 @@ class Collectives:
                 if rank != self._rank:
                     chunk[ends[rank] : ends[rank + 1]].copy_(part[ends[rank] : ends[rank + 1]])
 
-    @torch.inference_mode()
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, label: str, deadline: float) -> None:
-        outputs = output.view(self._world_size, -1)
-        start = 0
-        for chunk in self._chunks(tensor.view(-1)):
-            staged = [part[: chunk.nbytes].view(chunk.dtype) for part in self._next_half()]
-            staged[self._rank].copy_(chunk)
-            self._group.meet(label, deadline)
-            for rank, part in enumerate(staged):
-                outputs[rank, start : start + len(chunk)].copy_(part)
-            start += len(chunk)
+        self._group.gather(tensor.data_ptr(), tensor.nbytes, output.data_ptr(), label, deadline)
 
     @torch.inference_mode()
     def broadcast(self, tensor: torch.Tensor, src: int, label: str, deadline: float) -> None:
@@ -91,5 +85,4 @@ class Collectives:
 
     def _next_half(self) -> list[torch.Tensor]:
         """Views of the staging, bytes, one a rank."""
-        self._num_chunks += 1
-        return list(self._staging[:, self._num_chunks % 2])
+        return list(self._staging[:, self._group.next_half()])

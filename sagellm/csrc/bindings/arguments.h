@@ -115,6 +115,7 @@ void bind_policies(py::module_& module);
 void bind_copy_pieces(py::module_& module);
 void bind_speculative(py::module_& module);
 void bind_shm(py::module_& module);
+void bind_exchange(py::module_& module);
 void bind_decoder(py::module_& module);
 
 }  // namespace sage::python

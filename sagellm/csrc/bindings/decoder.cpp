@@ -104,6 +104,8 @@ DecoderShape shape_of(const py::dict& given) {
   shape.logit_softcap = given["logit_softcap"].cast<float>();
   shape.embedding_scale = given["embedding_scale"].cast<float>();
   shape.activation = activation_of(given["activation"].cast<std::string>());
+  shape.ranks = given["ranks"].cast<int>();
+  shape.logits = given["logits"].cast<int>();
   return shape;
 }
 
@@ -236,7 +238,8 @@ class BoundDecoder {
 
   // `tensors`: addresses and sizes, as `DecoderStep` has them. Draws tokens if there are wishes. Returns them, and
   // `StepReport`'s fields.
-  py::tuple run(Team& team, const py::dict& tensors, const py::object& wishes, const py::object& sparse) {
+  py::tuple run(Team& team, const py::dict& tensors, const py::object& wishes, const py::object& sparse,
+                Exchange* exchange) {
     const auto numbers = [&](const char* name) { return at<const std::int64_t>(tensors[name].cast<Address>()); };
     DecoderStep step;
     step.is_decoding = tensors["is_decoding"].cast<bool>();
@@ -256,6 +259,7 @@ class BoundDecoder {
       step.sampling = std::make_shared<const Sampling>(sampling_of(wishes));
       step.sampled = &sampled;
     }
+    step.exchange = exchange;
     step.sharing = sharing_of(tensors["sharing"].cast<std::string>());
     if (!sparse.is_none()) step.sparse = sparse_of(sparse);
     PagedCache without_sums;
@@ -364,7 +368,7 @@ void bind_decoder(py::module_& module) {
       .def("bind", &BoundDecoder::bind, py::arg("cache"))
       .def_property_readonly("prompt_tile", &BoundDecoder::prompt_tile)
       .def("run", &BoundDecoder::run, py::arg("team"), py::arg("tensors"), py::arg("wishes") = py::none(),
-           py::arg("sparse") = py::none());
+           py::arg("sparse") = py::none(), py::arg("exchange") = nullptr);
 }
 
 }  // namespace sage::python

@@ -66,5 +66,6 @@ PYBIND11_MODULE(_core, module) {
   sage::python::bind_copy_pieces(module);
   sage::python::bind_speculative(module);
   sage::python::bind_shm(module);
+  sage::python::bind_exchange(module);
   sage::python::bind_decoder(module);
 }

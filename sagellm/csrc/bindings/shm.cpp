@@ -44,7 +44,7 @@ struct HeapPlace {
   }
 };
 
-py::array_t<std::uint8_t> allocate(const std::shared_ptr<ShmGroup>& group, std::size_t num_bytes) {
+py::array_t<std::uint8_t> heap_bytes(const std::shared_ptr<ShmGroup>& group, std::size_t num_bytes) {
   const std::size_t offset = num_bytes == 0 ? ShmHeap::npos : group->heap().allocate(num_bytes);
   if (offset == ShmHeap::npos) {
     throw CommError(CommFault::kOther, "no " + std::to_string(num_bytes) + " bytes in a shared heap of " +
@@ -105,7 +105,28 @@ void bind_shm(py::module_& module) {
              const std::size_t num_bytes = segment.world_size() * 2 * segment.sizes().staging;
              return shared_bytes(group->staging(), num_bytes, group->segment());
            })
-      .def("allocate", &allocate, py::arg("num_bytes"))
+      .def("next_half", &ShmGroup::next_half)
+      .def(
+          "add_up",
+          [](ShmGroup& group, std::uintptr_t numbers, std::size_t count, const std::string& dtype, std::string_view label,
+             double deadline) {
+            if (dtype != "float32" && dtype != "bfloat16") {
+              throw py::value_error("dtype is '" + dtype + "'; use float32 or bfloat16.");
+            }
+            const py::gil_scoped_release release;
+            group.add_up(reinterpret_cast<void*>(numbers), count,
+                         dtype == "float32" ? ShmNumber::kFloat32 : ShmNumber::kBFloat16, label, deadline);
+          },
+          py::arg("numbers"), py::arg("count"), py::arg("dtype"), py::arg("label"), py::arg("deadline"))
+      .def(
+          "gather",
+          [](ShmGroup& group, std::uintptr_t own, std::size_t num_bytes, std::uintptr_t all, std::string_view label,
+             double deadline) {
+            const py::gil_scoped_release release;
+            group.gather(reinterpret_cast<const void*>(own), num_bytes, reinterpret_cast<void*>(all), label, deadline);
+          },
+          py::arg("own"), py::arg("num_bytes"), py::arg("all"), py::arg("label"), py::arg("deadline"))
+      .def("allocate", &heap_bytes, py::arg("num_bytes"))
       .def("fail",
            [](ShmGroup& group, const std::string& text) { group.fail(CommFault::kOther, text); }, py::arg("text"))
       .def("close", &ShmGroup::close, Release());

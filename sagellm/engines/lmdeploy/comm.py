@@ -4,7 +4,8 @@ Exposed is the time in which a collective kept its caller's thread: inside the c
 looks at `is_completed` is the caller's own. On a GPU a collective is enqueued and the host goes on: the time that the host is
 kept says nothing of the device's.
 
-With `comm_backend` the sums of all workers' tensors are done by a backend of `sagellm.comm_backend`.
+With `comm_backend` the sums and gatherings of all workers' tensors are done by a backend of `sagellm.comm_backend`. A native
+step does its own by `native_exchange` then, without Python, and counts them itself.
 """
 
 import contextlib
@@ -16,20 +17,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sagellm import _core
 from sagellm.comm_backend.base import CommBackendProtocol
 from sagellm.comm_backend.config import CommConfig
 from sagellm.comm_backend.registry import make_backend
+from sagellm.comm_backend.shm import ShmBackend
 from sagellm.core.config import HookConfig
 from sagellm.core.hooks import CommOp
 from sagellm.core.host import PluginHost
-from sagellm.engines.lmdeploy.comm_stats import CommStats
+from sagellm.engines.lmdeploy.comm_stats import BOUNDS_NS, CommStats
 
 REPORT_INTERVAL_S = 0.2
+
+# Collectives that a backend may do, with the names of their arguments in torch.distributed.
+_ARGUMENTS = {
+    "all_reduce": ("tensor", "op", "group", "async_op"),
+    "all_gather_into_tensor": ("output_tensor", "input_tensor", "group", "async_op"),
+}
 
 Ended = Callable[[int | None], None]  # given the time of the end, on the clock of `time.monotonic_ns`, where it is known
 
@@ -71,6 +81,7 @@ class CommObserver:
     ) -> None:
         self._host = host
         self._backend = backend
+        self._exchange: _core.ShmExchange | None = None
         self._rank = rank
         self._world_size = world_size
         self.stats = CommStats()
@@ -88,6 +99,13 @@ class CommObserver:
     def is_needed(self) -> bool:
         asked = self._host.config.comm_metrics or self._host.recorder.enabled or self._backend is not None
         return asked or self._host.listens("comm_begin") or self._host.listens("comm_end")
+
+    def native_exchange(self) -> _core.ShmExchange | None:
+        """Return what exchanges the numbers of native steps; None where the backend has none, or somebody looks at each one."""
+        listens = self._host.listens("comm_begin") or self._host.listens("comm_end") or self._host.recorder.enabled
+        if isinstance(self._backend, ShmBackend) and not listens:
+            self._exchange = self._backend.exchange(BOUNDS_NS)
+        return self._exchange
 
     def run(self, name: str, function: Any, args: tuple, kwargs: dict) -> Any:
         self._tell_unseen()
@@ -115,11 +133,11 @@ class CommObserver:
 
         result = None
         try:
-            own = self._sum_of(name, args, kwargs)
+            own = self._backends_call(name, args, kwargs)
             if own is None:
                 result = function(*args, **kwargs)
             else:
-                self._backend.all_reduce(own)
+                own()
         finally:
             end_ns = time.monotonic_ns()
             self.stats.expose(self._rank, name, end_ns - start_ns)
@@ -130,16 +148,23 @@ class CommObserver:
             return result
         return _WatchedWork(result, lambda waited_ns: self.stats.expose(self._rank, name, waited_ns), end, self._unseen)
 
-    def _sum_of(self, name: str, args: tuple, kwargs: dict) -> torch.Tensor | None:
-        """Return the tensor of a collective that the backend does: a sum over all ranks that the caller waits for."""
-        if self._backend is None or name != "all_reduce":
+    def _backends_call(self, name: str, args: tuple, kwargs: dict) -> Callable[[], object] | None:
+        """Return the backend's call in place of a collective: of all ranks, which the caller waits for; None if it has none."""
+        names = _ARGUMENTS.get(name)
+        if self._backend is None or names is None:
             return None
-        given = dict(zip(("tensor", "op", "group", "async_op"), args, strict=False)) | kwargs
-        tensor, group = given["tensor"], given.get("group")
-        is_sum = given.get("op", torch.distributed.ReduceOp.SUM) == torch.distributed.ReduceOp.SUM
-        is_whole = group is None or group.size() == self._world_size
-        fits = tensor.is_contiguous() and tensor.device.type in self._backend.device_types
-        return tensor if is_sum and is_whole and fits and not given.get("async_op") else None
+        given = dict(zip(names, args, strict=False)) | kwargs
+        group = given.get("group")
+        if given.get("async_op") or not (group is None or group.size() == self._world_size):
+            return None
+        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+        if not all(each.is_contiguous() and each.device.type in self._backend.device_types for each in tensors):
+            return None
+        if name == "all_reduce":
+            is_sum = given.get("op", torch.distributed.ReduceOp.SUM) == torch.distributed.ReduceOp.SUM
+            return partial(self._backend.all_reduce, given["tensor"]) if is_sum else None
+        output, tensor = given["output_tensor"], given["input_tensor"]
+        return partial(self._backend.all_gather, output.view(self._world_size, *tensor.shape), tensor)
 
     def _end(self, op: CommOp, tokens: dict[str, Any], latency_ns: int | None) -> None:
         for name, plugin in self._host.listeners("comm_end"):
@@ -165,13 +190,21 @@ class CommObserver:
         """Leave the counts where the engine process finds them; it has no other way to see into a worker."""
         while not self._is_closed.wait(REPORT_INTERVAL_S):
             self._tell_unseen()
-            if self._has_news.is_set():
+            if self._has_news.is_set() or self._count_exchanges():
                 self._has_news.clear()
                 self._write_report()
+
+    def _count_exchanges(self) -> bool:
+        """Count what the native steps have exchanged. True if there is something new."""
+        if self._exchange is None:
+            return False
+        costs = {"all_reduce": self._exchange.sums(), "all_gather_into_tensor": self._exchange.gatherings()}
+        return any([self.stats.set_exchanged(self._rank, name, self._world_size, each) for name, each in costs.items()])
 
     def _write_report(self) -> None:
         if self._host.config.run_dir is None:
             return
+        self._count_exchanges()
         file = self._host.config.run_dir / f"rank{self._rank}.json"
         draft = file.with_suffix(".tmp")
         # The lock keeps an older report from taking the place of a newer one. The folder goes when the server has ended.

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "sagellm/exchange.h"
 #include "sagellm/sampling.h"
 #include "sagellm/team.h"
 
@@ -81,6 +82,10 @@ struct DecoderShape {
   int hidden = 0, heads = 0, kv_heads = 0, head_size = 0, vocabulary = 0;
   float epsilon = 1e-6F, attention_scale = 1.F, softcap = 0.F, logit_softcap = 0.F, embedding_scale = 1.F;
   Activation activation = Activation::kSilu;
+  // Ranks that split the layers. Heads and matrices are this rank's: `out` and `down` have a part of the inputs, and the other
+  // matrices a part of the outputs. Each rank has `head.outputs` of the logits, one part after the other; the last may have less.
+  int ranks = 1;
+  int logits = 0;  // of all ranks
 };
 
 // A mixture of experts. Each token goes through the `top_k` ones that the softmax of the router's outputs prefers, and
@@ -196,6 +201,7 @@ struct DecoderStep {
   std::shared_ptr<const Sparse> sparse;  // null: attention reads all blocks
   std::shared_ptr<const SparsePrompts> sparse_prompts;  // the same of a step of prompts
   std::shared_ptr<const Observed> observed;             // null: nobody asks
+  Exchange* exchange = nullptr;  // of a model that ranks split
   // Whether keys that decoding sequences have in common, by their first blocks, are read once for all of them. Not where a
   // layer has a window, or with `sparse`.
   Sharing sharing = Sharing::kNever;
@@ -216,8 +222,8 @@ class Decoder {
           const float* last_norm, Matrix head);
   ~Decoder();
 
-  // Throws std::invalid_argument for tokens, lengths, positions or blocks outside of the model and the cache. A step whose
-  // choice of blocks failed may be run again.
+  // Throws std::invalid_argument for tokens, lengths, positions or blocks outside of the model and the cache, and what the
+  // exchange throws. A step whose choice of blocks failed may be run again.
   StepReport run(Team& team, const PagedCache& cache, const DecoderStep& step);
   int prompt_tile() const;  // tokens of a tile of a prompt; the last one of a sequence may have fewer
 

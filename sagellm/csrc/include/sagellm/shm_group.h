@@ -33,6 +33,8 @@ struct ShmOptions {
   double spin_s = 50e-6;
 };
 
+enum class ShmNumber { kFloat32, kBFloat16 };
+
 // Deadlines are seconds of `std::chrono::steady_clock`. All that waits throws CommError, and breaks the group.
 class ShmGroup {
  public:
@@ -57,6 +59,17 @@ class ShmGroup {
   // uint8 [world_size, 2, sizes().staging]
   std::uint8_t* staging() const noexcept;
 
+  // Collectives over the staging, in chunks. In each a rank writes its part, meets the others and reads theirs. The two halves of
+  // the staging take turns, so that a rank that is ahead writes where none reads any more: between two uses of a half lies a
+  // meeting that a rank comes to when it has read. One rank calls these one at a time, and all in the same order.
+
+  // The half for the next chunk.
+  std::size_t next_half() noexcept { return ++num_chunks_ % 2; }
+  // numbers[i] becomes the sum over the ranks, in their order and in float32: the same bits for all.
+  void add_up(void* numbers, std::size_t count, ShmNumber type, std::string_view label, double deadline);
+  // `all` [ranks][num_bytes] gets what each rank gives.
+  void gather(const void* own, std::size_t num_bytes, void* all, std::string_view label, double deadline);
+
   ShmHeap& heap() noexcept { return *heap_; }
   std::uint8_t* heap_data() const noexcept;
   const std::shared_ptr<ShmSegment>& segment() const noexcept { return segment_; }
@@ -78,6 +91,11 @@ class ShmGroup {
   bool has_gone(std::uint32_t rank) const;
   void wake_all() noexcept;
   bool is_read_in_place(const void* data, std::size_t num_bytes) const noexcept;
+  std::uint8_t* staged(std::size_t rank, std::size_t half) const noexcept {
+    return staging() + (2 * rank + half) * sizes_.staging;
+  }
+  template <typename Number>
+  void add_up_chunk(Number* numbers, std::size_t count, std::string_view label, double deadline);
   void put(std::uint8_t* ring, std::uint64_t at, const void* data, std::size_t num_bytes) const;
   void take(const std::uint8_t* ring, std::uint64_t at, void* data, std::size_t num_bytes) const;
   void take_payload(std::uint32_t from, ShmLane& lane, void* data, std::size_t num_bytes, double deadline);
@@ -90,7 +108,7 @@ class ShmGroup {
   std::shared_ptr<ShmHeap> heap_;
   std::function<void()> idle_;
   std::vector<int> pidfds_;
-  std::uint64_t num_meetings_ = 0;
+  std::uint64_t num_meetings_ = 0, num_chunks_ = 0;
   std::atomic<bool> has_joined_{false}, is_closed_{false};
 };
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 
 #include "attention_work.h"
@@ -35,6 +36,10 @@ struct Decoder::Model {
   Matrix embedding;
   const float* last_norm;
   Matrix head;
+
+  int num_logits() const { return shape.ranks > 1 ? shape.logits : head.outputs; }
+  // Logits of each rank but the last, which may have less.
+  int part() const { return padded(divided(shape.logits, shape.ranks), kTile); }
 };
 
 // Numbers that begin with a line of the cache, so that a tile of one thread shares no line with a tile of another.
@@ -63,6 +68,7 @@ struct Decoder::Buffers {
   std::shared_ptr<const cpu::AttentionCosts> costs;  // of the cache, where sequences read keys together if that pays
   Size partial_capacity = 0;
   Lines<float> hidden, squares, qkv, branch, partials, logits;
+  Lines<float> logit_part, logit_parts;  // of this rank, and of all ranks
   Lines<char> input, queries, attended, fed;
   Lines<float> routed, expert_branch;  // routers' outputs, and the results of each slot
   Lines<char> expert_fed;
@@ -97,7 +103,14 @@ struct Decoder::Buffers {
       }
     }
     if (partials_needed > partials.size()) partials.resize(partials_needed);
-    if (logits_needed > logits.size()) logits.resize(logits_needed);
+    if (logits_needed > logits.size()) {
+      logits.resize(logits_needed);
+      if (model.shape.ranks > 1) {
+        const Size part = logits_needed / size(model.shape.logits) * size(model.part());
+        logit_part.resize(part);
+        logit_parts.resize(part * size(model.shape.ranks));
+      }
+    }
   }
 };
 
@@ -116,6 +129,8 @@ enum class Kind {
   kAttend,
   kMerge,
   kOut,
+  kSum,
+  kAddSum,
   kAddAttended,
   kRoute,
   kChoose,
@@ -127,6 +142,7 @@ enum class Kind {
   kAddFed,
   kLast,
   kLogits,
+  kGather,
   kSample
 };
 
@@ -152,6 +168,7 @@ class StepWork : public Work {
         hidden_(static_cast<char*>(step.hidden)),
         sampling_(step.sampling),
         sampled_(step.sampled),
+        exchange_(step.exchange),
         attention_(cache, step, shape_, kernels_, buffers_->costs.get(), windows_of(*model_), threads),
         id_(next_id()) {
     for (const std::int64_t token : tokens_) {
@@ -166,7 +183,7 @@ class StepWork : public Work {
       angles_.insert(angles_.end(), from, from + 2 * head_size);
     }
     if (sampling_ != nullptr) {
-      if (sampling_->rows != num_tokens_ || sampling_->vocabulary != model_->head.outputs) {
+      if (sampling_->rows != num_tokens_ || sampling_->vocabulary != model_->num_logits()) {
         throw std::invalid_argument("sampling is for another number of tokens, or another vocabulary");
       }
       sampled_->resize(size(num_tokens_));
@@ -175,9 +192,12 @@ class StepWork : public Work {
     plan_stages(threads);
   }
 
-  StepReport report() const { return attention_.report(); }
+  StepReport report() const {
+    if (failure_) std::rethrow_exception(failure_);
+    return attention_.report();
+  }
   Size num_logits() const {
-    return sampling_ == nullptr ? 0 : size(num_tokens_) * size(model_->head.outputs);
+    return sampling_ == nullptr ? 0 : size(num_tokens_) * size(model_->num_logits());
   }
   Size num_partials() const { return attention_.num_partials(); }
   int num_stages() const override { return static_cast<int>(stages_.size()); }
@@ -186,7 +206,7 @@ class StepWork : public Work {
   Size local_bytes() const override {
     const int widest = std::max(shape_.hidden, (shape_.heads + 2 * shape_.kv_heads) * shape_.head_size);
     Size bytes = size(kTokens) * size(widest) * 4 + size(shape_.hidden) * 4;
-    if (sampling_ != nullptr) bytes = std::max(bytes, size(model_->head.outputs) * 4);
+    if (sampling_ != nullptr) bytes = std::max(bytes, size(model_->num_logits()) * 4);
     for (const Stage& stage : stages_) {
       bytes = std::max(bytes, stage.cut.bytes() + gathered_bytes(stage));
       if (stage.kind != Kind::kRound) continue;
@@ -224,6 +244,11 @@ class StepWork : public Work {
         return attention_.merge(at.layer, chunk, result);
       case Kind::kOut:
         return cpu::multiply_chunk(kernels_, at.cut, layer.out, inputs_of(at), chunk, result);
+      case Kind::kSum:
+      case Kind::kGather:
+        return;  // all of it is in the commit
+      case Kind::kAddSum:
+        return add_sum(chunk, result);
       case Kind::kAddAttended:
         return add_normed(layer.after_attention, chunk, result);
       case Kind::kRoute:
@@ -279,7 +304,12 @@ class StepWork : public Work {
       case Kind::kMerge:
         return attention_.commit_merged(at.layer, chunk, result);
       case Kind::kOut:
-        return commit_sum(at.cut, layer.out, chunk, result, layer.after_attention != nullptr, layer.feed_forward_norm);
+        return commit_sum(at.cut, layer.out, chunk, result, is_split() || layer.after_attention != nullptr,
+                          layer.feed_forward_norm);
+      case Kind::kSum:
+        return exchange([&] { exchange_->add_up(buffers_->branch.data(), size(num_tokens_) * size(shape_.hidden)); });
+      case Kind::kAddSum:
+        return commit_rows(chunk, result, at.product == Kind::kOut ? layer.feed_forward_norm : next_norm(at.layer));
       case Kind::kAddAttended:
         return commit_rows(chunk, result, layer.feed_forward_norm);
       case Kind::kRoute:
@@ -290,18 +320,22 @@ class StepWork : public Work {
         return commit_fed(at.cut, layer, chunk, result);
       case Kind::kDown:
         return commit_sum(at.cut, layer.down, chunk, result,
-                          layer.after_feed_forward != nullptr || layer.experts.top_k > 0, next_norm(at.layer));
+                          is_split() || layer.after_feed_forward != nullptr || layer.experts.top_k > 0,
+                          next_norm(at.layer));
       case Kind::kFeedExperts:
         return commit_fed_experts(at, layer.experts, chunk, result);
       case Kind::kDownExperts:
         return commit_expert_sums(at, chunk, result);
       case Kind::kAddExperts:
+        return commit_experts(chunk, result, next_norm(at.layer));
       case Kind::kAddFed:
         return commit_rows(chunk, result, next_norm(at.layer));
       case Kind::kLast:
         return commit_last(chunk, result);
       case Kind::kLogits:
-        return commit_product(at.cut, model_->head, chunk, result, buffers_->logits.data());
+        return commit_logits(at.cut, chunk, result);
+      case Kind::kGather:
+        return gather_logits();
       case Kind::kSample:
         return commit_sampled(chunk, local);
     }
@@ -314,6 +348,7 @@ class StepWork : public Work {
     return windows;
   }
 
+  bool is_split() const { return shape_.ranks > 1; }
   int head_numbers() const { return shape_.heads * shape_.head_size; }
   int key_numbers() const { return shape_.kv_heads * shape_.head_size; }
   int hidden_tiles() const { return divided(shape_.hidden, kTile); }
@@ -341,6 +376,12 @@ class StepWork : public Work {
     const auto cut_of = [&](const Matrix& matrix, bool pairs) {
       return Cut(kernels_, num_tokens_, matrix, threads, pairs);
     };
+    // The ranks' parts of a product are added up, and then to the residual stream if they need no norm before.
+    const auto add_sum_of_ranks = [&](Kind product, int layer, bool is_last) {
+      if (!is_split()) return;
+      stages_.push_back({Kind::kSum, layer, 1, {}, product});
+      if (is_last) stages_.push_back({Kind::kAddSum, layer, groups, {}, product});
+    };
     add(Kind::kEmbed, 0, groups);
     for (int i = 0; i < static_cast<int>(model_->layers.size()); ++i) {
       const DecoderLayer& layer = model_->layers[size(i)];
@@ -357,6 +398,7 @@ class StepWork : public Work {
       add_attention(Kind::kAttend, attention_.num_attended(i));
       add_attention(Kind::kMerge, attention_.num_merged(i));
       add_product(Kind::kOut, i, cut_of(layer.out, false));
+      add_sum_of_ranks(Kind::kOut, i, layer.after_attention == nullptr);
       if (layer.after_attention != nullptr) add(Kind::kAddAttended, i, groups);
       const Experts& experts = layer.experts;
       if (experts.top_k > 0) {
@@ -366,12 +408,14 @@ class StepWork : public Work {
       if (layer.down.weight != nullptr) {
         add_product(Kind::kFeed, i, cut_of(layer.gate_up, true));
         add_product(Kind::kDown, i, cut_of(layer.down, false));
+        if (experts.top_k == 0) add_sum_of_ranks(Kind::kDown, i, layer.after_feed_forward == nullptr);
       }
       if (experts.top_k > 0) {
         if (routes_.blocks.empty()) routes_ = cpu::Routes(num_tokens_, experts);
         add_product(Kind::kFeedExperts, i, cpu::cut_of_experts(kernels_, routes_, experts.gate_up[0], threads, true));
         add_product(Kind::kDownExperts, i, cpu::cut_of_experts(kernels_, routes_, experts.down[0], threads, false));
         add(Kind::kAddExperts, i, groups);
+        add_sum_of_ranks(Kind::kDown, i, true);
       }
       if (layer.after_feed_forward != nullptr) add(Kind::kAddFed, i, groups);
     }
@@ -379,6 +423,7 @@ class StepWork : public Work {
     add(Kind::kLast, last, groups);
     if (sampling_ == nullptr) return;
     add_product(Kind::kLogits, last, cut_of(model_->head, false));
+    if (is_split()) add(Kind::kGather, last, 1);
     add(Kind::kSample, last, num_tokens_);
   }
 
@@ -436,6 +481,14 @@ class StepWork : public Work {
     }
   }
 
+  // hidden += branch
+  void add_sum(int chunk, float* result) const {
+    const Size first = size(first_of(chunk)) * size(shape_.hidden);
+    const int count = (end_of(chunk) - first_of(chunk)) * shape_.hidden;
+    std::memcpy(result, buffers_->hidden.data() + first, size(count) * 4);
+    kernels_.add(result, buffers_->branch.data() + first, nullptr, count);
+  }
+
   // hidden += norm(branch)
   void add_normed(const float* norm, int chunk, float* result) const {
     for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
@@ -484,9 +537,38 @@ class StepWork : public Work {
     }
   }
 
+  void commit_logits(const Cut& cut, int chunk, const float* result) {
+    if (!is_split()) return commit_product(cut, model_->head, chunk, result, buffers_->logits.data());
+    commit_product(cut, model_->head, chunk, result, buffers_->logit_part.data(), model_->part());
+  }
+
+  void gather_logits() {
+    const Size rows = size(num_tokens_), part = size(model_->part()), vocabulary = size(shape_.logits);
+    exchange([&] { exchange_->gather(buffers_->logit_part.data(), rows * part, buffers_->logit_parts.data()); });
+    for (Size rank = 0; rank < size(shape_.ranks); ++rank) {
+      const Size first = rank * part, count = std::min(part, vocabulary - std::min(first, vocabulary));
+      for (Size row = 0; row < rows; ++row) {
+        std::memcpy(buffers_->logits.data() + row * vocabulary + first,
+                    buffers_->logit_parts.data() + (rank * rows + row) * part, count * 4);
+      }
+    }
+  }
+
+  // After the first failure the rest of the step runs without exchanges, and its results are not used.
+  template <typename Call>
+  void exchange(const Call& call) noexcept {
+    if (failure_) return;
+    try {
+      call();
+    } catch (...) {
+      failure_ = std::current_exception();
+    }
+  }
+
   // A thread keeps what it drew until it commits it, or draws again.
   void sample(int row, char* local) const {
-    const Size vocabulary = size(model_->head.outputs);
+    if (failure_) return;  // there are no logits
+    const Size vocabulary = size(model_->num_logits());
     const float* logits = buffers_->logits.data() + size(row) * vocabulary;
     drawn() = sample_row(kernels_, logits, *sampling_, row, reinterpret_cast<float*>(local));
   }
@@ -556,12 +638,13 @@ class StepWork : public Work {
     }
   }
 
-  // `to`: [tokens][the matrix's outputs]
-  void commit_product(const Cut& cut, const Matrix& matrix, int chunk, const float* result, float* to) {
+  // `to`: [tokens][stride]; 0: the matrix's outputs
+  void commit_product(const Cut& cut, const Matrix& matrix, int chunk, const float* result, float* to, int stride = 0) {
+    if (stride == 0) stride = matrix.outputs;
     const int first = cut.first_tile(chunk) * kTile,
               count = std::min(cut.num_tiles(chunk) * kTile, matrix.outputs - first);
-    to += size(cut.first_row(chunk)) * size(matrix.outputs) + size(first);
-    for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width(), to += matrix.outputs) {
+    to += size(cut.first_row(chunk)) * size(stride) + size(first);
+    for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width(), to += stride) {
       std::memcpy(to, result, size(count) * 4);
     }
   }
@@ -679,7 +762,8 @@ class StepWork : public Work {
     }
   }
 
-  // hidden += experts of the row, in the order of their weights, and its shared expert
+  // hidden += experts of the row, in the order of their weights, and its shared expert. Where ranks split them, this rank's part
+  // is their sum alone.
   void add_experts(const DecoderLayer& layer, int chunk, float* result) const {
     const int top_k = layer.experts.top_k, outputs = layer.experts.router.outputs;
     for (int row = first_of(chunk); row < end_of(chunk); ++row, result += shape_.hidden) {
@@ -692,8 +776,14 @@ class StepWork : public Work {
         const float logit = buffers_->routed[size(row + 1) * size(outputs) - 1], share = 1.F / (1.F + std::exp(-logit));
         for (int i = 0; i < shape_.hidden; ++i) result[i] += share * branch[i];
       }
-      kernels_.add(result, hidden, nullptr, shape_.hidden);
+      if (!is_split()) kernels_.add(result, hidden, nullptr, shape_.hidden);
     }
+  }
+
+  void commit_experts(int chunk, const float* result, const float* norm) {
+    if (!is_split()) return commit_rows(chunk, result, norm);
+    const Size rows = size(end_of(chunk) - first_of(chunk)), hidden = size(shape_.hidden);
+    std::memcpy(buffers_->branch.data() + size(first_of(chunk)) * hidden, result, rows * hidden * 4);
   }
 
   // ---- attention
@@ -733,6 +823,8 @@ class StepWork : public Work {
   char* const hidden_;
   const std::shared_ptr<const Sampling> sampling_;
   std::vector<Sampled>* const sampled_;
+  Exchange* const exchange_;
+  std::exception_ptr failure_;  // of the exchange
   cpu::AttentionWork attention_;
   const std::uint64_t id_;
   std::vector<Stage> stages_;
@@ -783,6 +875,7 @@ Decoder::Decoder(const CpuKernels& kernels, const DecoderShape& shape, std::vect
   if (model_->layers.empty()) throw std::invalid_argument("a decoder needs a layer");
   if (shape.kv_heads < 1 || shape.heads % shape.kv_heads != 0)
     throw std::invalid_argument("heads do not divide by key heads");
+  require(shape.ranks == 1 || head.outputs <= model_->part(), "the output layer has more than this rank's part");
   require(head.inputs == shape.hidden && embedding.inputs == shape.hidden && embedding.outputs >= shape.vocabulary,
           "the embedding or the output layer does not fit the hidden size and the vocabulary");
   const Experts* first = nullptr;
@@ -801,6 +894,7 @@ StepReport Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& 
   for (const DecoderLayer& layer : model_->layers) {
     if (layer.window != 0) step.sharing = Sharing::kNever;
   }
+  require((step.exchange != nullptr) == (model_->shape.ranks > 1), "ranks that split a model need an exchange, others have none");
   if (cache.keys.size() != model_->layers.size() || cache.values.size() != model_->layers.size()) {
     throw std::invalid_argument("the cache has another number of layers than the model");
   }

@@ -30,6 +30,7 @@ from sagellm.engines.lmdeploy.cpu.packed import (
     kernels,
     team,
 )
+from sagellm.engines.lmdeploy.cpu.ranks import Ranks, ranks_of
 from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
 from sagellm.engines.lmdeploy.sparsity import steps_of
 from sagellm.models.gguf_levels import GGUFLevels
@@ -55,7 +56,9 @@ class Description:
     head_size: int
     layers: int
     dtype: torch.dtype
-    head: PackedWeight
+    head: PackedWeight  # of this worker
+    logits: int  # outputs of the whole output layer
+    ranks: Ranks
     kept: list[Any] = field(default_factory=list)
 
 
@@ -93,9 +96,9 @@ def why_eager(model: nn.Module) -> str:
             continue
         if not isinstance(getattr(linear, "impl", None), CpuLinearImpl):
             return "its weights are quantized"
-        if getattr(linear, "all_reduce", False) or len(linear.lora_adapters):
-            return "a layer is split over several ranks, or has adapters"
-    return ""
+        if len(linear.lora_adapters):
+            return "a layer has adapters"
+    return ranks_of(model)[1]
 
 
 def _parts(block: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
@@ -106,9 +109,9 @@ def _parts(block: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 def describe(model: nn.Module) -> Description:
     """Describe a model that `why_eager` has no reason against, and whose weights are packed."""
-    inner, kept = model.model, []
-    first, head = inner.layers[0].self_attn.attn_fwd.impl, model.lm_head.impl.packed
-    dtype = head.dtype
+    inner, kept, (ranks, _) = model.model, [], ranks_of(model)
+    first, whole_head = inner.layers[0].self_attn.attn_fwd.impl, model.lm_head.impl.packed
+    head, dtype = ranks.head(whole_head), whole_head.dtype
 
     def numbers(norm: nn.Module | None) -> int:
         if norm is None:
@@ -168,12 +171,14 @@ def describe(model: nn.Module) -> Description:
         "logit_softcap": getattr(model, "final_logit_softcapping", None) or 0.0,
         "embedding_scale": head.inputs**0.5 if type(model).__name__ == "GemmaForCausalLM" else 1.0,
         "activation": gated.activation,
+        "ranks": ranks.size,
+        "logits": whole_head.outputs,
     }
     layers = [layer(block) for block in inner.layers]
     kept.append(embedding)
     decoder = _core.CpuDecoder(kernels(dtype), shape, layers, embedding.matrix, numbers(inner.norm), head.matrix)
     sizes = (head.inputs, first.num_heads, first.num_kv_heads, first.head_size, len(layers))
-    return Description(decoder, inner.rotary_emb, *sizes, dtype, head, kept)
+    return Description(decoder, inner.rotary_emb, *sizes, dtype, head, whole_head.outputs, ranks, kept)
 
 
 class CpuRunner(GraphRunner):
@@ -187,6 +192,7 @@ class CpuRunner(GraphRunner):
             super().__init__(model, model_config, cache_config, *args, **kwargs)
             self.reason = why_eager(model)
             self.native: Description | None = None if self.reason else describe(model)
+        self._exchange = None if self.native is None else self.native.ranks.exchange()
         self._sharing = "where it pays" if hooks.prefix_attention == "auto" else "never"  # keys of common prefixes
         self._bound: Any = None
         self._bounds: torch.Tensor | None = None
@@ -221,7 +227,7 @@ class CpuRunner(GraphRunner):
             inputs: LMDeploy's `ModelInputs`.
             sampling: without response formats and logits processors.
         """
-        wishes = wishes_of(sampling, len(inputs.seq_length), self.native.head.outputs)
+        wishes = wishes_of(sampling, len(inputs.seq_length), self.native.logits)
         lengths = inputs.history_lengths + inputs.seq_length - inputs.num_ignored_history
         return self._run(
             caches, True, inputs.input_ids, inputs.history_lengths, inputs.max_kv_seqlen, inputs.seq_length, lengths,
@@ -246,7 +252,7 @@ class CpuRunner(GraphRunner):
             "hidden": 0 if hidden is None else hidden.data_ptr(), "sharing": self._sharing,
         }  # fmt: skip
         if self._sparse is None:
-            return self.native.decoder.run(team(), tensors, wishes)[0]
+            return self.native.decoder.run(team(), tensors, wishes, exchange=self._exchange)[0]
         return self._run_sparse(is_decoding, whole[2], whole[3], whole[4], tensors, wishes)
 
     def _run_sparse(
@@ -262,13 +268,13 @@ class CpuRunner(GraphRunner):
         prompts = None if is_decoding else sparse.of_prompts(queries, lengths)
         if prompts is not None:
             tensors["prompts"] = prompts
-        drawn, fault, read = self.native.decoder.run(team(), tensors, wishes, chosen)
+        drawn, fault, read = self.native.decoder.run(team(), tensors, wishes, chosen, self._exchange)
         if fault:  # the step writes the same keys and draws the same tokens again
             if sparse.is_on:
                 sparse.switch_off(fault)
             tensors.pop("observed", None)
             tensors["is_repeated"] = True
-            drawn = self.native.decoder.run(team(), tensors, wishes)[0]
+            drawn = self.native.decoder.run(team(), tensors, wishes, exchange=self._exchange)[0]
         elif seen is not None:
             sparse.note(seen)
         if not is_decoding and sparse.policy.selects_prompts:
@@ -280,6 +286,9 @@ class CpuRunner(GraphRunner):
         if self.native is None:
             return super().get_logits(hidden_states)
         logits = self.native.head.multiply(hidden_states.to(self.native.dtype), wide=True)
+        if self._exchange is not None:
+            gathered = self.native.ranks.gather_logits(self._exchange, logits.flatten(0, -2), self.native.logits)
+            logits = gathered.unflatten(0, logits.shape[:-1])
         cap = getattr(self.model, "final_logit_softcapping", None)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 

@@ -19,7 +19,7 @@ def run_round(
 ) -> bool:  # fmt: skip
     """Run a round of decode steps as LMDeploy's agent does. Returns False, with nothing done, if it is not a plain one.
 
-    A round is plain if its model runs natively on one rank, without speculation, and no request wants logits, a response format
+    A round is plain if its model runs natively, without speculation, and no request wants logits, a response format
     or a processor of its own.
     """
     if any(more.values()) or not _is_plain(agent, inputs, sampling_inputs):
@@ -34,21 +34,31 @@ def run_round(
         chosen = reading(agent.cache_engine.cache_config, inputs)
         drawn = runner.decode(agent.cache_engine.gpu_cache, chosen, sampling_inputs)
         tokens = torch.tensor([token for token, _, _ in drawn])
-        stopped, stop_pos, stopping_criteria = stopping_criteria.step(
-            tokens, sampling_inputs.stop_words, inputs=inputs, extra_inputs=extra_inputs
-        )
-        agent._push_output(
-            BatchedOutputs(
-                next_token_ids=tokens, stopped=stopped, stop_pos=stop_pos,
-                logprobs=_logprobs(drawn) if sampling_inputs.max_num_logprobs >= 0 else None,
-                extra_outputs=strategy.make_extra_outputs(extra_inputs, last_loop_step=is_last),
-            )
-        )  # fmt: skip
+        if agent.need_output:  # every worker draws the tokens, one tells them
+            stopping_criteria = _tell(agent, inputs, drawn, tokens, stopping_criteria, sampling_inputs, extra_inputs, is_last)
         if not is_last:
             inputs, extra_inputs = strategy.update_inputs_for_next_step(
                 inputs, sampling_inputs, next_token_ids=tokens, model_metas=None, extra_inputs=extra_inputs
             )
     return True
+
+
+def _tell(
+    agent: Any, inputs: Any, drawn: list[Sampled], tokens: torch.Tensor, stopping_criteria: Any, sampling_inputs: Any,
+    extra_inputs: Any, is_last: bool,
+) -> Any:  # fmt: skip
+    """Hand a step's tokens over, and return the criteria for the next one."""
+    stopped, stop_pos, stopping_criteria = stopping_criteria.step(
+        tokens, sampling_inputs.stop_words, inputs=inputs, extra_inputs=extra_inputs
+    )
+    agent._push_output(
+        BatchedOutputs(
+            next_token_ids=tokens, stopped=stopped, stop_pos=stop_pos,
+            logprobs=_logprobs(drawn) if sampling_inputs.max_num_logprobs >= 0 else None,
+            extra_outputs=agent.agent_strategy.make_extra_outputs(extra_inputs, last_loop_step=is_last),
+        )
+    )  # fmt: skip
+    return stopping_criteria
 
 
 def _is_plain(agent: Any, inputs: Any, sampling: Any) -> bool:

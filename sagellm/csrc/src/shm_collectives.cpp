@@ -1,0 +1,97 @@
+#include <algorithm>
+#include <cstring>
+
+#include "sagellm/shm_group.h"
+
+namespace sage {
+
+namespace {
+
+// Of one rank: a chunk that others read is then still in the processor's caches.
+constexpr std::size_t kStagedBytes = std::size_t{256} << 10;
+// What is smaller is summed by each rank for itself, which saves a meeting.
+constexpr std::size_t kSharedBytes = 16 << 10;
+
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+float widened(float number) { return number; }
+float widened(BFloat16 number) {
+  const std::uint32_t bits = std::uint32_t{number.bits} << 16U;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+void narrow(float number, float* to) { *to = number; }
+void narrow(float number, BFloat16* to) {  // to the nearest, ties to even
+  std::uint32_t bits;
+  std::memcpy(&bits, &number, sizeof bits);
+  const bool is_nan = (bits & 0x7FFFFFFFU) > 0x7F800000U;
+  to->bits = static_cast<std::uint16_t>(is_nan ? bits >> 16U | 0x40U : (bits + 0x7FFFU + (bits >> 16U & 1U)) >> 16U);
+}
+
+}  // namespace
+
+template <typename Number>
+void ShmGroup::add_up_chunk(Number* numbers, std::size_t count, std::string_view label, double deadline) {
+  constexpr std::size_t kBlock = 256;  // numbers whose sums stay in registers and the first cache
+  const std::size_t half = next_half();
+  const auto part = [&](std::size_t rank) { return reinterpret_cast<Number*>(staged(rank, half)); };
+  std::memcpy(part(rank_), numbers, count * sizeof(Number));
+  meet(label, deadline);
+  const auto add = [&](std::size_t first, std::size_t end) {
+    for (std::size_t at = first; at < end; at += kBlock) {
+      const std::size_t size = std::min(kBlock, end - at);
+      float sums[kBlock];
+      for (std::size_t i = 0; i < size; ++i) sums[i] = widened(part(0)[at + i]);
+      for (std::size_t rank = 1; rank < world_size_; ++rank) {
+        const Number* const of_rank = part(rank) + at;
+        for (std::size_t i = 0; i < size; ++i) sums[i] += widened(of_rank[i]);
+      }
+      for (std::size_t i = 0; i < size; ++i) narrow(sums[i], numbers + at + i);
+    }
+  };
+  if (world_size_ == 2 || count * sizeof(Number) <= kSharedBytes) return add(0, count);
+  // Each rank adds up a share, and all copy it.
+  const auto end_of = [&](std::size_t rank) { return count * (rank + 1) / world_size_; };
+  const std::size_t first = count * rank_ / world_size_;
+  add(first, end_of(rank_));
+  std::memcpy(part(rank_) + first, numbers + first, (end_of(rank_) - first) * sizeof(Number));
+  meet(label, deadline);
+  for (std::size_t rank = 0; rank < world_size_; ++rank) {
+    const std::size_t begin = count * rank / world_size_;
+    if (rank != rank_) std::memcpy(numbers + begin, part(rank) + begin, (end_of(rank) - begin) * sizeof(Number));
+  }
+}
+
+void ShmGroup::add_up(void* numbers, std::size_t count, ShmNumber type, std::string_view label, double deadline) {
+  const std::size_t wide = type == ShmNumber::kFloat32 ? sizeof(float) : sizeof(BFloat16);
+  const std::size_t most = std::min(sizes_.staging, kStagedBytes) / wide;
+  for (std::size_t done = 0, size = 0; done == 0 || done < count; done += std::max<std::size_t>(size, 1)) {
+    size = std::min(most, count - done);
+    if (type == ShmNumber::kFloat32) {
+      add_up_chunk(static_cast<float*>(numbers) + done, size, label, deadline);
+    } else {
+      add_up_chunk(static_cast<BFloat16*>(numbers) + done, size, label, deadline);
+    }
+  }
+}
+
+void ShmGroup::gather(const void* own, std::size_t num_bytes, void* all, std::string_view label, double deadline) {
+  const std::size_t most = std::min(sizes_.staging, kStagedBytes);
+  const auto* from = static_cast<const std::uint8_t*>(own);
+  auto* to = static_cast<std::uint8_t*>(all);
+  for (std::size_t done = 0, size = 0; done == 0 || done < num_bytes; done += std::max<std::size_t>(size, 1)) {
+    size = std::min(most, num_bytes - done);
+    const std::size_t half = next_half();
+    if (size > 0) std::memcpy(staged(rank_, half), from + done, size);
+    meet(label, deadline);
+    for (std::size_t rank = 0; rank < world_size_ && size > 0; ++rank) {
+      std::memcpy(to + rank * num_bytes + done, staged(rank, half), size);
+    }
+  }
+}
+
+}  // namespace sage
