@@ -7,6 +7,7 @@ The workers add up their tensors by LMDeploy's process group (gloo) or by a back
 
 import statistics
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
 from benchmarks.cpu_engine import build_ours, write_half_billion
 from benchmarks.models.real_text import model_folder
 from benchmarks.output import Output, spread, table, with_output
+from sagellm.engines.lmdeploy.comm import REPORT_INTERVAL_S
 
 PROMPT, NEW = 64, 33
 ALONE, GLOO, SHM = "one process, two threads", "two workers, gloo", "two workers, shm"
 SETTINGS: dict[str, dict[str, Any]] = {
-    ALONE: {}, GLOO: {"tensor_parallel": 2}, SHM: {"tensor_parallel": 2, "comm_backend": "shm"}
+    ALONE: {}, GLOO: {"tensor_parallel": 2, "comm_metrics": True}, SHM: {"tensor_parallel": 2, "comm_backend": "shm", "comm_metrics": True}
 }  # fmt: skip
 
 
@@ -38,28 +40,49 @@ def main(model: str, batches: str, rounds: int, output: Output) -> None:
             folder = write_half_billion(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         else:
             folder = model_folder(model)
-        contestants = []
+        contestants: list[Contestant] = []
         for name, settings in SETTINGS.items():
             threads = 2 if name == ALONE else 1
             limits = {"context": 2 * (PROMPT + NEW), "batch": max(sizes)}
             more = {"kv_blocks": 4 * max(sizes) + 8, **settings}
-            contestants.append(Contestant(name, build_ours, str(folder), threads, limits, "auto", more))
+            contestants.append(Contestant(name, build, str(folder), threads, limits, "auto", more))
             stack.callback(contestants[-1].close)
         rows, cells = [], {}
         for size in sizes:
             request = {"prompts": [[7 + row, *range(100, 99 + PROMPT)] for row in range(size)], "new_tokens": NEW}
             interleave(contestants, request, 1)
             answers = interleave(contestants, request, rounds)
-            steps = {name: [_step_s(times) for times in of_rounds] for name, of_rounds in answers.items()}
+            steps = {name: [_step_s(times) for times, _ in of_rounds] for name, of_rounds in answers.items()}
             cells[str(size)] = {
-                name: {"step_s": summary(each), "over_alone": paired_ratio(each, steps[ALONE])} for name, each in steps.items()
-            }
+                name: {
+                    "step_s": summary(each), "over_alone": paired_ratio(each, steps[ALONE]),
+                    "comm_share": summary([share for _, share in answers[name]]),
+                }
+                for name, each in steps.items()
+            }  # fmt: skip
             rows += [
-                (size, name, f"{1e3 * each['step_s']['median']:.1f}", spread(each["over_alone"]))
+                (size, name, f"{1e3 * each['step_s']['median']:.1f}", spread(each["over_alone"]), spread(each["comm_share"]))
                 for name, each in cells[str(size)].items()
             ]
-    output.say(table(["requests", "engine", "step, ms", "over one process"], rows))
+    output.say(table(["requests", "engine", "step, ms", "over one process", "communication share"], rows))
     output.finish({"model": model, "prompt_tokens": PROMPT, "new_tokens": NEW, "rounds": rounds, "cells": cells})
+
+
+def build(*args: Any) -> Any:
+    """Build an engine whose answers have the times of tokens, and the share of the time that rank 0 spent in collectives."""
+    ask = build_ours(*args)
+
+    def waited_s() -> float:
+        time.sleep(2 * REPORT_INTERVAL_S)  # workers leave their counts so often
+        return sum(row["exposed_ns"] for row in ask.engine.hooks.report()["comm"] if row["rank"] == 0) / 1e9
+
+    def answer(request: dict[str, Any]) -> tuple[list[list[float]], float]:
+        before = waited_s()
+        times = ask(request)
+        return times, (waited_s() - before) / max(each[-1] for each in times)
+
+    answer.close = ask.close
+    return answer
 
 
 def _step_s(times: list[list[float]]) -> float:

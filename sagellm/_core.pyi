@@ -626,8 +626,11 @@ class ShmGroup:
     def staging(self) -> NDArray[np.uint8]:
         """[world_size * 2 * staging_bytes], of all ranks, the same memory for all; it may outlive the group."""
 
-    def next_half(self) -> int:
-        """Return the half of the staging, 0 or 1, for the next chunk of a collective. All ranks ask as often."""
+    def next_half(self, deadline: float) -> int:
+        """Return the half of the staging, 0 or 1, for the next chunk of a collective, once all have read what was there.
+
+        All ranks ask as often.
+        """
 
     def add_up(self, numbers: int, count: int, dtype: str, label: str, deadline: float) -> None:
         """Replace numbers [count] by their sums over the ranks, in the order of ranks and in float32.

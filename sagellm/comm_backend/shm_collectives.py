@@ -1,8 +1,7 @@
 """Collectives over the shared staging of a group.
 
-A tensor goes through the staging in chunks. In each a rank writes its part, meets the others, reads theirs; the two halves of
-the staging take turns, so that a rank that is ahead writes where none reads any more: between two uses of a half lies a meeting
-that a rank comes to when it has read.
+A tensor goes through the staging in chunks. In each a rank writes its part, meets the others, reads theirs. Sums of float32 and
+bfloat16, and gatherings, are native (`../csrc/src/shm_collectives.cpp`); the others are torch's operations.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Collectives:
             return
         reduction = REDUCTIONS[op]
         for chunk in self._chunks(tensor.view(-1)):
-            staged = [part[: chunk.nbytes].view(chunk.dtype) for part in self._next_half()]
+            staged = [part[: chunk.nbytes].view(chunk.dtype) for part in self._next_half(deadline)]
             staged[self._rank].copy_(chunk)
             self._group.meet(label, deadline)
             ends = [len(chunk) * rank // self._world_size for rank in range(self._world_size + 1)]
@@ -72,7 +71,7 @@ class Collectives:
     @torch.inference_mode()
     def broadcast(self, tensor: torch.Tensor, src: int, label: str, deadline: float) -> None:
         for chunk in self._chunks(tensor.view(-1)):
-            staged = self._next_half()[src][: chunk.nbytes].view(chunk.dtype)
+            staged = self._next_half(deadline)[src][: chunk.nbytes].view(chunk.dtype)
             if self._rank == src:
                 staged.copy_(chunk)
             self._group.meet(label, deadline)
@@ -83,6 +82,6 @@ class Collectives:
         """At least one, which may be empty: a collective of nothing is a meeting all the same."""
         yield from flat.split(self._staging.shape[2] // flat.element_size())
 
-    def _next_half(self) -> list[torch.Tensor]:
+    def _next_half(self, deadline: float) -> list[torch.Tensor]:
         """Views of the staging, bytes, one a rank."""
-        return list(self._staging[:, self._group.next_half()])
+        return list(self._staging[:, self._group.next_half(deadline)])

@@ -105,7 +105,7 @@ void bind_shm(py::module_& module) {
              const std::size_t num_bytes = segment.world_size() * 2 * segment.sizes().staging;
              return shared_bytes(group->staging(), num_bytes, group->segment());
            })
-      .def("next_half", &ShmGroup::next_half)
+      .def("next_half", &ShmGroup::next_half, py::arg("deadline"), Release())
       .def(
           "add_up",
           [](ShmGroup& group, std::uintptr_t numbers, std::size_t count, const std::string& dtype, std::string_view label,

@@ -1,7 +1,10 @@
+#include "sagellm/shm_group.h"
+
 #include <algorithm>
 #include <cstring>
 
-#include "sagellm/shm_group.h"
+#include "shm_layout.h"
+#include "shm_wait.h"
 
 namespace sage {
 
@@ -15,6 +18,8 @@ constexpr std::size_t kSharedBytes = 16 << 10;
 struct BFloat16 {
   std::uint16_t bits;
 };
+
+std::size_t bytes_of(ShmNumber type) { return type == ShmNumber::kFloat32 ? sizeof(float) : sizeof(BFloat16); }
 
 float widened(float number) { return number; }
 float widened(BFloat16 number) {
@@ -34,47 +39,76 @@ void narrow(float number, BFloat16* to) {  // to the nearest, ties to even
 
 }  // namespace
 
+std::size_t ShmGroup::most_to_begin(ShmNumber type) const noexcept {
+  return std::min(sizes_.staging, kStagedBytes) / bytes_of(type);
+}
+
 template <typename Number>
-void ShmGroup::add_up_chunk(Number* numbers, std::size_t count, std::string_view label, double deadline) {
+void ShmGroup::add(Number* numbers, std::size_t half, std::size_t first, std::size_t end) const {
   constexpr std::size_t kBlock = 256;  // numbers whose sums stay in registers and the first cache
-  const std::size_t half = next_half();
+  const auto part = [&](std::size_t rank) { return reinterpret_cast<const Number*>(staged(rank, half)); };
+  for (std::size_t at = first; at < end; at += kBlock) {
+    const std::size_t size = std::min(kBlock, end - at);
+    float sums[kBlock];
+    for (std::size_t i = 0; i < size; ++i) sums[i] = widened(part(0)[at + i]);
+    for (std::size_t rank = 1; rank < world_size_; ++rank) {
+      const Number* const of_rank = part(rank) + at;
+      for (std::size_t i = 0; i < size; ++i) sums[i] += widened(of_rank[i]);
+    }
+    for (std::size_t i = 0; i < size; ++i) narrow(sums[i], numbers + at + i);
+  }
+}
+
+void ShmGroup::begin_sum(void* numbers, std::size_t count, ShmNumber type, std::string_view label, double deadline) {
+  const std::size_t half = next_half(deadline);
+  std::memcpy(staged(rank_, half), numbers, count * bytes_of(type));
+  begun_.push_back({num_chunks_, arrive(label), numbers, count, type, std::string(label)});
+}
+
+void ShmGroup::end_sum(double deadline) {
+  const Begun sum = std::move(begun_.front());
+  begun_.pop_front();
+  wait_for(sum.meeting, sum.label, deadline);
+  if (sum.type == ShmNumber::kFloat32) {
+    add(static_cast<float*>(sum.numbers), sum.chunk % 2, 0, sum.count);
+  } else {
+    add(static_cast<BFloat16*>(sum.numbers), sum.chunk % 2, 0, sum.count);
+  }
+  layout_->rank(rank_).num_read.store(sum.chunk);
+  shm_notify(layout_->header().meeting);
+}
+
+// Each rank adds up a share, and all copy it.
+template <typename Number>
+void ShmGroup::add_up_in_shares(Number* numbers, std::size_t count, std::string_view label, double deadline) {
+  const std::size_t half = next_half(deadline);
   const auto part = [&](std::size_t rank) { return reinterpret_cast<Number*>(staged(rank, half)); };
+  const auto begin_of = [&](std::size_t rank) { return count * rank / world_size_; };
+  const std::size_t first = begin_of(rank_), end = begin_of(rank_ + 1);
   std::memcpy(part(rank_), numbers, count * sizeof(Number));
   meet(label, deadline);
-  const auto add = [&](std::size_t first, std::size_t end) {
-    for (std::size_t at = first; at < end; at += kBlock) {
-      const std::size_t size = std::min(kBlock, end - at);
-      float sums[kBlock];
-      for (std::size_t i = 0; i < size; ++i) sums[i] = widened(part(0)[at + i]);
-      for (std::size_t rank = 1; rank < world_size_; ++rank) {
-        const Number* const of_rank = part(rank) + at;
-        for (std::size_t i = 0; i < size; ++i) sums[i] += widened(of_rank[i]);
-      }
-      for (std::size_t i = 0; i < size; ++i) narrow(sums[i], numbers + at + i);
-    }
-  };
-  if (world_size_ == 2 || count * sizeof(Number) <= kSharedBytes) return add(0, count);
-  // Each rank adds up a share, and all copy it.
-  const auto end_of = [&](std::size_t rank) { return count * (rank + 1) / world_size_; };
-  const std::size_t first = count * rank_ / world_size_;
-  add(first, end_of(rank_));
-  std::memcpy(part(rank_) + first, numbers + first, (end_of(rank_) - first) * sizeof(Number));
+  add(numbers, half, first, end);
+  std::memcpy(part(rank_) + first, numbers + first, (end - first) * sizeof(Number));
   meet(label, deadline);
   for (std::size_t rank = 0; rank < world_size_; ++rank) {
-    const std::size_t begin = count * rank / world_size_;
-    if (rank != rank_) std::memcpy(numbers + begin, part(rank) + begin, (end_of(rank) - begin) * sizeof(Number));
+    const std::size_t begin = begin_of(rank);
+    if (rank != rank_) std::memcpy(numbers + begin, part(rank) + begin, (begin_of(rank + 1) - begin) * sizeof(Number));
   }
 }
 
 void ShmGroup::add_up(void* numbers, std::size_t count, ShmNumber type, std::string_view label, double deadline) {
-  const std::size_t wide = type == ShmNumber::kFloat32 ? sizeof(float) : sizeof(BFloat16);
-  const std::size_t most = std::min(sizes_.staging, kStagedBytes) / wide;
+  const std::size_t most = most_to_begin(type);
+  auto* bytes = static_cast<std::uint8_t*>(numbers);
   for (std::size_t done = 0, size = 0; done == 0 || done < count; done += std::max<std::size_t>(size, 1)) {
     size = std::min(most, count - done);
-    if (type == ShmNumber::kFloat32) {
-      add_up_chunk(static_cast<float*>(numbers) + done, size, label, deadline);
+    void* const chunk = bytes + done * bytes_of(type);
+    if (world_size_ == 2 || size * bytes_of(type) <= kSharedBytes) {
+      begin_sum(chunk, size, type, label, deadline);
+      end_sum(deadline);
+    } else if (type == ShmNumber::kFloat32) {
+      add_up_in_shares(static_cast<float*>(chunk), size, label, deadline);
     } else {
-      add_up_chunk(static_cast<BFloat16*>(numbers) + done, size, label, deadline);
+      add_up_in_shares(static_cast<BFloat16*>(chunk), size, label, deadline);
     }
   }
 }
@@ -85,7 +119,7 @@ void ShmGroup::gather(const void* own, std::size_t num_bytes, void* all, std::st
   auto* to = static_cast<std::uint8_t*>(all);
   for (std::size_t done = 0, size = 0; done == 0 || done < num_bytes; done += std::max<std::size_t>(size, 1)) {
     size = std::min(most, num_bytes - done);
-    const std::size_t half = next_half();
+    const std::size_t half = next_half(deadline);
     if (size > 0) std::memcpy(staged(rank_, half), from + done, size);
     meet(label, deadline);
     for (std::size_t rank = 0; rank < world_size_ && size > 0; ++rank) {

@@ -234,28 +234,45 @@ bool ShmGroup::is_read_in_place(const void* data, std::size_t num_bytes) const n
 
 // ---- meetings
 
-void ShmGroup::meet(std::string_view label, double deadline) {
+void ShmGroup::meet(std::string_view label, double deadline) { wait_for(arrive(label), label, deadline); }
+
+// Whoever comes to the next meeting but one has seen all leave this one, or has seen that all have read what it was about: two
+// places for labels suffice.
+std::uint64_t ShmGroup::arrive(std::string_view label) {
   check();
-  // Whoever comes to the next meeting but one has seen all leave this one: two places for labels suffice.
   ShmRank& own = layout_->rank(rank_);
-  const std::uint64_t number = num_meetings_ + 1;
+  const std::uint64_t number = ++num_meetings_;
   write_label(own.labels[number % 2], label);
-  num_meetings_ = number;
   own.num_meetings.store(number);
-  ShmEvent& meeting = layout_->header().meeting;
-  shm_notify(meeting);
+  shm_notify(layout_->header().meeting);
+  return number;
+}
+
+void ShmGroup::wait_for(std::uint64_t meeting, std::string_view label, double deadline) {
   for (std::uint32_t rank = 0; rank < world_size_; ++rank) {
     const ShmRank& other = layout_->rank(rank);
-    const auto has_come = [&] { return other.num_meetings.load() >= number; };
-    wait(meeting, deadline, label, has_come, [&](std::uint32_t each) {
-      return layout_->rank(each).num_meetings.load() < number;
+    const auto has_come = [&] { return other.num_meetings.load() >= meeting; };
+    wait(layout_->header().meeting, deadline, label, has_come, [&](std::uint32_t each) {
+      return layout_->rank(each).num_meetings.load() < meeting;
     });
-    if (!is_label(other.labels[number % 2], label)) {
-      fail_and_throw(CommFault::kOther, rank_text(rank) + " called " + label_text(other.labels[number % 2]) + ", " +
+    if (!is_label(other.labels[meeting % 2], label)) {
+      fail_and_throw(CommFault::kOther, rank_text(rank) + " called " + label_text(other.labels[meeting % 2]) + ", " +
                                             rank_text(rank_) + " called " + std::string(label) +
                                             "; make the same call on every rank, with tensors that are alike.");
     }
   }
+}
+
+std::size_t ShmGroup::next_half(double deadline) {
+  const std::uint64_t number = ++num_chunks_;
+  ShmEvent& meeting = layout_->header().meeting;
+  layout_->rank(rank_).num_read.store((begun_.empty() ? number : begun_.front().chunk) - 1);
+  shm_notify(meeting);
+  for (std::uint32_t rank = 0; rank < world_size_ && number > 2; ++rank) {
+    const auto lacks = [&](std::uint32_t each) { return layout_->rank(each).num_read.load() < number - 2; };
+    wait(meeting, deadline, "the staging", [&] { return !lacks(rank); }, lacks);
+  }
+  return number % 2;
 }
 
 // ---- waiting

@@ -9,7 +9,7 @@
 
 namespace sage {
 
-inline constexpr std::uint64_t kShmMagic = 0x53414745'53484d01;  // its last byte is the version of the layout
+inline constexpr std::uint64_t kShmMagic = 0x53414745'53484d02;  // its last byte is the version of the layout
 inline constexpr std::size_t kShmPage = 4096, kShmLabel = 112;
 
 // Whoever waits has said so before looking again, and whoever notifies has published before looking who waits: with
@@ -25,6 +25,7 @@ struct alignas(64) ShmRank {
   std::int32_t pid;
   std::uint64_t start_time;  // of the process, since a pid may be given to another one
   alignas(64) std::atomic<std::uint64_t> num_meetings;
+  std::atomic<std::uint64_t> num_read;  // chunks of the staging that it needs no more
   char labels[2][kShmLabel];  // of meetings of either parity
 };
 

@@ -34,6 +34,9 @@ from sagellm.core.host import PluginHost
 from sagellm.engines.lmdeploy.comm_stats import BOUNDS_NS, CommStats
 
 REPORT_INTERVAL_S = 0.2
+# How long a worker looks for the others before it sleeps. They come within some hundred microseconds, and to be woken takes a
+# hundred.
+STEP_SPIN_US = 2000.0
 
 # Collectives that a backend may do, with the names of their arguments in torch.distributed.
 _ARGUMENTS = {
@@ -61,7 +64,9 @@ def _join(name: str, rank: int, world_size: int) -> CommBackendProtocol:
     torch.distributed.broadcast_object_list(folders)
     try:
         place = (Path(folders[0]) / "meet").as_uri()
-        backend = make_backend(CommConfig(backend=name, rank=rank, world_size=world_size, rendezvous=place))
+        options = {"spin_us": STEP_SPIN_US} if name == ShmBackend.name else {}
+        config = CommConfig(backend=name, rank=rank, world_size=world_size, rendezvous=place, options=options)
+        backend = make_backend(config)
         backend.barrier()
     finally:
         if rank == 0:

@@ -6,8 +6,11 @@ import contextlib
 import itertools
 import logging
 import os
+import shutil
+import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -274,7 +277,9 @@ class LMDeployEngine(BaseEngine):
         model = prepare_weights(config, prepare_model(find_model(model or config.model)))
         sizes = size_engine(config, model, device)
         set_threads(config, device)
-        engine_config = build_engine_config(config, sizes, device, hook_config(config, pd=pd), model)
+        run_dir = Path(tempfile.mkdtemp(prefix="sagellm-")) if config.tensor_parallel > 1 else None  # of workers' counters
+        self._remove_run_dir = None if run_dir is None else weakref.finalize(self, shutil.rmtree, run_dir, True)
+        engine_config = build_engine_config(config, sizes, device, hook_config(config, run_dir, pd), model)
         logging.getLogger("lmdeploy").setLevel(config.log_level)
         self._model, self._device = model, device
         self._sessions = itertools.count()
@@ -379,6 +384,8 @@ class LMDeployEngine(BaseEngine):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        if self._remove_run_dir is not None:
+            self._remove_run_dir()
         if self._device == "cpu" and (agent := getattr(self.engine.executor, "model_agent", None)) is not None:
             from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
 

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -60,13 +61,19 @@ class ShmGroup {
   std::uint8_t* staging() const noexcept;
 
   // Collectives over the staging, in chunks. In each a rank writes its part, meets the others and reads theirs. The two halves of
-  // the staging take turns, so that a rank that is ahead writes where none reads any more: between two uses of a half lies a
-  // meeting that a rank comes to when it has read. One rank calls these one at a time, and all in the same order.
+  // the staging take turns; a rank writes to a half when all have read what was there. One rank calls these one at a time, and
+  // all in the same order.
 
-  // The half for the next chunk.
-  std::size_t next_half() noexcept { return ++num_chunks_ % 2; }
+  // The half for the next chunk. What this rank had from earlier chunks it has read.
+  std::size_t next_half(double deadline);
   // numbers[i] becomes the sum over the ranks, in their order and in float32: the same bits for all.
   void add_up(void* numbers, std::size_t count, ShmNumber type, std::string_view label, double deadline);
+  // The same in two calls, between which the caller does something else. At most two sums are under way at a time, and no other
+  // collective; they end in the order in which they begin. `numbers` are read now, and written at the end.
+  static constexpr std::size_t kMostBegun = 2;
+  std::size_t most_to_begin(ShmNumber type) const noexcept;  // numbers
+  void begin_sum(void* numbers, std::size_t count, ShmNumber type, std::string_view label, double deadline);
+  void end_sum(double deadline);
   // `all` [ranks][num_bytes] gets what each rank gives.
   void gather(const void* own, std::size_t num_bytes, void* all, std::string_view label, double deadline);
 
@@ -94,8 +101,12 @@ class ShmGroup {
   std::uint8_t* staged(std::size_t rank, std::size_t half) const noexcept {
     return staging() + (2 * rank + half) * sizes_.staging;
   }
+  std::uint64_t arrive(std::string_view label);
+  void wait_for(std::uint64_t meeting, std::string_view label, double deadline);
   template <typename Number>
-  void add_up_chunk(Number* numbers, std::size_t count, std::string_view label, double deadline);
+  void add(Number* numbers, std::size_t half, std::size_t first, std::size_t end) const;
+  template <typename Number>
+  void add_up_in_shares(Number* numbers, std::size_t count, std::string_view label, double deadline);
   void put(std::uint8_t* ring, std::uint64_t at, const void* data, std::size_t num_bytes) const;
   void take(const std::uint8_t* ring, std::uint64_t at, void* data, std::size_t num_bytes) const;
   void take_payload(std::uint32_t from, ShmLane& lane, void* data, std::size_t num_bytes, double deadline);
@@ -108,6 +119,14 @@ class ShmGroup {
   std::shared_ptr<ShmHeap> heap_;
   std::function<void()> idle_;
   std::vector<int> pidfds_;
+  struct Begun {
+    std::uint64_t chunk, meeting;
+    void* numbers;
+    std::size_t count;
+    ShmNumber type;
+    std::string label;
+  };
+  std::deque<Begun> begun_;
   std::uint64_t num_meetings_ = 0, num_chunks_ = 0;
   std::atomic<bool> has_joined_{false}, is_closed_{false};
 };
