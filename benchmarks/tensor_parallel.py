@@ -22,8 +22,9 @@ from sagellm.engines.lmdeploy.comm import REPORT_INTERVAL_S
 
 PROMPT, NEW = 64, 33
 ALONE, GLOO, SHM = "one process, two threads", "two workers, gloo", "two workers, shm"
+WORKERS = {"tensor_parallel": 2, "comm_metrics": True}
 SETTINGS: dict[str, dict[str, Any]] = {
-    ALONE: {}, GLOO: {"tensor_parallel": 2, "comm_metrics": True}, SHM: {"tensor_parallel": 2, "comm_backend": "shm", "comm_metrics": True}
+    ALONE: {}, GLOO: {**WORKERS, "comm_backend": "group"}, SHM: {**WORKERS, "comm_backend": "shm"},
 }  # fmt: skip
 
 

@@ -658,20 +658,29 @@ class Exchange:
         """Write the numbers [count] of each rank to address `all`, [ranks][count]."""
 
 class CallbackExchange(Exchange):
-    """Calls functions of Python with addresses and a count, on any thread."""
+    """Calls functions of Python with addresses and a count, on any thread. `begin_sum` returns what waits for its end."""
 
-    def __init__(self, add_up: Callable[[int, int], None], gather: Callable[[int, int, int], None]) -> None: ...
+    def __init__(
+        self,
+        add_up: Callable[[int, int], None],
+        begin_sum: Callable[[int, int], Callable[[], object]],
+        gather: Callable[[int, int, int], None],
+    ) -> None: ...
 
 class ShmExchange(Exchange):
     """Exchanges over a group's shared memory, without Python.
 
     Args:
         bounds_ns: upper bounds of the latencies that are counted apart, rising.
+        delay_ns: what an exchange takes at least, to try what a slower link does.
     """
 
-    def __init__(self, group: ShmGroup, timeout_s: float, bounds_ns: list[int]) -> None: ...
+    def __init__(self, group: ShmGroup, timeout_s: float, bounds_ns: list[int], delay_ns: int = 0) -> None: ...
     def sums(self) -> dict[str, Any]:
-        """Return `count`, `bytes`, `ns` and `latency_counts` since the start; a count for each bound, and one for the rest."""
+        """Return `count`, `bytes`, `ns`, `exposed_ns` and `latency_counts` since the start.
+
+        `ns` are from begin to end, `exposed_ns` the caller's own. There is a count for each bound, and one for the rest.
+        """
 
     def gatherings(self) -> dict[str, Any]:
         """Return the same of gatherings."""
@@ -754,7 +763,7 @@ class CpuDecoder:
     def run(
         self, team: CpuTeam, tensors: dict[str, int], wishes: dict[str, Any] | None = None,
         sparse: dict[str, Any] | None = None,
-        exchange: Exchange | None = None,
+        exchanges: list[tuple[Exchange, int]] | None = None,
     ) -> tuple[list[tuple[int, list[float], list[int]]], str]:
         """Write the hidden states [tokens][hidden] of the sequences' new tokens, and their keys and values.
 
@@ -766,7 +775,7 @@ class CpuDecoder:
                 keys that sequences have in common, by their first blocks, once.
             wishes: as `CpuKernels.sample` has them, to draw a token behind each new one; the first result is then the same.
             sparse: how the blocks that attention reads are chosen, as `SparseSteps.of_layers` makes it.
-            exchange: of ranks that split the model.
+            exchanges: of ranks that split the model: for each layer, who adds up its parts, and in how many pieces.
 
         Returns:
             What was drawn, and what was wrong with a choice of blocks; the other results are then not to be used.

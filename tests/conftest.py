@@ -170,6 +170,6 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable:
     original = module.hook_config
 
     def change(**values) -> None:
-        monkeypatch.setattr(module, "hook_config", lambda config, **more: original(config, **more).model_copy(update=values))
+        monkeypatch.setattr(module, "hook_config", lambda *args, **more: original(*args, **more).model_copy(update=values))
 
     return change

@@ -32,6 +32,7 @@ class ShmOptions(BaseModel):
         staging_bytes: of each rank's place for chunks of collectives; there are two.
         heap_bytes: of each rank's heap for `empty`.
         chunk_bytes: of a message that are copied before they are published.
+        delay_us: what each exchange of a native step takes at least, to try what a slower link does.
         spin_us: how long to look again before the kernel is asked to wait; 0 where ranks outnumber the processors.
     """
 
@@ -42,6 +43,7 @@ class ShmOptions(BaseModel):
     heap_bytes: int = Field(default=256 << 20, ge=4096, le=1 << 40)
     chunk_bytes: int = Field(default=128 << 10, ge=256)
     spin_us: float = Field(default=50.0, ge=0, le=10_000)
+    delay_us: float = Field(default=0.0, ge=0, le=1_000_000)
 
 
 class ShmBackend(CommBackendProtocol):
@@ -72,7 +74,7 @@ class ShmBackend(CommBackendProtocol):
             bounds_ns: upper bounds of the latencies that it counts apart, rising.
         """
         self._check()
-        return ShmExchange(self._group, self.config.timeout_s, list(bounds_ns))
+        return ShmExchange(self._group, self.config.timeout_s, list(bounds_ns), round(1000 * self._delay_us))
 
     # A message that is waited for and has no other before it needs no `Work`: making one takes as long as a small message.
 
@@ -131,6 +133,7 @@ class ShmBackend(CommBackendProtocol):
         except ValidationError as error:
             what = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
             raise CommError(f"options of shm: {what}; known are {', '.join(ShmOptions.model_fields)}.") from None
+        self._delay_us = options.delay_us
         deadline = time.monotonic() + self.config.timeout_s
         spin_s = options.spin_us * 1e-6 if self.world_size <= len(os.sched_getaffinity(0)) else 0.0
         with find_segment(self.config, options.model_dump(include={"ring_bytes", "staging_bytes", "heap_bytes"})) as found:

@@ -177,7 +177,8 @@ class HookConfig(Model):
         packed_weights: folder of a converted GGUF file, whose weights stay as the file has them.
         compute: type of the CPU device's products.
         kv_dtype: type of keys and values, as `KVCacheSchema` has it; empty: that of the model.
-        prefix_attention, comm_backend: as in `SageConfig`.
+        prefix_attention, comm_backend, comm_options: as in `SageConfig`.
+        comm_device: where tensors of collectives lie.
     """
 
     plugins: tuple[PluginSpec, ...] = ()
@@ -197,6 +198,8 @@ class HookConfig(Model):
     kv_dtype: str = ""
     prefix_attention: Literal[PREFIX_ATTENTION] = "off"
     comm_backend: str | None = None
+    comm_device: str = "cpu"
+    comm_options: dict[str, Any] = Field(default_factory=dict)
 
 
 class SageConfig(Model):
@@ -209,8 +212,10 @@ class SageConfig(Model):
             weights and inputs to 8 bits.
         kv_schema: type in which keys and values are stored; auto is the model's. Those of fp8, int8 and int4 have a scale for
             each head of a token. A GPU has int8 and int4.
-        comm_backend: a name of `sagellm comm list`, or `module:Class`, that adds up tensors of tensor-parallel workers; None:
-            the process group that LMDeploy makes.
+        comm_backend: what adds up tensors of tensor-parallel workers: a name of `sagellm comm list`, or `module:Class`. "group"
+            is the process group that LMDeploy makes. "auto" is the quicker one of it and shm on the CPU device, as measured at
+            the start, and the group elsewhere.
+        comm_options: options of that backend.
         prefix_attention: auto reads keys and values that requests of a decode step have in common once, where it pays; on the
             CPU device, and on cuda without CUDA graphs.
         kv_blocks, kv_memory_share: size of the engine's KV pool; give one of them at most.
@@ -259,7 +264,8 @@ class SageConfig(Model):
     plugin_time_limit_s: float = Field(1.0, gt=0)
     record: Path | None = None
     comm_metrics: bool = False
-    comm_backend: str | None = None
+    comm_backend: str = Field("auto", min_length=1)
+    comm_options: dict[str, Any] = Field(default_factory=dict)
     pd: PDConfig | None = None
     max_body_mib: float = Field(8.0, gt=0, le=1024)
     hold_limit_s: float = Field(60.0, gt=0, le=3600)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NewType, Protocol
 
 import numpy as np
 
+from sagellm.core.collectives import CommDecision, CommOp, CommRequest
 from sagellm.core.scheduling import (
     Phase,
     RequestId,
@@ -30,10 +31,10 @@ from sagellm.core.victims import VictimRequest
 
 __all__ = [
     "COALESCE_S", "COMM_HOOKS", "DECISIONS", "NOTICES", "AllocationResult", "BlockCounts", "BlockId", "BlockState",
-    "CommOp", "EngineHandle", "EvictionDecision", "EvictionNotice", "EvictionReason", "KVBlockInfo", "MigrationPlan",
-    "MigrationResult", "Phase", "Plugin", "PrefixCandidate", "PrefixMatch", "PrefixQuery", "PrefixRelease",
-    "PrefixUpdate", "RequestId", "RequestMetadata", "RequestView", "ScheduleDecision", "ServiceLevel", "StepResult",
-    "StepView", "Tier", "VictimRequest", "overrides",
+    "CommDecision", "CommOp", "CommRequest", "EngineHandle", "EvictionDecision", "EvictionNotice", "EvictionReason",
+    "KVBlockInfo", "MigrationPlan", "MigrationResult", "Phase", "Plugin", "PrefixCandidate", "PrefixMatch",
+    "PrefixQuery", "PrefixRelease", "PrefixUpdate", "RequestId", "RequestMetadata", "RequestView", "ScheduleDecision",
+    "ServiceLevel", "StepResult", "StepView", "Tier", "VictimRequest", "overrides",
 ]  # fmt: skip
 
 COALESCE_S = 0.01
@@ -212,24 +213,6 @@ class PrefixRelease(NamedTuple):
     request_id: RequestId
     num_kept: int
     time_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class CommOp:
-    """One collective on one rank.
-
-    Attributes:
-        num_bytes: size of the given tensor, not of the traffic.
-        duration_s: seconds on the device, the wait for the slowest rank included; None in `comm_begin`, or if not measured.
-    """
-
-    name: str
-    num_bytes: int
-    dtype: str
-    rank: int
-    world_size: int
-    async_op: bool
-    duration_s: float | None = None
 
 
 class EngineHandle(Protocol):
@@ -478,6 +461,12 @@ class Plugin:
 
     def on_request_end(self, request_id: RequestId) -> None: ...
 
+    def comm_decide(self, request: CommRequest) -> CommDecision | None:
+        """Decide how collectives of a sort are done. None leaves it to the engine.
+
+        Called once for each sort, on rank 0; the answer holds for all ranks. The first plug-in that decides is heard.
+        """
+
     def comm_begin(self, op: CommOp) -> object:
         """Called before a collective. `comm_end` gets what it returns."""
 
@@ -489,7 +478,7 @@ DECISIONS = ("select_victims", "lookup_prefix", "admit", "schedule")
 NOTICES = (
     "on_evicted", "on_prefix_matched", "on_prefix_stored", "on_prefix_released", "on_step_end", "on_request_end",
 )  # fmt: skip
-COMM_HOOKS = ("comm_begin", "comm_end")
+COMM_HOOKS = ("comm_decide", "comm_begin", "comm_end")
 
 
 def overrides(plugin: Plugin, hook: str) -> bool:

@@ -239,7 +239,7 @@ class BoundDecoder {
   // `tensors`: addresses and sizes, as `DecoderStep` has them. Draws tokens if there are wishes. Returns them, and
   // `StepReport`'s fields.
   py::tuple run(Team& team, const py::dict& tensors, const py::object& wishes, const py::object& sparse,
-                Exchange* exchange) {
+                const py::object& exchanges) {
     const auto numbers = [&](const char* name) { return at<const std::int64_t>(tensors[name].cast<Address>()); };
     DecoderStep step;
     step.is_decoding = tensors["is_decoding"].cast<bool>();
@@ -259,7 +259,12 @@ class BoundDecoder {
       step.sampling = std::make_shared<const Sampling>(sampling_of(wishes));
       step.sampled = &sampled;
     }
-    step.exchange = exchange;
+    if (!exchanges.is_none()) {
+      for (const py::handle each : exchanges) {
+        const auto pair = each.cast<py::tuple>();
+        step.exchanges.push_back({pair[0].cast<Exchange*>(), pair[1].cast<int>()});
+      }
+    }
     step.sharing = sharing_of(tensors["sharing"].cast<std::string>());
     if (!sparse.is_none()) step.sparse = sparse_of(sparse);
     PagedCache without_sums;
@@ -368,7 +373,7 @@ void bind_decoder(py::module_& module) {
       .def("bind", &BoundDecoder::bind, py::arg("cache"))
       .def_property_readonly("prompt_tile", &BoundDecoder::prompt_tile)
       .def("run", &BoundDecoder::run, py::arg("team"), py::arg("tensors"), py::arg("wishes") = py::none(),
-           py::arg("sparse") = py::none(), py::arg("exchange") = nullptr);
+           py::arg("sparse") = py::none(), py::arg("exchanges") = py::none());
 }
 
 }  // namespace sage::python

@@ -2,6 +2,8 @@
 
 #include "sagellm/shm_exchange.h"
 
+#include <deque>
+
 #include "arguments.h"
 
 namespace sage::python {
@@ -11,11 +13,30 @@ namespace {
 // Calls functions of Python with addresses. A step runs without the interpreter's lock, on any thread of its team.
 class CallbackExchange final : public Exchange {
  public:
-  CallbackExchange(py::function add_up, py::function gather) : add_up_(std::move(add_up)), gather_(std::move(gather)) {}
+  CallbackExchange(py::function add_up, py::function begin_sum, py::function gather)
+      : add_up_(std::move(add_up)), begin_sum_(std::move(begin_sum)), gather_(std::move(gather)) {}
+
+  ~CallbackExchange() override {
+    const py::gil_scoped_acquire lock;
+    begun_.clear();
+  }
 
   void add_up(float* numbers, std::size_t count) override {
     const py::gil_scoped_acquire lock;
     add_up_(reinterpret_cast<std::uintptr_t>(numbers), count);
+  }
+
+  // `begin_sum` returns what waits for the end.
+  void begin_sum(float* numbers, std::size_t count) override {
+    const py::gil_scoped_acquire lock;
+    begun_.push_back(begin_sum_(reinterpret_cast<std::uintptr_t>(numbers), count));
+  }
+
+  void end_sum() override {
+    const py::gil_scoped_acquire lock;
+    const py::object wait = std::move(begun_.front());
+    begun_.pop_front();
+    wait();
   }
 
   void gather(const float* own, std::size_t count, float* all) override {
@@ -24,7 +45,8 @@ class CallbackExchange final : public Exchange {
   }
 
  private:
-  py::function add_up_, gather_;
+  py::function add_up_, begin_sum_, gather_;
+  std::deque<py::object> begun_;
 };
 
 py::dict costs_of(const ShmExchange& exchange, ShmExchange::Kind kind) {
@@ -33,6 +55,7 @@ py::dict costs_of(const ShmExchange& exchange, ShmExchange::Kind kind) {
   found["count"] = costs.count;
   found["bytes"] = costs.bytes;
   found["ns"] = costs.ns;
+  found["exposed_ns"] = costs.exposed_ns;
   found["latency_counts"] = costs.latencies;
   return found;
 }
@@ -49,10 +72,10 @@ void bind_exchange(py::module_& module) {
           },
           py::arg("own"), py::arg("count"), py::arg("all"));
   py::class_<CallbackExchange, Exchange>(module, "CallbackExchange")
-      .def(py::init<py::function, py::function>(), py::arg("add_up"), py::arg("gather"));
+      .def(py::init<py::function, py::function, py::function>(), py::arg("add_up"), py::arg("begin_sum"), py::arg("gather"));
   py::class_<ShmExchange, Exchange>(module, "ShmExchange")
-      .def(py::init<std::shared_ptr<ShmGroup>, double, std::vector<std::uint64_t>>(), py::arg("group"),
-           py::arg("timeout_s"), py::arg("bounds_ns"))
+      .def(py::init<std::shared_ptr<ShmGroup>, double, std::vector<std::uint64_t>, std::uint64_t>(), py::arg("group"),
+           py::arg("timeout_s"), py::arg("bounds_ns"), py::arg("delay_ns") = 0)
       .def("sums", [](const ShmExchange& exchange) { return costs_of(exchange, ShmExchange::kAddUp); })
       .def("gatherings", [](const ShmExchange& exchange) { return costs_of(exchange, ShmExchange::kGather); });
 }

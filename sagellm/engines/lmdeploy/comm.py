@@ -11,81 +11,53 @@ step does its own by `native_exchange` then, without Python, and counts them its
 import contextlib
 import json
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sagellm import _core
-from sagellm.comm_backend.base import CommBackendProtocol
-from sagellm.comm_backend.config import CommConfig
-from sagellm.comm_backend.registry import make_backend
 from sagellm.comm_backend.shm import ShmBackend
+from sagellm.core.collectives import GROUP, CommDecision, CommOp
 from sagellm.core.config import HookConfig
-from sagellm.core.hooks import CommOp
 from sagellm.core.host import PluginHost
+from sagellm.engines.lmdeploy.comm_choice import ARGUMENTS, AUTO, CommChoice, join
 from sagellm.engines.lmdeploy.comm_stats import BOUNDS_NS, CommStats
 
 REPORT_INTERVAL_S = 0.2
-# How long a worker looks for the others before it sleeps. They come within some hundred microseconds, and to be woken takes a
-# hundred.
-STEP_SPIN_US = 2000.0
-
-# Collectives that a backend may do, with the names of their arguments in torch.distributed.
-_ARGUMENTS = {
-    "all_reduce": ("tensor", "op", "group", "async_op"),
-    "all_gather_into_tensor": ("output_tensor", "input_tensor", "group", "async_op"),
-}
 
 Ended = Callable[[int | None], None]  # given the time of the end, on the clock of `time.monotonic_ns`, where it is known
 
 
 def attach(spec: str, dist_ctx: Any) -> "CommObserver | None":
     """The observer of this process, or None where there is nothing to do: one rank, or no plug-in, record and backend."""
-    world_size = dist_ctx.dist_config.world_size
+    rank, world_size = dist_ctx.rank, dist_ctx.dist_config.world_size
     if world_size == 1:
         return None
     config = HookConfig.model_validate_json(spec)
-    backend = None if config.comm_backend is None else _join(config.comm_backend, dist_ctx.rank, world_size)
-    observer = CommObserver(PluginHost(config), dist_ctx.rank, world_size, backend)
+    backend = join(config.comm_backend, config.comm_device, rank, world_size, config.comm_options)
+    host, cpu_group = PluginHost(config), dist_ctx.attn_tp_group.cpu_group
+    choice = CommChoice(host, rank, world_size, backend, config.comm_backend == AUTO, cpu_group)
+    observer = CommObserver(host, rank, world_size, choice)
     return observer if observer.is_needed else None
-
-
-def _join(name: str, rank: int, world_size: int) -> CommBackendProtocol:
-    """Make this worker's part of a backend's group. All workers come here at the same time."""
-    folders = [tempfile.mkdtemp(prefix="sagellm-") if rank == 0 else None]
-    torch.distributed.broadcast_object_list(folders)
-    try:
-        place = (Path(folders[0]) / "meet").as_uri()
-        options = {"spin_us": STEP_SPIN_US} if name == ShmBackend.name else {}
-        config = CommConfig(backend=name, rank=rank, world_size=world_size, rendezvous=place, options=options)
-        backend = make_backend(config)
-        backend.barrier()
-    finally:
-        if rank == 0:
-            shutil.rmtree(folders[0], ignore_errors=True)
-    return backend
 
 
 class CommObserver:
     """Runs a collective between the `comm_begin` and `comm_end` of every plug-in that has them.
 
     Args:
-        backend: does what it can in place of the process group.
+        choice: what does each one; None: the process group does all.
     """
 
-    def __init__(
-        self, host: PluginHost, rank: int, world_size: int, backend: CommBackendProtocol | None = None
-    ) -> None:
+    def __init__(self, host: PluginHost, rank: int, world_size: int, choice: CommChoice | None = None) -> None:
         self._host = host
-        self._backend = backend
+        self._choice = choice or CommChoice(host, rank, world_size, None)
+        self._backend = self._choice.backend
+        self._forced = ""  # backend that a native step has chosen
         self._exchange: _core.ShmExchange | None = None
         self._rank = rank
         self._world_size = world_size
@@ -102,15 +74,33 @@ class CommObserver:
 
     @property
     def is_needed(self) -> bool:
-        asked = self._host.config.comm_metrics or self._host.recorder.enabled or self._backend is not None
+        asked = self._host.config.comm_metrics or self._host.recorder.enabled or self._choice.is_free
         return asked or self._host.listens("comm_begin") or self._host.listens("comm_end")
 
-    def native_exchange(self) -> _core.ShmExchange | None:
-        """Return what exchanges the numbers of native steps; None where the backend has none, or somebody looks at each one."""
+    def of_layers(self, num_bytes: int, num_layers: int, phase: str) -> list[CommDecision]:
+        """Return how the sums of each layer of a native step are done."""
+        return self._choice.of_layers(num_bytes, num_layers, phase)
+
+    def native_exchange(self, backend: str) -> _core.ShmExchange | None:
+        """Return what exchanges the numbers of native steps by a backend, without Python.
+
+        None where the backend has none, or somebody looks at each collective.
+        """
         listens = self._host.listens("comm_begin") or self._host.listens("comm_end") or self._host.recorder.enabled
-        if isinstance(self._backend, ShmBackend) and not listens:
+        if backend != ShmBackend.name or not isinstance(self._backend, ShmBackend) or listens:
+            return None
+        if self._exchange is None:
             self._exchange = self._backend.exchange(BOUNDS_NS)
         return self._exchange
+
+    @contextlib.contextmanager
+    def using(self, backend: str) -> Iterator[None]:
+        """Let a backend do the collectives inside, whatever is decided about their sort."""
+        self._forced = backend
+        try:
+            yield
+        finally:
+            self._forced = ""
 
     def run(self, name: str, function: Any, args: tuple, kwargs: dict) -> Any:
         self._tell_unseen()
@@ -138,7 +128,7 @@ class CommObserver:
 
         result = None
         try:
-            own = self._backends_call(name, args, kwargs)
+            own = self._backends_call(op, args, kwargs)
             if own is None:
                 result = function(*args, **kwargs)
             else:
@@ -153,19 +143,22 @@ class CommObserver:
             return result
         return _WatchedWork(result, lambda waited_ns: self.stats.expose(self._rank, name, waited_ns), end, self._unseen)
 
-    def _backends_call(self, name: str, args: tuple, kwargs: dict) -> Callable[[], object] | None:
+    def _backends_call(self, op: CommOp, args: tuple, kwargs: dict) -> Callable[[], object] | None:
         """Return the backend's call in place of a collective: of all ranks, which the caller waits for; None if it has none."""
-        names = _ARGUMENTS.get(name)
-        if self._backend is None or names is None:
+        names = ARGUMENTS.get(op.name)
+        if names is None or not self._choice.is_free:
             return None
         given = dict(zip(names, args, strict=False)) | kwargs
         group = given.get("group")
-        if given.get("async_op") or not (group is None or group.size() == self._world_size):
+        if not (group is None or group.size() == self._world_size):
+            return None
+        chosen = self._forced or self._choice.of(op.name, op.num_bytes, op.dtype).backend
+        if chosen == GROUP or given.get("async_op"):
             return None
         tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
         if not all(each.is_contiguous() and each.device.type in self._backend.device_types for each in tensors):
             return None
-        if name == "all_reduce":
+        if op.name == "all_reduce":
             is_sum = given.get("op", torch.distributed.ReduceOp.SUM) == torch.distributed.ReduceOp.SUM
             return partial(self._backend.all_reduce, given["tensor"]) if is_sum else None
         output, tensor = given["output_tensor"], given["input_tensor"]

@@ -59,7 +59,7 @@ class CommStats:
         """Take what native steps have exchanged so far, as `_core.ShmExchange` counts it. True if there is something new."""
         row = {
             "count": costs["count"], "bytes": costs["bytes"], "bus_bytes": costs["bytes"] * bus_factor(name, num_ranks),
-            "exposed_ns": costs["ns"], "latency_ns": costs["ns"], "latency_counts": costs["latency_counts"],
+            "exposed_ns": costs["exposed_ns"], "latency_ns": costs["ns"], "latency_counts": costs["latency_counts"],
         }  # fmt: skip
         with self._lock:
             former = self._exchanged.get((rank, name))

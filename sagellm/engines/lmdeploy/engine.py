@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sagellm.comm_backend.config import RENDEZVOUS
 from sagellm.core.cached_folder import default_cache_dir
+from sagellm.core.collectives import GROUP
 from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
 from sagellm.core.errors import CommError, ConfigError, EngineError, PatchError
 from sagellm.core.registry import find_plugin
@@ -26,6 +27,7 @@ from sagellm.engines.base import BaseEngine, EngineInfo, Generation, SamplingPar
 from sagellm.engines.lmdeploy import patch_state
 from sagellm.engines.lmdeploy.architecture import check_architecture
 from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
+from sagellm.engines.lmdeploy.comm_choice import AUTO
 from sagellm.engines.lmdeploy.kv_tiers import check_sizes
 from sagellm.engines.lmdeploy.layout import layout_of, weights_of
 from sagellm.engines.lmdeploy.pooling import POOLINGS, PoolingKind, embed_prompt
@@ -73,7 +75,7 @@ def hook_config(config: SageConfig, run_dir: Path | None = None, pd: PDHooks | N
         hold_limit_s=config.hold_limit_s, record=config.record, run_dir=run_dir,
         comm_metrics=config.comm_metrics, speculative=speculative_spec(config),
         sparsity=sparsity_spec(config), pd=pd, compute=config.compute, prefix_attention=config.prefix_attention,
-        comm_backend=config.comm_backend,
+        comm_backend=None if config.comm_backend == GROUP else config.comm_backend, comm_options=config.comm_options,
     )
 
 
@@ -87,7 +89,9 @@ def build_engine_config(
         find_plugin(spec.name)
     check_sizes(config, sizes)
     _check_comm_backend(config, device)
-    known: dict[str, Any] = {"block_bytes": sizes.schema.block_bytes, "kv_dtype": sizes.schema.dtype}
+    known: dict[str, Any] = {
+        "block_bytes": sizes.schema.block_bytes, "kv_dtype": sizes.schema.dtype, "comm_device": device
+    }  # fmt: skip
     if model is not None:
         check_architecture(model, device, sizes.weights_dtype)
         _check_compute(config, device, sizes.weights_dtype)
@@ -191,14 +195,14 @@ def _check_compute(config: SageConfig, device: str, dtype: str) -> None:
 
 def _check_comm_backend(config: SageConfig, device: str) -> None:
     """Raises ConfigError: one worker, or a backend that its processes cannot use here."""
-    if config.comm_backend is None:
+    if config.comm_backend in (AUTO, GROUP) and not config.comm_options:
         return
     from sagellm.comm_backend.registry import find_backend
 
     if config.tensor_parallel == 1:
         raise ConfigError(f"comm_backend {config.comm_backend} is a setting of tensor_parallel above 1; give both, or neither.")
     try:
-        kind = find_backend(config.comm_backend)
+        kind = find_backend("shm" if config.comm_backend == AUTO else config.comm_backend)
     except CommError as error:
         raise ConfigError(str(error)) from None
     if device not in kind.device_types or "file" not in kind.schemes:

@@ -201,7 +201,12 @@ struct DecoderStep {
   std::shared_ptr<const Sparse> sparse;  // null: attention reads all blocks
   std::shared_ptr<const SparsePrompts> sparse_prompts;  // the same of a step of prompts
   std::shared_ptr<const Observed> observed;             // null: nobody asks
-  Exchange* exchange = nullptr;  // of a model that ranks split
+  // Of a model that ranks split: who adds up the parts of a layer, by layer. The last one gathers the logits.
+  struct LayerExchange {
+    Exchange* exchange = nullptr;
+    int pieces = 1;  // a product's outputs are added up in so many pieces, each while the next one is computed
+  };
+  std::vector<LayerExchange> exchanges;
   // Whether keys that decoding sequences have in common, by their first blocks, are read once for all of them. Not where a
   // layer has a window, or with `sparse`.
   Sharing sharing = Sharing::kNever;

@@ -70,7 +70,6 @@ class ShmGroup {
   void add_up(void* numbers, std::size_t count, ShmNumber type, std::string_view label, double deadline);
   // The same in two calls, between which the caller does something else. At most two sums are under way at a time, and no other
   // collective; they end in the order in which they begin. `numbers` are read now, and written at the end.
-  static constexpr std::size_t kMostBegun = 2;
   std::size_t most_to_begin(ShmNumber type) const noexcept;  // numbers
   void begin_sum(void* numbers, std::size_t count, ShmNumber type, std::string_view label, double deadline);
   void end_sum(double deadline);

@@ -129,6 +129,7 @@ enum class Kind {
   kAttend,
   kMerge,
   kOut,
+  kBeginSum,
   kSum,
   kAddSum,
   kAddAttended,
@@ -152,6 +153,7 @@ struct Stage {
   int chunks;
   Cut cut;             // of a product
   Kind product = kind;  // whose inputs kRound rounds to 8 bits
+  int piece = 0, pieces = 1;  // of the outputs of a product
 };
 
 class StepWork : public Work {
@@ -168,7 +170,7 @@ class StepWork : public Work {
         hidden_(static_cast<char*>(step.hidden)),
         sampling_(step.sampling),
         sampled_(step.sampled),
-        exchange_(step.exchange),
+        exchanges_(step.exchanges),
         attention_(cache, step, shape_, kernels_, buffers_->costs.get(), windows_of(*model_), threads),
         id_(next_id()) {
     for (const std::int64_t token : tokens_) {
@@ -243,12 +245,13 @@ class StepWork : public Work {
       case Kind::kMerge:
         return attention_.merge(at.layer, chunk, result);
       case Kind::kOut:
-        return cpu::multiply_chunk(kernels_, at.cut, layer.out, inputs_of(at), chunk, result);
+        return cpu::multiply_chunk(kernels_, at.cut, piece_of(layer.out, at).matrix, inputs_of(at), chunk, result);
+      case Kind::kBeginSum:
       case Kind::kSum:
       case Kind::kGather:
         return;  // all of it is in the commit
       case Kind::kAddSum:
-        return add_sum(chunk, result);
+        return add_sum(at, chunk, result);
       case Kind::kAddAttended:
         return add_normed(layer.after_attention, chunk, result);
       case Kind::kRoute:
@@ -258,7 +261,7 @@ class StepWork : public Work {
       case Kind::kFeed:
         return feed(at, layer, chunk, result);
       case Kind::kDown:
-        return cpu::multiply_chunk(kernels_, at.cut, layer.down, inputs_of(at), chunk, result);
+        return cpu::multiply_chunk(kernels_, at.cut, piece_of(layer.down, at).matrix, inputs_of(at), chunk, result);
       case Kind::kFeedExperts:
         return feed_experts(at, layer.experts, chunk, result);
       case Kind::kDownExperts:
@@ -304,10 +307,16 @@ class StepWork : public Work {
       case Kind::kMerge:
         return attention_.commit_merged(at.layer, chunk, result);
       case Kind::kOut:
-        return commit_sum(at.cut, layer.out, chunk, result, is_split() || layer.after_attention != nullptr,
+        return commit_sum(at, layer.out, chunk, result, is_split() || layer.after_attention != nullptr,
                           layer.feed_forward_norm);
       case Kind::kSum:
-        return exchange([&] { exchange_->add_up(buffers_->branch.data(), size(num_tokens_) * size(shape_.hidden)); });
+        return sum_of_ranks(at);
+      case Kind::kBeginSum: {
+        const Piece piece = piece_of(layer.out, at);
+        return exchange([&] {
+          exchanges_[size(at.layer)].exchange->begin_sum(branch_of(piece), size(num_tokens_) * size(piece.columns));
+        });
+      }
       case Kind::kAddSum:
         return commit_rows(chunk, result, at.product == Kind::kOut ? layer.feed_forward_norm : next_norm(at.layer));
       case Kind::kAddAttended:
@@ -319,7 +328,7 @@ class StepWork : public Work {
       case Kind::kFeed:
         return commit_fed(at.cut, layer, chunk, result);
       case Kind::kDown:
-        return commit_sum(at.cut, layer.down, chunk, result,
+        return commit_sum(at, layer.down, chunk, result,
                           is_split() || layer.after_feed_forward != nullptr || layer.experts.top_k > 0,
                           next_norm(at.layer));
       case Kind::kFeedExperts:
@@ -376,11 +385,24 @@ class StepWork : public Work {
     const auto cut_of = [&](const Matrix& matrix, bool pairs) {
       return Cut(kernels_, num_tokens_, matrix, threads, pairs);
     };
-    // The ranks' parts of a product are added up, and then to the residual stream if they need no norm before.
-    const auto add_sum_of_ranks = [&](Kind product, int layer, bool is_last) {
+    // Products whose outputs ranks add up, and then to the residual stream if they need no norm before.
+    const auto add_summed_product = [&](Kind kind, int layer, bool is_last) {
+      const Matrix& matrix = matrix_of(kind, layer);
+      const int pieces = is_split() && is_last ? std::min(exchanges_[size(layer)].pieces, hidden_tiles()) : 1;
+      if (num_tokens_ > 1 && matrix.in_8_bits) stages_.push_back({Kind::kRound, layer, groups, {}, kind});
+      for (int piece = 0; piece < pieces; ++piece) {
+        Stage stage{kind, layer, 0, {}, kind, piece, pieces};
+        stage.cut = cut_of(piece_of(matrix, stage).matrix, false);
+        stage.chunks = stage.cut.chunks();
+        stages_.push_back(stage);
+        if (pieces > 1) stages_.push_back({Kind::kBeginSum, layer, 1, {}, kind, piece, pieces});
+      }
+      return pieces;
+    };
+    const auto add_sum_of_ranks = [&](Kind product, int layer, int pieces, bool is_last) {
       if (!is_split()) return;
-      stages_.push_back({Kind::kSum, layer, 1, {}, product});
-      if (is_last) stages_.push_back({Kind::kAddSum, layer, groups, {}, product});
+      stages_.push_back({Kind::kSum, layer, 1, {}, product, 0, pieces});
+      if (is_last) stages_.push_back({Kind::kAddSum, layer, groups, {}, product, 0, pieces});
     };
     add(Kind::kEmbed, 0, groups);
     for (int i = 0; i < static_cast<int>(model_->layers.size()); ++i) {
@@ -397,8 +419,8 @@ class StepWork : public Work {
       add_attention(Kind::kEstimate, attention_.num_estimated(i));
       add_attention(Kind::kAttend, attention_.num_attended(i));
       add_attention(Kind::kMerge, attention_.num_merged(i));
-      add_product(Kind::kOut, i, cut_of(layer.out, false));
-      add_sum_of_ranks(Kind::kOut, i, layer.after_attention == nullptr);
+      const bool ends_attention = layer.after_attention == nullptr;
+      add_sum_of_ranks(Kind::kOut, i, add_summed_product(Kind::kOut, i, ends_attention), ends_attention);
       if (layer.after_attention != nullptr) add(Kind::kAddAttended, i, groups);
       const Experts& experts = layer.experts;
       if (experts.top_k > 0) {
@@ -407,15 +429,16 @@ class StepWork : public Work {
       }
       if (layer.down.weight != nullptr) {
         add_product(Kind::kFeed, i, cut_of(layer.gate_up, true));
-        add_product(Kind::kDown, i, cut_of(layer.down, false));
-        if (experts.top_k == 0) add_sum_of_ranks(Kind::kDown, i, layer.after_feed_forward == nullptr);
+        const bool ends_layer = experts.top_k == 0 && layer.after_feed_forward == nullptr;
+        const int pieces = add_summed_product(Kind::kDown, i, ends_layer);
+        if (experts.top_k == 0) add_sum_of_ranks(Kind::kDown, i, pieces, ends_layer);
       }
       if (experts.top_k > 0) {
         if (routes_.blocks.empty()) routes_ = cpu::Routes(num_tokens_, experts);
         add_product(Kind::kFeedExperts, i, cpu::cut_of_experts(kernels_, routes_, experts.gate_up[0], threads, true));
         add_product(Kind::kDownExperts, i, cpu::cut_of_experts(kernels_, routes_, experts.down[0], threads, false));
         add(Kind::kAddExperts, i, groups);
-        add_sum_of_ranks(Kind::kDown, i, true);
+        add_sum_of_ranks(Kind::kDown, i, 1, true);
       }
       if (layer.after_feed_forward != nullptr) add(Kind::kAddFed, i, groups);
     }
@@ -481,12 +504,44 @@ class StepWork : public Work {
     }
   }
 
+  // A piece of a product's outputs.
+  struct Piece {
+    Matrix matrix;
+    int column, columns;
+  };
+  Piece piece_of(const Matrix& whole, const Stage& at) const {
+    const auto begin_of = [&](int piece) { return hidden_tiles() * piece / at.pieces; };
+    const int tile = begin_of(at.piece), column = tile * kTile;
+    Piece piece{whole, column, std::min(begin_of(at.piece + 1) * kTile, shape_.hidden) - column};
+    piece.matrix.outputs = piece.columns;
+    piece.matrix.weight = static_cast<const char*>(whole.weight) + size(tile) * cpu::tile_bytes(kernels_, whole);
+    if (whole.bias != nullptr) piece.matrix.bias = whole.bias + column;
+    return piece;
+  }
+  // [tokens][columns]; the pieces follow each other.
+  float* branch_of(const Piece& piece) const { return buffers_->branch.data() + size(num_tokens_) * size(piece.column); }
+
+  void sum_of_ranks(const Stage& at) {
+    Exchange& ranks = *exchanges_[size(at.layer)].exchange;
+    exchange([&] {
+      if (at.pieces == 1) return ranks.add_up(buffers_->branch.data(), size(num_tokens_) * size(shape_.hidden));
+      for (int piece = 0; piece < at.pieces; ++piece) ranks.end_sum();
+    });
+  }
+
   // hidden += branch
-  void add_sum(int chunk, float* result) const {
-    const Size first = size(first_of(chunk)) * size(shape_.hidden);
-    const int count = (end_of(chunk) - first_of(chunk)) * shape_.hidden;
-    std::memcpy(result, buffers_->hidden.data() + first, size(count) * 4);
-    kernels_.add(result, buffers_->branch.data() + first, nullptr, count);
+  void add_sum(const Stage& at, int chunk, float* result) const {
+    const Size first = size(first_of(chunk)), hidden = size(shape_.hidden);
+    std::memcpy(result, buffers_->hidden.data() + first * hidden, size(end_of(chunk)) * hidden * 4 - first * hidden * 4);
+    Stage of_piece = at;
+    for (of_piece.piece = 0; of_piece.piece < at.pieces; ++of_piece.piece) {
+      const Piece piece = piece_of({}, of_piece);
+      const float* branch = branch_of(piece) + first * size(piece.columns);
+      float* to = result + piece.column;
+      for (int row = first_of(chunk); row < end_of(chunk); ++row, to += hidden, branch += piece.columns) {
+        kernels_.add(to, branch, nullptr, piece.columns);
+      }
+    }
   }
 
   // hidden += norm(branch)
@@ -544,7 +599,7 @@ class StepWork : public Work {
 
   void gather_logits() {
     const Size rows = size(num_tokens_), part = size(model_->part()), vocabulary = size(shape_.logits);
-    exchange([&] { exchange_->gather(buffers_->logit_part.data(), rows * part, buffers_->logit_parts.data()); });
+    exchange([&] { exchanges_.back().exchange->gather(buffers_->logit_part.data(), rows * part, buffers_->logit_parts.data()); });
     for (Size rank = 0; rank < size(shape_.ranks); ++rank) {
       const Size first = rank * part, count = std::min(part, vocabulary - std::min(first, vocabulary));
       for (Size row = 0; row < rows; ++row) {
@@ -676,17 +731,19 @@ class StepWork : public Work {
     }
   }
 
-  // The result of a part of the layer goes to the residual stream, or waits for its own norm or for experts.
-  void commit_sum(const Cut& cut, const Matrix& matrix, int chunk, const float* result, bool waits, const float* norm) {
+  // The result of a part of the layer goes to the residual stream, or waits for other ranks, for its own norm or for experts.
+  void commit_sum(const Stage& at, const Matrix& whole, int chunk, const float* result, bool waits, const float* norm) {
+    const Cut& cut = at.cut;
+    const Piece piece = piece_of(whole, at);
     for (int row = 0; row < cut.num_rows(chunk); ++row, result += cut.width()) {
-      const Size at = size(cut.first_row(chunk) + row);
+      const Size token = size(cut.first_row(chunk) + row);
       for (int t = 0; t < cut.num_tiles(chunk); ++t) {
-        const int tile = cut.first_tile(chunk) + t, first = tile * kTile,
-                  count = std::min(kTile, shape_.hidden - first);
-        float* to = (waits ? buffers_->branch : buffers_->hidden).data() + at * size(shape_.hidden) + first;
+        const int tile = cut.first_tile(chunk) + t, first = tile * kTile, count = std::min(kTile, piece.columns - first);
+        float* to = waits ? branch_of(piece) + token * size(piece.columns) + first
+                          : buffers_->hidden.data() + token * size(shape_.hidden) + first;
         if (waits) std::fill_n(to, count, 0.F);
-        kernels_.add(to, result + t * kTile, matrix.bias == nullptr ? nullptr : matrix.bias + first, count);
-        if (!waits) store_input(static_cast<int>(at), tile, to, count, norm);
+        kernels_.add(to, result + t * kTile, piece.matrix.bias == nullptr ? nullptr : piece.matrix.bias + first, count);
+        if (!waits) store_input(static_cast<int>(token), tile, to, count, norm);
       }
     }
   }
@@ -823,7 +880,7 @@ class StepWork : public Work {
   char* const hidden_;
   const std::shared_ptr<const Sampling> sampling_;
   std::vector<Sampled>* const sampled_;
-  Exchange* const exchange_;
+  const std::vector<DecoderStep::LayerExchange> exchanges_;
   std::exception_ptr failure_;  // of the exchange
   cpu::AttentionWork attention_;
   const std::uint64_t id_;
@@ -894,7 +951,12 @@ StepReport Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& 
   for (const DecoderLayer& layer : model_->layers) {
     if (layer.window != 0) step.sharing = Sharing::kNever;
   }
-  require((step.exchange != nullptr) == (model_->shape.ranks > 1), "ranks that split a model need an exchange, others have none");
+  require(step.exchanges.size() == (model_->shape.ranks > 1 ? model_->layers.size() : 0),
+          "ranks that split a model need an exchange for each layer, others have none");
+  for (const auto& each : step.exchanges) {
+    require(each.exchange != nullptr && each.pieces >= 1 && each.pieces <= Exchange::kMostBegun,
+            "a sum of ranks has 1 or 2 pieces");
+  }
   if (cache.keys.size() != model_->layers.size() || cache.values.size() != model_->layers.size()) {
     throw std::invalid_argument("the cache has another number of layers than the model");
   }

@@ -30,7 +30,7 @@ from sagellm.engines.lmdeploy.cpu.packed import (
     kernels,
     team,
 )
-from sagellm.engines.lmdeploy.cpu.ranks import Ranks, ranks_of
+from sagellm.engines.lmdeploy.cpu.ranks import Exchanges, Ranks, ranks_of
 from sagellm.engines.lmdeploy.cpu.runtime import use_huge_pages
 from sagellm.engines.lmdeploy.sparsity import steps_of
 from sagellm.models.gguf_levels import GGUFLevels
@@ -192,7 +192,9 @@ class CpuRunner(GraphRunner):
             super().__init__(model, model_config, cache_config, *args, **kwargs)
             self.reason = why_eager(model)
             self.native: Description | None = None if self.reason else describe(model)
-        self._exchange = None if self.native is None else self.native.ranks.exchange()
+        self._exchanges: Exchanges | None = None
+        if self.native is not None and self.native.ranks.size > 1:
+            self._exchanges = Exchanges(self.native.ranks, self.native.layers, self.native.hidden)
         self._sharing = "where it pays" if hooks.prefix_attention == "auto" else "never"  # keys of common prefixes
         self._bound: Any = None
         self._bounds: torch.Tensor | None = None
@@ -252,8 +254,11 @@ class CpuRunner(GraphRunner):
             "hidden": 0 if hidden is None else hidden.data_ptr(), "sharing": self._sharing,
         }  # fmt: skip
         if self._sparse is None:
-            return self.native.decoder.run(team(), tensors, wishes, exchange=self._exchange)[0]
+            return self.native.decoder.run(team(), tensors, wishes, exchanges=self._exchanged(tokens.numel(), is_decoding))[0]
         return self._run_sparse(is_decoding, whole[2], whole[3], whole[4], tensors, wishes)
+
+    def _exchanged(self, num_tokens: int, is_decoding: bool) -> list[tuple[Any, int]] | None:
+        return None if self._exchanges is None else self._exchanges.of_step(num_tokens, "decode" if is_decoding else "prompt")
 
     def _run_sparse(
         self, is_decoding: bool, queries: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, tensors: dict[str, Any],
@@ -268,13 +273,14 @@ class CpuRunner(GraphRunner):
         prompts = None if is_decoding else sparse.of_prompts(queries, lengths)
         if prompts is not None:
             tensors["prompts"] = prompts
-        drawn, fault, read = self.native.decoder.run(team(), tensors, wishes, chosen, self._exchange)
+        exchanges = self._exchanged(tensors["num_tokens"], is_decoding)
+        drawn, fault, read = self.native.decoder.run(team(), tensors, wishes, chosen, exchanges)
         if fault:  # the step writes the same keys and draws the same tokens again
             if sparse.is_on:
                 sparse.switch_off(fault)
             tensors.pop("observed", None)
             tensors["is_repeated"] = True
-            drawn = self.native.decoder.run(team(), tensors, wishes, exchange=self._exchange)[0]
+            drawn = self.native.decoder.run(team(), tensors, wishes, exchanges=exchanges)[0]
         elif seen is not None:
             sparse.note(seen)
         if not is_decoding and sparse.policy.selects_prompts:
@@ -286,8 +292,9 @@ class CpuRunner(GraphRunner):
         if self.native is None:
             return super().get_logits(hidden_states)
         logits = self.native.head.multiply(hidden_states.to(self.native.dtype), wide=True)
-        if self._exchange is not None:
-            gathered = self.native.ranks.gather_logits(self._exchange, logits.flatten(0, -2), self.native.logits)
+        if self._exchanges is not None:
+            exchange, _ = self._exchanges.of_step(logits.shape[-2], "decode")[-1]
+            gathered = self.native.ranks.gather_logits(exchange, logits.flatten(0, -2), self.native.logits)
             logits = gathered.unflatten(0, logits.shape[:-1])
         cap = getattr(self.model, "final_logit_softcapping", None)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

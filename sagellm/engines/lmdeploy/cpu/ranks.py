@@ -8,6 +8,7 @@ import copy
 import ctypes
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,12 @@ from lmdeploy.pytorch import distributed
 from torch import nn
 
 from sagellm import _core
+from sagellm.core.collectives import GROUP, CommDecision
 from sagellm.engines.lmdeploy.cpu.packed import TILE, PackedWeight
 
-__all__ = ["Ranks", "ranks_of"]
+__all__ = ["Exchanges", "Ranks", "ranks_of"]
+
+MOST_KNOWN = 4096  # numbers of tokens in a step
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,6 @@ class Ranks:
             own.matrix["bias"] += 4 * first
         return own
 
-    def exchange(self) -> "_core.Exchange | None":
-        """Return how a step exchanges numbers; None for one worker.
-
-        Without Python where a backend over shared memory does the sums and nobody listens to each of them.
-        """
-        if self.size == 1:
-            return None
-        observer = getattr(sys.modules.get("lmdeploy.sage_comm"), "observer", None)  # patch 0006 may be there alone
-        native = None if observer is None else observer.native_exchange()
-        return _core.CallbackExchange(self._add_up, self._gather) if native is None else native
-
     def gather_logits(self, exchange: "_core.Exchange", own: torch.Tensor, outputs: int) -> torch.Tensor:
         """Return the logits [rows, outputs] of which each worker has a part, `own`: [rows, part]."""
         part = self.part(outputs)
@@ -74,11 +67,67 @@ class Ranks:
         exchange.gather(own.data_ptr(), own.numel(), whole.data_ptr())
         return whole.transpose(0, 1).flatten(1)[:, :outputs].contiguous()
 
-    def _add_up(self, address: int, count: int) -> None:
-        distributed.all_reduce(_numbers(address, count), group=self.group)
 
-    def _gather(self, own: int, count: int, whole: int) -> None:
-        distributed.all_gather_into_tensor(_numbers(whole, self.size * count), _numbers(own, count), group=self.group)
+class Exchanges:
+    """How the native steps of a model exchange numbers with the other workers.
+
+    Args:
+        hidden: numbers of a token between two layers.
+    """
+
+    def __init__(self, ranks: Ranks, num_layers: int, hidden: int) -> None:
+        self._ranks, self._num_layers, self._hidden = ranks, num_layers, hidden
+        self._by_backend: dict[str, _core.Exchange] = {}
+        self._known: dict[tuple[int, str], list[tuple[_core.Exchange, int]]] = {}
+
+    def of_step(self, num_tokens: int, phase: str) -> list[tuple["_core.Exchange", int]]:
+        """Return for each layer who adds up its parts, and in how many pieces. The last one gathers logits, too."""
+        key = num_tokens, phase
+        found = self._known.get(key)
+        if found is None:
+            if (observer := _observer()) is None:
+                decisions = [CommDecision(GROUP)] * self._num_layers
+            else:
+                decisions = observer.of_layers(4 * num_tokens * self._hidden, self._num_layers, phase)
+            found = [(self._exchange(each.backend), each.pieces) for each in decisions]
+            if len(self._known) < MOST_KNOWN:
+                self._known[key] = found
+        return found
+
+    def _exchange(self, backend: str) -> "_core.Exchange":
+        found = self._by_backend.get(backend)
+        if found is None:
+            observer = _observer()
+            found = None if observer is None else observer.native_exchange(backend)
+            found = self._by_backend[backend] = found or self._by_callbacks(backend)
+        return found
+
+    def _by_callbacks(self, backend: str) -> "_core.CallbackExchange":
+        """Exchange by LMDeploy's functions, where plug-ins and the record see each collective."""
+        group, size = self._ranks.group, self._ranks.size
+
+        def using() -> Any:
+            observer = _observer()
+            return nullcontext() if observer is None else observer.using(backend)
+
+        def add_up(address: int, count: int) -> None:
+            with using():
+                distributed.all_reduce(_numbers(address, count), group=group)
+
+        def begin_sum(address: int, count: int) -> Any:
+            with using():
+                return distributed.all_reduce(_numbers(address, count), group=group, async_op=True).wait
+
+        def gather(own: int, count: int, whole: int) -> None:
+            with using():
+                distributed.all_gather_into_tensor(_numbers(whole, size * count), _numbers(own, count), group=group)
+
+        return _core.CallbackExchange(add_up, begin_sum, gather)
+
+
+def _observer() -> Any:
+    """Return what sees the collectives of this process, or None. Patch 0006 may be there alone."""
+    return getattr(sys.modules.get("lmdeploy.sage_comm"), "observer", None)
 
 
 def _numbers(address: int, count: int) -> torch.Tensor:
