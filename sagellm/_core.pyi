@@ -654,8 +654,8 @@ class ShmGroup:
 class Exchange:
     """How ranks that split a model's layers exchange float32 numbers in the middle of a step."""
 
-    def gather(self, own: int, count: int, all: int) -> None:
-        """Write the numbers [count] of each rank to address `all`, [ranks][count]."""
+    def gather(self, numbers: int, rows: int, columns: int, part: int) -> None:
+        """Complete the numbers [rows][columns] at an address. Each rank has `part` columns of them, the last one maybe less."""
 
 class CallbackExchange(Exchange):
     """Calls functions of Python with addresses and a count, on any thread. `begin_sum` returns what waits for its end."""
@@ -664,7 +664,7 @@ class CallbackExchange(Exchange):
         self,
         add_up: Callable[[int, int], None],
         begin_sum: Callable[[int, int], Callable[[], object]],
-        gather: Callable[[int, int, int], None],
+        gather: Callable[[int, int, int, int], None],
     ) -> None: ...
 
 class ShmExchange(Exchange):

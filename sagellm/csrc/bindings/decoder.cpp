@@ -105,6 +105,7 @@ DecoderShape shape_of(const py::dict& given) {
   shape.embedding_scale = given["embedding_scale"].cast<float>();
   shape.activation = activation_of(given["activation"].cast<std::string>());
   shape.ranks = given["ranks"].cast<int>();
+  shape.rank = given["rank"].cast<int>();
   shape.logits = given["logits"].cast<int>();
   return shape;
 }

@@ -39,9 +39,9 @@ class CallbackExchange final : public Exchange {
     wait();
   }
 
-  void gather(const float* own, std::size_t count, float* all) override {
+  void gather(float* numbers, std::size_t rows, std::size_t columns, std::size_t part) override {
     const py::gil_scoped_acquire lock;
-    gather_(reinterpret_cast<std::uintptr_t>(own), count, reinterpret_cast<std::uintptr_t>(all));
+    gather_(reinterpret_cast<std::uintptr_t>(numbers), rows, columns, part);
   }
 
  private:
@@ -66,11 +66,11 @@ void bind_exchange(py::module_& module) {
   py::class_<Exchange>(module, "Exchange")
       .def(
           "gather",
-          [](Exchange& exchange, std::uintptr_t own, std::size_t count, std::uintptr_t all) {
+          [](Exchange& exchange, std::uintptr_t numbers, std::size_t rows, std::size_t columns, std::size_t part) {
             const py::gil_scoped_release release;
-            exchange.gather(reinterpret_cast<const float*>(own), count, reinterpret_cast<float*>(all));
+            exchange.gather(reinterpret_cast<float*>(numbers), rows, columns, part);
           },
-          py::arg("own"), py::arg("count"), py::arg("all"));
+          py::arg("numbers"), py::arg("rows"), py::arg("columns"), py::arg("part"));
   py::class_<CallbackExchange, Exchange>(module, "CallbackExchange")
       .def(py::init<py::function, py::function, py::function>(), py::arg("add_up"), py::arg("begin_sum"), py::arg("gather"));
   py::class_<ShmExchange, Exchange>(module, "ShmExchange")

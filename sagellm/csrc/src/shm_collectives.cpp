@@ -128,4 +128,29 @@ void ShmGroup::gather(const void* own, std::size_t num_bytes, void* all, std::st
   }
 }
 
+void ShmGroup::gather_columns(float* numbers, std::size_t rows, std::size_t columns, std::size_t part,
+                              std::string_view label, double deadline) {
+  const std::size_t most = most_to_begin(ShmNumber::kFloat32);
+  const std::size_t wide = std::min(part, most), tall = std::max<std::size_t>(1, most / std::max<std::size_t>(1, wide));
+  // Calls `copy` with the place of each row of a chunk in the numbers and in the staging of a rank, and its length.
+  const auto each_row = [&](std::size_t rank, std::size_t row, std::size_t column, std::size_t half, const auto& copy) {
+    const std::size_t first = rank * part + column, end = std::min({rank * part + part, first + wide, columns});
+    auto* of_rank = reinterpret_cast<float*>(staged(rank, half));
+    for (std::size_t i = row; first < end && i < std::min(rows, row + tall); ++i, of_rank += wide) {
+      copy(numbers + i * columns + first, of_rank, (end - first) * sizeof(float));
+    }
+  };
+  for (std::size_t row = 0; row < rows; row += tall) {
+    for (std::size_t column = 0; column < part; column += wide) {
+      const std::size_t half = next_half(deadline);
+      each_row(rank_, row, column, half, [](float* own, float* to, std::size_t bytes) { std::memcpy(to, own, bytes); });
+      meet(label, deadline);
+      for (std::size_t rank = 0; rank < world_size_; ++rank) {
+        if (rank == rank_) continue;
+        each_row(rank, row, column, half, [](float* to, float* from, std::size_t bytes) { std::memcpy(to, from, bytes); });
+      }
+    }
+  }
+}
+
 }  // namespace sage

@@ -55,10 +55,10 @@ void ShmExchange::end_sum() {
   count(kAddUp, sum.count * sizeof(float), sum.at_ns, now - sum.at_ns);
 }
 
-void ShmExchange::gather(const float* own, std::size_t count, float* all) {
+void ShmExchange::gather(float* numbers, std::size_t rows, std::size_t columns, std::size_t part) {
   const std::uint64_t begun_ns = clock_ns();
-  group_->gather(own, count * sizeof(float), all, label_of("gathering", count), deadline());
-  this->count(kGather, count * sizeof(float) * group_->segment()->world_size(), begun_ns, 0);
+  group_->gather_columns(numbers, rows, columns, part, label_of("gathering", rows * part), deadline());
+  count(kGather, rows * columns * sizeof(float), begun_ns, 0);
 }
 
 ShmExchange::Costs ShmExchange::costs(Kind kind) const {

@@ -155,14 +155,19 @@ class CommObserver:
         chosen = self._forced or self._choice.of(op.name, op.num_bytes, op.dtype).backend
         if chosen == GROUP or given.get("async_op"):
             return None
-        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
-        if not all(each.is_contiguous() and each.device.type in self._backend.device_types for each in tensors):
+        tensor = given["tensor"]
+        if not tensor.is_contiguous() or tensor.device.type not in self._backend.device_types:
             return None
         if op.name == "all_reduce":
             is_sum = given.get("op", torch.distributed.ReduceOp.SUM) == torch.distributed.ReduceOp.SUM
-            return partial(self._backend.all_reduce, given["tensor"]) if is_sum else None
-        output, tensor = given["output_tensor"], given["input_tensor"]
-        return partial(self._backend.all_gather, output.view(self._world_size, *tensor.shape), tensor)
+            return partial(self._backend.all_reduce, tensor) if is_sum else None
+        return partial(self._gather, given["tensor_list"], tensor)
+
+    def _gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
+        parts = tensor.new_empty(self._world_size, *tensor.shape)
+        self._backend.all_gather(parts, tensor)
+        for output, part in zip(outputs, parts, strict=True):
+            output.copy_(part)
 
     def _end(self, op: CommOp, tokens: dict[str, Any], latency_ns: int | None) -> None:
         for name, plugin in self._host.listeners("comm_end"):
@@ -196,7 +201,7 @@ class CommObserver:
         """Count what the native steps have exchanged. True if there is something new."""
         if self._exchange is None:
             return False
-        costs = {"all_reduce": self._exchange.sums(), "all_gather_into_tensor": self._exchange.gatherings()}
+        costs = {"all_reduce": self._exchange.sums(), "all_gather": self._exchange.gatherings()}
         return any([self.stats.set_exchanged(self._rank, name, self._world_size, each) for name, each in costs.items()])
 
     def _write_report(self) -> None:

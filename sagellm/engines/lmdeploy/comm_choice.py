@@ -32,12 +32,10 @@ AUTO = "auto"
 # hundred.
 STEP_SPIN_US = 2000.0
 MEASURED_BYTES, MEASURED_TIMES = (4 << 10, 64 << 10, 1 << 20), 7
-# A sum that takes longer is worth a second piece: `python -m benchmarks.tensor_parallel --pieces`.
-PIECES_FROM_S = 100e-6
 # Collectives that a backend may do, with the names of their arguments in torch.distributed.
 ARGUMENTS = {
     "all_reduce": ("tensor", "op", "group", "async_op"),
-    "all_gather_into_tensor": ("output_tensor", "input_tensor", "group", "async_op"),
+    "all_gather": ("tensor_list", "tensor", "group", "async_op"),
 }
 
 
@@ -139,9 +137,7 @@ class CommChoice:
         if not self.measured:
             return CommDecision(request.backends[-1])
         nearest = min(MEASURED_BYTES, key=lambda size: abs(size.bit_length() - request.num_bytes.bit_length()))
-        quickest = min(request.backends, key=lambda name: self.measured[name][nearest])
-        is_slow = bool(request.phase) and self.measured[quickest][nearest] > PIECES_FROM_S
-        return CommDecision(quickest, MAX_PIECES if is_slow and request.phase == "decode" else 1)
+        return CommDecision(min(request.backends, key=lambda name: self.measured[name][nearest]))
 
     def _ask(self, request: CommRequest) -> CommDecision | None:
         if not self._host.listens("comm_decide"):

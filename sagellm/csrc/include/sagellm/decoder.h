@@ -84,7 +84,7 @@ struct DecoderShape {
   Activation activation = Activation::kSilu;
   // Ranks that split the layers. Heads and matrices are this rank's: `out` and `down` have a part of the inputs, and the other
   // matrices a part of the outputs. Each rank has `head.outputs` of the logits, one part after the other; the last may have less.
-  int ranks = 1;
+  int ranks = 1, rank = 0;
   int logits = 0;  // of all ranks
 };
 

@@ -16,8 +16,8 @@ class Exchange {
   static constexpr int kMostBegun = 2;
   virtual void begin_sum(float* numbers, std::size_t count) = 0;
   virtual void end_sum() = 0;
-  // `all` [ranks][count] gets the numbers `own` [count] of each rank.
-  virtual void gather(const float* own, std::size_t count, float* all) = 0;
+  // Each rank has columns [rank * part, rank * part + part) of `numbers` [rows][columns], and gets the others.
+  virtual void gather(float* numbers, std::size_t rows, std::size_t columns, std::size_t part) = 0;
 };
 
 }  // namespace sage

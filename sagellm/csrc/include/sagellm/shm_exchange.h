@@ -31,7 +31,7 @@ class ShmExchange final : public Exchange {
   void add_up(float* numbers, std::size_t count) override;
   void begin_sum(float* numbers, std::size_t count) override;
   void end_sum() override;
-  void gather(const float* own, std::size_t count, float* all) override;
+  void gather(float* numbers, std::size_t rows, std::size_t columns, std::size_t part) override;
   Costs costs(Kind kind) const;  // since the start; of any thread
 
  private:

@@ -75,6 +75,9 @@ class ShmGroup {
   void end_sum(double deadline);
   // `all` [ranks][num_bytes] gets what each rank gives.
   void gather(const void* own, std::size_t num_bytes, void* all, std::string_view label, double deadline);
+  // Each rank has columns [rank * part, rank * part + part) of `numbers` [rows][columns], and gets the others.
+  void gather_columns(float* numbers, std::size_t rows, std::size_t columns, std::size_t part, std::string_view label,
+                      double deadline);
 
   ShmHeap& heap() noexcept { return *heap_; }
   std::uint8_t* heap_data() const noexcept;

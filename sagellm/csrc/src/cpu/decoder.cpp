@@ -39,7 +39,7 @@ struct Decoder::Model {
 
   int num_logits() const { return shape.ranks > 1 ? shape.logits : head.outputs; }
   // Logits of each rank but the last, which may have less.
-  int part() const { return padded(divided(shape.logits, shape.ranks), kTile); }
+  int part() const { return shape.ranks > 1 ? padded(divided(shape.logits, shape.ranks), kTile) : 0; }
 };
 
 // Numbers that begin with a line of the cache, so that a tile of one thread shares no line with a tile of another.
@@ -68,7 +68,6 @@ struct Decoder::Buffers {
   std::shared_ptr<const cpu::AttentionCosts> costs;  // of the cache, where sequences read keys together if that pays
   Size partial_capacity = 0;
   Lines<float> hidden, squares, qkv, branch, partials, logits;
-  Lines<float> logit_part, logit_parts;  // of this rank, and of all ranks
   Lines<char> input, queries, attended, fed;
   Lines<float> routed, expert_branch;  // routers' outputs, and the results of each slot
   Lines<char> expert_fed;
@@ -103,14 +102,7 @@ struct Decoder::Buffers {
       }
     }
     if (partials_needed > partials.size()) partials.resize(partials_needed);
-    if (logits_needed > logits.size()) {
-      logits.resize(logits_needed);
-      if (model.shape.ranks > 1) {
-        const Size part = logits_needed / size(model.shape.logits) * size(model.part());
-        logit_part.resize(part);
-        logit_parts.resize(part * size(model.shape.ranks));
-      }
-    }
+    if (logits_needed > logits.size()) logits.resize(logits_needed);
   }
 };
 
@@ -289,7 +281,7 @@ class StepWork : public Work {
       case Kind::kEmbed:
         return commit_rows(chunk, result, model_->layers[0].attention_norm);
       case Kind::kQkv:
-        return commit_product(at.cut, layer.qkv, chunk, result, buffers_->qkv.data());
+        return commit_product(at.cut, layer.qkv, chunk, result, buffers_->qkv.data(), layer.qkv.outputs);
       case Kind::kRotate:
         return commit_rotated(at.layer, chunk, result);
       case Kind::kWeigh:
@@ -322,7 +314,8 @@ class StepWork : public Work {
       case Kind::kAddAttended:
         return commit_rows(chunk, result, layer.feed_forward_norm);
       case Kind::kRoute:
-        return commit_product(at.cut, layer.experts.router, chunk, result, buffers_->routed.data());
+        return commit_product(at.cut, layer.experts.router, chunk, result, buffers_->routed.data(),
+                              layer.experts.router.outputs);
       case Kind::kChoose:
         return cpu::choose_experts(buffers_->routed.data(), num_tokens_, layer.experts, &routes_);
       case Kind::kFeed:
@@ -342,9 +335,13 @@ class StepWork : public Work {
       case Kind::kLast:
         return commit_last(chunk, result);
       case Kind::kLogits:
-        return commit_logits(at.cut, chunk, result);
+        return commit_product(at.cut, model_->head, chunk, result, buffers_->logits.data() + shape_.rank * model_->part(),
+                              model_->num_logits());
       case Kind::kGather:
-        return gather_logits();
+        return exchange([&] {
+          exchanges_.back().exchange->gather(buffers_->logits.data(), size(num_tokens_), size(shape_.logits),
+                                             size(model_->part()));
+        });
       case Kind::kSample:
         return commit_sampled(chunk, local);
     }
@@ -592,23 +589,6 @@ class StepWork : public Work {
     }
   }
 
-  void commit_logits(const Cut& cut, int chunk, const float* result) {
-    if (!is_split()) return commit_product(cut, model_->head, chunk, result, buffers_->logits.data());
-    commit_product(cut, model_->head, chunk, result, buffers_->logit_part.data(), model_->part());
-  }
-
-  void gather_logits() {
-    const Size rows = size(num_tokens_), part = size(model_->part()), vocabulary = size(shape_.logits);
-    exchange([&] { exchanges_.back().exchange->gather(buffers_->logit_part.data(), rows * part, buffers_->logit_parts.data()); });
-    for (Size rank = 0; rank < size(shape_.ranks); ++rank) {
-      const Size first = rank * part, count = std::min(part, vocabulary - std::min(first, vocabulary));
-      for (Size row = 0; row < rows; ++row) {
-        std::memcpy(buffers_->logits.data() + row * vocabulary + first,
-                    buffers_->logit_parts.data() + (rank * rows + row) * part, count * 4);
-      }
-    }
-  }
-
   // After the first failure the rest of the step runs without exchanges, and its results are not used.
   template <typename Call>
   void exchange(const Call& call) noexcept {
@@ -693,9 +673,8 @@ class StepWork : public Work {
     }
   }
 
-  // `to`: [tokens][stride]; 0: the matrix's outputs
-  void commit_product(const Cut& cut, const Matrix& matrix, int chunk, const float* result, float* to, int stride = 0) {
-    if (stride == 0) stride = matrix.outputs;
+  // `to`: [tokens][stride]
+  void commit_product(const Cut& cut, const Matrix& matrix, int chunk, const float* result, float* to, int stride) {
     const int first = cut.first_tile(chunk) * kTile,
               count = std::min(cut.num_tiles(chunk) * kTile, matrix.outputs - first);
     to += size(cut.first_row(chunk)) * size(stride) + size(first);

@@ -172,6 +172,7 @@ def describe(model: nn.Module) -> Description:
         "embedding_scale": head.inputs**0.5 if type(model).__name__ == "GemmaForCausalLM" else 1.0,
         "activation": gated.activation,
         "ranks": ranks.size,
+        "rank": ranks.rank,
         "logits": whole_head.outputs,
     }
     layers = [layer(block) for block in inner.layers]

@@ -61,11 +61,10 @@ class Ranks:
 
     def gather_logits(self, exchange: "_core.Exchange", own: torch.Tensor, outputs: int) -> torch.Tensor:
         """Return the logits [rows, outputs] of which each worker has a part, `own`: [rows, part]."""
-        part = self.part(outputs)
-        own = nn.functional.pad(own, (0, part - own.shape[1])).contiguous()
-        whole = torch.empty(self.size, *own.shape)
-        exchange.gather(own.data_ptr(), own.numel(), whole.data_ptr())
-        return whole.transpose(0, 1).flatten(1)[:, :outputs].contiguous()
+        part, whole = self.part(outputs), torch.empty(len(own), outputs)
+        whole[:, self.rank * part : self.rank * part + own.shape[1]] = own
+        exchange.gather(whole.data_ptr(), len(whole), outputs, part)
+        return whole
 
 
 class Exchanges:
@@ -104,7 +103,7 @@ class Exchanges:
 
     def _by_callbacks(self, backend: str) -> "_core.CallbackExchange":
         """Exchange by LMDeploy's functions, where plug-ins and the record see each collective."""
-        group, size = self._ranks.group, self._ranks.size
+        group, rank, size = self._ranks.group, self._ranks.rank, self._ranks.size
 
         def using() -> Any:
             observer = _observer()
@@ -118,9 +117,13 @@ class Exchanges:
             with using():
                 return distributed.all_reduce(_numbers(address, count), group=group, async_op=True).wait
 
-        def gather(own: int, count: int, whole: int) -> None:
+        def gather(address: int, rows: int, columns: int, part: int) -> None:
+            whole = _numbers(address, rows * columns).view(rows, columns)
+            own = nn.functional.pad(whole, (0, size * part - columns))[:, rank * part : (rank + 1) * part].contiguous()
+            parts = own.new_empty(size, rows, part)
             with using():
-                distributed.all_gather_into_tensor(_numbers(whole, size * count), _numbers(own, count), group=group)
+                distributed.all_gather(list(parts), own, group=group)
+            whole.copy_(parts.transpose(0, 1).flatten(1)[:, :columns])
 
         return _core.CallbackExchange(add_up, begin_sum, gather)
 
