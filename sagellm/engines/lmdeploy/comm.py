@@ -161,6 +161,8 @@ class CommObserver:
         if op.name == "all_reduce":
             is_sum = given.get("op", torch.distributed.ReduceOp.SUM) == torch.distributed.ReduceOp.SUM
             return partial(self._backend.all_reduce, tensor) if is_sum else None
+        if op.name == "broadcast":
+            return partial(self._backend.broadcast, tensor, given["src"])
         return partial(self._gather, given["tensor_list"], tensor)
 
     def _gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:

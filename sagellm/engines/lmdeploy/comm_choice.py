@@ -35,6 +35,7 @@ MEASURED_BYTES, MEASURED_TIMES = (4 << 10, 64 << 10, 1 << 20), 7
 # Collectives that a backend may do, with the names of their arguments in torch.distributed.
 ARGUMENTS = {
     "all_reduce": ("tensor", "op", "group", "async_op"),
+    "broadcast": ("tensor", "src", "group", "async_op"),
     "all_gather": ("tensor_list", "tensor", "group", "async_op"),
 }
 

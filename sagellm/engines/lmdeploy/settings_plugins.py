@@ -49,11 +49,6 @@ def check_settings_plugins(config: SageConfig) -> None:
     if spec is not None:
         from sagellm.accel.speculative.registry import make_speculator
 
-        if config.tensor_parallel > 1:
-            raise ConfigError(
-                f"speculative {spec.name} with tensor_parallel {config.tensor_parallel}: the workers do not share guesses; "
-                "give one of the two."
-            )
         strategy = make_speculator(spec.name, **spec.options)
         if config.kv_blocks is not None:  # else the engine looks at the pool that it gets
             lookahead = strategy.lookahead if type(strategy.lookahead) is int else 0

@@ -256,3 +256,26 @@ def test_a_backend_of_ones_own(two_workers, reference, tmp_path, monkeypatch):
 def test_backends_that_are_refused(start_engine, settings, why):
     with pytest.raises(ConfigError, match=why):
         start_engine(**settings)
+
+
+# Greedy answers of a random model fall into circles, which ngram and suffix guess.
+@pytest.mark.parametrize(
+    ("name", "decode_round", "backend"),
+    [("suffix", 1, "shm"), ("ngram", 4, "shm"), ("ngram", 1, "group")],
+)
+def test_guesses_of_worker_0_are_checked_by_all(two_workers, reference, name, decode_round, backend):
+    engine = two_workers(kv_blocks=30, speculative=name, decode_round=decode_round, comm_backend=backend)
+    for _ in range(2):
+        assert answers(engine, CROWD) == reference(CROWD, 40)
+    report = engine.hooks.report()["speculation"]
+    assert report["faults"] == 0, report["first_fault"]
+    assert report["accepted"] > 5
+
+
+def test_worker_0_has_the_whole_draft_model(two_workers, reference, model_folder):
+    options = {"model": str(model_folder("llama")), "lookahead": 3}
+    engine = two_workers(kv_blocks=64, speculative="draft", speculative_options=options)
+    assert answers(engine, CROWD) == reference(CROWD, 40)
+    report = engine.hooks.report()["speculation"]
+    assert report["faults"] == 0, report["first_fault"]
+    assert report["accepted"] > 0.9 * report["drafted"] > 0

@@ -11,8 +11,9 @@ from sagellm.core.hooks import StepResult
 from sagellm.engines.lmdeploy.speculative.draft_folder import check_draft
 from sagellm.engines.lmdeploy.speculative.draft_runner import DraftRunner
 from sagellm.engines.lmdeploy.speculative.reserve import Reserve
+from sagellm.engines.lmdeploy.speculative.sharing import Sharing
 
-__all__ = ["Speculation"]
+__all__ = ["Speculation", "share"]
 
 
 class Target:
@@ -29,12 +30,40 @@ class Target:
         return DraftRunner(self._agent, folder)
 
 
+class WorkersTarget:
+    """The same where the model is in worker processes. A model to load is checked; worker 0 loads it."""
+
+    def __init__(self, engine: Any) -> None:
+        self._model_path = Path(engine.model_config.hf_config.name_or_path)
+        self.vocab_size = engine.model_config.vocab_size
+        self.block_size, self.num_blocks = engine.cache_config.block_size, engine.cache_config.num_gpu_blocks
+        self.device = engine.cache_config.device_type
+
+    def load(self, folder: Path) -> Any:
+        check_draft(folder, self._model_path)
+        return None
+
+
+def share(agent: Any) -> None:
+    """Let the speculator of worker 0 guess for all workers. `agent`: of one of several workers, with its model and cache."""
+    speculator = agent.agent_strategy.speculator
+    if speculator is None or agent.world_size == 1:
+        return
+    speculator.sharing = Sharing(agent.dist_ctx)
+    if not getattr(sage_device.active, "decodes_ragged", False):
+        speculator.prompt_tokens = agent.cache_config.max_prefill_token_num
+    if agent.rank == 0:
+        speculator.bind(Target(agent))
+
+
 class Speculation:
     """Lives as long as the engine. Raises SpeculationError: the strategy cannot work with the model."""
 
     def __init__(self, engine: Any) -> None:
-        agent = engine.executor.model_agent
-        self._speculator = agent.agent_strategy.speculator
+        agent = getattr(engine.executor, "model_agent", None)
+        strategy = engine.model_agent_strategy if agent is None else agent.agent_strategy
+        self._speculator = strategy.speculator
+        self._latest = engine.engine_strategy.latest if agent is None else None
         if engine.scheduler.is_ssm:
             raise SpeculationError(
                 f"{self._speculator.name}: the model keeps a state that moves with each token, also with a wrong guess; "
@@ -51,7 +80,7 @@ class Speculation:
         self._reserve = Reserve(engine.scheduler, self._speculator.lookahead, engine.scheduler_config.prefill_interval)
         engine.engine_strategy.reserve = self._reserve
         engine.model_agent_strategy.choice = engine.scheduler.sage.choice
-        self._speculator.bind(Target(agent))
+        self._speculator.bind(WorkersTarget(engine) if agent is None else Target(agent))
 
     def give_back(self, running: list[Any]) -> None:
         """These have left the device."""
@@ -65,4 +94,4 @@ class Speculation:
         return result._replace(computed=computed, num_tokens=num_tokens, num_context_tokens=max(0, num_context))
 
     def report(self) -> dict[str, Any]:
-        return self._speculator.report()
+        return self._speculator.report() | (self._latest or {})

@@ -1,7 +1,8 @@
 """A draft model on the device of the engine's own: LMDeploy's model, its runner, and keys and values in blocks of the
 target's numbers; the target's allocator owns them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from lmdeploy.pytorch.backends import get_backend
 from lmdeploy.pytorch.config import ModelConfig
+from lmdeploy.pytorch.distributed import DistContext, get_dist_manager
 from lmdeploy.pytorch.engine.cache_engine import CacheEngine
 from lmdeploy.pytorch.engine.model_agent import model_forward
 from lmdeploy.pytorch.model_inputs import ModelInputs
@@ -35,8 +37,9 @@ class DraftRunner:
 
     def __init__(self, agent: Any, folder: Path) -> None:
         self._agent = agent
+        self._ranks = DistContext.build() if agent.world_size > 1 else agent.dist_ctx
         try:
-            with agent.all_context():
+            with self._context():
                 self._build(folder)
         except SageError:
             raise
@@ -47,6 +50,12 @@ class DraftRunner:
         self.vocab_size = self._config.vocab_size
         # Either model may be padded beyond the tokenizer that they share: neither is asked about tokens that it has not.
         self._num_guessable = min(self.vocab_size, agent.model_config.vocab_size)
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """The whole model is in one worker, whatever the target's are."""
+        with self._agent.all_context(), get_dist_manager().context(self._ranks):
+            yield
 
     def _build(self, folder: Path) -> None:
         agent = self._agent
@@ -84,7 +93,8 @@ class DraftRunner:
         """[sequences, tokens that both models have] behind the last token of each."""
         inputs = self._inputs(token_ids, num_before, blocks)
         agent = self._agent
-        output = model_forward(self._model, inputs, self._cache, agent.state_cache_engine)
+        with self._context():
+            output = model_forward(self._model, inputs, self._cache, agent.state_cache_engine)
         hidden = output["hidden_states"][0]
         if len(token_ids) != len(hidden):
             hidden = hidden[inputs.seq_length.cumsum(0) - 1]

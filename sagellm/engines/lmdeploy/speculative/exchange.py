@@ -55,9 +55,11 @@ class SpecExtraInputs:
 
 @dataclass
 class SpecExtraOutputs(ARExtraOutputs):
-    """`num_drafted`: int64 [sequences], guesses that were computed in this step; None where there were none."""
+    """`num_drafted`: int64 [sequences], guesses that were computed in this step; None where there were none. `report`: the
+    speculator's, where that is in another process than the engine."""
 
     num_drafted: torch.Tensor | None = None
+    report: dict[str, Any] | None = None
 
 
 def extra_inputs_of(seqs: list[Any], limits: Mapping[int, int]) -> SpecExtraInputs:
@@ -67,7 +69,7 @@ def extra_inputs_of(seqs: list[Any], limits: Mapping[int, int]) -> SpecExtraInpu
     other. The other is in a step that returns scores or experts of every token.
     """
     made = SpecExtraInputs(seqs[0].block_size)
-    made.limits = limits
+    made.limits = dict(limits)  # it may go to other processes
     for number, seq in enumerate(seqs):
         if seq.num_token_ids != 1 or getattr(seq, "sage_known", -1) != seq.num_valid_ids:
             param = seq.sampling_param

@@ -4,6 +4,8 @@ A sequence carries no guesses: they are added in the agent right before a step, 
 tokens of the step. So scheduling, preemption and the prefix cache see accepted tokens alone.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ class SpecFactory(ARStrategyFactory):
     def __init__(self, model_config: Any, spec: SpeculativeSpec) -> None:
         super().__init__(model_config)
         self._spec = spec
+        self._latest: dict[str, Any] = {}  # report of the workers' speculator
 
     def build_model_agent_strategy(self) -> "SpecAgentStrategy":
         from sagellm.accel.speculative.registry import make_speculator
@@ -41,16 +44,19 @@ class SpecFactory(ARStrategyFactory):
         return SpecAgentStrategy(Speculator(strategy, self.model_config.vocab_size))
 
     def build_engine_strategy(self, cache_config: Any, scheduler_config: Any) -> "SpecEngineStrategy":
-        return SpecEngineStrategy(scheduler_config, cache_config)
+        strategy = SpecEngineStrategy(scheduler_config, cache_config)
+        strategy.latest = self._latest
+        return strategy
 
     def build_sequence_strategy(self) -> "SpecSequenceStrategy":
-        return SpecSequenceStrategy()
+        return SpecSequenceStrategy(self._latest)
 
 
 class SpecAgentStrategy(ARModelAgentStrategy):
     def __init__(self, speculator: Speculator) -> None:
         self.speculator = speculator
         self.choice: Any = None  # in the engine: the `StepChoice` that bounds the guesses of a step
+        self._heard: torch.Tensor | None = None  # tokens of the last step of a round, from worker 0
 
     def slice_outputs(self, inputs: torch.Tensor, seq_length: torch.Tensor) -> torch.Tensor:
         """Every row of a step with guesses counts, of other steps the last one of each sequence."""
@@ -60,7 +66,19 @@ class SpecAgentStrategy(ARModelAgentStrategy):
         return extra_inputs_of(seqs, self.choice.draft_tokens if self.choice is not None else {})
 
     def make_extra_outputs(self, extra_inputs: Any, **kwargs: Any) -> SpecExtraOutputs:
-        return SpecExtraOutputs(self.speculator.num_drafted())
+        report = None if self.speculator.sharing is None else self.speculator.report()
+        return SpecExtraOutputs(self.speculator.num_drafted(), report)
+
+    @contextmanager
+    def broadcast_next_token(self, next_token_ids: torch.Tensor, extra_inputs: Any, dist_ctx: Any) -> Iterator[None]:
+        """Tell the other workers which tokens each sequence has got; `update_inputs_for_next_step` takes them there."""
+        sharing = self.speculator.sharing
+        if sharing.rank == 0:
+            sharing.tell(next_token_ids.reshape(len(next_token_ids), -1).tolist())
+        else:
+            rows = torch.tensor(sharing.hear())
+            self._heard = rows if self.speculator.is_verifying else rows.view(-1)
+        yield
 
     def make_stopping_criteria(self, seqs: list[Any]) -> SpecStoppingCriteria:
         return SpecStoppingCriteria(super().make_stopping_criteria(seqs).num_appendable_ids)
@@ -71,6 +89,8 @@ class SpecAgentStrategy(ARModelAgentStrategy):
     ) -> tuple[Any, Any]:  # fmt: skip
         """The next decode step of a round: `next_token_ids` is [sequences, longest], padded with -1, behind a step with
         guesses."""
+        if self._heard is not None:
+            next_token_ids, self._heard = self._heard, None
         if next_token_ids.dim() == 1:
             return super().update_inputs_for_next_step(
                 model_inputs, sampling_inputs, next_token_ids, model_metas, extra_inputs, **kwargs
@@ -96,9 +116,10 @@ class SpecAgentStrategy(ARModelAgentStrategy):
 
 
 class SpecEngineStrategy(AREngineStrategy):
-    """`reserve`: decides how much room guesses get; None until the engine is built."""
+    """`reserve`: decides how much room guesses get; None until the engine is built. `latest`: last report of the workers."""
 
     reserve: Reserve | None = None
+    latest: dict[str, Any]
 
     def get_prealloc_size(self, is_decoding: bool) -> int:
         size = super().get_prealloc_size(is_decoding)
@@ -108,8 +129,13 @@ class SpecEngineStrategy(AREngineStrategy):
 class SpecSequenceStrategy(ARSequenceStrategy):
     """A step gives a sequence several tokens, of which all but the last have their keys and values."""
 
+    def __init__(self, latest: dict[str, Any]) -> None:
+        self._latest = latest
+
     def update_running(self, running: list[Any], batched_outputs: Any, is_decoding: bool) -> None:
         is_run = [seq.status == MessageStatus.LOCKED for seq in running]
+        if (report := batched_outputs.extra_outputs.report) is not None:
+            self._latest.update(report)
         if is_decoding and batched_outputs.all_routed_experts is None:
             _append(running, is_run, batched_outputs)
         else:

@@ -12,6 +12,7 @@ from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome
 from sagellm.accel.speculative.statistics import Statistics
 from sagellm.engines.lmdeploy.speculative.exchange import SpecExtraInputs
 from sagellm.engines.lmdeploy.speculative.guarded import GuardedStrategy
+from sagellm.engines.lmdeploy.speculative.sharing import Sharing
 from sagellm.engines.lmdeploy.speculative.text import FAR, Text
 from sagellm.engines.lmdeploy.speculative.verify import accepted, sampling_rows, up_to_stop
 
@@ -33,7 +34,8 @@ class Speculator:
 
     `is_verifying`: the step that runs now has guesses in it. `lookahead`: as many guesses there may be, now. `prompt_tokens`:
     None where a decode step of the device takes several tokens of a sequence, of each another number. Elsewhere a step with
-    guesses goes as one of prompts whose beginnings are in the cache, and has so many tokens at most.
+    guesses goes as one of prompts whose beginnings are in the cache, and has so many tokens at most. `sharing`: of a worker
+    among several, of which worker 0 guesses.
     """
 
     def __init__(self, strategy: SpeculativeStrategy, vocab_size: int) -> None:
@@ -41,6 +43,7 @@ class Speculator:
         self.statistics = Statistics()
         self.is_verifying = False
         self.prompt_tokens: int | None = None
+        self.sharing: Sharing | None = None
         self._guarded = GuardedStrategy(strategy, vocab_size)
         self.name, self.bind = self._guarded.name, self._guarded.bind
         self._texts: dict[int, Text] = {}
@@ -77,6 +80,20 @@ class Speculator:
             return_logits: a request wants scores of the step, which are counted by sequence.
             ended: requests that have ended since the last step; a new one may have the name of one of them.
         """
+        if self.sharing is None:
+            return self._guess(inputs, extra, num_later, return_logits, ended)
+        if self.sharing.rank > 0:
+            drafts = self.sharing.hear() if inputs.is_decoding else None
+            self.is_verifying, self._drafts = drafts is not None, drafts or []
+            return self._extended(inputs) if self.is_verifying else inputs
+        extended = self._guess(inputs, extra, num_later, return_logits, ended)
+        if inputs.is_decoding:
+            self.sharing.tell(self._drafts if self.is_verifying else None)
+        return extended
+
+    def _guess(
+        self, inputs: Any, extra: SpecExtraInputs, num_later: int, return_logits: bool, ended: Sequence[int] | None
+    ) -> Any:
         self.is_verifying, self._is_decoding, self._num_later = False, inputs.is_decoding, num_later
         if extra is not self._extra:
             if ended:
