@@ -23,6 +23,7 @@ question, its answer, and the question again; for half the questions at least ha
 """
 
 import functools
+import itertools
 import math
 import statistics
 import tempfile
@@ -60,10 +61,11 @@ VOCABULARY = 151_936
 @click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Rounds of each contestant.")
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes of each contestant.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
+@click.option("--tensor-parallel", "workers", default="1", show_default=True, help="Workers of an engine, separated by commas.")
 @with_output
 def main(
     model: str, works: str | None, batches: str, strategies: str | None, options: str, rounds: int, processes: int,
-    threads: int, output: Output,
+    threads: int, workers: str, output: Output,
 ) -> None:  # fmt: skip
     """Measure, print, and write the result."""
     chosen = works.split(",") if works else list(WORKS[model])
@@ -80,21 +82,22 @@ def main(
         if "draft" in names and "model" not in given.get("draft", {}):
             given["draft"] = {"model": str(_draft(model))} | given.get("draft", {})
         texts = _texts(model, folder)
-        for work in chosen:
-            for batch in map(int, batches.split(",")):
-                # New engines for each, so that no strategy remembers what was said before.
-                contestants = [
-                    Contestant(name, build, str(folder), threads, name, given.get(name, {}), {})
-                    for _ in range(processes)
-                    for name in names
-                ]
-                try:
-                    cell = _cell(contestants, model, texts, work, batch, rounds)
-                finally:
-                    for contestant in contestants:
-                        contestant.close()
-                result["cells"].append(cell)
-                output.say(shown(cell))
+        cells = itertools.product(chosen, map(int, batches.split(",")), map(int, workers.split(",")))
+        for work, batch, num_workers in cells:
+            settings = {"tensor_parallel": num_workers}  # which share the threads
+            # New engines for each, so that no strategy remembers what was said before.
+            contestants = [
+                Contestant(name, build, str(folder), threads // num_workers, name, given.get(name, {}), settings)
+                for _ in range(processes)
+                for name in names
+            ]
+            try:
+                cell = _cell(contestants, model, texts, work, batch, rounds) | settings
+            finally:
+                for contestant in contestants:
+                    contestant.close()
+            result["cells"].append(cell)
+            output.say(shown(cell))
     output.finish(result)
 
 
@@ -208,7 +211,7 @@ def _by_process(rounds: list[list[dict[str, Any]]], none: list[list[dict[str, An
 
 def shown(cell: dict[str, Any]) -> str:
     """Return the cell as a table."""
-    lines = [f"\n{cell['work']}, batch {cell['batch']}: none {spread(cell['none_tokens_per_s'], '.1f')} tokens/s"]
+    lines = [f"\n{cell['work']}, batch {cell['batch']}, workers {cell['tensor_parallel']}: none {spread(cell['none_tokens_per_s'], '.1f')} tokens/s"]
     if len(cell["none_processes"]) > 1:
         every = {NONE: cell["none_processes"]} | {name: row["processes"] for name, row in cell["strategies"].items()}
         lines += [f"{name}, processes: {' '.join(f'{each:.3f}' for each in sorted(every[name]))}" for name in every]
