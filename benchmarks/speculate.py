@@ -211,7 +211,8 @@ def _by_process(rounds: list[list[dict[str, Any]]], none: list[list[dict[str, An
 
 def shown(cell: dict[str, Any]) -> str:
     """Return the cell as a table."""
-    lines = [f"\n{cell['work']}, batch {cell['batch']}, workers {cell['tensor_parallel']}: none {spread(cell['none_tokens_per_s'], '.1f')} tokens/s"]
+    where = f"{cell['work']}, batch {cell['batch']}, workers {cell['tensor_parallel']}"
+    lines = [f"\n{where}: none {spread(cell['none_tokens_per_s'], '.1f')} tokens/s"]
     if len(cell["none_processes"]) > 1:
         every = {NONE: cell["none_processes"]} | {name: row["processes"] for name, row in cell["strategies"].items()}
         lines += [f"{name}, processes: {' '.join(f'{each:.3f}' for each in sorted(every[name]))}" for name in every]
