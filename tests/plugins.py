@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sagellm.core.hooks import (
+    CommDecision,
     EvictionDecision,
     MigrationPlan,
     Phase,
@@ -255,6 +256,27 @@ class CommLog(Plugin):
         line = {"op": op.name, "bytes": op.num_bytes, "dtype": op.dtype, "rank": op.rank, "world": op.world_size}
         with open(self.folder / f"comm{op.rank}.jsonl", "a") as file:
             file.write(json.dumps(line | {"token": token, "pid": os.getpid()}) + "\n")
+
+
+class CommDecides(Plugin):
+    """Lets the layers take turns between backends, in two pieces, and leaves what it was asked in a file."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def comm_decide(self, request):
+        with open(self.folder / "decisions.jsonl", "a") as file:
+            file.write(json.dumps([os.getpid(), request.name, request.layer, request.phase, request.num_bytes]) + "\n")
+        if request.layer is None:
+            return None
+        return CommDecision(request.backends[request.layer % len(request.backends)], 2)
+
+
+class CommNonsense(Plugin):
+    """Decides for a backend that there is not."""
+
+    def comm_decide(self, request):
+        return CommDecision("pigeons")
 
 
 class CommSleeps(Plugin):

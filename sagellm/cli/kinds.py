@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from sagellm.cli.lazy import LazyGroup
+from sagellm.cli.lazy import LazyGroup, at
 from sagellm.cli.tables import show_rows
 from sagellm.cli.values import LONGEST_LIMIT_S, Finite, read_options
 from sagellm.core.contract import ContractReport, Flag
@@ -152,5 +152,6 @@ check = LazyGroup(
 policy = LazyGroup(old_commands("policy"), name="policy", help="List the eviction policies, or check one of your own.")
 strategy = LazyGroup(old_commands("strategy"), name="strategy", help="List the scheduling strategies, or check your own.")
 comm = LazyGroup(
-    old_commands("comm"), name="comm", help="List collective backends and KV transfer channels, or check one of your own."
-)
+    {"measure": (at("sagellm.cli.comm:measure"), "Measure collectives and messages on this machine.")} | old_commands("comm"),
+    name="comm", help="Measure communication, list collective backends and KV transfer channels, or check one of your own.",
+)  # fmt: skip

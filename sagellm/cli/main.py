@@ -14,7 +14,7 @@ COMMANDS = {
     "policy": (at("sagellm.cli.kinds:policy"), "List the eviction policies, or check one."),
     "strategy": (at("sagellm.cli.kinds:strategy"), "List the scheduling strategies, or check one."),
     "speculative": (at("sagellm.cli.speculative:speculative"), "List, check, measure and plan speculative strategies."),
-    "comm": (at("sagellm.cli.kinds:comm"), "List collective backends and KV transfer channels, or check one."),
+    "comm": (at("sagellm.cli.kinds:comm"), "Measure communication, list backends and channels, or check one."),
     "pd": (at("sagellm.pd.command:pd"), "Run prefill and decode on engines of their own, with a proxy."),
     "topology": (at("sagellm.cli.topology:topology"), "Show how the devices of this machine are connected."),
     "replay": (at("sagellm.cli.replay:replay"), "Replay a trace or a recorded log without an engine."),

@@ -7,8 +7,8 @@ every call raises the first cause, at once, on every rank that knows of it; noth
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -80,6 +80,11 @@ class CommBackendProtocol(ABC):
     def missing(cls) -> str:
         """Return what it needs and does not find here; empty if it can work."""
         return ""
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Raise CommError for options that the backend does not take, as far as it can tell before ranks meet."""
+        return
 
     # ---- collectives
 

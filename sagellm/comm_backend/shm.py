@@ -8,8 +8,9 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -54,6 +55,11 @@ class ShmBackend(CommBackendProtocol):
 
     name = "shm"
     detects_mismatch = True
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """See the contract."""
+        _options_of(options)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor [*shape] in this rank's shared heap, from where others copy it once. It may outlive the group.
@@ -128,11 +134,7 @@ class ShmBackend(CommBackendProtocol):
     def _open(self) -> None:
         if not sys.platform.startswith("linux"):
             raise CommError(f"shm needs Linux, this is {sys.platform}; take gloo.")
-        try:
-            options = ShmOptions(**self.config.options)
-        except ValidationError as error:
-            what = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-            raise CommError(f"options of shm: {what}; known are {', '.join(ShmOptions.model_fields)}.") from None
+        options = _options_of(self.config.options)
         self._delay_us = options.delay_us
         deadline = time.monotonic() + self.config.timeout_s
         spin_s = options.spin_us * 1e-6 if self.world_size <= len(os.sched_getaffinity(0)) else 0.0
@@ -197,6 +199,14 @@ class ShmBackend(CommBackendProtocol):
 
     def _close(self) -> None:
         self._leave()
+
+
+def _options_of(given: Mapping[str, Any]) -> ShmOptions:
+    try:
+        return ShmOptions(**given)
+    except ValidationError as error:
+        what = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise CommError(f"options of shm: {what}; known are {', '.join(ShmOptions.model_fields)}.") from None
 
 
 def _send(group: ShmGroup, dst: int, data: int, num_bytes: int, label: str, deadline: float) -> Rest:

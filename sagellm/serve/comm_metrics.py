@@ -15,8 +15,25 @@ from sagellm.engines.lmdeploy.comm_stats import LATENCY_BOUNDS_S
 LABELS = ["rank", "op"]
 
 
-def comm_families(rows: list[dict[str, Any]], step_s: float | None) -> Iterator[Metric]:
-    """`rows`: of `CommStats.report`. `step_s`: wall-clock seconds with a step running, None where the engine does not say."""
+def comm_families(
+    rows: list[dict[str, Any]], step_s: float | None, measured: dict[str, dict[str, float]] | None = None
+) -> Iterator[Metric]:
+    """Yield the metrics of collectives.
+
+    Args:
+        rows: of `CommStats.report`.
+        step_s: wall-clock seconds with a step running, None where the engine does not say.
+        measured: seconds of a sum, by backend and bytes, that the engine measured at its start.
+    """
+    if measured:
+        family = GaugeMetricFamily(
+            "sagellm_comm_measured_seconds", "Time of a sum of all workers by each backend, at the start.",
+            labels=["backend", "bytes"],
+        )  # fmt: skip
+        for backend, times in measured.items():
+            for size, seconds in times.items():
+                family.add_metric([backend, str(size)], seconds)
+        yield family
     for name, key, text, scale in (
         ("sagellm_comm_seconds", "exposed_ns", "Wall-clock time in which collectives kept the rank from computing.", 1e-9),
         ("sagellm_comm_operations", "count", "Collectives that have ended.", 1),

@@ -82,7 +82,7 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
         yield from PrefixReuseMetrics.from_counters(report["prefix_index"]).families()
     if "step_s" in report:
         yield CounterMetricFamily("sagellm_step_seconds", "Wall-clock time with a step running.", value=report["step_s"])
-    yield from comm_families(report["comm"], report.get("step_s"))
+    yield from comm_families(report["comm"], report.get("step_s"), report.get("comm_measured"))
     if "preempted" in report:
         yield CounterMetricFamily("sagellm_preemptions", "Running requests sent back.", value=report["preempted"])
     if "chunks" in report:

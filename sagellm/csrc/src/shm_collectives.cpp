@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "shm_layout.h"
 #include "shm_wait.h"
@@ -11,7 +12,7 @@ namespace sage {
 namespace {
 
 // Of one rank: a chunk that others read is then still in the processor's caches.
-constexpr std::size_t kStagedBytes = std::size_t{256} << 10;
+constexpr std::size_t kStagedBytes = std::size_t{128} << 10;
 // What is smaller is summed by each rank for itself, which saves a meeting.
 constexpr std::size_t kSharedBytes = 16 << 10;
 
@@ -45,6 +46,13 @@ std::size_t ShmGroup::most_to_begin(ShmNumber type) const noexcept {
 
 template <typename Number>
 void ShmGroup::add(Number* numbers, std::size_t half, std::size_t first, std::size_t end) const {
+  if constexpr (std::is_same_v<Number, float>) {
+    if (world_size_ == 2) {  // the same bits: a sum of two does not depend on their order
+      const auto* const other = reinterpret_cast<const float*>(staged(1 - rank_, half));
+      for (std::size_t i = first; i < end; ++i) numbers[i] += other[i];
+      return;
+    }
+  }
   constexpr std::size_t kBlock = 256;  // numbers whose sums stay in registers and the first cache
   const auto part = [&](std::size_t rank) { return reinterpret_cast<const Number*>(staged(rank, half)); };
   for (std::size_t at = first; at < end; at += kBlock) {
@@ -61,7 +69,7 @@ void ShmGroup::add(Number* numbers, std::size_t half, std::size_t first, std::si
 
 void ShmGroup::begin_sum(void* numbers, std::size_t count, ShmNumber type, std::string_view label, double deadline) {
   const std::size_t half = next_half(deadline);
-  std::memcpy(staged(rank_, half), numbers, count * bytes_of(type));
+  if (count > 0) std::memcpy(staged(rank_, half), numbers, count * bytes_of(type));
   begun_.push_back({num_chunks_, arrive(label), numbers, count, type, std::string(label)});
 }
 
@@ -85,7 +93,7 @@ void ShmGroup::add_up_in_shares(Number* numbers, std::size_t count, std::string_
   const auto part = [&](std::size_t rank) { return reinterpret_cast<Number*>(staged(rank, half)); };
   const auto begin_of = [&](std::size_t rank) { return count * rank / world_size_; };
   const std::size_t first = begin_of(rank_), end = begin_of(rank_ + 1);
-  std::memcpy(part(rank_), numbers, count * sizeof(Number));
+  std::memcpy(part(rank_), numbers, count * sizeof(Number));  // of more than none
   meet(label, deadline);
   add(numbers, half, first, end);
   std::memcpy(part(rank_) + first, numbers + first, (end - first) * sizeof(Number));
@@ -102,15 +110,16 @@ void ShmGroup::add_up(void* numbers, std::size_t count, ShmNumber type, std::str
   for (std::size_t done = 0, size = 0; done == 0 || done < count; done += std::max<std::size_t>(size, 1)) {
     size = std::min(most, count - done);
     void* const chunk = bytes + done * bytes_of(type);
-    if (world_size_ == 2 || size * bytes_of(type) <= kSharedBytes) {
+    if (world_size_ == 2 || count * bytes_of(type) <= kSharedBytes) {
       begin_sum(chunk, size, type, label, deadline);
-      end_sum(deadline);
+      if (done > 0) end_sum(deadline);  // of the chunk before, while the others come to this one
     } else if (type == ShmNumber::kFloat32) {
       add_up_in_shares(static_cast<float*>(chunk), size, label, deadline);
     } else {
       add_up_in_shares(static_cast<BFloat16*>(chunk), size, label, deadline);
     }
   }
+  if (!begun_.empty()) end_sum(deadline);
 }
 
 void ShmGroup::gather(const void* own, std::size_t num_bytes, void* all, std::string_view label, double deadline) {

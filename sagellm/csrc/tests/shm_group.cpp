@@ -5,6 +5,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstring>
@@ -122,6 +123,118 @@ void what_was_written_before_a_meeting_is_seen_after_it() {
   });
 }
 
+// Number i that a rank gives to a sum.
+float number(std::uint32_t rank, std::size_t i, std::uint32_t round) {
+  return static_cast<float>((i * 7919 + rank * 104'729 + round * 1'299'709) % 100'003) / 7.0F - 5000.F;
+}
+
+std::vector<float> numbers(std::size_t count, std::uint32_t rank, std::uint32_t round) {
+  std::vector<float> own(count);
+  for (std::size_t i = 0; i < count; ++i) own[i] = number(rank, i, round);
+  return own;
+}
+
+// In the order of the ranks.
+std::vector<float> sums(std::size_t count, std::uint32_t world_size, std::uint32_t round) {
+  std::vector<float> sum = numbers(count, 0, round);
+  for (std::uint32_t rank = 1; rank < world_size; ++rank) {
+    for (std::size_t i = 0; i < count; ++i) sum[i] += number(rank, i, round);
+  }
+  return sum;
+}
+
+const std::array<std::size_t, 8> kCounts{0, 1, 255, 257, 1024, 1025, 4096, 10'000};
+
+void sums_have_the_bits_of_the_ranks_order() {
+  for (const std::uint32_t world_size : {2U, 3U, 4U}) {
+    run(world_size, [=](ShmGroup& group, std::uint32_t rank) {
+      for (std::uint32_t round = 0; round < 80; ++round) {
+        const std::size_t count = kCounts[round % kCounts.size()];
+        std::vector<float> own = numbers(count, rank, round);
+        if (planted("order") && rank == 1 && count > 0) own[0] += 1.F;
+        if (round % 16 == rank) std::this_thread::yield();
+        group.add_up(own.data(), count, sage::ShmNumber::kFloat32, "sum", late());
+        EXPECT(own == sums(count, world_size, round));
+      }
+    });
+  }
+}
+
+void sums_of_bfloat16_are_rounded_once() {
+  run(3, [](ShmGroup& group, std::uint32_t rank) {
+    // 1 and twice 2^-8: half a step of bfloat16 is lost if the sums are rounded one by one.
+    std::vector<std::uint16_t> own(3000, rank == 0 ? 0x3F80 : 0x3B80);
+    group.add_up(own.data(), own.size(), sage::ShmNumber::kBFloat16, "sum", late());
+    EXPECT((own == std::vector<std::uint16_t>(3000, 0x3F81)));
+  });
+}
+
+// Sums of one and of two calls, and gatherings, one after the other: no rank reads what another has written over.
+void collectives_of_all_sorts_follow_each_other() {
+  for (const std::uint32_t world_size : {2U, 3U}) {
+    run(world_size, [=](ShmGroup& group, std::uint32_t rank) {
+      const auto type = sage::ShmNumber::kFloat32;
+      for (std::uint32_t round = 0; round < 300; ++round) {
+        const std::size_t count = 1 + round * 131 % group.most_to_begin(type);
+        if ((round + rank) % 5 == 0) std::this_thread::yield();
+        switch (round % 3) {
+          case 0: {
+            std::vector<float> one = numbers(count, rank, round), two = numbers(100, rank, round + 1);
+            group.begin_sum(one.data(), count, type, "piece", late());
+            group.begin_sum(two.data(), 100, type, "piece", late());
+            EXPECT(one == numbers(count, rank, round));
+            group.end_sum(late());
+            EXPECT(one == sums(count, world_size, round));
+            group.end_sum(late());
+            EXPECT(two == sums(100, world_size, round + 1));
+            break;
+          }
+          case 1: {
+            const std::size_t rows = 1 + round % 4, columns = 1 + round * 37 % 5000, part = columns / world_size + 1;
+            std::vector<float> all(rows * columns, -1.F);
+            for (std::size_t row = 0; row < rows; ++row) {
+              for (std::size_t i = rank * part; i < std::min(columns, (rank + 1) * part); ++i) {
+                all[row * columns + i] = number(0, row * columns + i, round);
+              }
+            }
+            group.gather_columns(all.data(), rows, columns, part, "columns", late());
+            EXPECT(all == numbers(rows * columns, 0, round));
+            break;
+          }
+          default: {
+            const Bytes own = pattern(count, rank + round);
+            Bytes all(count * world_size);
+            group.gather(own.data(), count, all.data(), "bytes", late());
+            for (std::uint32_t other = 0; other < world_size; ++other) {
+              const auto begin = all.begin() + static_cast<std::ptrdiff_t>(other * count);
+              EXPECT(Bytes(begin, begin + static_cast<std::ptrdiff_t>(count)) == pattern(count, other + round));
+            }
+          }
+        }
+      }
+    });
+  }
+}
+
+// A rank that leaves a sum out, or adds up something else, is found by all: none gets a wrong sum.
+void ranks_that_go_other_ways_are_found() {
+  run(2, [](ShmGroup& group, std::uint32_t rank) {
+    std::vector<float> own(100, 1.F);
+    const auto sum = [&](const char* label) {
+      group.add_up(own.data(), own.size(), sage::ShmNumber::kFloat32, label, late());
+    };
+    EXPECT(fault_of([&] { sum(rank == 0 ? "sum of attention" : "sum of the feed-forward part"); }, "called sum of") ==
+           CommFault::kOther);
+  });
+  run(2, [](ShmGroup& group, std::uint32_t rank) {
+    std::vector<float> own(100, 1.F);
+    const auto sum = [&] { group.add_up(own.data(), own.size(), sage::ShmNumber::kFloat32, "sum", late()); };
+    const auto end = [&] { group.meet("end", late()); };
+    sum();
+    EXPECT((rank == 0 ? fault_of(sum, "called") : fault_of(end, "called")) == CommFault::kOther);
+  });
+}
+
 void what_differs_is_refused_by_all() {
   run(3, [](ShmGroup& group, std::uint32_t rank) {
     const std::string label = rank == 1 ? "max" : "min";
@@ -236,6 +349,10 @@ int main() {
   messages_arrive_in_order_between_all_pairs();
   what_lies_in_the_heap_is_read_there();
   what_was_written_before_a_meeting_is_seen_after_it();
+  sums_have_the_bits_of_the_ranks_order();
+  sums_of_bfloat16_are_rounded_once();
+  collectives_of_all_sorts_follow_each_other();
+  ranks_that_go_other_ways_are_found();
   what_differs_is_refused_by_all();
   a_deadline_breaks_the_group_for_all();
   full_rings_and_unread_heaps_have_deadlines();

@@ -214,7 +214,8 @@ class CommObserver:
         draft = file.with_suffix(".tmp")
         # The lock keeps an older report from taking the place of a newer one. The folder goes when the server has ended.
         with self._writing, contextlib.suppress(FileNotFoundError):
-            draft.write_text(json.dumps(self._host.report() | {"comm": self.stats.report()}))
+            report = {"comm": self.stats.report(), "comm_measured": self._choice.measured}
+            draft.write_text(json.dumps(self._host.report() | report))
             os.replace(draft, file)
 
     def close(self) -> None:

@@ -197,6 +197,8 @@ def _check_comm_backend(config: SageConfig, device: str) -> None:
     """Raises ConfigError: one worker, or a backend that its processes cannot use here."""
     if config.comm_backend in (AUTO, GROUP) and not config.comm_options:
         return
+    if config.comm_backend == GROUP:
+        raise ConfigError(f"comm_options {config.comm_options}: LMDeploy's process group takes none; leave them out.")
     from sagellm.comm_backend.registry import find_backend
 
     if config.tensor_parallel == 1:
@@ -212,6 +214,10 @@ def _check_comm_backend(config: SageConfig, device: str) -> None:
         )
     if missing := kind.missing():
         raise ConfigError(f"comm_backend {config.comm_backend}: {missing}")
+    try:
+        kind.check_options(config.comm_options)
+    except CommError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_prefix_attention(config: SageConfig, device: str) -> None:
@@ -281,8 +287,10 @@ class LMDeployEngine(BaseEngine):
         model = prepare_weights(config, prepare_model(find_model(model or config.model)))
         sizes = size_engine(config, model, device)
         set_threads(config, device)
-        run_dir = Path(tempfile.mkdtemp(prefix="sagellm-")) if config.tensor_parallel > 1 else None  # of workers' counters
-        self._remove_run_dir = None if run_dir is None else weakref.finalize(self, shutil.rmtree, run_dir, True)
+        run_dir = None
+        if config.tensor_parallel > 1:  # workers leave their counters there; they can be read after the end of the engine
+            run_dir = Path(tempfile.mkdtemp(prefix="sagellm-"))
+            weakref.finalize(self, shutil.rmtree, run_dir, ignore_errors=True)
         engine_config = build_engine_config(config, sizes, device, hook_config(config, run_dir, pd), model)
         logging.getLogger("lmdeploy").setLevel(config.log_level)
         self._model, self._device = model, device
@@ -388,8 +396,6 @@ class LMDeployEngine(BaseEngine):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        if self._remove_run_dir is not None:
-            self._remove_run_dir()
         if self._device == "cpu" and (agent := getattr(self.engine.executor, "model_agent", None)) is not None:
             from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
 

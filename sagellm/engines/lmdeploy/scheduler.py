@@ -362,6 +362,7 @@ class SchedulerHooks:
             "pd": None if self.pd is None else self.pd.report(),
             "plugins": self._host.plugin_reports(),
             "comm": [row for worker in workers for row in worker["comm"]],
+            "comm_measured": workers[0]["comm_measured"] if workers else {},
             "calls": own["calls"] + [row for worker in workers for row in worker["calls"]],
             "faults": own["faults"] + [row for worker in workers for row in worker["faults"]],
             "enabled": {

@@ -16,6 +16,7 @@ from sagellm.comm_backend.topology import TopologyManager
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.engines.base import SamplingParams
+from sagellm.engines.lmdeploy.contract.architectures import ARCHITECTURES, write_model
 from sagellm.engines.lmdeploy.workers import failure_of
 from tests.comm_backend.sysfs_tree import Tree
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
@@ -251,7 +252,9 @@ def test_a_backend_of_ones_own(two_workers, reference, tmp_path, monkeypatch):
     ("settings", "why"),
     [({"comm_backend": "shm"}, "tensor_parallel above 1"), ({"comm_backend": "smh", "tensor_parallel": 2}, "smh"),
      ({"comm_backend": "memory", "tensor_parallel": 2}, "workers are processes on cpu"),
-     ({"comm_backend": "nccl", "tensor_parallel": 2}, "works on cuda")],
+     ({"comm_backend": "nccl", "tensor_parallel": 2}, "works on cuda"),
+     ({"comm_options": {"spin": 1}, "tensor_parallel": 2}, "known are ring_bytes"),
+     ({"comm_backend": "group", "comm_options": {"spin_us": 1}, "tensor_parallel": 2}, "takes none")],
 )  # fmt: skip
 def test_backends_that_are_refused(start_engine, settings, why):
     with pytest.raises(ConfigError, match=why):
@@ -279,3 +282,45 @@ def test_worker_0_has_the_whole_draft_model(two_workers, reference, model_folder
     report = engine.hooks.report()["speculation"]
     assert report["faults"] == 0, report["first_fault"]
     assert report["accepted"] > 0.9 * report["drafted"] > 0
+
+
+def test_the_quicker_backend_is_measured_and_taken(two_workers, reference, limits, tmp_path):
+    limits(run_dir=tmp_path)
+    engine = two_workers(kv_blocks=30)
+    assert answers(engine, CROWD) == reference(CROWD, 40)
+    engine.close()
+    report = engine.hooks.report()
+    quicker = {name: times[str(4 << 10)] for name, times in report["comm_measured"].items()}
+    assert min(quicker, key=quicker.get) == "shm"
+    assert sum(row["count"] for row in report["comm"] if row["op"] == "all_reduce") >= 2 * 4 * 40
+
+
+def test_a_plugin_decides_once_for_each_sort_of_collective(two_workers, reference, tmp_path):
+    """Two layers by two backends, each sum in two pieces."""
+    engine = two_workers(PluginSpec(name="tests.plugins:CommDecides", options={"folder": str(tmp_path)}), kv_blocks=30)
+    assert answers(engine, CROWD) == reference(CROWD, 40)
+    assert engine.hooks.report()["faults"] == []
+    asked = read(tmp_path / "decisions.jsonl")
+    assert len({pid for pid, *_ in asked}) == 1, "rank 0 alone"
+    sorts = [tuple(sort) for _, *sort in asked]
+    assert len(sorts) == len(set(sorts))
+    assert {(layer, phase) for name, layer, phase, _ in sorts if layer is not None} == {
+        (layer, phase) for layer in (0, 1) for phase in ("decode", "prompt")
+    }
+
+
+def test_a_decision_that_makes_no_sense_switches_the_plugin_off(two_workers, reference):
+    engine = two_workers("tests.plugins:CommNonsense", kv_blocks=30)
+    assert answers(engine, CROWD[:3]) == reference(CROWD[:3], 40)
+    engine.close()
+    (fault,) = engine.hooks.report()["faults"]
+    assert fault[1:3] == ["comm_decide", "nonsense"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in ("Llama", "GptOss", "DeepseekV2")])
+def test_every_architecture_of_the_native_step_is_split(two_workers, start_engine, tmp_path, name):
+    write_model(name, tmp_path)
+    prompts = [[token % 60 for token in prompt] for prompt in CROWD]
+    alone = answers(start_engine(model=tmp_path), prompts)
+    assert answers(two_workers(model=tmp_path), prompts) == alone
