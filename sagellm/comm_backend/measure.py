@@ -1,4 +1,4 @@
-"""What collectives and messages of this machine cost, by backend: latency and bandwidth over sizes, and what computation hides.
+"""Cost of collectives and messages on this machine, by backend: latency and bandwidth over sizes, and overlap.
 
 Sizes and bandwidths are those of NCCL's tests: see `sagellm.engines.lmdeploy.comm_stats`.
 """

@@ -70,7 +70,7 @@ void ShmGroup::add(Number* numbers, std::size_t half, std::size_t first, std::si
 void ShmGroup::begin_sum(void* numbers, std::size_t count, ShmNumber type, std::string_view label, double deadline) {
   const std::size_t half = next_half(deadline);
   if (count > 0) std::memcpy(staged(rank_, half), numbers, count * bytes_of(type));
-  begun_.push_back({num_chunks_, arrive(label), numbers, count, type, std::string(label)});
+  begun_.push_back({num_chunks_, arrive(label, deadline), numbers, count, type, std::string(label)});
 }
 
 void ShmGroup::end_sum(double deadline) {

@@ -234,14 +234,17 @@ bool ShmGroup::is_read_in_place(const void* data, std::size_t num_bytes) const n
 
 // ---- meetings
 
-void ShmGroup::meet(std::string_view label, double deadline) { wait_for(arrive(label), label, deadline); }
+void ShmGroup::meet(std::string_view label, double deadline) { wait_for(arrive(label, deadline), label, deadline); }
 
-// Whoever comes to the next meeting but one has seen all leave this one, or has seen that all have read what it was about: two
-// places for labels suffice.
-std::uint64_t ShmGroup::arrive(std::string_view label) {
+std::uint64_t ShmGroup::arrive(std::string_view label, double deadline) {
   check();
   ShmRank& own = layout_->rank(rank_);
   const std::uint64_t number = ++num_meetings_;
+  // Labels have two places: all must have gone on from the meeting before the last.
+  for (std::uint32_t rank = 0; rank < world_size_ && number > 2; ++rank) {
+    const auto lacks = [&](std::uint32_t each) { return layout_->rank(each).num_passed.load() < number - 2; };
+    wait(layout_->header().meeting, deadline, label, [&] { return !lacks(rank); }, lacks);
+  }
   write_label(own.labels[number % 2], label);
   own.num_meetings.store(number);
   shm_notify(layout_->header().meeting);
@@ -261,6 +264,8 @@ void ShmGroup::wait_for(std::uint64_t meeting, std::string_view label, double de
                                             "; make the same call on every rank, with tensors that are alike.");
     }
   }
+  layout_->rank(rank_).num_passed.store(meeting);
+  shm_notify(layout_->header().meeting);
 }
 
 std::size_t ShmGroup::next_half(double deadline) {

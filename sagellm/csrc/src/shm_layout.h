@@ -25,7 +25,8 @@ struct alignas(64) ShmRank {
   std::int32_t pid;
   std::uint64_t start_time;  // of the process, since a pid may be given to another one
   alignas(64) std::atomic<std::uint64_t> num_meetings;
-  std::atomic<std::uint64_t> num_read;  // chunks of the staging that it needs no more
+  std::atomic<std::uint64_t> num_passed;  // meetings that it has gone on from
+  std::atomic<std::uint64_t> num_read;    // chunks of the staging that it needs no more
   char labels[2][kShmLabel];  // of meetings of either parity
 };
 

@@ -150,6 +150,7 @@ void sums_have_the_bits_of_the_ranks_order() {
     run(world_size, [=](ShmGroup& group, std::uint32_t rank) {
       for (std::uint32_t round = 0; round < 80; ++round) {
         const std::size_t count = kCounts[round % kCounts.size()];
+        if (round % 3 == 0) group.meet("pause", late());
         std::vector<float> own = numbers(count, rank, round);
         if (planted("order") && rank == 1 && count > 0) own[0] += 1.F;
         if (round % 16 == rank) std::this_thread::yield();
@@ -187,6 +188,7 @@ void collectives_of_all_sorts_follow_each_other() {
             EXPECT(one == sums(count, world_size, round));
             group.end_sum(late());
             EXPECT(two == sums(100, world_size, round + 1));
+            group.meet("pause", late());
             break;
           }
           case 1: {

@@ -103,7 +103,7 @@ class ShmGroup {
   std::uint8_t* staged(std::size_t rank, std::size_t half) const noexcept {
     return staging() + (2 * rank + half) * sizes_.staging;
   }
-  std::uint64_t arrive(std::string_view label);
+  std::uint64_t arrive(std::string_view label, double deadline);
   void wait_for(std::uint64_t meeting, std::string_view label, double deadline);
   template <typename Number>
   void add(Number* numbers, std::size_t half, std::size_t first, std::size_t end) const;
