@@ -61,7 +61,8 @@ def _measure(
     (folder / "direct").mkdir()
     timer = PluginSpec(name="benchmarks.direct_comm:DirectTimer", options={"folder": str(folder / "direct")})
     config = SageConfig(
-        device="cpu", threads=1, tensor_parallel=2, comm_metrics=True, context_length=1024, max_batch_size=batch,
+        device="cpu", threads=1, tensor_parallel=2, comm_backend="group", comm_metrics=True, context_length=1024,
+        max_batch_size=batch,
         prefix_caching=False, plugins=(timer,),
     )  # fmt: skip
     made = engines.hook_config

@@ -100,7 +100,7 @@ def _check_sparsity(config: SageConfig) -> None:
     }
     several = config.tensor_parallel if config.tensor_parallel > 1 else None
     if (policy.selects and policy.per != "step") or policy.selects_prompts or policy.observed:
-        refused["tensor_parallel"] = several, "layers that are split do not run in the native step"
+        refused["tensor_parallel"] = several, "each worker would choose by its own heads alone"
     elif policy.drops:
         refused["tensor_parallel"] = several, "blocks are given up where the model runs in the engine's process"
     role = config.pd and config.pd.role

@@ -15,6 +15,7 @@ from benchmarks.processes import command_line
 from sagellm.comm_backend.topology import TopologyManager
 from sagellm.core.config import PluginSpec
 from sagellm.core.errors import ConfigError, EngineError
+from sagellm.demo_model import ensure_demo_model
 from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.contract.architectures import ARCHITECTURES, write_model
 from sagellm.engines.lmdeploy.workers import failure_of
@@ -324,3 +325,16 @@ def test_every_architecture_of_the_native_step_is_split(two_workers, start_engin
     prompts = [[token % 60 for token in prompt] for prompt in CROWD]
     alone = answers(start_engine(model=tmp_path), prompts)
     assert answers(two_workers(model=tmp_path), prompts) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantization": "awq", "quantization_options": {"group_size": 32}}, {"quantization": "int8"}, {"quantization": "fp8"},
+     {"kv_schema": "int8"}, {"kv_schema": "fp8"}, {"sparsity": "streaming"}],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)  # fmt: skip
+def test_few_bits_are_split(two_workers, start_engine, settings):
+    model = ensure_demo_model()
+    alone = answers(start_engine(model=model, **settings), CROWD)
+    assert answers(two_workers(model=model, **settings), CROWD) == alone
