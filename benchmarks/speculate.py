@@ -211,7 +211,9 @@ def _by_process(rounds: list[list[dict[str, Any]]], none: list[list[dict[str, An
 
 def shown(cell: dict[str, Any]) -> str:
     """Return the cell as a table."""
-    where = f"{cell['work']}, batch {cell['batch']}, workers {cell['tensor_parallel']}"
+    where = f"{cell['work']}, batch {cell['batch']}"
+    if cell["tensor_parallel"] > 1:
+        where += f", {cell['tensor_parallel']} workers"
     lines = [f"\n{where}: none {spread(cell['none_tokens_per_s'], '.1f')} tokens/s"]
     if len(cell["none_processes"]) > 1:
         every = {NONE: cell["none_processes"]} | {name: row["processes"] for name, row in cell["strategies"].items()}

@@ -104,9 +104,11 @@ DecoderShape shape_of(const py::dict& given) {
   shape.logit_softcap = given["logit_softcap"].cast<float>();
   shape.embedding_scale = given["embedding_scale"].cast<float>();
   shape.activation = activation_of(given["activation"].cast<std::string>());
-  shape.ranks = given["ranks"].cast<int>();
-  shape.rank = given["rank"].cast<int>();
-  shape.logits = given["logits"].cast<int>();
+  if (given.contains("ranks")) {
+    shape.ranks = given["ranks"].cast<int>();
+    shape.rank = given["rank"].cast<int>();
+    shape.logits = given["logits"].cast<int>();
+  }
   return shape;
 }
 

@@ -171,10 +171,9 @@ def describe(model: nn.Module) -> Description:
         "logit_softcap": getattr(model, "final_logit_softcapping", None) or 0.0,
         "embedding_scale": head.inputs**0.5 if type(model).__name__ == "GemmaForCausalLM" else 1.0,
         "activation": gated.activation,
-        "ranks": ranks.size,
-        "rank": ranks.rank,
-        "logits": whole_head.outputs,
     }
+    if ranks.size > 1:
+        shape |= {"ranks": ranks.size, "rank": ranks.rank, "logits": whole_head.outputs}
     layers = [layer(block) for block in inner.layers]
     kept.append(embedding)
     decoder = _core.CpuDecoder(kernels(dtype), shape, layers, embedding.matrix, numbers(inner.norm), head.matrix)
