@@ -99,7 +99,7 @@ def _check_sparsity(config: SageConfig) -> None:
         "engine": (config.engine if config.engine != "pytorch" else None, "its steps are not open to a choice of blocks"),
     }
     several = config.tensor_parallel if config.tensor_parallel > 1 else None
-    if (policy.selects and policy.per != "step") or policy.selects_prompts or policy.observed:
+    if (policy.selects and policy.per != "step") or policy.observed:
         refused["tensor_parallel"] = several, "each worker would choose by its own heads alone"
     elif policy.drops:
         refused["tensor_parallel"] = several, "blocks are given up where the model runs in the engine's process"

@@ -191,7 +191,7 @@ def test_a_policy_that_fails_is_switched_off_and_steps_read_everything(start_eng
 
 @pytest.mark.parametrize(
     ("name", "config", "fault"),
-    [("snapkv", {"tensor_parallel": 2}, "do not run in the native step"), ("a_shape", {"tensor_parallel": 2}, "native step"),
+    [("snapkv", {"tensor_parallel": 2}, "by its own heads"),
      (own(KeepsRecent), {"tensor_parallel": 2}, "blocks are given up"), ("h2o", {"speculative": "ngram"}, "guess"),
      ("snapkv", {"engine": "turbomind", "device": "cuda"}, "not open")],
 )  # fmt: skip

@@ -182,7 +182,7 @@ def test_scores_of_decode_steps(sparse, reference):
 @pytest.mark.parametrize(
     ("name", "config", "fault"),
     [("streaming", {"speculative": "ngram"}, "a guess and its verification could read different blocks"),
-     ("quest", {"tensor_parallel": 2}, "do not run in the native step"),
+     ("quest", {"tensor_parallel": 2}, "by its own heads"),
      ("quest", {"host_kv_blocks": 32}, "blocks that come from elsewhere have no bounds"),
      ("streaming", {"model": "qwen2-window"}, "has a sliding window of"),
      ("streaming", {"model": "qwen2-window", "tensor_parallel": 2}, "has a sliding window of")],

@@ -331,10 +331,11 @@ def test_every_architecture_of_the_native_step_is_split(two_workers, start_engin
 @pytest.mark.parametrize(
     "settings",
     [{"quantization": "awq", "quantization_options": {"group_size": 32}}, {"quantization": "int8"}, {"quantization": "fp8"},
-     {"kv_schema": "int8"}, {"kv_schema": "fp8"}, {"sparsity": "streaming"}],
+     {"kv_schema": "int8"}, {"kv_schema": "fp8"}, {"sparsity": "streaming"}, {"sparsity": "a_shape"},
+     {"sparsity": "xattention"}],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )  # fmt: skip
-def test_few_bits_are_split(two_workers, start_engine, settings):
+def test_few_bits_and_sparse_attention_are_split(two_workers, start_engine, settings):
     model = ensure_demo_model()
     alone = answers(start_engine(model=model, **settings), CROWD)
     assert answers(two_workers(model=model, **settings), CROWD) == alone
