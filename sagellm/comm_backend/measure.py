@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ __all__ = ["SIZES", "measure", "write_plot"]
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 LIMIT_S = 300.0
+COPY = "copy"
 PINGS, OVERLAPPED_BYTES = 500, 1 << 20
-ROUND_BYTES, MOST_A_ROUND = 8 << 20, 50
+LEAST_A_TURN, MOST_A_TURN, TURN_BYTES = 10, 50, 8 << 20
 
 
 def measure(
@@ -39,7 +41,7 @@ def measure(
         rounds: how often each backend has its turn at each size.
 
     Returns:
-        JSON: `topology_s`, seconds to detect the topology; `copy_bytes_per_s`, by size, of one thread; `backends`, by name:
+        JSON: `topology_s`, seconds to detect the topology; `copy_bytes_per_s`, by size, of each rank; `backends`, by name:
         `all_reduce` and `all_gather`, by size, with `p50_s`, `p99_s` and `bytes_per_s` of the whole; `message_s`, half the time
         of 8 bytes there and back; `hidden`, the share of an all-reduce of 1 MiB that a computation as long hides. A share is
         negative where both together take longer than one after the other.
@@ -107,21 +109,25 @@ def _rank(
 def _figures(
     rank: int, ranks: int, backends: dict[str, CommBackendProtocol], sizes: Sequence[int], rounds: int
 ) -> dict[str, Any]:
+    copies: dict[str, float] = {}
     found: dict[str, dict[str, Any]] = {name: {"all_reduce": {}, "all_gather": {}} for name in backends}
     for size in sizes:
         tensor = torch.zeros(max(1, size // 4))
-        output = torch.empty(ranks, *tensor.shape)
+        output, copied = torch.empty(ranks, *tensor.shape), torch.empty_like(tensor)
         for kind in ("all_reduce", "all_gather"):
             calls: dict[str, Callable[[], object]] = {}
             for name, backend in backends.items():
                 calls[name] = _bound(backend, kind, output, tensor)
+            if kind == "all_reduce":
+                calls[COPY] = partial(copied.copy_, tensor)
             times = _in_turn(backends, calls, size, rounds)
+            if kind == "all_reduce":
+                copies[str(size)] = size / statistics.median(times.pop(COPY))
             for name, each in times.items():
                 found[name][kind][str(size)] = _summary(each, size if kind == "all_reduce" else size * ranks)
     for name, backend in backends.items():
         found[name]["message_s"] = _messages(rank, backend)
         found[name]["hidden"] = _hidden(backend)
-    copies = {str(size): size / _copy_s(size) for size in sizes}
     return {"copy_bytes_per_s": copies, "backends": found}
 
 
@@ -133,10 +139,11 @@ def _in_turn(
     backends: dict[str, CommBackendProtocol], calls: dict[str, Callable[[], object]], size: int, rounds: int
 ) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
+    first = next(iter(backends.values()))
     for number in range(rounds + 1):  # the first one warms up
         for name, call in calls.items():
-            backends[name].barrier()
-            for _ in range(max(1, min(MOST_A_ROUND, ROUND_BYTES // size))):
+            first.barrier()
+            for _ in range(max(LEAST_A_TURN, min(MOST_A_TURN, TURN_BYTES // size))):
                 begin = time.perf_counter()
                 call()
                 if number:
@@ -195,15 +202,6 @@ def _median_s(backend: CommBackendProtocol, call: Callable[[], object]) -> float
         backend.barrier()
         begin = time.perf_counter()
         call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
-def _copy_s(size: int) -> float:
-    source, target, times = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8), []
-    for _ in range(15):
-        begin = time.perf_counter()
-        target.copy_(source)
         times.append(time.perf_counter() - begin)
     return statistics.median(times)
 
