@@ -32,8 +32,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @click.option("--model", default="half-billion", show_default=True, help="Name or folder; half-billion: random weights.")
 @click.option("--batches", default="1,8", show_default=True, help="Requests that decode together.")
 @click.option("--rounds", default=5, show_default=True, help="Measured rounds of each batch.")
+@click.option("--decode-round", default=4, show_default=True, help="Decode steps that the engine schedules together.")
 @with_output
-def main(model: str, batches: str, rounds: int, output: Output) -> None:
+def main(model: str, batches: str, rounds: int, decode_round: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
     sizes = [int(each) for each in batches.split(",")]
     with ExitStack() as stack:
@@ -45,7 +46,7 @@ def main(model: str, batches: str, rounds: int, output: Output) -> None:
         for name, settings in SETTINGS.items():
             threads = 2 if name == ALONE else 1
             limits = {"context": 2 * (PROMPT + NEW), "batch": max(sizes)}
-            more = {"kv_blocks": 4 * max(sizes) + 8, **settings}
+            more = {"kv_blocks": 4 * max(sizes) + 8, "decode_round": decode_round, **settings}
             contestants.append(Contestant(name, build, str(folder), threads, limits, "auto", more))
             stack.callback(contestants[-1].close)
         rows, cells = [], {}
@@ -66,7 +67,8 @@ def main(model: str, batches: str, rounds: int, output: Output) -> None:
                 for name, each in cells[str(size)].items()
             ]
     output.say(table(["requests", "engine", "step, ms", "over one process", "communication share"], rows))
-    output.finish({"model": model, "prompt_tokens": PROMPT, "new_tokens": NEW, "rounds": rounds, "cells": cells})
+    output.finish({"model": model, "prompt_tokens": PROMPT, "new_tokens": NEW, "rounds": rounds, "decode_round": decode_round,
+                   "cells": cells})  # fmt: skip
 
 
 def build(*args: Any) -> Any:

@@ -6,9 +6,12 @@ limit, and so do the other workers, in a collective.
 """
 
 import asyncio
+import copyreg
+import io
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -21,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import EngineError
 from sagellm.core.host import ENGINE_ENDED, ENGINE_PROCESS
 
-__all__ = ["Notifier", "WorkerWatch", "building", "failure_of"]
+__all__ = ["Notifier", "Pickling", "WorkerWatch", "building", "failure_of"]
 
 logger = logging.getLogger("sagellm")
 
@@ -117,6 +121,32 @@ class Notifier:
             pass
         if self.broken:
             raise threading.BrokenBarrierError
+
+
+def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Reduce a tensor to an array, which pickles ten times as quickly: torch's own way writes a file for each."""
+    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
+    if not is_plain or tensor.dtype == torch.bfloat16:  # NumPy has no such type
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return torch.from_numpy, (tensor.numpy(),)
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table | {torch.Tensor: _tensor}
+
+
+class Pickling:
+    """Messages between the executor and its workers as bytes, in place of the module `pickle`."""
+
+    HIGHEST_PROTOCOL = pickle.HIGHEST_PROTOCOL
+    loads = staticmethod(pickle.loads)
+
+    @staticmethod
+    def dumps(message: Any, protocol: int) -> bytes:
+        """Pickle a message."""
+        written = io.BytesIO()
+        _Pickler(written, protocol).dump(message)
+        return written.getvalue()
 
 
 class WorkerWatch:

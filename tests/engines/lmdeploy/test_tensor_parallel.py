@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+import torch
 from lmdeploy.pytorch.engine.executor.mp_executor import ExecutorProc
 
 from benchmarks.processes import command_line
@@ -18,7 +19,7 @@ from sagellm.core.errors import ConfigError, EngineError
 from sagellm.demo_model import ensure_demo_model
 from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.contract.architectures import ARCHITECTURES, write_model
-from sagellm.engines.lmdeploy.workers import failure_of
+from sagellm.engines.lmdeploy.workers import Pickling, failure_of
 from tests.comm_backend.sysfs_tree import Tree
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.pool import settle
@@ -162,6 +163,17 @@ def test_a_worker_that_is_ended_later_than_another_reports_no_failure(two_worker
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert failures == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.uint8])
+def test_tensors_in_messages_are_whole_and_can_be_written(dtype):
+    tensors = {"flat": torch.arange(12).to(dtype), "none": torch.empty(0, dtype=dtype), "one": torch.tensor(1).to(dtype)}
+    tensors |= {"turned": tensors["flat"].view(3, 4).T, "part": tensors["flat"][2:7:2]}
+    found = Pickling.loads(Pickling.dumps({"tensors": tensors, "text": "x"}, Pickling.HIGHEST_PROTOCOL))
+    assert found["text"] == "x"
+    for name, tensor in tensors.items():
+        assert found["tensors"][name].dtype == dtype and torch.equal(found["tensors"][name], tensor), name
+    found["tensors"]["flat"][0] = 1
 
 
 def workers_of(engine):
