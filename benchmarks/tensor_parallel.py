@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @click.option("--model", default="half-billion", show_default=True, help="Name or folder; half-billion: random weights.")
 @click.option("--batches", default="1,8", show_default=True, help="Requests that decode together.")
 @click.option("--rounds", default=5, show_default=True, help="Measured rounds of each batch.")
-@click.option("--decode-round", default=4, show_default=True, help="Decode steps that the engine schedules together.")
+@click.option("--decode-round", default=1, show_default=True, help="Decode steps that the engine schedules together.")
 @with_output
 def main(model: str, batches: str, rounds: int, decode_round: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
