@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from sagellm.core.hooks import (
+    CommDecision,
     CommOp,
+    CommRequest,
     EvictionNotice,
     Plugin,
     PrefixMatch,
@@ -52,11 +54,21 @@ class NoOp(Plugin):
     def on_request_end(self, request_id: RequestId) -> None:
         pass
 
+    def comm_decide(self, request: CommRequest) -> CommDecision | None:
+        return None
+
     def comm_begin(self, op: CommOp) -> None:
         pass
 
     def comm_end(self, op: CommOp, token: object) -> None:
         pass
+
+
+class LastBackend(Plugin):
+    """Decides each sort of collective, as the engine would have done with a backend of its own."""
+
+    def comm_decide(self, request: CommRequest) -> CommDecision:
+        return CommDecision(request.backends[-1])
 
 
 class EngineOrder(NoOp):

@@ -2,7 +2,8 @@
 
     python -m benchmarks.tensor_parallel [--model half-billion] [--rounds 5] [--out FILE]
 
-The workers add up their tensors by LMDeploy's process group (gloo) or by a backend of `comm_backend`.
+The workers add up their tensors by LMDeploy's process group (gloo) or by a backend of `comm_backend`, with and without a plug-in
+that decides so.
 """
 
 import statistics
@@ -18,13 +19,16 @@ from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
 from benchmarks.cpu_engine import build_ours, write_half_billion
 from benchmarks.models.real_text import model_folder
 from benchmarks.output import Output, spread, table, with_output
+from sagellm.core.config import PluginSpec
 from sagellm.engines.lmdeploy.comm import REPORT_INTERVAL_S
 
 PROMPT, NEW = 64, 33
 ALONE, GLOO, SHM = "one process, two threads", "two workers, gloo", "two workers, shm"
+DECIDED = "two workers, shm, a plug-in decides"
 WORKERS = {"tensor_parallel": 2, "comm_metrics": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     ALONE: {}, GLOO: {**WORKERS, "comm_backend": "group"}, SHM: {**WORKERS, "comm_backend": "shm"},
+    DECIDED: {**WORKERS, "comm_backend": "shm", "plugins": (PluginSpec(name="benchmarks.noop_plugin:LastBackend"),)},
 }  # fmt: skip
 
 
@@ -62,6 +66,7 @@ def main(model: str, batches: str, rounds: int, decode_round: int, output: Outpu
                 }
                 for name, each in steps.items()
             }  # fmt: skip
+            cells[str(size)][DECIDED]["over_undecided"] = paired_ratio(steps[DECIDED], steps[SHM])
             rows += [
                 (size, name, f"{1e3 * each['step_s']['median']:.1f}", spread(each["over_alone"]), spread(each["comm_share"]))
                 for name, each in cells[str(size)].items()

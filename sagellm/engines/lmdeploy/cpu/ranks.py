@@ -59,7 +59,7 @@ class Ranks:
             own.matrix["bias"] += 4 * first
         return own
 
-    def gather_logits(self, exchange: "_core.Exchange", own: torch.Tensor, outputs: int) -> torch.Tensor:
+    def gather_logits(self, exchange: _core.Exchange, own: torch.Tensor, outputs: int) -> torch.Tensor:
         """Return the logits [rows, outputs] of which each worker has a part, `own`: [rows, part]."""
         part, whole = self.part(outputs), torch.empty(len(own), outputs)
         whole[:, self.rank * part : self.rank * part + own.shape[1]] = own
@@ -79,7 +79,7 @@ class Exchanges:
         self._by_backend: dict[str, _core.Exchange] = {}
         self._known: dict[tuple[int, str], list[tuple[_core.Exchange, int]]] = {}
 
-    def of_step(self, num_tokens: int, phase: str) -> list[tuple["_core.Exchange", int]]:
+    def of_step(self, num_tokens: int, phase: str) -> list[tuple[_core.Exchange, int]]:
         """Return for each layer who adds up its parts, and in how many pieces. The last one gathers logits, too."""
         key = num_tokens, phase
         found = self._known.get(key)
@@ -93,7 +93,7 @@ class Exchanges:
                 self._known[key] = found
         return found
 
-    def _exchange(self, backend: str) -> "_core.Exchange":
+    def _exchange(self, backend: str) -> _core.Exchange:
         found = self._by_backend.get(backend)
         if found is None:
             observer = _observer()
@@ -101,7 +101,7 @@ class Exchanges:
             found = self._by_backend[backend] = found or self._by_callbacks(backend)
         return found
 
-    def _by_callbacks(self, backend: str) -> "_core.CallbackExchange":
+    def _by_callbacks(self, backend: str) -> _core.CallbackExchange:
         """Exchange by LMDeploy's functions, where plug-ins and the record see each collective."""
         group, rank, size = self._ranks.group, self._ranks.rank, self._ranks.size
 
