@@ -2,8 +2,7 @@
 
     python -m benchmarks.tensor_parallel [--model half-billion] [--rounds 5] [--out FILE]
 
-The workers add up their tensors by LMDeploy's process group (gloo) or by a backend of `comm_backend`, with and without a plug-in
-that decides so.
+The workers add up their tensors by LMDeploy's process group (gloo) or by shared memory, there also because a plug-in says so.
 """
 
 import statistics
