@@ -61,6 +61,7 @@ IMPOSSIBLE = {
     "lookup_prefix": "TurboMind's lookups are answered by the native index, on the engine's threads",
     "on_prefix_released": "TurboMind does not tell when a request lets go of its cached blocks",
     "on_request_end": "TurboMind does not tell when a request has ended",
+    "comm_decide": "TurboMind does its collectives by the communicator that it made at the start",
     "comm_begin": "TurboMind's collectives are told after they were enqueued; use comm_end, whose op has a duration_s",
 }
 

@@ -169,6 +169,11 @@ class WaitsForTheEnd(Plugin):
         pass
 
 
+class DecidesComm(Plugin):
+    def comm_decide(self, request):
+        return None
+
+
 class BeginsComm(Plugin):
     def comm_begin(self, op):
         pass

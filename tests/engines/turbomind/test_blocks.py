@@ -168,7 +168,8 @@ def test_without_prefix_caching_nothing_is_told_as_evicted(start, tmp_path):
 
 @pytest.mark.parametrize(
     ("plugin", "words"),
-    [("LooksUp", "native index"), ("WaitsForTheEnd", "when a request has ended"), ("BeginsComm", "use comm_end")],
+    [("LooksUp", "native index"), ("WaitsForTheEnd", "when a request has ended"), ("DecidesComm", "communicator"),
+     ("BeginsComm", "use comm_end")],
 )
 def test_what_turbomind_cannot_do_is_refused(start, plugin, words):
     with pytest.raises(ConfigError, match=rf"{plugin} has \w+: .*{words}.*--engine pytorch"):
