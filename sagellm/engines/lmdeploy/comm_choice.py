@@ -5,6 +5,7 @@ A plug-in's `comm_decide` is asked on rank 0, and its answer holds on all ranks.
 """
 
 import logging
+import math
 import shutil
 import tempfile
 import time
@@ -102,6 +103,7 @@ class CommChoice:
         self.backend = backend
         self._known: dict[tuple[Any, ...], CommDecision] = {}
         self.measured: dict[str, dict[int, float]] = {}  # seconds of a sum, by backend and bytes
+        self._quickest = ""
         if is_auto and backend is not None:
             self._measure()
 
@@ -134,10 +136,7 @@ class CommChoice:
     def _usual(self, request: CommRequest) -> CommDecision:
         if len(request.backends) == 1:
             return CommDecision(GROUP)
-        if not self.measured:
-            return CommDecision(request.backends[-1])
-        nearest = min(MEASURED_BYTES, key=lambda size: abs(size.bit_length() - request.num_bytes.bit_length()))
-        return CommDecision(min(request.backends, key=lambda name: self.measured[name][nearest]))
+        return CommDecision(self._quickest or request.backends[-1])
 
     def _ask(self, request: CommRequest) -> CommDecision | None:
         if not self._host.listens("comm_decide"):
@@ -170,6 +169,8 @@ class CommChoice:
         found: list[Any] = [{name: {size: _seconds(way, size) for size in MEASURED_BYTES} for name, way in ways.items()}]
         torch.distributed.broadcast_object_list(found, group=self._cpu_group)
         self.measured = found[0]
+        # In the mean of the sizes: a single one may be wrong where others are at work.
+        self._quickest = min(self.measured, key=lambda name: math.prod(self.measured[name].values()))
 
 
 def _seconds(add_up: Callable[[torch.Tensor], object], num_bytes: int) -> float:
