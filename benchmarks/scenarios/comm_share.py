@@ -55,23 +55,15 @@ def _measure(
 ) -> dict[str, float]:
     from sagellm.core.config import PluginSpec, SageConfig
     from sagellm.engines.base import SamplingParams
-    from sagellm.engines.lmdeploy import engine as engines
+    from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
-    (folder / "run").mkdir()
     (folder / "direct").mkdir()
     timer = PluginSpec(name="benchmarks.direct_comm:DirectTimer", options={"folder": str(folder / "direct")})
     config = SageConfig(
         device="cpu", threads=1, tensor_parallel=2, comm_backend="group", comm_metrics=True, context_length=1024,
-        max_batch_size=batch,
-        prefix_caching=False, plugins=(timer,),
+        max_batch_size=batch, prefix_caching=False, plugins=(timer,),
     )  # fmt: skip
-    made = engines.hook_config
-    # The server gives its engine a folder for the workers' counts; an engine without a server has none.
-    engines.hook_config = lambda *args, **more: made(*args, **more).model_copy(update={"run_dir": folder / "run"})
-    try:
-        engine = engines.LMDeployEngine(config, model)
-    finally:
-        engines.hook_config = made
+    engine = LMDeployEngine(config, model)
     try:
         prompts = [[(seed + 7 * row + column) % 2000 + 1 for column in range(prompt_tokens)] for row in range(batch)]
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)

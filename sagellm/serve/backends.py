@@ -10,14 +10,8 @@ from sagellm.core.config import PDHooks, SageConfig
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import find_plugin
 from sagellm.engines.lmdeploy.architecture import check_harmony
-from sagellm.engines.lmdeploy.engine import (
-    build_engine_config,
-    check_quantization,
-    check_threads,
-    hook_config,
-    require_patched,
-    set_threads,
-)
+from sagellm.engines.lmdeploy.device_settings import check_threads, set_threads
+from sagellm.engines.lmdeploy.engine import build_engine_config, check_quantization, hook_config, require_patched
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device
 from sagellm.serve.metrics import TurboMindCollector, register

@@ -74,7 +74,7 @@ class CommObserver:
 
     @property
     def is_needed(self) -> bool:
-        asked = self._host.config.comm_metrics or self._host.recorder.enabled or self._choice.is_free
+        asked = self._host.config.comm_metrics or self._host.recorder.enabled or self._choice.has_choice
         return asked or self._host.listens("comm_begin") or self._host.listens("comm_end")
 
     def of_layers(self, num_bytes: int, num_layers: int, phase: str) -> list[CommDecision]:
@@ -146,7 +146,7 @@ class CommObserver:
     def _backends_call(self, op: CommOp, args: tuple, kwargs: dict) -> Callable[[], object] | None:
         """Return the backend's call in place of a collective: of all ranks, which the caller waits for; None if it has none."""
         names = ARGUMENTS.get(op.name)
-        if names is None or not self._choice.is_free:
+        if names is None or not self._choice.has_choice:
             return None
         given = dict(zip(names, args, strict=False)) | kwargs
         group = given.get("group")
@@ -209,7 +209,6 @@ class CommObserver:
     def _write_report(self) -> None:
         if self._host.config.run_dir is None:
             return
-        self._count_exchanges()
         file = self._host.config.run_dir / f"rank{self._rank}.json"
         draft = file.with_suffix(".tmp")
         # The lock keeps an older report from taking the place of a newer one. The folder goes when the server has ended.
@@ -226,6 +225,7 @@ class CommObserver:
         if self._backend is not None:
             self._backend.close()
         self._host.close()
+        self._count_exchanges()
         self._write_report()
 
 

@@ -108,8 +108,8 @@ class CommChoice:
             self._measure()
 
     @property
-    def is_free(self) -> bool:
-        """True if there is something to decide."""
+    def has_choice(self) -> bool:
+        """True if a collective may go another way than by the process group."""
         return self.backend is not None or self._host.listens("comm_decide")
 
     def backends(self, name: str) -> tuple[str, ...]:

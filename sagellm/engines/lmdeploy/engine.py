@@ -19,7 +19,7 @@ from sagellm.comm_backend.config import RENDEZVOUS
 from sagellm.core.cached_folder import default_cache_dir
 from sagellm.core.collectives import GROUP
 from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
-from sagellm.core.errors import CommError, ConfigError, EngineError, PatchError
+from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.registry import find_plugin
 from sagellm.core.service import NOTHING_ASKED
 from sagellm.core.tasks import end_tasks
@@ -27,7 +27,13 @@ from sagellm.engines.base import BaseEngine, EngineInfo, Generation, SamplingPar
 from sagellm.engines.lmdeploy import patch_state
 from sagellm.engines.lmdeploy.architecture import check_architecture
 from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
-from sagellm.engines.lmdeploy.comm_choice import AUTO
+from sagellm.engines.lmdeploy.device_settings import (
+    check_comm_backend,
+    check_compute,
+    check_prefix_attention,
+    packed_weights_of,
+    set_threads,
+)
 from sagellm.engines.lmdeploy.kv_tiers import check_sizes
 from sagellm.engines.lmdeploy.layout import layout_of, weights_of
 from sagellm.engines.lmdeploy.pooling import POOLINGS, PoolingKind, embed_prompt
@@ -88,17 +94,17 @@ def build_engine_config(
     for spec in hooks.plugins:  # a wrong name must fail here, not in the engine process
         find_plugin(spec.name)
     check_sizes(config, sizes)
-    _check_comm_backend(config, device)
+    check_comm_backend(config, device)
     known: dict[str, Any] = {
         "block_bytes": sizes.schema.block_bytes, "kv_dtype": sizes.schema.dtype, "comm_device": device
     }  # fmt: skip
     if model is not None:
         check_architecture(model, device, sizes.weights_dtype)
-        _check_compute(config, device, sizes.weights_dtype)
-        _check_prefix_attention(config, device)
+        check_compute(config, device, sizes.weights_dtype)
+        check_prefix_attention(config, device)
         check_no_window(config, model)
         if config.weights == "packed":
-            known["packed_weights"] = _packed_weights(config, model, device)
+            known["packed_weights"] = packed_weights_of(config, model, device)
         known["model"] = config.model_name or model.resolve().name
         folder = config.kv.disk if config.kv is not None else None
         if folder is not None or config.plugins:  # no other setting keeps bytes, and reading all weights takes a while
@@ -178,98 +184,6 @@ def prepare_weights(config: SageConfig, model: Path) -> Path:
     from sagellm.accel.quantization.cache import quantized_copy
 
     return quantized_copy(model, quantizer)
-
-
-def _check_compute(config: SageConfig, device: str, dtype: str) -> None:
-    """Raises ConfigError: a type of products that the device or the processor does not have."""
-    if config.compute == "auto":
-        return
-    if device != "cpu":
-        raise ConfigError(f"compute {config.compute} is a setting of the CPU device, and this engine is on {device}.")
-    import torch
-
-    from sagellm.engines.lmdeploy.cpu.compute import choose_isa
-
-    choose_isa(config.compute, getattr(torch, dtype), default_cache_dir())
-
-
-def _check_comm_backend(config: SageConfig, device: str) -> None:
-    """Raises ConfigError: one worker, or a backend that its processes cannot use here."""
-    if config.comm_backend in (AUTO, GROUP) and not config.comm_options:
-        return
-    if config.comm_backend == GROUP:
-        raise ConfigError(f"comm_options {config.comm_options}: LMDeploy's process group takes none; leave them out.")
-    from sagellm.comm_backend.registry import find_backend
-
-    if config.tensor_parallel == 1:
-        raise ConfigError(f"comm_backend {config.comm_backend} is a setting of tensor_parallel above 1; give both, or neither.")
-    try:
-        kind = find_backend("shm" if config.comm_backend == AUTO else config.comm_backend)
-    except CommError as error:
-        raise ConfigError(str(error)) from None
-    if device not in kind.device_types or "file" not in kind.schemes:
-        raise ConfigError(
-            f"comm_backend {config.comm_backend} works on {', '.join(kind.device_types)} with ranks that meet by "
-            f"{', '.join(kind.schemes)}; workers are processes on {device}, which meet by a file. Use shm or gloo."
-        )
-    if missing := kind.missing():
-        raise ConfigError(f"comm_backend {config.comm_backend}: {missing}")
-    try:
-        kind.check_options(config.comm_options)
-    except CommError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _check_prefix_attention(config: SageConfig, device: str) -> None:
-    if config.prefix_attention != "off" and device not in ("cpu", "cuda"):
-        raise ConfigError(
-            f"prefix_attention {config.prefix_attention} runs on the CPU device and on cuda, and this engine is on {device}."
-        )
-
-
-def _packed_weights(config: SageConfig, model: Path, device: str) -> Path:
-    """Return the folder of a converted GGUF file whose weights can stay packed.
-
-    Raises:
-        ConfigError: another device or source, or several workers.
-    """
-    from sagellm.models.gguf_levels import GGUFLevels
-
-    if device != "cpu":
-        raise ConfigError(f"weights packed runs on the CPU device, and this engine is on {device}; use weights auto.")
-    if config.tensor_parallel > 1:
-        raise ConfigError("weights packed needs the whole model in one worker; use tensor_parallel 1, or weights auto.")
-    GGUFLevels(model)
-    return model
-
-
-def check_threads(config: SageConfig, device: str) -> int:
-    """Return the threads of each worker of a CPU engine.
-
-    Raises:
-        ConfigError: more threads than this process may use cores.
-    """
-    from sagellm.engines.lmdeploy.cpu.runtime import usable_cores
-
-    cores = usable_cores()
-    if device == "cpu" and config.threads is not None and config.threads > cores:
-        raise ConfigError(f"threads is {config.threads}; this process may use {cores} cores. Use at most {cores} threads.")
-    return config.threads or max(1, cores // config.tensor_parallel)
-
-
-def set_threads(config: SageConfig, device: str) -> None:
-    """Share the cores and NUMA nodes of this machine among the workers of a CPU engine; spawned processes inherit it."""
-    if device != "cpu":
-        return
-    from sagellm.engines.lmdeploy.cpu.runtime import write_worker_cores
-
-    threads = check_threads(config, device)
-    write_worker_cores(config.tensor_parallel)
-    # OpenMP reads it when a process first uses it, which for spawned workers is later than now.
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
-
-    CPU_DEVICE.use_threads(threads)
 
 
 class LMDeployEngine(BaseEngine):

@@ -13,7 +13,7 @@ from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.cpu import runtime
 from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
 from sagellm.engines.lmdeploy.cpu.runtime import CpuRuntime, memory_bytes, usable_cores
-from sagellm.engines.lmdeploy.engine import check_threads
+from sagellm.engines.lmdeploy.device_settings import check_threads
 
 GIB = 2**30
 
