@@ -1,17 +1,20 @@
 """Engines of the kit: ours, LMDeploy's with nothing of ours around it, and transformers to compare with."""
 
 import asyncio
+import itertools
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.gpu.place import Place
 from benchmarks.hook_overhead import close_bare
 
-__all__ = ["Engine", "bare_engine", "transformers_answers"]
+__all__ = ["Engine", "bare_engine", "shipped_engine", "transformers_answers", "worst_gap"]
 
 
 class Engine:
@@ -32,6 +35,11 @@ class Engine:
         """Answers, and seconds to the first token of the first one."""
         found = self._generate(prompts, num_tokens)
         return [list(each.token_ids) for each in found], found[0].token_s[0]
+
+    def step_s(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+        """Seconds of a decode step, in the mean: from when all have their first token until the first one has its last."""
+        found = self._generate(prompts, num_tokens)
+        return (min(each.token_s[-1] for each in found) - max(each.token_s[0] for each in found)) / (num_tokens - 1)
 
     def report(self) -> dict[str, Any]:
         return self._engine.hooks.report()
@@ -56,19 +64,46 @@ def transformers_answers(
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(model or place.model, dtype=getattr(torch, dtype)).to(place.device)
-    theirs, gap = [], 0.0
+    theirs = []
     with torch.inference_mode():
         for prompt, answer in zip(prompts, ours, strict=True):
-            ids, new = torch.tensor([prompt], device=place.device), len(answer)
+            ids = torch.tensor([prompt], device=place.device)
             found = loaded.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new, eos_token_id=None,
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=len(answer), eos_token_id=None,
                 pad_token_id=0,
             )  # fmt: skip
             theirs.append(found[0, len(prompt) :].tolist())
-            logits = loaded(torch.tensor([[*prompt, *answer]], device=place.device)).logits[0, len(prompt) - 1 : -1].float()
-            chosen = logits.gather(1, torch.tensor(answer, device=place.device)[:, None])[:, 0]
-            gap = max(gap, float((logits.amax(1) - chosen).max()))
-    return theirs, gap
+
+        def scores(tokens: list[int]) -> np.ndarray:
+            return loaded(torch.tensor([tokens], device=place.device)).logits[0].float().cpu().numpy()
+
+        return theirs, worst_gap(scores, prompts, ours)
+
+
+def worst_gap(
+    scores: Callable[[list[int]], np.ndarray], prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> float:
+    """How far the worst token of greedy answers lies under the best logit.
+
+    Args:
+        scores: logits [tokens, vocabulary] of a text, those after each token.
+    """
+    gap = 0.0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = scores([*prompt, *answer])[len(prompt) - 1 : -1]
+        gap = max(gap, float((logits.max(1) - logits[range(len(answer)), list(answer)]).max()))
+    return gap
+
+
+def shipped_engine(device: str, model: str, dtype: str, tree: str) -> Any:
+    """LMDeploy's engine of a folder `tree`; answers pairs of prompts and a number of tokens with greedy tokens."""
+    engine = _Bare(device, model, dtype, 16, tree)
+
+    def answer(request: tuple[Sequence[Sequence[int]], int]) -> list[list[int]]:
+        return [tokens for tokens, _ in engine.batch(*request)]
+
+    answer.close = engine.close  # type: ignore[attr-defined]
+    return answer
 
 
 def bare_engine(device: str, model: str, dtype: str, most: int, tree: str | None, plugin: str | None) -> Any:
@@ -79,58 +114,86 @@ def bare_engine(device: str, model: str, dtype: str, most: int, tree: str | None
         tree: folder of the LMDeploy to use in place of the patched one.
         plugin: name of a plug-in of the patched one.
     """
-    if tree is not None:
-        sys.path.insert(0, tree)
-    os.environ["OMP_NUM_THREADS"] = "2"
-    import torch
-    from lmdeploy.messages import GenerationConfig, PytorchEngineConfig
-    from lmdeploy.pytorch.engine import Engine, model_agent
-
-    def fill(model: Any, *_: Any, **__: Any) -> None:
-        torch.manual_seed(1)
-        for parameter in model.parameters():
-            parameter.data.normal_(0, 0.02) if parameter.dim() > 1 else parameter.data.fill_(1)
-
-    model_agent.load_model_weights = fill  # 15 GB on a disk would take most of the kit's time
     options = {}
     if plugin is not None:
         from sagellm.core.config import HookConfig, PluginSpec
 
         options["sage"] = HookConfig(plugins=(PluginSpec(name=plugin),)).model_dump_json()
-    config = PytorchEngineConfig(
-        device_type=device, dtype=dtype, block_size=64, num_gpu_blocks=1024, max_batch_size=most, session_len=4096,
-        enable_prefix_caching=False, **options,
-    )  # fmt: skip
-    loop = asyncio.new_event_loop()
+    engine, numbers = _Bare(device, model, dtype, most, tree, has_weights=False, **options), itertools.count()
 
-    async def start() -> Any:
-        engine = Engine.from_pretrained(model, engine_config=config)
-        engine.start_loop()
-        return engine
-
-    engine, sessions = loop.run_until_complete(start()), iter(range(10**9))
-
-    async def one(length: int, new: int) -> list[float]:
-        """Times of the tokens of one request."""
-        session, instance, times = next(sessions), engine.create_instance(), []
-        prompt = [(7 * session + 3 * place) % 400 + 50 for place in range(length)]
-        sampling = GenerationConfig(max_new_tokens=new, top_k=1, ignore_eos=True, stop_token_ids=[])
-        async for output in instance.async_stream_infer(session, prompt, gen_config=sampling):
-            times += [time.perf_counter()] * len(output.token_ids)
-        await instance.async_end(session)
-        return times
-
-    async def batch(size: int, length: int, new: int) -> list[list[float]]:
-        return await asyncio.gather(*(one(length, new) for _ in range(size)))
+    def batch(size: int, length: int, new: int) -> list[list[float]]:
+        prompts = [[(7 * next(numbers) + 3 * place) % 400 + 50 for place in range(length)] for _ in range(size)]
+        return [times for _, times in engine.batch(prompts, new)]
 
     def answer(batches: Sequence[int]) -> dict[str, float]:
         start_s = time.perf_counter()
-        found = {"first_token_1024": loop.run_until_complete(batch(1, 1024, 1))[0][0] - start_s}
+        found = {"first_token_1024": batch(1, 1024, 1)[0][0] - start_s}
         for size in batches:
-            every = loop.run_until_complete(batch(size, 64, 97))
+            every = batch(size, 64, 97)
             begin_s, end_s = max(each[0] for each in every), max(each[-1] for each in every)
             found[f"step_{size}"] = (end_s - begin_s) / 96
         return found
 
-    answer.close = lambda: close_bare(engine, loop)  # type: ignore[attr-defined]
+    answer.close = engine.close  # type: ignore[attr-defined]
     return answer
+
+
+class _Bare:
+    """LMDeploy's engine, driven by its own interface.
+
+    Args:
+        tree: folder for `sys.path` of another LMDeploy than the installed one.
+        has_weights: else they are random.
+    """
+
+    def __init__(
+        self, device: str, model: str, dtype: str, most: int, tree: str | None, has_weights: bool = True, **options: Any
+    ) -> None:
+        if tree is not None:
+            sys.path.insert(0, tree)
+        os.environ["OMP_NUM_THREADS"] = "2"
+        import torch
+        from lmdeploy.messages import PytorchEngineConfig
+        from lmdeploy.pytorch.engine import Engine, model_agent
+
+        def fill(model: Any, *_: Any, **__: Any) -> None:
+            torch.manual_seed(1)
+            for parameter in model.parameters():
+                parameter.data.normal_(0, 0.02) if parameter.dim() > 1 else parameter.data.fill_(1)
+
+        if not has_weights:
+            model_agent.load_model_weights = fill  # 15 GB on a disk would take most of the kit's time
+        config = PytorchEngineConfig(
+            device_type=device, dtype=dtype, block_size=64, num_gpu_blocks=1024, max_batch_size=most, session_len=4096,
+            enable_prefix_caching=False, **options,
+        )  # fmt: skip
+        self._loop, self._sessions = asyncio.new_event_loop(), itertools.count()
+
+        async def start() -> Any:
+            engine = Engine.from_pretrained(model, engine_config=config)
+            engine.start_loop()
+            return engine
+
+        self._engine = self._loop.run_until_complete(start())
+
+    def batch(self, prompts: Sequence[Sequence[int]], new: int) -> list[tuple[list[int], list[float]]]:
+        """Greedy tokens of each prompt, and when each was there."""
+
+        async def every() -> list[tuple[list[int], list[float]]]:
+            return await asyncio.gather(*(self._one(list(prompt), new) for prompt in prompts))
+
+        return self._loop.run_until_complete(every())
+
+    async def _one(self, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
+        from lmdeploy.messages import GenerationConfig
+
+        session, instance, tokens, times = next(self._sessions), self._engine.create_instance(), [], []
+        sampling = GenerationConfig(max_new_tokens=new, top_k=1, ignore_eos=True, stop_token_ids=[])
+        async for output in instance.async_stream_infer(session, prompt, gen_config=sampling):
+            tokens += output.token_ids
+            times += [time.perf_counter()] * len(output.token_ids)
+        await instance.async_end(session)
+        return tokens, times
+
+    def close(self) -> None:
+        close_bare(self._engine, self._loop)

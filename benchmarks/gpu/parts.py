@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import click
 
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
-from benchmarks.gpu.engines import Engine, bare_engine, transformers_answers
+from benchmarks.gpu.engines import Engine, bare_engine, shipped_engine, transformers_answers, worst_gap
+from benchmarks.gpu.kernels import time_attention, time_copies
 from benchmarks.gpu.place import Place, eagle3_head, make_prompts, random_model, seven_billion
 from benchmarks.hook_overhead import write_bare_tree
 
-__all__ = ["PARTS", "Result"]
+__all__ = ["CHECKS", "PARTS", "Result"]
 
 NEAR = 0.75  # of a logit: a right engine in a 16-bit type chooses no token further under the best one
 NOOP, RAISES = "benchmarks.noop_plugin:NoOp", "benchmarks.gpu.plugins:Raises"
@@ -122,7 +123,7 @@ def tiers(place: Place) -> Result:
         again = [engine.timed([prompt], 16) for prompt in prompts]
         report = engine.report()
     copied = report["pool"]["copied"]
-    figures = {
+    figures: dict[str, Any] = {
         "migrated": report["migrated"],
         "first_token_s": summary([each[1] for each in first]),
         "first_token_again_s": summary([each[1] for each in again]),
@@ -130,13 +131,14 @@ def tiers(place: Place) -> Result:
         f"{way}_gb_s": moved / seconds / 1e9 if seconds else None
         for way, (moved, seconds) in ((way.replace("->", "_to_"), each) for way, each in copied.items())
     }
-    return Result(
-        figures,
-        {
-            "blocks moved both ways": min(report["migrated"].get(tier, 0) for tier in ("cpu", "gpu")) > 0,
-            "the answers are the same": [each[0] for each in first] == [each[0] for each in again],
-        },
-    )
+    checks = {
+        "blocks moved both ways": min(report["migrated"].get(tier, 0) for tier in ("cpu", "gpu")) > 0,
+        "the answers are the same": [each[0] for each in first] == [each[0] for each in again],
+        "copies are timed": any(figures[f"{way}_gb_s"] for way in ("gpu_to_cpu", "cpu_to_gpu")),
+    }
+    if not place.is_small:
+        figures["copies_gb_s"], checks["the bytes arrive"] = time_copies()
+    return Result(figures, checks)
 
 
 def speculation(place: Place) -> Result:
@@ -212,7 +214,7 @@ def overhead(place: Place) -> Result:
     ]
     try:
         interleave(contestants, batches, 1)
-        found = interleave(contestants, batches, 4 if place.is_small else 12)
+        found = interleave(contestants, batches, 4 if place.is_small else 8)
     finally:
         for contestant in contestants:
             contestant.close()
@@ -244,59 +246,108 @@ def sparse(place: Place) -> Result:
 
 
 def sharing(place: Place) -> Result:
-    """Requests with a common prefix get the same answers when it is read once; on a GPU the kernel is timed."""
-    first, prompts = make_prompts(place, 1, 520)[0], make_prompts(place, 8, 40)
-    found = {}
+    """Requests with a common prefix get the same answers when it is read once; on a GPU kernel and step are timed."""
+    common, own, sequences, new = (520, 40, 8, 32) if place.is_small else (8000, 100, 16, 64)
+    layers, width = (2, 64) if place.is_small else (16, 2048)
+    heads = {"num_heads": 4, "num_kv_heads": 2} if place.is_small else {"num_heads": 16, "num_kv_heads": 8}
+    model = random_model(
+        place, "wide", hidden_size=width, num_layers=layers, max_position_embeddings=16384, tie_embeddings=True, **heads
+    )
+    first, prompts = make_prompts(place, 1, common)[0], make_prompts(place, sequences, own)
+    prompts, found, steps = [first + prompt for prompt in prompts], {}, {}
+    sizes = {"kv_blocks": 512, "context_length": 12288}
     for mode in ("off", "auto"):
-        with Engine(place, place.model, prefix_attention=mode) as engine:
+        with Engine(place, model, prefix_attention=mode, **sizes) as engine:
             engine.answers([first], 1)
-            found[mode] = engine.answers([first + prompt for prompt in prompts], 32)
+            engine.answers(prompts, new)  # graphs are captured
+            found[mode] = engine.answers(prompts, new)
+            steps[mode] = summary([engine.step_s(prompts, new) for _ in range(3)])
+    _, gap = transformers_answers(place, place.dtypes[0], prompts[:2], found["auto"][:2], model)
     equal = sum(one == other for one, other in zip(found["auto"], found["off"], strict=True))
-    figures: dict[str, Any] = {"answers": len(prompts), "equal": equal}
-    checks = {"all requests are answered": all(len(one) == 32 for one in found["auto"])}
+    figures: dict[str, Any] = {"answers": len(prompts), "equal": equal, "largest_gap": gap, "step_s": steps}
+    checks = {
+        "all requests are answered": all(len(one) == new for one in found["auto"]),
+        f"every token is at most {NEAR} under the best logit": gap <= NEAR,
+    }
     if place.is_small:  # in float32; 16 bits may round the other way in another order
         checks["the answers are equal"] = equal == len(prompts)
-    if place.device == "cuda":
-        times, error = time_kernel(16, 4096, 200)
-        figures |= times
+    else:
+        figures["kernels"], error = time_attention()
         checks["the kernel is within 1e-2 of LMDeploy's"] = error < 1e-2
     return Result(figures, checks)
 
 
-def time_kernel(sequences: int, common: int, own: int) -> tuple[dict[str, float], float]:
-    """Seconds of a layer's decode attention, ours and LMDeploy's, and how far they differ: 32 heads, 8 key heads of 128."""
+def quantized(place: Place) -> Result:
+    """LMDeploy as shipped loads the folders of `sagellm quantize`; keys and values in fewer bits."""
+    from sagellm.accel.quantization.calibration import Calibration
+    from sagellm.accel.quantization.registry import make_quantizer
+    from sagellm.core.config import SageConfig
+    from sagellm.evaluate.models import EngineModel
+
+    model = random_model(place, "whole", hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2)
+    stock = write_bare_tree(place.scratch / "bare") if place.is_small else place.stock
+    prompts, figures, checks = make_prompts(place, 6, 100), {}, {}
+    for name in ("awq", "gptq", "int8", "smoothquant", "fp8"):
+        folder = place.scratch / name
+        make_quantizer(name, head_bits=16).quantize(model, Calibration.default(4, 256), folder)
+        # LMDeploy's AWQ takes no other type.
+        dtype = "float16" if name in ("awq", "gptq") and not place.is_small else place.dtypes[0]
+        contestant = Contestant("as shipped", shipped_engine, place.device, str(folder), dtype, str(stock))
+        try:
+            answers = contestant.ask((prompts, 24))
+        except RuntimeError as error:
+            figures[name], checks[f"{name}: LMDeploy as shipped answers"] = str(error), False
+            continue
+        finally:
+            contestant.close()
+        with EngineModel(name, SageConfig(device="cpu", dtype="float32", model=folder)) as reference:
+            figures[name] = {"largest_gap": worst_gap(reference.logits, prompts, answers)}
+        checks[f"{name}: every token is at most {NEAR} under the best logit"] = figures[name]["largest_gap"] <= NEAR
+    for schema in ("int8", "int4"):
+        with Engine(place, model, kv_schema=schema) as engine:
+            answers = engine.answers(prompts, 24)
+        _, gap = transformers_answers(place, place.dtypes[0], prompts, answers, model)
+        figures[f"keys and values in {schema}"] = {"largest_gap": gap}
+        if schema == "int8":
+            checks[f"keys and values in int8: every token is at most {NEAR} under the best logit"] = gap <= NEAR
+    return Result(figures, checks)
+
+
+def operators(place: Place) -> Result:
+    """The operators of LMDeploy's device against plain formulas: what `sagellm check device` asks of a device of ours."""
     import torch
-    from lmdeploy.pytorch.kernels.cuda import paged_attention_fwd
+    from lmdeploy.pytorch.backends.selector import get_backend
 
-    from benchmarks.gpu.limits import seconds
-    from sagellm.engines.lmdeploy.kernels.prefix_aware_attention import find_groups, prefix_aware_attention
+    from sagellm.engines.lmdeploy.contract import device, operators
 
-    block, heads, kv_heads, size = 64, 32, 8, 128
-    shared, alone = common // block, -(-(own + 1) // block)
-    tables = torch.tensor([
-        [*range(shared), *range(shared + row * alone, shared + (row + 1) * alone)] for row in range(sequences)
-    ])  # fmt: skip
-    lengths = torch.full((sequences,), common + own + 1)
-    groups = find_groups(tables.numpy(), lengths.numpy(), block, 256).to("cuda")
-    tables, lengths = tables.cuda(), lengths.cuda()
-    caches = [torch.randn(shared + sequences * alone, block, kv_heads, size, device="cuda").bfloat16() for _ in range(2)]
-    query = torch.randn(sequences, heads, size, device="cuda").bfloat16()
-    theirs = torch.empty_like(query)
-
-    def ours() -> torch.Tensor:
-        return prefix_aware_attention(query, *caches, tables, lengths, size**-0.5, groups)
-
-    def lmdeploy() -> None:
-        paged_attention_fwd(query, *caches, theirs, tables, kv_seqlens=lengths, sm_scale=size**-0.5)
-
-    times = {"ours_s": seconds(ours), "lmdeploy_s": seconds(lmdeploy)}
-    lmdeploy()
-    return times, float((ours() - theirs).abs().max())
+    if place.is_small:
+        ops = device.operators_of("cpu")
+    else:
+        ops = operators.DeviceOperators(get_backend(), place.device, (torch.bfloat16, torch.float16))
+    missing, broken = operators.missing_operators(ops), []
+    seen = operators.check_operators(ops, 0, lambda rule, text: broken.append((rule, text)), missing)
+    return Result(
+        {"missing": missing, "tried": sorted(seen), "broken": [f"{rule}: {text}" for rule, text in broken]},
+        {operators.RULES[rule]: all(rule != each for each, _ in broken) for rule in sorted(seen)},
+    )
 
 
-PARTS: dict[str, Callable[[Place], Result]] = {
-    part.__name__: part for part in (answers, hooks, faults, replay, tiers, speculation, overhead, eagle3, sparse, sharing)
-}
+def architectures(place: Place) -> Result:
+    """A tiny model of each architecture beside transformers, token by token."""
+    from sagellm.engines.lmdeploy.contract.architectures import ARCHITECTURES, check_architectures
+
+    broken: list[str] = []
+    check_architectures(place.device, place.dtypes[0], 0, lambda _, text: broken.append(text))
+    return Result(
+        {"broken": broken},
+        {each: not any(text.startswith((f"{each}:", f"{each},")) for text in broken) for each in ARCHITECTURES},
+    )
+
+
+# Parts that measure run alone, those that only check beside each other.
+CHECKS = (answers, hooks, faults, replay, sparse, eagle3, quantized, operators, architectures)
+TIMED = (tiers, speculation, sharing, overhead)
+PARTS: dict[str, Callable[[Place], Result]] = {part.__name__: part for part in (*CHECKS, *TIMED)}
 
 
 def one_collective(place: Place) -> dict[str, int]:

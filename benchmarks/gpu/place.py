@@ -54,7 +54,7 @@ def eagle3_head(target: Path, folder: Path) -> Path:
 
     config = json.loads((target / "config.json").read_text())
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads, dtype = config["num_attention_heads"] * config["head_dim"], getattr(torch, config["torch_dtype"])
+    heads, dtype = config["num_attention_heads"] * config["head_dim"], getattr(torch, config["dtype"])
     keys = config["num_key_value_heads"] * config["head_dim"]
     shapes = {
         "fc": (hidden, 3 * hidden), "lm_head": (vocab, hidden), "norm": (hidden,), "midlayer.hidden_norm": (hidden,),

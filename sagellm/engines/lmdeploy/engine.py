@@ -117,8 +117,6 @@ def build_engine_config(
     options: dict[str, Any] = {"prefill_interval": config.decode_round or default_round}
     if device != "cpu" and (config.kv_memory_share is not None or sizes.draft is not None):
         options["cache_max_entry_count"] = gpu_share(config.kv_memory_share, sizes)
-    if device == "cuda" and config.prefix_attention == "auto":
-        options["eager_mode"] = True  # a CUDA graph would keep the groups of the step that it was captured in
     if hooks.pd is not None:
         from lmdeploy.pytorch.disagg.config import EngineRole
 

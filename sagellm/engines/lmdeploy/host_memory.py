@@ -1,5 +1,6 @@
 """The bytes of the host tier's slots: LMDeploy's host cache, where it lies in this process."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from sagellm.core.errors import PluginError
+
+logger = logging.getLogger(__name__)
 
 BlockBytes = np.ndarray  # uint8 [block_bytes]
 
@@ -74,6 +77,20 @@ def open_host_cache(cache_engine: Any, num_host_blocks: int, block_bytes: int) -
     if cache.block_bytes != block_bytes:
         raise PluginError(f"a block of the host tier has {cache.block_bytes} bytes, announced were {block_bytes}.")
     return cache
+
+
+def copies_at_once(cache_engine: Any, device: str) -> bool:
+    """Whether the copies between pool and host tier have ended when the calls for them return, made so on a GPU."""
+    if device != "cuda":
+        return device == "cpu"
+    try:
+        from sagellm.engines.lmdeploy.kernels.block_copy import PinnedCopies
+
+        PinnedCopies(cache_engine)
+    except (ImportError, RuntimeError) as error:
+        logger.warning("blocks are copied by LMDeploy, slowly, and not timed: %s", error)
+        return False
+    return True
 
 
 class SwapTimes:

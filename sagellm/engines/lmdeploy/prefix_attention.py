@@ -1,35 +1,101 @@
 """Decode steps of a GPU that read the keys which sequences have in common once: groups of a step, and their attention.
 
-LMDeploy's attention asks in every layer. It runs in Python in each step, since a CUDA graph would keep the groups of the step
-that it was captured in.
+LMDeploy's attention asks in every layer. The groups lie in memory that stays where it is, so that a CUDA graph which was
+captured in one step serves the groups of later ones.
 """
 
 from typing import Any
 
+import torch
+
 from sagellm.core.config import HookConfig
 
-__all__ = ["attended", "find", "groups_of"]
+__all__ = ["StepGroups", "attended", "find", "groups_of"]
 
 MIN_TOKENS = 256  # that a group has in common
 # Estimates, not measured: two more kernels a layer, and an H100's memory.
 LAUNCHES_S, BYTES_S = 10e-6, 3e12
 
 
-def groups_of(cache_engine: Any, inputs: Any) -> Any:
-    """Return the `Groups` of a decode step on the device of its tables; None if reading them together would not pay.
+class StepGroups:
+    """Groups of decode steps, in the same memory in each step.
+
+    Args:
+        sequences: of a step, at most.
+    """
+
+    def __init__(self, sequences: int, device: torch.device) -> None:
+        sizes = sequences, sequences // 2 + 1, sequences // 2, sequences
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros_like(self._host, device=device)
+        self._host_parts, self._device_parts = (memory.split(sizes) for memory in (self._host, self._device))
+        self._limits = (0, 0, 0)
+
+    @property
+    def graph_key(self) -> tuple[int, int, int]:
+        """What a captured graph depends on: rounded numbers of groups, of common blocks, and of a sequence's own."""
+        return self._limits
+
+    def fill(self, found: Any) -> None:
+        """Take the `Groups` of a step, which lie on the host. What was copied before must have arrived."""
+        _, starts, common, shared = self._host_parts
+        starts.fill_(len(found.members))
+        common.zero_()
+        shared.zero_()
+        for memory, values in zip(self._host_parts, (found.members, found.starts, found.common, found.shared), strict=True):
+            memory[: len(values)] = values
+        self._device.copy_(self._host, non_blocking=True)
+        self._limits = _rounded(len(found.common), 2), _rounded(found.most_common, 4), _rounded(found.most_own, 4)
+
+    def of(self, sequences: int, width: int) -> Any:
+        """Return the `Groups` for a step of so many sequences, whose tables have so many blocks."""
+        from sagellm.engines.lmdeploy.kernels.prefix_aware_attention import Groups
+
+        members, starts, common, shared = self._device_parts
+        groups, most_common, most_own = self._limits
+        groups = min(groups, len(common))
+        return Groups(
+            members, starts[: groups + 1], common[:groups], shared[:sequences], most_members=sequences,
+            most_common=min(most_common, width - 1), most_own=most_own,
+        )  # fmt: skip
+
+
+class _Finder:
+    """Finds the groups of an engine's steps, once a round of decode steps: tables of a round stay, and texts only grow."""
+
+    def __init__(self, most_sequences: int, device: torch.device) -> None:
+        self._groups = StepGroups(most_sequences, device)
+        self._tables: Any = None
+        self._pays = False
+
+    def groups(self, cache_engine: Any, inputs: Any) -> StepGroups | None:
+        if inputs.block_offsets is not self._tables:
+            self._tables = inputs.block_offsets
+            found = find(cache_engine, inputs)
+            self._pays = found is not None
+            if found is not None:
+                self._groups.fill(found)
+        return self._groups if self._pays else None
+
+
+def groups_of(cache_engine: Any, inputs: Any) -> StepGroups | None:
+    """Return the groups of a decode step, on the device of its tables; None if reading them together would not pay.
 
     Args:
         cache_engine: LMDeploy's `CacheEngine`.
         inputs: its `ModelInputs`, whose tables are read.
     """
-    tables = inputs.block_offsets
-    if tables.device.type == "cpu" or inputs.is_dummy or inputs.max_q_seqlen != 1 or not _is_wanted(cache_engine.cache_config):
+    device, config = inputs.block_offsets.device, cache_engine.cache_config
+    if device.type == "cpu" or inputs.is_dummy or inputs.max_q_seqlen != 1:
         return None  # the CPU device finds its groups in the native step
-    return find(cache_engine, inputs)
+    if not hasattr(config, "sage_prefixes"):
+        is_wanted = HookConfig.model_validate_json(config.sage).prefix_attention == "auto"
+        config.sage_prefixes = _Finder(config.max_batches, device) if is_wanted else None
+    return None if config.sage_prefixes is None else config.sage_prefixes.groups(cache_engine, inputs)
 
 
 def find(cache_engine: Any, inputs: Any) -> Any:
-    """As `groups_of`, for any device."""
+    """Return the `Groups` of a step on the host, for any device; None if they would not pay. Waits for the device."""
     from sagellm.engines.lmdeploy.kernels.prefix_aware_attention import find_groups
 
     config, model = cache_engine.cache_config, cache_engine.model_config
@@ -39,7 +105,7 @@ def find(cache_engine: Any, inputs: Any) -> Any:
         return None
     saved_tokens = int(((found.starts.diff() - 1) * found.common).sum()) * config.block_size
     token_bytes = 2 * model.num_key_value_heads * model.head_dim * 2  # keys and values of a layer, in 16 bits
-    return found.to(inputs.block_offsets.device) if saved_tokens * token_bytes > LAUNCHES_S * BYTES_S else None
+    return found if saved_tokens * token_bytes > LAUNCHES_S * BYTES_S else None
 
 
 def attended(attention: Any, query: Any, k_cache: Any, v_cache: Any, metadata: Any, sinks: Any) -> Any:
@@ -57,13 +123,16 @@ def attended(attention: Any, query: Any, k_cache: Any, v_cache: Any, metadata: A
         return None
     from sagellm.engines.lmdeploy.kernels.prefix_aware_attention import prefix_aware_attention
 
+    tables = metadata.block_offsets
     return prefix_aware_attention(
-        query, k_cache, v_cache, metadata.block_offsets, metadata.kv_seqlens, attention.scale, sage_sparse.groups,
+        query, k_cache, v_cache, tables, metadata.kv_seqlens, attention.scale, sage_sparse.groups.of(*tables.shape),
         softcap=attention.logit_softcapping or None,
     )  # fmt: skip
 
 
-def _is_wanted(config: Any) -> bool:
-    if not hasattr(config, "sage_prefixes"):
-        config.sage_prefixes = HookConfig.model_validate_json(config.sage).prefix_attention == "auto"
-    return config.sage_prefixes
+def _rounded(number: int, base: int) -> int:
+    """Return the power of a base that is not smaller."""
+    power = 1
+    while power < number:
+        power *= base
+    return power

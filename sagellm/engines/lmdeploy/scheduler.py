@@ -23,7 +23,7 @@ from sagellm.core.hooks import EvictionReason, Tier
 from sagellm.core.host import PluginHost
 from sagellm.core.schedule_lines import step_line
 from sagellm.engines.lmdeploy.handle import Handle
-from sagellm.engines.lmdeploy.host_memory import SwapTimes, cache_engine_of
+from sagellm.engines.lmdeploy.host_memory import SwapTimes, cache_engine_of, copies_at_once
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 from sagellm.engines.lmdeploy.lines import arrive_line, end_line, open_line
 from sagellm.engines.lmdeploy.prefix import PrefixHooks
@@ -99,8 +99,8 @@ class SchedulerHooks:
         if self._config.sparsity is not None and engine is not None:
             self._bind_sparsity(executor.model_agent)
         config = self._scheduler.cache_config
-        # On a CPU copies are made at once, so that they can be timed. Only plug-ins move blocks.
-        if config.device_type == "cpu" and config.num_cpu_blocks and self._is_told and engine is not None:
+        # Only plug-ins move blocks.
+        if config.num_cpu_blocks and self._is_told and engine is not None and copies_at_once(engine, config.device_type):
             self._steps.swap_times = SwapTimes(engine)
 
     def _bind_sparsity(self, agent: Any) -> None:

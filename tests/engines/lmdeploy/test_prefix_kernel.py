@@ -1,10 +1,7 @@
 """Attention that reads common keys once: in Triton's interpreter, beside plain formulas and LMDeploy's kernel."""
 
 import math
-import platform
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,58 +14,11 @@ from hypothesis import strategies as st
 
 from sagellm.core.config import HookConfig
 from sagellm.engines.lmdeploy import prefix_attention
+from tests.engines.lmdeploy.interpreted import fresh, mend, needs_triton
 
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux") or platform.machine() != "x86_64",
-    reason="the set-up installs Triton on Linux on x86-64 only",
-)
+pytestmark = needs_triton
 KERNELS = "sagellm.engines.lmdeploy.kernels"
 LMDEPLOYS = "lmdeploy.pytorch.kernels"
-
-
-@contextmanager
-def fresh(*packages: str) -> Iterator[None]:
-    """Import packages anew inside, and put back the modules of before. Triton's extension cannot be loaded twice."""
-
-    def loaded() -> dict:
-        names = [name for name in sys.modules if name.startswith(packages) and not name.startswith("triton._C")]
-        return {name: sys.modules[name] for name in names}
-
-    before = loaded()
-    for name in before:
-        del sys.modules[name]
-    try:
-        yield
-    finally:
-        for name, module in loaded().items():
-            del sys.modules[name]
-            parent, _, child = name.rpartition(".")
-            if getattr(sys.modules.get(parent), child, None) is module:
-                delattr(sys.modules[parent], child)
-        sys.modules.update(before)
-        for name, module in before.items():
-            parent, _, child = name.rpartition(".")
-            if parent:
-                setattr(sys.modules[parent], child, module)
-
-
-def mend(interpreter) -> None:
-    """Make two things of the interpreter of Triton 3.4 and 3.6 work: bounds of loops with NumPy 2.4, and products of bfloat16.
-
-    The former is https://github.com/triton-lang/triton/issues/9171. The latter multiplies the bits as whole numbers.
-    """
-    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patch_tensor(tensor, *scope):
-        patch(tensor, *scope)
-        tensor.__index__ = lambda self: self.handle.data.item()
-
-    def create_dot(self, *operands):
-        float32, bfloat16 = interpreter.tl.float32, interpreter.tl.bfloat16
-        wide = [self.cast_impl(each, float32) if each.dtype.scalar == bfloat16 else each for each in operands[:2]]
-        return dot(self, *wide, *operands[2:])
-
-    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = patch_tensor, create_dot
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +233,7 @@ def attention_of() -> SimpleNamespace:
 def engine_of(arguments, **settings) -> tuple[SimpleNamespace, SimpleNamespace]:
     """A cache engine and the inputs of a step."""
     _, k_cache, _, tables, lengths = arguments
-    config = SimpleNamespace(block_size=k_cache.shape[1], sage=HookConfig(**settings).model_dump_json())
+    config = SimpleNamespace(block_size=k_cache.shape[1], max_batches=16, sage=HookConfig(**settings).model_dump_json())
     model = SimpleNamespace(num_key_value_heads=8, head_dim=128)
     inputs = SimpleNamespace(
         block_offsets=tables, history_lengths=lengths - 1, seq_length=torch.ones_like(lengths), is_decoding=True,
@@ -302,8 +252,9 @@ def test_lmdeploys_attention_asks_for_it(kernels, monkeypatch):
     asked = attention_of(), query, k_cache, v_cache, metadata
     assert sage_sparse.attended(*asked, None) is None
     monkeypatch.setattr(prefix_attention, "LAUNCHES_S", 0.0)
-    monkeypatch.setattr(sage_sparse, "groups", prefix_attention.find(*engine_of(arguments)))
-    assert sage_sparse.groups.common.tolist() == [20]
+    held = prefix_attention.StepGroups(16, torch.device("cpu"))
+    held.fill(prefix_attention.find(*engine_of(arguments)))
+    monkeypatch.setattr(sage_sparse, "groups", held)
     found = sage_sparse.attended(*asked, None)
     assert float((found - plain_attention(*arguments, 0.3)).abs().max()) < 1e-5
     assert sage_sparse.attended(*asked, torch.zeros(8)) is None  # learned scores
@@ -311,7 +262,39 @@ def test_lmdeploys_attention_asks_for_it(kernels, monkeypatch):
         monkeypatch.setattr(asked[place], name, value)
         assert sage_sparse.attended(*asked, None) is None
         monkeypatch.undo()
-        monkeypatch.setattr(sage_sparse, "groups", groups_of(kernels, arguments))
+        monkeypatch.setattr(sage_sparse, "groups", held)
+
+
+def test_groups_in_memory_that_stays(kernels):
+    """A CUDA graph runs with the arguments of its capture: only numbers in memory may change from step to step."""
+    held = prefix_attention.StepGroups(16, torch.device("cpu"))
+    first = step([(10, [170, 175, 200]), (6, [100, 110])], [40])
+    second = step([(12, [200, 215]), (9, [160, 165, 170])], [33], seed=1)
+    captured = None
+    for arguments in (first, second):
+        held.fill(groups_of(kernels, arguments))
+        # The steps are padded with empty sequences, as LMDeploy pads those that a graph was captured for.
+        query, k_cache, v_cache, tables, lengths = arguments
+        padded = [torch.nn.functional.pad(each, (*[0, 0] * (each.ndim - 1), 0, 2)) for each in (query, tables, lengths)]
+        groups = held.of(len(padded[0]), 64)
+        wide = torch.nn.functional.pad(padded[1], (0, 64 - tables.shape[1]))
+        captured = captured or groups
+        for one, other in zip(vars(captured).values(), vars(groups).values(), strict=True):
+            assert one.data_ptr() == other.data_ptr() and one.shape == other.shape if torch.is_tensor(one) else one == other
+        assert held.graph_key == (2, 16, 4)  # groups, blocks in common, blocks of a sequence's own
+        found = kernels.prefix_aware_attention(padded[0], k_cache, v_cache, wide, padded[2], 0.3, captured)
+        assert float((found[:-2] - plain_attention(*arguments, 0.3)).abs().max()) < 1e-5 and not found[-2:].any()
+    held.fill(groups_of(kernels, step([(9, [170, 160])], [150])))
+    assert held.graph_key == (1, 16, 16)
+
+
+def test_a_graph_is_captured_for_each_shape_of_groups(monkeypatch):
+    from lmdeploy import sage_sparse
+
+    keyed = sage_sparse.keyed(lambda self, size: (size, True))
+    assert keyed(None, 4) == (4, True)
+    monkeypatch.setattr(sage_sparse, "groups", SimpleNamespace(graph_key=(1, 4, 4)))
+    assert keyed(None, 4) == (4, True, (1, 4, 4))
 
 
 def test_groups_of_a_step_that_pay(kernels, monkeypatch):

@@ -48,6 +48,7 @@ class Groups:
         common: int32 [groups], whole blocks at the start that a group reads together. They are those of its first member.
         shared: int32 [sequences], the number of them for each sequence; 0 outside of groups.
         most_members, most_common: at least those of any group. Larger numbers cost programs that end at once.
+        most_own: blocks that a sequence reads by itself, about; decides how their keys are split. 0: all of its table.
     """
 
     members: torch.Tensor
@@ -56,14 +57,16 @@ class Groups:
     shared: torch.Tensor
     most_members: int
     most_common: int
+    most_own: int = 0
 
     @classmethod
-    def of(cls, members: Any, starts: Any, common: Any, sequences: int) -> "Groups":
+    def of(cls, members: Any, starts: Any, common: Any, sequences: int, blocks: Any = 0) -> "Groups":
         """Make groups on the host from whole numbers.
 
         Args:
             members, starts, common: as the attributes; anything that NumPy makes an array of.
             sequences: number of sequences of the step.
+            blocks: [sequences], blocks that each has; 0 if unknown.
 
         Raises:
             ValueError: they do not describe groups of these sequences.
@@ -85,7 +88,8 @@ class Groups:
         shared = np.zeros(sequences, np.int32)
         shared[members] = np.repeat(common, sizes)
         tensors = (torch.from_numpy(each) for each in (members, starts, common, shared))
-        return cls(*tensors, most_members=int(sizes.max()), most_common=int(common.max()))
+        most_own = max(0, int(np.max(blocks - shared)))
+        return cls(*tensors, most_members=int(sizes.max()), most_common=int(common.max()), most_own=most_own)
 
     def to(self, device: torch.device | str) -> "Groups":
         """Return the groups with their tensors on a device."""
@@ -131,7 +135,7 @@ def find_groups(
             starts.append(len(members))
             common.append(int(blocks))
             rest = others[~joins]
-    return Groups.of(members, starts, common, len(whole)) if common else None
+    return Groups.of(members, starts, common, len(whole), whole + 1) if common else None
 
 
 @triton.jit(do_not_specialize=["tiles", "splits", "first_part", "num_parts"])
@@ -292,7 +296,8 @@ def prefix_aware_attention(
     rows_together, tiles_together = _tiles(groups.most_members * share, most_rows)
     rows_alone, tiles_alone = _tiles(share, most_rows)
     splits_together = _splits(num_groups * tiles_together * kv_heads, groups.most_common * block_size, rows_together)
-    splits_alone = _splits(sequences * tiles_alone * kv_heads, block_tables.shape[1] * block_size, rows_alone)
+    most_own = min(groups.most_own or block_tables.shape[1], block_tables.shape[1])
+    splits_alone = _splits(sequences * tiles_alone * kv_heads, most_own * block_size, rows_alone)
     num_parts = splits_together + splits_alone
     parts = query.new_empty(sequences, heads, num_parts, v_size, dtype=torch.float32)
     weights = query.new_empty(sequences, heads, num_parts, dtype=torch.float32)
