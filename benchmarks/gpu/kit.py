@@ -25,7 +25,7 @@ from benchmarks.gpu.parts import CHECKS, PARTS
 from benchmarks.gpu.report import markdown
 from benchmarks.machine import describe
 
-MOST_AT_ONCE = 6  # parts that only check
+MOST_AT_ONCE = 8  # parts that only check
 ERROR_CHARS = 4000  # of the end of a failed part's output
 FOLDER = click.Path(path_type=Path, file_okay=False)
 

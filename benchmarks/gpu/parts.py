@@ -4,8 +4,11 @@
 """
 
 import json
+import multiprocessing
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,6 +185,8 @@ def eagle3(place: Place) -> Result:
     """LMDeploy's EAGLE-3 with a random head: it guesses wrongly, and no answer may change."""
     if place.is_small:
         return Result({"left_out": "LMDeploy's EAGLE-3 needs a GPU"}, {})
+    if find_spec("flash_attn_interface") is None:
+        return Result({"left_out": "LMDeploy's EAGLE-3 needs FlashAttention-3, which is not installed"}, {})
     model = random_model(place, "target", hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=8)
     head = eagle3_head(model, place.scratch / "head")
     prompts = make_prompts(place, 8, 100)
@@ -262,10 +267,12 @@ def sharing(place: Place) -> Result:
             engine.answers(prompts, new)  # graphs are captured
             found[mode] = engine.answers(prompts, new)
             steps[mode] = summary([engine.step_s(prompts, new) for _ in range(3)])
+            hits = engine.report()["prefix"]["hit_tokens"]
     _, gap = transformers_answers(place, place.dtypes[0], prompts[:2], found["auto"][:2], model)
     equal = sum(one == other for one, other in zip(found["auto"], found["off"], strict=True))
-    figures: dict[str, Any] = {"answers": len(prompts), "equal": equal, "largest_gap": gap, "step_s": steps}
+    figures: dict[str, Any] = {"answers": len(prompts), "equal": equal, "largest_gap": gap, "step_s": steps, "hit_tokens": hits}
     checks = {
+        "prompts share blocks": hits > 0,
         "all requests are answered": all(len(one) == new for one in found["auto"]),
         f"every token is at most {NEAR} under the best logit": gap <= NEAR,
     }
@@ -278,7 +285,7 @@ def sharing(place: Place) -> Result:
 
 
 def quantized(place: Place) -> Result:
-    """LMDeploy as shipped loads the folders of `sagellm quantize`; keys and values in fewer bits."""
+    """LMDeploy as shipped loads the folders of `sagellm quantize`, and answers as the CPU device does in float32."""
     from sagellm.accel.quantization.calibration import Calibration
     from sagellm.accel.quantization.registry import make_quantizer
     from sagellm.core.config import SageConfig
@@ -286,31 +293,38 @@ def quantized(place: Place) -> Result:
 
     model = random_model(place, "whole", hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2)
     stock = write_bare_tree(place.scratch / "bare") if place.is_small else place.stock
-    prompts, figures, checks = make_prompts(place, 6, 100), {}, {}
+    prompts, figures, checks, contestants = make_prompts(place, 6, 100), {}, {}, {}
     for name in ("awq", "gptq", "int8", "smoothquant", "fp8"):
         folder = place.scratch / name
         make_quantizer(name, head_bits=16).quantize(model, Calibration.default(4, 256), folder)
         # LMDeploy's AWQ takes no other type.
         dtype = "float16" if name in ("awq", "gptq") and not place.is_small else place.dtypes[0]
-        contestant = Contestant("as shipped", shipped_engine, place.device, str(folder), dtype, str(stock))
-        try:
-            answers = contestant.ask((prompts, 24))
-        except RuntimeError as error:
-            figures[name], checks[f"{name}: LMDeploy as shipped answers"] = str(error), False
-            continue
-        finally:
-            contestant.close()
-        with EngineModel(name, SageConfig(device="cpu", dtype="float32", model=folder)) as reference:
-            figures[name] = {"largest_gap": worst_gap(reference.logits, prompts, answers)}
-        checks[f"{name}: every token is at most {NEAR} under the best logit"] = figures[name]["largest_gap"] <= NEAR
-    for schema in ("int8", "int4"):
-        with Engine(place, model, kv_schema=schema) as engine:
-            answers = engine.answers(prompts, 24)
-        _, gap = transformers_answers(place, place.dtypes[0], prompts, answers, model)
-        figures[f"keys and values in {schema}"] = {"largest_gap": gap}
-        if schema == "int8":
-            checks[f"keys and values in int8: every token is at most {NEAR} under the best logit"] = gap <= NEAR
+        contestants[name] = Contestant("as shipped", shipped_engine, place.device, str(folder), dtype, str(stock))
+    for name, contestant in contestants.items():
+        with EngineModel(name, SageConfig(device="cpu", dtype="float32", model=place.scratch / name)) as reference:
+            try:
+                gap = worst_gap(reference.logits, prompts, contestant.ask((prompts, 24)))
+            except RuntimeError as error:
+                figures[name], checks[f"{name}: LMDeploy as shipped answers"] = str(error), False
+            else:
+                figures[name] = {"largest_gap": gap}
+                checks[f"{name}: every token is at most {NEAR} under the best logit"] = gap <= NEAR
+            finally:
+                contestant.close()
     return Result(figures, checks)
+
+
+def kv_schemas(place: Place) -> Result:
+    """Keys and values in 8 and in 4 bits, beside transformers with whole ones."""
+    prompts, figures = make_prompts(place, 12, 100), {}
+    for schema in ("int8", "int4"):
+        with Engine(place, place.model, kv_schema=schema) as engine:
+            answers = engine.answers(prompts, 24)
+        expected, gap = transformers_answers(place, place.dtypes[0], prompts, answers)
+        equal = sum(one == other for one, other in zip(answers, expected, strict=True))
+        figures[schema] = {"answers": len(prompts), "equal": equal, "largest_gap": gap}
+    text = f"int8: every token is at most {NEAR} under the best logit"
+    return Result(figures, {text: figures["int8"]["largest_gap"] <= NEAR})
 
 
 def operators(place: Place) -> Result:
@@ -334,19 +348,30 @@ def operators(place: Place) -> Result:
 
 def architectures(place: Place) -> Result:
     """A tiny model of each architecture beside transformers, token by token."""
-    from sagellm.engines.lmdeploy.contract.architectures import ARCHITECTURES, check_architectures
+    from sagellm.engines.lmdeploy.contract.architectures import ARCHITECTURES
 
-    broken: list[str] = []
-    check_architectures(place.device, place.dtypes[0], 0, lambda _, text: broken.append(text))
+    names = tuple(ARCHITECTURES)
+    count = max(1, min(4, (os.cpu_count() or 1) // 4))
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        shares = [(place.device, place.dtypes[0], names[number::count]) for number in range(count)]
+        broken = [text for texts in pool.starmap(check_architectures, shares) for text in texts]
     return Result(
-        {"broken": broken},
-        {each: not any(text.startswith((f"{each}:", f"{each},")) for text in broken) for each in ARCHITECTURES},
+        {"broken": broken}, {each: not any(text.startswith((f"{each}:", f"{each},")) for text in broken) for each in names}
     )
 
 
+def check_architectures(device: str, dtype: str, names: Sequence[str]) -> list[str]:
+    """Return all that is wrong with the answers of a tiny model of each of these architectures."""
+    from sagellm.engines.lmdeploy.contract import architectures
+
+    broken: list[str] = []
+    architectures.check_architectures(device, dtype, 0, lambda _, text: broken.append(text), names)
+    return broken
+
+
 # Parts that measure run alone, those that only check beside each other.
-CHECKS = (answers, hooks, faults, replay, sparse, eagle3, quantized, operators, architectures)
-TIMED = (tiers, speculation, sharing, overhead)
+CHECKS = (quantized, answers, architectures, hooks, faults, replay, sparse, kv_schemas, operators, eagle3)
+TIMED = (overhead, speculation, sharing, tiers)
 PARTS: dict[str, Callable[[Place], Result]] = {part.__name__: part for part in (*CHECKS, *TIMED)}
 
 

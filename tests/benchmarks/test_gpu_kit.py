@@ -29,7 +29,7 @@ def test_a_part_that_takes_too_long_is_ended():
 def test_unknown_parts_are_refused(tmp_path: Path):
     words = ["--model", tmp_path, "--stock", tmp_path, "--out", tmp_path, "--parts", "hooks,nothing"]
     done = CliRunner().invoke(kit.main, list(map(str, words)))
-    assert done.exit_code == 2 and "unknown part 'nothing'; allowed are answers, hooks" in done.output
+    assert done.exit_code == 2 and "unknown part 'nothing'; allowed are quantized, answers" in done.output
 
 
 def run_of(**parts: dict) -> dict:

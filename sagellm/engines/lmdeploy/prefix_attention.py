@@ -33,7 +33,7 @@ class StepGroups:
 
     @property
     def graph_key(self) -> tuple[int, int, int]:
-        """What a captured graph depends on: rounded numbers of groups, of common blocks, and of a sequence's own."""
+        """All that a captured graph depends on: rounded numbers of groups, of common blocks, and of a sequence's own."""
         return self._limits
 
     def fill(self, found: Any) -> None:

@@ -1,8 +1,8 @@
 """Paged attention of a decode step that reads keys which sequences have in common once for all of them.
 
-Sequences that begin with the same KV blocks form a group. One kernel reads the blocks of a group and multiplies them with the
-queries of all members, another reads what each sequence has for itself. Both leave partial results, which a third one merges:
-a part comes with the logarithm of the sum of its exponentials, and so much it weighs.
+Sequences that begin with the same KV blocks form a group. Some programs of a kernel read the blocks of a group and multiply
+them with the queries of all members, the others read what each sequence has for itself. They leave partial results, which a
+second kernel merges: a part comes with the logarithm of the sum of its exponentials, and so much it weighs.
 """
 
 import math
@@ -22,16 +22,16 @@ WHOLE = (torch.int32, torch.int64)
 # `tl.dot` takes 16 rows or more, and the matrix units of an H100 take 64 at once. Sums of 64 rows of 128 numbers are 64
 # registers of each of 128 threads. In float32 there are no such units for exact products, and 64 rows would not fit.
 MIN_ROWS, MAX_ROWS, MAX_ROWS_FLOAT32 = 16, 64, 16
-# A tile has 64 keys or values, fewer if they would take more than 16 KiB. Two tiles of each are in flight. With 64 query rows
-# of 128 numbers that is 80 KiB: two programs for the 227 KiB of an H100's multiprocessor, one for the 99 KiB of small GPUs.
+# A tile has 64 keys or values, fewer if they would take more than 16 KiB. With three stages, two tiles of each are in flight,
+# which took 4 to 7% longer on an H200, as fewer programs fit.
 MAX_KEYS, TILE_BYTES = 64, 16 * 1024
-NUM_WARPS, NUM_STAGES = 4, 3
+NUM_WARPS, NUM_STAGES = 4, 2
 # Keys are split until there are about four programs for each of an H100's 132 multiprocessors. 128 splits occupy nearly all of
 # them with one tile.
 PROGRAMS, MAX_SPLITS = 512, 128
-# A split has at least so many keys, and 8 for each row of its tile. A row of 128 float32 sums is written and read again, 1 KiB;
-# 8 keys and values of 16 bits take 4 KiB, so the merge moves at most a quarter of the bytes.
-MIN_SPLIT, KEYS_PER_ROW = 256, 8
+# A split has at least so many keys, and 4 for each row of its tile. A row of 128 float32 sums is written and read again, 1 KiB;
+# 4 keys and values of 16 bits take 2 KiB. What is written stays in the GPU's cache.
+MIN_SPLIT, KEYS_PER_ROW = 64, 4
 MERGED = 16  # parts that the merge reads at once
 LOG2_E = math.log2(math.e)
 
@@ -138,10 +138,11 @@ def find_groups(
     return Groups.of(members, starts, common, len(whole), whole + 1) if common else None
 
 
-@triton.jit(do_not_specialize=["tiles", "splits", "first_part", "num_parts"])
-def _part_kernel(
+@triton.jit
+def _attend(
     query, k_cache, v_cache, tables, lengths, members, starts, common, shared, parts, weights,
-    inner, outer, tiles, splits, first_part, num_parts, num_heads,
+    owner, first_row, head, split, splits, part,
+    inner, outer, num_parts, num_heads,
     query_stride, query_head_stride, k_stride, k_token_stride, k_head_stride, v_stride, v_token_stride, v_head_stride,
     table_stride,
     TOGETHER: tl.constexpr, CAPPED: tl.constexpr, SHARE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -152,10 +153,6 @@ def _part_kernel(
 
     A row of the tile is one query head of one sequence; SHARE heads of each sequence read the same key head.
     """
-    owner = tl.program_id(0) // tiles
-    first_row = (tl.program_id(0) % tiles) * ROWS
-    head = tl.program_id(1)
-    split = tl.program_id(2)
     row = first_row + tl.arange(0, ROWS)
     if TOGETHER:
         start = tl.load(starts + owner)
@@ -216,7 +213,7 @@ def _part_kernel(
         sums = sums * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         top = new_top
 
-    place_of_part = (sequence * num_heads + query_head) * num_parts + first_part + split
+    place_of_part = (sequence * num_heads + query_head) * num_parts + part
     is_read = is_row & (end > begin)
     # A part without keys gets no weight, and its sums are never read.
     divisor = tl.where(total > 0, total, 1.0)
@@ -225,6 +222,42 @@ def _part_kernel(
         parts + place_of_part[:, None] * V_SIZE + v_column[None, :], sums / divisor[:, None],
         mask=is_read[:, None] & is_v_column[None, :],
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tiles_together", "splits_together", "tiles_alone", "splits_alone", "together", "num_parts"])
+def _part_kernel(
+    query, k_cache, v_cache, tables, lengths, members, starts, common, shared, parts, weights,
+    together, tiles_together, splits_together, tiles_alone, splits_alone,
+    inner, outer, num_parts, num_heads,
+    query_stride, query_head_stride, k_stride, k_token_stride, k_head_stride, v_stride, v_token_stride, v_head_stride,
+    table_stride,
+    CAPPED: tl.constexpr, SHARE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, V_SIZE: tl.constexpr, HEAD_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    ROWS_TOGETHER: tl.constexpr, ROWS_ALONE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The first `together` programs of a head read what groups have in common, the others what sequences have of their own."""
+    number = tl.program_id(0)
+    if number < together:
+        split, tile = number % splits_together, number // splits_together
+        _attend(
+            query, k_cache, v_cache, tables, lengths, members, starts, common, shared, parts, weights,
+            tile // tiles_together, tile % tiles_together * ROWS_TOGETHER, tl.program_id(1), split, splits_together, split,
+            inner, outer, num_parts, num_heads,
+            query_stride, query_head_stride, k_stride, k_token_stride, k_head_stride, v_stride, v_token_stride, v_head_stride,
+            table_stride,
+            True, CAPPED, SHARE, BLOCK_SIZE, HEAD_SIZE, V_SIZE, HEAD_WIDTH, V_WIDTH, ROWS_TOGETHER, KEYS,
+        )  # fmt: skip
+    else:
+        split, tile = (number - together) % splits_alone, (number - together) // splits_alone
+        _attend(
+            query, k_cache, v_cache, tables, lengths, members, starts, common, shared, parts, weights,
+            tile // tiles_alone, tile % tiles_alone * ROWS_ALONE, tl.program_id(1), split, splits_alone,
+            splits_together + split,
+            inner, outer, num_parts, num_heads,
+            query_stride, query_head_stride, k_stride, k_token_stride, k_head_stride, v_stride, v_token_stride, v_head_stride,
+            table_stride,
+            False, CAPPED, SHARE, BLOCK_SIZE, HEAD_SIZE, V_SIZE, HEAD_WIDTH, V_WIDTH, ROWS_ALONE, KEYS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["own_part", "num_parts"])
@@ -304,19 +337,16 @@ def prefix_aware_attention(
     # Powers of two are quicker than those of e. tanh(x) is 2 * sigmoid(2 * x) - 1.
     inner, outer = (scale * LOG2_E, 1.0) if softcap is None else (2 * scale / softcap, softcap * LOG2_E)
 
-    for together, owners, rows, tiles, splits, first_part in (
-        (True, num_groups, rows_together, tiles_together, splits_together, 0),
-        (False, sequences, rows_alone, tiles_alone, splits_alone, splits_together),
-    ):
-        _part_kernel[(owners * tiles, kv_heads, splits)](
-            query, k_cache, v_cache, block_tables, kv_lengths,
-            groups.members, groups.starts, groups.common, groups.shared, parts, weights,
-            inner, outer, tiles, splits, first_part, num_parts, heads,
-            *query.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0),
-            TOGETHER=together, CAPPED=softcap is not None, SHARE=share, BLOCK_SIZE=block_size,
-            HEAD_SIZE=head_size, V_SIZE=v_size, HEAD_WIDTH=head_width, V_WIDTH=v_width, ROWS=rows, KEYS=keys,
-            num_warps=NUM_WARPS, num_stages=NUM_STAGES,
-        )  # fmt: skip
+    together = num_groups * tiles_together * splits_together
+    _part_kernel[(together + sequences * tiles_alone * splits_alone, kv_heads)](
+        query, k_cache, v_cache, block_tables, kv_lengths,
+        groups.members, groups.starts, groups.common, groups.shared, parts, weights,
+        together, tiles_together, splits_together, tiles_alone, splits_alone, inner, outer, num_parts, heads,
+        *query.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0),
+        CAPPED=softcap is not None, SHARE=share, BLOCK_SIZE=block_size,
+        HEAD_SIZE=head_size, V_SIZE=v_size, HEAD_WIDTH=head_width, V_WIDTH=v_width,
+        ROWS_TOGETHER=rows_together, ROWS_ALONE=rows_alone, KEYS=keys, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
     result = query.new_empty(sequences, heads, v_size)
     _merge_kernel[(sequences, heads)](
         parts, weights, groups.shared, result, splits_together, num_parts, heads,

@@ -1,5 +1,6 @@
 """LMDeploy's own speculation, EAGLE and MTP: its engine guesses and checks by itself, on a GPU, and no strategy is asked."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ def check_method(config: SageConfig) -> None:
         raise SpeculationError(
             f"speculative {method} needs LMDeploy's CUDA kernels, and this engine is on the cpu: use draft (a second model), "
             "suffix or ngram instead."
+        )
+    if device == "cuda" and find_spec("flash_attn_interface") is None:
+        raise SpeculationError(
+            f"speculative {method} needs FlashAttention-3 on cuda, and there is no module flash_attn_interface: install it, or "
+            "use draft (a second model), suffix or ngram instead."
         )
     options = config.speculative_options
     if unknown := sorted(set(options) - set(ENGINE_OPTIONS)):
