@@ -37,7 +37,7 @@ class StepGroups:
         return self._limits
 
     def fill(self, found: Any) -> None:
-        """Take the `Groups` of a step, which lie on the host. What was copied before must have arrived."""
+        """Take the `Groups` of a step, which lie on the host. Earlier copies must have ended."""
         _, starts, common, shared = self._host_parts
         starts.fill_(len(found.members))
         common.zero_()
