@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.gpu.place import Place
 from benchmarks.hook_overhead import close_bare
 
-__all__ = ["Engine", "bare_engine", "shipped_engine", "transformers_answers", "worst_gap"]
+__all__ = ["Engine", "bare_engine", "rounded_twin", "shipped_engine", "transformers_answers", "worst_gap"]
 
 
 class Engine:
@@ -93,6 +93,52 @@ def worst_gap(
         logits = scores([*prompt, *answer])[len(prompt) - 1 : -1]
         gap = max(gap, float((logits.max(1) - logits[range(len(answer)), list(answer)]).max()))
     return gap
+
+
+def rounded_twin(model: Path, folder: Path) -> Callable[[list[int]], np.ndarray]:
+    """Logits of a quantized folder in transformers, in float32, whose linear layers round their inputs as LMDeploy's on a GPU.
+
+    Args:
+        model: the folder that was quantized.
+        folder: INT8 weights in the layout `smooth_quant`, or FP8 ones in blocks of 128 x 128.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+
+    def rounded(x: torch.Tensor, most: float, kind: torch.dtype) -> torch.Tensor:
+        scales = x.abs().amax(-1, keepdim=True) / most
+        scaled = x / scales
+        return (scaled.round() if kind == torch.int8 else scaled.to(kind).float()) * scales
+
+    def in_int8(linear: Any, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return rounded(inputs[0], 127, torch.int8)
+
+    def in_fp8(linear: Any, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return rounded(inputs[0].unflatten(-1, (-1, 128)), 448, torch.float8_e4m3fn).flatten(-2)
+
+    for name, module in loaded.named_modules():
+        if not hasattr(module, "weight"):
+            continue
+        weight = tensors.get(f"{name}.weight")
+        if weight is None:  # an output layer tied to the embeddings
+            continue
+        if (scale := tensors.get(f"{name}.scale")) is not None:
+            weight = weight.float() * scale
+            module.register_forward_pre_hook(in_int8)
+        elif (scale := tensors.get(f"{name}.weight_scale_inv")) is not None:
+            weight = weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            module.register_forward_pre_hook(in_fp8)
+        module.weight.data = weight.float()
+
+    def scores(tokens: list[int]) -> np.ndarray:
+        with torch.inference_mode():
+            return loaded(torch.tensor([tokens])).logits[0].numpy()
+
+    return scores
 
 
 def shipped_engine(device: str, model: str, dtype: str, tree: str) -> Any:

@@ -144,7 +144,11 @@ def schema_of(text: dict[str, Any], config: SageConfig, device: str) -> tuple[st
 
 def _dtype(wanted: str, hf: dict[str, Any], device: str) -> str:
     if device != "cpu":
-        return wanted
+        if (hf.get("quantization_config") or {}).get("quant_method") != "smooth_quant" or wanted == "float16":
+            return wanted
+        if wanted != "auto":
+            raise ConfigError(f"dtype is {wanted}; LMDeploy computes int8 weights of smooth_quant in float16 on {device}.")
+        return "float16"
     if wanted == "float16":
         raise ConfigError("dtype float16 is not available on the CPU device; use float32, bfloat16 or auto.")
     if wanted != "auto":

@@ -147,6 +147,13 @@ def test_other_devices_size_themselves(model):
     assert size_engine(SageConfig(), model(), "cuda").num_blocks == 0
 
 
+def test_weights_and_activations_in_int8_need_float16_on_a_gpu(model):
+    folder = model(quantization_config={"quant_method": "smooth_quant", "quant_dtype": "int8"})
+    assert size_engine(SageConfig(kv_blocks=99), folder, "cuda").dtype == "float16"
+    with pytest.raises(ConfigError, match="dtype is bfloat16; LMDeploy computes int8 weights .* in float16 on cuda"):
+        size_engine(SageConfig(kv_blocks=99, dtype="bfloat16"), folder, "cuda")
+
+
 def test_folders_that_are_no_model(tmp_path):
     with pytest.raises(ConfigError, match="is not a folder"):
         read_hf_config(tmp_path / "nowhere")
