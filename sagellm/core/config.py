@@ -25,6 +25,7 @@ WEIGHTS = ("auto", "packed")
 COMPUTES = ("auto", "float32", "bfloat16", "int8")
 KV_SCHEMAS = ("auto", "float32", "bfloat16", "fp8", "int8", "int4")
 PREFIX_ATTENTION = ("off", "auto")
+EXECUTORS = ("auto", "mp", "ray")
 ROLES = ("prefill", "decode", "hybrid")
 
 
@@ -216,8 +217,11 @@ class SageConfig(Model):
             is the process group that LMDeploy makes. "auto" is the quicker one of it and shm on the CPU device, as measured at
             the start, and the group elsewhere.
         comm_options: options of that backend.
+        distributed_executor_backend: what tensor-parallel workers are: mp, processes of this machine; ray, actors of a Ray
+            cluster; auto, mp on the CPU device and LMDeploy's choice elsewhere.
+        ray_address: host:port of the head of the cluster, or auto for the one of this machine.
         prefix_attention: auto reads keys and values that requests of a decode step have in common once, where it pays; on the
-            CPU device, and on cuda without CUDA graphs.
+            CPU device and on cuda.
         kv_blocks, kv_memory_share: size of the engine's KV pool; give one of them at most.
         host_kv_blocks: size of the host tier, to which plug-ins may migrate blocks.
         strategy: scheduling strategy: name or `module:Class`; None leaves scheduling to the engine.
@@ -253,6 +257,8 @@ class SageConfig(Model):
     max_prefill_tokens: int | None = Field(None, ge=16)
     decode_round: int | None = Field(None, ge=1, le=256)
     tensor_parallel: int = Field(1, ge=1, le=64)
+    distributed_executor_backend: Literal[EXECUTORS] = "auto"
+    ray_address: str | None = Field(None, min_length=1)
     threads: int | None = Field(None, ge=1)
     strategy: str | None = Field(None, min_length=1)
     strategy_options: dict[str, Any] = Field(default_factory=dict)

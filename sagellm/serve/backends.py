@@ -12,6 +12,7 @@ from sagellm.core.registry import find_plugin
 from sagellm.engines.lmdeploy.architecture import check_harmony
 from sagellm.engines.lmdeploy.device_settings import check_threads, set_threads
 from sagellm.engines.lmdeploy.engine import build_engine_config, check_quantization, hook_config, require_patched
+from sagellm.engines.lmdeploy.ray_workers import set_ray
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins, check_settings_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, resolve_device
 from sagellm.serve.metrics import TurboMindCollector, register
@@ -80,6 +81,7 @@ class PytorchBackend:
     def engine_config(self, model: Path, sizes: Sizes, device: str, run_dir: Path, pd: PDHooks | None = None) -> Any:
         check_harmony(model)
         set_threads(self._config, device)
+        set_ray(self._config)
         return build_engine_config(self._config, sizes, device, hook_config(self._config, run_dir, pd), model)
 
     def extend(self, engine: Any) -> None:

@@ -10,6 +10,7 @@ from sagellm.core.config import (
     DEVICES,
     DTYPES,
     ENGINES,
+    EXECUTORS,
     KV_SCHEMAS,
     PREFIX_ATTENTION,
     ROLES,
@@ -57,6 +58,11 @@ from sagellm.serve.objects import with_objects
 @click.option("--max-prefill-tokens", type=int, help="Prompt tokens in one step. Default: 512 on a CPU, else 4096.")
 @click.option("--decode-round", type=int, help="Decode steps between two scheduling decisions. Default: 1 on a CPU, else 16.")
 @click.option("--tensor-parallel", type=int, help="Processes (CPU) or GPUs that share the model. Default: 1.")
+@click.option(
+    "--distributed-executor-backend", type=click.Choice(EXECUTORS),
+    help="Workers of --tensor-parallel: mp (processes), or ray. Default: auto (mp on a CPU).",
+)
+@click.option("--ray-address", help="Head of the Ray cluster, host:port, or auto (of this machine).")
 @click.option("--restart-workers", is_flag=True, default=None, help="Start again after the engine or a worker has died.")
 @click.option("--threads", type=int, help="Compute threads of a CPU worker. Default: all cores.")
 @click.option(

@@ -7,6 +7,7 @@ A plug-in's `comm_decide` is asked on rank 0, and its answer holds on all ranks.
 import logging
 import math
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ __all__ = ["AUTO", "CommChoice", "join"]
 logger = logging.getLogger("sagellm")
 
 AUTO = "auto"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # How long a worker looks for the others before it sleeps. They come within some hundred microseconds, and to be woken takes a
 # hundred.
 STEP_SPIN_US = 2000.0
@@ -56,11 +58,15 @@ def join(
     """
     if name is None or (name == AUTO and (device not in ShmBackend.device_types or ShmBackend.missing())):
         return None
+    chosen = ShmBackend.name if name == AUTO else name
+    if chosen == ShmBackend.name and len(hosts := _hosts(world_size)) > 1:
+        if name == AUTO:
+            return None
+        raise CommError(f"{name} connects processes of one host, and the workers are on {len(hosts)}; use auto, group or gloo.")
     folders = [tempfile.mkdtemp(prefix="sagellm-") if rank == 0 else None]
     torch.distributed.broadcast_object_list(folders)
     backend, fault = None, None
     try:
-        chosen = ShmBackend.name if name == AUTO else name
         usual = {"spin_us": STEP_SPIN_US} if chosen == ShmBackend.name else {}
         backend = make_backend(
             CommConfig(
@@ -85,6 +91,13 @@ def join(
                 backend.close()
             return None
     return backend
+
+
+def _hosts(world_size: int) -> set[str]:
+    """Return the hosts of all workers, by what the kernel draws when it starts."""
+    found: list[str] = [""] * world_size
+    torch.distributed.all_gather_object(found, BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname())
+    return set(found)
 
 
 class CommChoice:

@@ -10,7 +10,8 @@ from sagellm.core.errors import CommError, ConfigError
 from sagellm.engines.lmdeploy.comm_choice import AUTO
 
 __all__ = [
-    "check_comm_backend", "check_compute", "check_prefix_attention", "check_threads", "packed_weights_of", "set_threads",
+    "check_comm_backend", "check_compute", "check_prefix_attention", "check_threads", "executor_of",
+    "packed_weights_of", "set_threads",
 ]  # fmt: skip
 
 
@@ -60,6 +61,15 @@ def check_prefix_attention(config: SageConfig, device: str) -> None:
         raise ConfigError(
             f"prefix_attention {config.prefix_attention} runs on the CPU device and on cuda, and this engine is on {device}."
         )
+
+
+def executor_of(config: SageConfig, device: str) -> str | None:
+    """Return LMDeploy's name of the workers' kind; None leaves it to LMDeploy."""
+    if config.tensor_parallel == 1:
+        return None
+    if config.distributed_executor_backend != "auto":
+        return config.distributed_executor_backend
+    return "mp" if device == "cpu" else None
 
 
 def packed_weights_of(config: SageConfig, model: Path, device: str) -> Path:

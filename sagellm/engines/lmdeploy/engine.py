@@ -31,12 +31,14 @@ from sagellm.engines.lmdeploy.device_settings import (
     check_comm_backend,
     check_compute,
     check_prefix_attention,
+    executor_of,
     packed_weights_of,
     set_threads,
 )
 from sagellm.engines.lmdeploy.kv_tiers import check_sizes
 from sagellm.engines.lmdeploy.layout import layout_of, weights_of
 from sagellm.engines.lmdeploy.pooling import POOLINGS, PoolingKind, embed_prompt
+from sagellm.engines.lmdeploy.ray_workers import check_ray, set_ray
 from sagellm.engines.lmdeploy.settings_plugins import (
     all_plugins,
     check_no_window,
@@ -95,6 +97,7 @@ def build_engine_config(
         find_plugin(spec.name)
     check_sizes(config, sizes)
     check_comm_backend(config, device)
+    check_ray(config)
     known: dict[str, Any] = {
         "block_bytes": sizes.schema.block_bytes, "kv_dtype": sizes.schema.dtype, "comm_device": device
     }  # fmt: skip
@@ -133,7 +136,7 @@ def build_engine_config(
         enable_prefix_caching=config.prefix_caching,
         quant_policy=sizes.quant_policy,
         device_type=device,
-        distributed_executor_backend="mp" if device == "cpu" and config.tensor_parallel > 1 else None,
+        distributed_executor_backend=executor_of(config, device),
         logprobs_mode="raw_logprobs",
         sage=hooks.model_dump_json(),
         **options,
@@ -199,6 +202,7 @@ class LMDeployEngine(BaseEngine):
         model = prepare_weights(config, prepare_model(find_model(model or config.model)))
         sizes = size_engine(config, model, device)
         set_threads(config, device)
+        set_ray(config)
         run_dir = None
         if config.tensor_parallel > 1:  # workers leave their counters there; they can be read after the end of the engine
             run_dir = Path(tempfile.mkdtemp(prefix="sagellm-"))

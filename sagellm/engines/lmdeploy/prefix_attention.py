@@ -13,8 +13,8 @@ from sagellm.core.config import HookConfig
 __all__ = ["StepGroups", "attended", "find", "groups_of"]
 
 MIN_TOKENS = 256  # that a group has in common
-# Estimates. On an H200 the kernels took 15 us more than their bytes. LMDeploy's kernel finds shared keys in the GPU's cache, which
-# is quicker than memory.
+# Estimates. On an H200 the kernels took 15 us more than their bytes. LMDeploy's kernel finds shared keys in the GPU's cache,
+# which is quicker than memory.
 LAUNCHES_S, BYTES_S = 15e-6, 5e12
 
 

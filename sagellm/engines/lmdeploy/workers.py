@@ -16,8 +16,9 @@ import signal
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -30,7 +31,9 @@ from sagellm.core.config import HookConfig
 from sagellm.core.errors import EngineError
 from sagellm.core.host import ENGINE_ENDED, ENGINE_PROCESS
 
-__all__ = ["Notifier", "Pickling", "WorkerWatch", "building", "failure_of"]
+__all__ = [
+    "END_S", "HANG_S", "LOOK_S", "LOST_S", "Notifier", "Pickling", "Watch", "WorkerWatch", "building", "failure_of", "hangs",
+]  # fmt: skip
 
 logger = logging.getLogger("sagellm")
 
@@ -38,7 +41,7 @@ LOOK_S = 1.0  # how often a wait looks whether the connection is broken
 HANG_S, LOST_S = 4.0, 60.0
 FIRST_S = 60.0  # a step may take before one of its sort was measured
 END_S = 5.0  # for workers to end when they are told to; those left are killed
-_watches: list["WorkerWatch"] = []
+_watches: list["Watch"] = []
 
 
 class Notifier:
@@ -149,17 +152,16 @@ class Pickling:
         return written.getvalue()
 
 
-class WorkerWatch:
+class Watch(ABC):
     """Notices when a worker of an executor dies or hangs.
 
-    It then kills the others, which wait for that one in a collective, and ends the engine's loop: requests end with an error.
+    It then ends the others, which wait for that one in a collective, and ends the engine's loop: requests end with an error.
     A server's engine process ends as a whole, after it has left the reason for the server.
 
-    The slowest steps so far say when a step's result is late. A worker hangs if the result is `HANG_S` seconds late and the
-    worker has used no processor time meanwhile. It also counts as hanging if the result is `LOST_S` seconds late.
+    The slowest steps so far say when a step's result is late.
 
     Args:
-        executor: LMDeploy's `MPExecutor`, whose workers have been started. On the main thread.
+        executor: LMDeploy's executor, whose workers have been started.
     """
 
     def __init__(self, executor: Any) -> None:
@@ -168,14 +170,14 @@ class WorkerWatch:
         self._is_ending = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task | None = None
-        # A worker that fails says so by this signal, and ends. LMDeploy would end this process.
-        signal.signal(signal.SIGUSR1, lambda *_: None)
-        self._processes = [each._proc for each in executor.procs]
         self._pending: deque[tuple[bool, int]] = deque()  # results to come: of a decode step, new tokens
         self._since = 0.0  # when the step of the first of them began
         self._slowest: dict[bool, float] = {}  # seconds: of a decode step, and of a token of a step of prompts
         self._lock = threading.Lock()
         _watches.append(self)
+
+    def watch(self) -> None:
+        """Begin, on a thread."""
         threading.Thread(target=self._run, name="sagellm-workers", daemon=True).start()
 
     def started(self) -> None:
@@ -200,12 +202,83 @@ class WorkerWatch:
                 self._slowest[is_decoding] = max(each_s, self._slowest.get(is_decoding, 0.0))
                 self._since = time.monotonic()
 
+    def _forget(self) -> bool:
+        """Return whether this was not called before."""
+        if self not in _watches:
+            return False
+        _watches.remove(self)
+        return True
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Watch until `_is_ending` is set or a worker fails, then call `_fail`."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End all workers at once."""
+
+    def _late_s(self, now: float) -> float:
+        """Seconds by which the next result is later than could be expected; 0 or less if it is not."""
+        if not self._pending:
+            return 0.0
+        is_decoding, tokens = self._pending[0]
+        slowest = self._slowest.get(is_decoding)
+        expected_s = FIRST_S if slowest is None else slowest * (1 if is_decoding else tokens)
+        return now - self._since - expected_s
+
+    def _fail(self, who: str, how: str) -> None:
+        self.failure = f"tensor-parallel worker {who} {how}"
+        logger.error("%s; the engine stops", self.failure)
+        self._kill()
+        if multiprocessing.current_process().name == ENGINE_PROCESS:
+            self._end_process()
+        for buffer in self._buffers():  # what waits for a message fails
+            buffer.notifier.abort()
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        self.executor.stop()
+        if self._main is not None:
+            self._main.cancel()
+
+    def _buffers(self) -> Sequence[Any]:
+        """Shared memory of messages, LMDeploy's `SharedBuffer`."""
+        return ()
+
+    def _end_process(self) -> None:
+        spec = getattr(self.executor.misc_config, "sage", None)
+        run_dir: Path | None = HookConfig.model_validate_json(spec).run_dir if spec else None
+        if run_dir is not None:
+            with suppress(OSError):
+                (run_dir / ENGINE_ENDED).write_text(self.failure)
+        for buffer in self._buffers():
+            with suppress(FileNotFoundError):
+                buffer.shm.unlink()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class WorkerWatch(Watch):
+    """Watches the processes of LMDeploy's `MPExecutor`. Made on the main thread.
+
+    A worker hangs if the result is `HANG_S` seconds late and the worker has used no processor time meanwhile. It also counts
+    as hanging if the result is `LOST_S` seconds late.
+    """
+
+    def __init__(self, executor: Any) -> None:
+        super().__init__(executor)
+        # A worker that fails says so by this signal, and ends. LMDeploy would end this process.
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        self._processes = [each._proc for each in executor.procs]
+        self.watch()
+
     def end(self) -> None:
         """End the workers. Called again it does nothing."""
-        if self._is_ending.is_set() and self not in _watches:
-            return
         self._is_ending.set()
-        _watches.remove(self)
+        if not self._forget():
+            return
         for process in self._processes:
             if process.is_alive():
                 process.terminate()
@@ -224,7 +297,7 @@ class WorkerWatch:
             if dead:
                 number = min(numbers[each] for each in dead)
                 self._processes[number].join()
-                self._fail(number, _ending(self._processes[number].exitcode))
+                self._fail(self._name(number), _ending(self._processes[number].exitcode))
                 return
             now = time.monotonic()
             with self._lock:
@@ -238,18 +311,11 @@ class WorkerWatch:
             spent = spent or times
             idle = [number for number, each in enumerate(times) if each == spent[number]]
             if late_s > LOST_S or (late_s > HANG_S and idle):
-                number = idle[0] if idle else 0
-                self._fail(number, f"hangs: the result of a step is {late_s:.0f} s late")
+                self._fail(self._name(idle[0] if idle else 0), hangs(late_s))
                 return
 
-    def _late_s(self, now: float) -> float:
-        """Seconds by which the next result is later than could be expected; 0 or less if it is not."""
-        if not self._pending:
-            return 0.0
-        is_decoding, tokens = self._pending[0]
-        slowest = self._slowest.get(is_decoding)
-        expected_s = FIRST_S if slowest is None else slowest * (1 if is_decoding else tokens)
-        return now - self._since - expected_s
+    def _name(self, number: int) -> str:
+        return f"{number} (process {self._processes[number].pid})"
 
     def _processor_times(self) -> list[float]:
         found = []
@@ -261,22 +327,8 @@ class WorkerWatch:
             found.append(-1.0)
         return found
 
-    def _fail(self, number: int, how: str) -> None:
-        self.failure = f"tensor-parallel worker {number} (process {self._processes[number].pid}) {how}"
-        logger.error("%s; the engine stops", self.failure)
-        self._kill()
-        if multiprocessing.current_process().name == ENGINE_PROCESS:
-            self._end_process()
-        for buffer in (self.executor.comm_buf, *self.executor.ret_bufs):
-            buffer.notifier.abort()
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._cancel)
-
-    def _cancel(self) -> None:
-        self.executor.stop()
-        if self._main is not None:
-            self._main.cancel()
+    def _buffers(self) -> Sequence[Any]:
+        return self.executor.comm_buf, *self.executor.ret_bufs
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -285,17 +337,10 @@ class WorkerWatch:
         for process in self._processes:
             process.join()
 
-    def _end_process(self) -> None:
-        spec = getattr(self.executor.misc_config, "sage", None)
-        run_dir: Path | None = HookConfig.model_validate_json(spec).run_dir if spec else None
-        if run_dir is not None:
-            with suppress(OSError):
-                (run_dir / ENGINE_ENDED).write_text(self.failure)
-        for buffer in (self.executor.comm_buf, *self.executor.ret_bufs):
-            with suppress(FileNotFoundError):
-                buffer.shm.unlink()
-        sys.stderr.flush()
-        os._exit(1)
+
+def hangs(late_s: float) -> str:
+    """Say that a worker does not go on."""
+    return f"hangs: the result of a step is {late_s:.0f} s late"
 
 
 @contextmanager

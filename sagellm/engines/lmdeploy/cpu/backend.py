@@ -39,6 +39,10 @@ class CpuOpsBackend(DefaultOpsBackend):
         sage_device.activate("cpu")
 
     @staticmethod
+    def support_ray() -> bool:
+        return True
+
+    @staticmethod
     def ccl_backend() -> str:
         return "gloo"
 
