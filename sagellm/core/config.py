@@ -26,6 +26,7 @@ COMPUTES = ("auto", "float32", "bfloat16", "int8")
 KV_SCHEMAS = ("auto", "float32", "bfloat16", "fp8", "int8", "int4")
 PREFIX_ATTENTION = ("off", "auto")
 EXECUTORS = ("auto", "mp", "ray")
+ENGINE_METHODS = ("eagle", "eagle3", "deepseek_mtp")  # speculation of LMDeploy's own, on a GPU
 ROLES = ("prefill", "decode", "hybrid")
 
 
@@ -203,6 +204,38 @@ class HookConfig(Model):
     comm_options: dict[str, Any] = Field(default_factory=dict)
 
 
+class SpeculativeConfig(Model):
+    """Speculation by the names that vLLM and Dynamo give its settings.
+
+    Attributes:
+        method: speculative strategy; None: draft where a model is given, else ngram.
+        model: draft model.
+        num_speculative_tokens: most guesses of a sequence and step; None leaves it to the method.
+        draft_tensor_parallel_size: workers that hold the draft model: the first one holds all of it.
+    """
+
+    method: str | None = Field(None, min_length=1)
+    model: str | None = Field(None, min_length=1)
+    num_speculative_tokens: int | None = Field(None, ge=1, le=64)
+    draft_tensor_parallel_size: int = 1
+
+    @field_validator("draft_tensor_parallel_size")
+    @classmethod
+    def _one_worker(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(f"{value} workers; one of the target's workers holds the whole draft model, so give 1 or nothing")
+        return value
+
+    def settings(self) -> dict[str, Any]:
+        """Return fields of `SageConfig`."""
+        method = self.method or ("draft" if self.model is not None else "ngram")
+        num_guesses = "num_speculative_tokens" if method in ENGINE_METHODS else "lookahead"
+        options = {"model": self.model, num_guesses: self.num_speculative_tokens}
+        return {
+            "speculative": method, "speculative_options": {name: each for name, each in options.items() if each is not None}
+        }  # fmt: skip
+
+
 class SageConfig(Model):
     """One engine and its server. None leaves a setting to the machine and the model. Lengths are in tokens.
 
@@ -226,6 +259,7 @@ class SageConfig(Model):
         host_kv_blocks: size of the host tier, to which plug-ins may migrate blocks.
         strategy: scheduling strategy: name or `module:Class`; None leaves scheduling to the engine.
         speculative: speculative strategy: name, `dynamic:NAME` or `module:Class`; None decodes without guesses.
+        speculative_config: the same as an object, see `SpeculativeConfig`; it takes the place of these two.
         sparsity: sparse policy, which chooses the KV blocks that decode steps read: name or `module:Class`; None reads all.
         pd: settings of a server in a prefill/decode group.
         max_body_mib: size of the largest body of a request, in MiB; a larger one is answered with 413.
@@ -278,6 +312,21 @@ class SageConfig(Model):
     drain_timeout_s: float = Field(10.0, ge=0)
     restart_workers: bool = False
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _speculation(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("speculative_config") is None:
+            return values
+        values = dict(values)
+        if values.get("speculative") is not None or values.get("speculative_options"):
+            raise ValueError("speculative_config and speculative both choose the speculation; give one of them")
+        try:
+            wanted = SpeculativeConfig.model_validate(values.pop("speculative_config"))
+        except ValidationError as error:
+            said = "; ".join(" ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors())
+            raise ValueError(f"speculative_config: {said}; known are {', '.join(SpeculativeConfig.model_fields)}") from None
+        return values | wanted.settings()
 
     @field_validator("plugins", mode="before")
     @classmethod

@@ -72,6 +72,10 @@ from sagellm.serve.objects import with_objects
 @click.option("--strategy-options", help="Options of --strategy, as JSON.")
 @click.option("--speculative", help="Speculative strategy: ngram, suffix, draft, dynamic:NAME, or module:Class. Default: none.")
 @click.option("--speculative-options", help="Options of --speculative, as JSON.")
+@click.option(
+    "--speculative-config", "--speculative_config",
+    help="JSON with method, model, num_speculative_tokens, draft_tensor_parallel_size, in place of --speculative.",
+)
 @click.option("--prefix-attention", type=click.Choice(PREFIX_ATTENTION), help="Read shared prefixes once. Default: off.")
 @click.option("--sparsity", help="Sparse policy: a name of `sagellm list sparsity`, or module:Class. Default: none.")
 @click.option("--sparsity-options", help="Options of --sparsity, as JSON.")

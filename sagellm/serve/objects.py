@@ -36,7 +36,7 @@ def with_objects(given: dict[str, Any]) -> dict[str, Any]:
     if "channel_options" in pd:
         pd["channel_options"] = _json("--kv-channel-options", pd["channel_options"])
     rest = {flag: value for flag, value in given.items() if flag not in PART_OF and flag not in PD_PART_OF}
-    for name in ("strategy_options", "speculative_options", "sparsity_options", "comm_options"):
+    for name in ("strategy_options", "speculative_options", "speculative_config", "sparsity_options", "comm_options"):
         if name in rest:
             rest[name] = _json(f"--{name.replace('_', '-')}", rest[name])
     return rest | ({"kv": kv} if kv else {}) | ({"pd": pd} if pd else {})

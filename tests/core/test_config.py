@@ -146,3 +146,25 @@ def test_parts_of_a_group_go_before_those_of_the_file(tmp_path):
 def test_quotas_are_numbers_and_nothing_that_looks_like_one(value):
     with pytest.raises(ConfigError, match="quotas"):
         read_config(None, {"kv": {"quotas": {"a": {"gpu": value}}}})
+
+
+def test_speculation_as_one_object():
+    config = read_config(None, {"speculative_config": {"model": "small", "num_speculative_tokens": 3}})
+    assert (config.speculative, config.speculative_options) == ("draft", {"model": "small", "lookahead": 3})
+    config = SageConfig(speculative_config={"method": "eagle3", "model": "head", "num_speculative_tokens": 3})
+    assert config.speculative_options == {"model": "head", "num_speculative_tokens": 3}
+    assert SageConfig(speculative_config={"method": "suffix"}).speculative == "suffix"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"speculative_config": {"draft_tensor_parallel_size": 2}}, "one of the target's workers holds the whole draft model"),
+        ({"speculative_config": {"modle": "small"}}, "modle Extra inputs are not permitted; known are method, model"),
+        ({"speculative_config": 3}, "valid dictionary"),
+        ({"speculative_config": {}, "speculative": "ngram"}, "give one of them"),
+    ],
+)
+def test_speculation_that_is_refused(values, words):
+    with pytest.raises(ConfigError, match=words):
+        read_config(None, values)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from sagellm.accel.speculative.base import SpeculativeStrategy
+from sagellm.core.config import ENGINE_METHODS
 from sagellm.core.errors import SpeculationError
 from sagellm.core.registry import Registry
 
@@ -11,8 +12,6 @@ __all__ = [
     "speculator_names",
 ]  # fmt: skip
 
-# LMDeploy guesses by itself with these, on a GPU: there is no class of theirs here.
-ENGINE_METHODS = ("eagle", "eagle3", "deepseek_mtp")
 ENGINE_OPTIONS = ("model", "num_speculative_tokens")
 DYNAMIC = "dynamic"
 
