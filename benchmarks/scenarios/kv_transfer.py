@@ -118,7 +118,7 @@ def _block(channel: KVTransferChannel, seed: int, times: int) -> float:
     for _ in range(times):
         src, dst = (int(block) for block in random.integers(num_blocks, size=2))
         plan = TransferPlan(
-            transfer_id="block", peer="owner", src_blocks=(src,), dst_blocks=(dst,), num_tokens=tokens, timeout_s=60
+            transfer_id="block", source="owner", block_ids=(src,), target_blocks=(dst,), num_tokens=tokens, timeout_s=60
         )
         start = time.perf_counter()
         channel.transfer(plan)
@@ -142,7 +142,7 @@ def _sizes(
         src, dst = (random.permutation(layout.num_blocks)[: size * times].reshape(times, size).tolist() for _ in range(2))
         plans = [
             TransferPlan(
-                transfer_id="blocks", peer="owner", src_blocks=src[number], dst_blocks=dst[number],
+                transfer_id="blocks", source="owner", block_ids=src[number], target_blocks=dst[number],
                 num_tokens=size * layout.block_size, timeout_s=60,
             )
             for number in range(times)

@@ -195,30 +195,33 @@ class KVTransferChannel(ABC):
         """Copy, and wait until that is done.
 
         Raises:
-            TransferError: an unknown peer; a block that one of the two does not have; blocks that do not cover the tokens; the
-                peer has gone; checksums that differ (names the blocks); another transfer has this name.
+            TransferError: an unknown peer; a block that one of the two does not have; blocks that do not cover the tokens;
+                another number of bytes than planned; the peer has gone; checksums that differ (names the blocks); another
+                transfer has this name.
             TransferTimeoutError: the deadline has passed; nothing is written from then on.
             TransferCancelled: by `cancel`, or by `close`; nothing is written from then on.
         """
         asked = time.monotonic()
         try:
             self._check_open()
-            peer = self._peers.get(plan.peer)
+            peer = self._peers.get(plan.source)
             if peer is None:
                 with self._lock:
                     known = ", ".join(self._peers) or "none"
-                raise TransferError(f"peer {plan.peer} is unknown; connected are: {known}. Connect to it first.")
+                raise TransferError(f"peer {plan.source} is unknown; connected are: {known}. Connect to it first.")
             self._check_plan(plan, peer)
-            run = Run(plan.transfer_id, plan.peer, plan.timeout_s, peer)
+            run = Run(plan.transfer_id, plan.source, plan.timeout_s, peer)
             self._turns.begin(run)
             try:
-                if self._peers.get(plan.peer) is not peer:  # before anybody could stop this run by its link
+                if self._peers.get(plan.source) is not peer:  # before anybody could stop this run by its link
                     raise TransferError("the peer was disconnected.")
                 begun = time.monotonic()
                 num_bytes = self._move(plan, peer, run)
                 run.check()
+                if plan.total_bytes and not plan.checksums and num_bytes != plan.total_bytes:
+                    raise TransferError(f"{num_bytes} bytes were moved; the plan has {plan.total_bytes}.")
             except Exception as error:
-                _raise_named(error, f"transfer {plan.transfer_id} from {plan.peer}")
+                _raise_named(error, f"transfer {plan.transfer_id} from {plan.source}")
             finally:
                 self._turns.end(run)
             seconds, waited_s = time.monotonic() - begun, begun - asked
@@ -279,7 +282,7 @@ class KVTransferChannel(ABC):
 
     def _move(self, plan: TransferPlan, peer: _Peer, run: Run) -> int:
         tokens = Tokens(
-            np.array(plan.src_blocks, np.int64), plan.src_start, np.array(plan.dst_blocks, np.int64), plan.dst_start,
+            np.array(plan.block_ids, np.int64), plan.source_start, np.array(plan.target_blocks, np.int64), plan.target_start,
             plan.first_token, plan.num_tokens,
         )  # fmt: skip
         num_bytes = 0
@@ -305,15 +308,15 @@ class KVTransferChannel(ABC):
 
     def _check_plan(self, plan: TransferPlan, peer: _Peer) -> None:
         theirs, own = peer.endpoints[0].layout, self.region.layout
-        check_blocks(plan.peer, plan.src_blocks, theirs)
-        check_blocks("", plan.dst_blocks, own)
+        check_blocks(plan.source, plan.block_ids, theirs)
+        check_blocks("", plan.target_blocks, own)
         end = plan.first_token + plan.num_tokens
-        check_covered(plan.peer, plan.src_blocks, plan.src_start, theirs, end)
-        check_covered("", plan.dst_blocks, plan.dst_start, own, end)
-        if plan.checksums and [len(each) for each in plan.checksums] != [len(plan.src_blocks)] * len(peer.endpoints):
+        check_covered(plan.source, plan.block_ids, plan.source_start, theirs, end)
+        check_covered("", plan.target_blocks, plan.target_start, own, end)
+        if plan.checksums and [len(each) for each in plan.checksums] != [len(plan.block_ids)] * len(peer.endpoints):
             raise TransferError(
                 f"checksums are for {[len(each) for each in plan.checksums]} blocks by rank; give one for each of "
-                f"{len(plan.src_blocks)} blocks on each of {len(peer.endpoints)} ranks, or none."
+                f"{len(plan.block_ids)} blocks on each of {len(peer.endpoints)} ranks, or none."
             )
 
     def _check_open(self) -> None:

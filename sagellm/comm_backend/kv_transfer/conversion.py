@@ -38,9 +38,9 @@ class Tokens(NamedTuple):
     """Tokens `first` to `first + num` of a request lie in `src` and `dst`, blocks whose first token is `*_start`."""
 
     src: np.ndarray
-    src_start: int
+    source_start: int
     dst: np.ndarray
-    dst_start: int
+    target_start: int
     first: int
     num: int
 
@@ -162,7 +162,7 @@ class Conversion:
         group = self._group  # blocks hold whole ones
         end = -(-(tokens.first + tokens.num) // group) * group
         for first in range(tokens.first // group * group, end, self._step):
-            yield tokens.src, tokens.src_start, tokens.dst, tokens.dst_start, first, min(self._step, end - first)
+            yield tokens.src, tokens.source_start, tokens.dst, tokens.target_start, first, min(self._step, end - first)
 
 
 def _strides(own: KVLayout, peer: KVLayout, run: HeadRun) -> KVStrides:

@@ -40,14 +40,14 @@ class Reader:
         as a whole, checked there, and the wanted parts are copied from there.
         """
         size, end = self._peer.block_size, tokens.first + tokens.num
-        first = tokens.src_start + -(-(tokens.first - tokens.src_start) // size) * size
-        last = tokens.src_start + (end - tokens.src_start) // size * size
+        first = tokens.source_start + -(-(tokens.first - tokens.source_start) // size) * size
+        last = tokens.source_start + (end - tokens.source_start) // size * size
         if not self._is_same(tokens) or last <= first:
             return self._staged(tokens, checksums, rank)
         self._read_tokens(tokens._replace(first=first, num=last - first))
         num_bytes = (last - first) * self._conversion.token_bytes
-        places = range((first - tokens.src_start) // size, (last - tokens.src_start) // size)
-        shift = (tokens.src_start - tokens.dst_start) // size
+        places = range((first - tokens.source_start) // size, (last - tokens.source_start) // size)
+        shift = (tokens.source_start - tokens.target_start) // size
         own = [tokens.dst[place + shift] for place in places]
         self._compare(self._region.tensors, own, tokens.src, places, checksums, rank)
         for begin, stop in ((tokens.first, first), (last, end)):
@@ -57,7 +57,7 @@ class Reader:
 
     def _is_same(self, tokens: Tokens) -> bool:
         own, peer = self._region.layout, self._peer
-        is_aligned = (tokens.src_start - tokens.dst_start) % peer.block_size == 0
+        is_aligned = (tokens.source_start - tokens.target_start) % peer.block_size == 0
         heads = {(run.src_head, run.dst_head) for run in self._conversion.runs}
         return is_aligned and own.block_size == peer.block_size and own.parts == peer.parts and heads == {(0, 0)} and all(
             run.num_heads == own.parts[run.part].num_heads for run in self._conversion.runs
@@ -82,13 +82,13 @@ class Reader:
         size = self._peer.block_size
         step = max(STAGING_BYTES // (self._peer.token_bytes() * size), 1)
         end = tokens.first + tokens.num
-        last = -(-(end - tokens.src_start) // size)
-        for place in range((tokens.first - tokens.src_start) // size, last, step):
+        last = -(-(end - tokens.source_start) // size)
+        for place in range((tokens.first - tokens.source_start) // size, last, step):
             places = range(place, min(place + step, last))
-            begin = tokens.src_start + place * size
+            begin = tokens.source_start + place * size
             first, stop = max(begin, tokens.first), min(begin + len(places) * size, end)
             src = np.arange(len(places), dtype=np.int64)
-            yield places, tokens._replace(src=src, src_start=begin, first=first, num=stop - first)
+            yield places, tokens._replace(src=src, source_start=begin, first=first, num=stop - first)
 
     def _compare(
         self, tensors: Sequence[torch.Tensor], blocks: Sequence[int], names: np.ndarray, places: range,

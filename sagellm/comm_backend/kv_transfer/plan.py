@@ -52,33 +52,37 @@ class TransferPlan(Model):
 
     Attributes:
         transfer_id: names it in `cancel` and in messages; of the caller's choice.
-        peer: as given to `connect`.
-        src_blocks, src_start: the peer's blocks, in the order of the request's tokens, and the token that the first one
+        source: the peer, as given to `connect`.
+        target: the engine that receives, for reports.
+        block_ids, source_start: the source's blocks, in the order of the request's tokens, and the token that the first one
             begins with.
-        dst_blocks, dst_start: own blocks, in the same way.
+        target_blocks, target_start: own blocks, in the same way.
+        total_bytes: that the tokens take here; a transfer that moves another number fails. 0: not known.
         timeout_s: deadline, waiting for its turn included.
-        checksums: of `src_blocks`, by rank of the peer (`KVTransferChannel.checksums`); empty: nothing is checked.
+        checksums: of `block_ids`, by rank of the source (`KVTransferChannel.checksums`); empty: nothing is checked.
     """
 
     transfer_id: str = Field(min_length=1)
-    peer: str = Field(min_length=1)
-    src_blocks: tuple[int, ...]
-    dst_blocks: tuple[int, ...]
+    source: str = Field(min_length=1)
+    target: str = ""
+    block_ids: tuple[int, ...]
+    target_blocks: tuple[int, ...]
     first_token: int = Field(default=0, ge=0)
     num_tokens: int = Field(ge=1)
-    src_start: int = Field(default=0, ge=0)
-    dst_start: int = Field(default=0, ge=0)
+    source_start: int = Field(default=0, ge=0)
+    target_start: int = Field(default=0, ge=0)
+    total_bytes: int = Field(default=0, ge=0)
     timeout_s: float = Field(gt=0, le=3600)
     checksums: tuple[tuple[int, ...], ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> "TransferPlan":
-        if self.first_token < max(self.src_start, self.dst_start):
+        if self.first_token < max(self.source_start, self.target_start):
             raise ValueError(
-                f"first_token is {self.first_token}; the blocks begin with tokens {self.src_start} and {self.dst_start}."
+                f"first_token is {self.first_token}; the blocks begin with tokens {self.source_start} and {self.target_start}."
             )
-        if len(set(self.dst_blocks)) != len(self.dst_blocks):
-            raise ValueError(f"dst_blocks names a block twice: {self.dst_blocks}.")
+        if len(set(self.target_blocks)) != len(self.target_blocks):
+            raise ValueError(f"target_blocks names a block twice: {self.target_blocks}.")
         return self
 
 

@@ -27,7 +27,7 @@ class CountsNothing(ShmChannel):
 
 class NextBlock(ShmChannel):
     def transfer(self, plan):
-        return super().transfer(plan.model_copy(update={"src_blocks": tuple((b + 1) % 12 for b in plan.src_blocks)}))
+        return super().transfer(plan.model_copy(update={"block_ids": tuple((b + 1) % 12 for b in plan.block_ids)}))
 
 
 class WholeBlocks(ShmChannel):
@@ -36,7 +36,7 @@ class WholeBlocks(ShmChannel):
     def transfer(self, plan):
         size = self.region.layout.block_size
         end = plan.first_token + plan.num_tokens
-        more = min(-(end - plan.dst_start) % size, plan.src_start + len(plan.src_blocks) * size - end)
+        more = min(-(end - plan.target_start) % size, plan.source_start + len(plan.block_ids) * size - end)
         result = super().transfer(plan.model_copy(update={"num_tokens": plan.num_tokens + more}))
         return result._replace(num_bytes=plan.num_tokens * self.region.layout.token_bytes())
 
@@ -76,7 +76,7 @@ class AnyKey(TcpChannel):
 
 class AnyBlock(ShmChannel):
     def _check_plan(self, plan, peer):
-        if -1 not in plan.dst_blocks:
+        if -1 not in plan.target_blocks:
             super()._check_plan(plan, peer)
 
 
@@ -87,7 +87,7 @@ class NeverForgets(ShmChannel):
 
 class SwallowsChecksums(ShmChannel):
     def transfer(self, plan):
-        return super().transfer(plan.model_copy(update={"checksums": ()}) if len(plan.src_blocks) == 2 else plan)
+        return super().transfer(plan.model_copy(update={"checksums": ()}) if len(plan.block_ids) == 2 else plan)
 
 
 class OtherChecksums(ShmChannel):

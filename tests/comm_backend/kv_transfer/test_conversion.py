@@ -29,8 +29,8 @@ def plain(own: KVLayout, peer: KVLayout, run: HeadRun, tokens: Tokens) -> list[t
     size = run.num_heads * WIDTH_BYTES
     for layer in range(own.num_layers):
         for token in range(tokens.first, tokens.first + tokens.num):
-            src = place(peer, layer, tokens.src.tolist(), tokens.src_start, token, run.src_head)
-            dst = place(own, layer, tokens.dst.tolist(), tokens.dst_start, token, run.dst_head)
+            src = place(peer, layer, tokens.src.tolist(), tokens.source_start, token, run.src_head)
+            dst = place(own, layer, tokens.dst.tolist(), tokens.target_start, token, run.dst_head)
             if pieces and (pieces[-1][0] + pieces[-1][2], pieces[-1][1] + pieces[-1][2]) == (src, dst):
                 pieces[-1] = (*pieces[-1][:2], pieces[-1][2] + size)
             else:

@@ -62,7 +62,7 @@ def channel(name, own_options):
 
 
 def plan(transfer_id="t", src=(5, 2, 7), dst=(1, 0, 3), **change):
-    values = dict(transfer_id=transfer_id, peer="p", src_blocks=src, dst_blocks=dst, num_tokens=12, timeout_s=30)
+    values = dict(transfer_id=transfer_id, source="p", block_ids=src, target_blocks=dst, num_tokens=12, timeout_s=30)
     return TransferPlan(**(values | change))
 
 
@@ -258,7 +258,7 @@ def test_connecting_to_one_who_stands_still(owner, channel):
     still.stop()
     with pytest.raises(TransferTimeoutError):
         own.connect("p", [still.endpoint], timeout_s=0.5)
-    own.transfer(plan(peer="other", timeout_s=5))
+    own.transfer(plan(source="other", timeout_s=5))
     still.go_on()
     own.connect("p", [still.endpoint])
     own.transfer(plan("again"))

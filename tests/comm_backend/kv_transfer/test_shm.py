@@ -156,6 +156,15 @@ def test_a_peer_that_is_disconnected_before_the_turn_of_a_transfer_is_not_read(c
         channel.disconnect("peer")  # nothing runs yet that it could end
 
     channel._check_plan = checked
-    plan = TransferPlan(transfer_id="t", peer="peer", src_blocks=(1,), dst_blocks=(2,), num_tokens=1, timeout_s=10)
+    plan = TransferPlan(transfer_id="t", source="peer", block_ids=(1,), target_blocks=(2,), num_tokens=1, timeout_s=10)
     with pytest.raises(TransferError, match="was disconnected"):
         channel.transfer(plan)
+
+
+def test_a_transfer_moves_the_bytes_of_its_plan(channel):
+    channel.connect("peer", [channel.endpoint()])
+    size = channel.region.layout.token_bytes()
+    plan = TransferPlan(transfer_id="t", source="peer", block_ids=(1,), target_blocks=(2,), num_tokens=1, timeout_s=10)
+    assert channel.transfer(plan.model_copy(update={"total_bytes": size})).num_bytes == size
+    with pytest.raises(TransferError, match=f"{size} bytes were moved; the plan has {size + 1}"):
+        channel.transfer(plan.model_copy(update={"total_bytes": size + 1}))

@@ -18,7 +18,7 @@ from sagellm.comm_backend.kv_transfer.tcp_frames import MAX_PIECES, REPLY, REQUE
 from sagellm.core.errors import TransferCancelled, TransferError, TransferTimeoutError
 
 LAYOUT = layout_of()
-PLAN = TransferPlan(transfer_id="t", peer="p", src_blocks=(1, 2), dst_blocks=(3, 4), num_tokens=8, timeout_s=10)
+PLAN = TransferPlan(transfer_id="t", source="p", block_ids=(1, 2), target_blocks=(3, 4), num_tokens=8, timeout_s=10)
 
 
 @pytest.fixture

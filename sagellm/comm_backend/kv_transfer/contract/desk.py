@@ -70,8 +70,8 @@ class Desk(Witness):
         return owner
 
     def plan(self, src: Sequence[int], dst: Sequence[int], num_tokens: int, **values: Any) -> TransferPlan:
-        values = {"transfer_id": "t", "peer": "p", "timeout_s": FINE_S} | values
-        return TransferPlan(src_blocks=tuple(src), dst_blocks=tuple(dst), num_tokens=num_tokens, **values)
+        values = {"transfer_id": "t", "source": "p", "timeout_s": FINE_S} | values
+        return TransferPlan(block_ids=tuple(src), target_blocks=tuple(dst), num_tokens=num_tokens, **values)
 
     def expect_tokens(
         self, rule: str, channel: KVTransferChannel, plan: TransferPlan, source: KVLayout, seed: int, what: str
@@ -88,9 +88,9 @@ class Desk(Witness):
             mine = theirs[:, :, :, own.first_head : own.first_head + part.num_heads]
             wanted = torch.zeros(expected.shape[1:3], dtype=torch.bool)
             for token in range(plan.first_token, plan.first_token + plan.num_tokens):
-                src, dst = token - plan.src_start, token - plan.dst_start
-                place = plan.dst_blocks[dst // own.block_size], dst % own.block_size
-                from_block = plan.src_blocks[src // source.block_size]
+                src, dst = token - plan.source_start, token - plan.target_start
+                place = plan.target_blocks[dst // own.block_size], dst % own.block_size
+                from_block = plan.block_ids[src // source.block_size]
                 expected[:, place[0], place[1]] = mine[:, from_block, src % source.block_size]
                 wanted[place] = True
             is_other = (tensor.view(torch.uint8) != expected).flatten(3).any(-1).any(0)

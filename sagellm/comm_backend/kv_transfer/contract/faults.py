@@ -133,7 +133,7 @@ def turns(desk: Desk) -> None:
         if errors := [each.error for each in transfers if each.error is not None or not each.is_over]:
             desk.report("turns", f"of eight transfers at once {len(errors)} failed: {errors[0]!r}.")
             return
-        blocks = [block for plan in plans for block in plan.src_blocks], [block for plan in plans for block in plan.dst_blocks]
+        blocks = ([block for plan in plans for block in getattr(plan, side)] for side in ("block_ids", "target_blocks"))
         desk.expect_tokens("turns", channel, desk.plan(*blocks, 64 * 64), layout, 1, "eight transfers at once")
     if most > 2:
         desk.report("turns", f"{most} transfers ran at once; max_running is 2.")

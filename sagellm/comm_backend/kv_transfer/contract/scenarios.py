@@ -45,7 +45,8 @@ def copies(desk: Desk) -> None:
         num_tokens = int(torch.randint(1, 4 * num - first + 1, (), generator=random)) if number else 4 * num
         start = 8 if number % 3 == 2 else 0  # blocks that do not begin with the request
         sums = (owner.checksums(src),) if number % 2 else ()
-        plan = desk.plan(src, dst, num_tokens, first_token=first + start, src_start=start, dst_start=start, checksums=sums)
+        starts = {"first_token": first + start, "source_start": start, "target_start": start}
+        plan = desk.plan(src, dst, num_tokens, **starts, checksums=sums)
         for tensor in channel.region.tensors:
             tensor.zero_()
         with desk.held("copies"):
@@ -137,7 +138,7 @@ def misuse(desk: Desk) -> None:
         channel, owner = desk.channel(layout), desk.owner(layout)
         channel.connect("p", [owner.endpoint], timeout_s=FINE_S)
     calls: dict[str, tuple[Callable[[], Any], str]] = {
-        "an unknown peer": (lambda: channel.transfer(desk.plan([1], [1], 4, peer="nobody")), "nobody"),
+        "an unknown peer": (lambda: channel.transfer(desk.plan([1], [1], 4, source="nobody")), "nobody"),
         "a block that the peer does not have": (lambda: channel.transfer(desk.plan([12], [1], 4)), "12"),
         "block -1 of the peer": (lambda: channel.transfer(desk.plan([-1], [1], 4)), "-1"),
         "a block that is not there": (lambda: channel.transfer(desk.plan([1], [99], 4)), "99"),

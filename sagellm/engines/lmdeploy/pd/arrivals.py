@@ -43,19 +43,20 @@ class Arrivals:
         wake: something is in the queue.
         say: (request, token) gives out its first token.
         told: a transfer was made, which took so long.
+        token_bytes: keys and values of a token on one worker.
     """
 
     def __init__(
         self, scheduler: Any, peers: Peers, transfer: Callable[[TransferPlan], Awaitable[Any]],
         cancel: Callable[[str], None], wake: Callable[[], None], say: Callable[[Any, int], None],
-        told: Callable[[StepCost], None], timeout_s: float,
+        told: Callable[[StepCost], None], timeout_s: float, token_bytes: int,
     ) -> None:  # fmt: skip
         from lmdeploy.pytorch.messages import MessageStatus, UpdateTokenMode
 
         self._status, self._as_prompt = MessageStatus, UpdateTokenMode.PREFILL
         self._scheduler, self._peers = scheduler, peers
         self._transfer, self._cancel, self._wake, self._say, self._told = transfer, cancel, wake, say, told
-        self._timeout_s = timeout_s
+        self._timeout_s, self._token_bytes = timeout_s, token_bytes
         self._tasks: dict[int, asyncio.Task] = {}  # by session id
         self._moving: dict[int, str] = {}  # session id -> transfer id of its plan
         self._room = asyncio.Event()
@@ -185,9 +186,10 @@ class Arrivals:
         if len(blocks):
             slots = manager.allocator.get_physical_blocks(blocks)
             plan = TransferPlan(
-                transfer_id=f"{seq.session_id}/{held.transfer_id}", peer=engine_id, src_blocks=held.blocks,
-                dst_blocks=tuple(slots.tolist()), first_token=num_cached, num_tokens=num_wanted - num_cached,
-                dst_start=first * size, timeout_s=self._timeout_s, checksums=held.checksums,
+                transfer_id=f"{seq.session_id}/{held.transfer_id}", source=engine_id, block_ids=held.blocks,
+                target_blocks=tuple(slots.tolist()), first_token=num_cached, num_tokens=num_wanted - num_cached,
+                target_start=first * size, timeout_s=self._timeout_s, checksums=held.checksums,
+                total_bytes=self._token_bytes * (num_wanted - num_cached),
             )  # fmt: skip
             seq.status = self._status.RUNNING_MIGRATION
             manager.allocator.add_ref_count(blocks, 1)  # the transfer writes into them, whatever becomes of the request

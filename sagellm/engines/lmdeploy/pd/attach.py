@@ -74,7 +74,7 @@ class PrefillDecode(DistServe):
         self._watchers = Watchers(self._scheduler, self.offers, host)
         self.arrivals = Arrivals(
             self._scheduler, self._peers, self._workers.transfer, self._workers.cancel, self._wake, self._say,
-            self._watchers.note, self._config.timeout_s,
+            self._watchers.note, self._config.timeout_s, hooks.block_bytes // engine.cache_config.block_size,
         )  # fmt: skip
         self._server: ControlServer | None = None
         self._address = ""

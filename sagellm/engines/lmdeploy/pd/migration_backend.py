@@ -95,7 +95,7 @@ class ChannelBackend(MigrationBackendImpl):
         layout, num_blocks = calls.channel.region.layout, self.links[peer].remote_engine_config.num_gpu_blocks
         src, dst = _blocks(assignment.batch, layout, num_blocks)
         plan = TransferPlan(
-            transfer_id=f"migrate-{secrets.token_hex(8)}", peer=peer, src_blocks=src, dst_blocks=dst,
+            transfer_id=f"migrate-{secrets.token_hex(8)}", source=peer, block_ids=src, target_blocks=dst,
             num_tokens=len(src) * layout.block_size, timeout_s=self.timeout_s,
         )  # fmt: skip
         await calls.transfer(plan)
@@ -198,5 +198,5 @@ def _blocks(
     wanted = next(iter(pairs.values()))
     if not wanted or any(each != wanted for each in pairs.values()):
         raise TransferError("LMDeploy wants blocks of which some layers, or keys or values, are missing; they move as a whole.")
-    src_blocks, dst_blocks = zip(*wanted, strict=True)
-    return src_blocks, dst_blocks
+    block_ids, target_blocks = zip(*wanted, strict=True)
+    return block_ids, target_blocks

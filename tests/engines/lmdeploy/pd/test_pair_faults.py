@@ -114,7 +114,7 @@ def test_a_transfer_that_fails_in_the_middle(pair, reference):
 
     async def fail(plan):
         for tensor in blocks:  # half of it is written, and wrong
-            tensor[:, list(plan.dst_blocks[::2])] = 7.0
+            tensor[:, list(plan.target_blocks[::2])] = 7.0
         await asyncio.sleep(0.05)
         raise TransferError("planted")
 
@@ -130,10 +130,10 @@ def test_a_request_that_leaves_while_its_blocks_come(pair):
     allocator = engines.decode.engine.scheduler.block_manager.allocator
 
     async def slow(plan):
-        before = allocator.get_ref_count(_logical(allocator, plan.dst_blocks)).tolist()
+        before = allocator.get_ref_count(_logical(allocator, plan.target_blocks)).tolist()
         begun.append(before)
         end_s = time.monotonic() + 10
-        while (now := allocator.get_ref_count(_logical(allocator, plan.dst_blocks)).tolist()) == before:
+        while (now := allocator.get_ref_count(_logical(allocator, plan.target_blocks)).tolist()) == before:
             assert time.monotonic() < end_s, "the request does not leave"
             await asyncio.sleep(0.01)
         begun.append(now)

@@ -86,8 +86,8 @@ class Side:
         self.num_lost += 1
 
     def plan(self, name="one", **values):
-        known = dict(src_blocks=(4, 1), dst_blocks=(0, 3), first_token=1, num_tokens=6, timeout_s=20.0)
-        return TransferPlan(transfer_id=name, peer="peer", **known | values)
+        known = dict(block_ids=(4, 1), target_blocks=(0, 3), first_token=1, num_tokens=6, timeout_s=20.0)
+        return TransferPlan(transfer_id=name, source="peer", **known | values)
 
     def is_here(self):
         """All that the plan wants, and nothing else."""
@@ -211,7 +211,7 @@ def test_many_wait_no_longer_than_their_deadlines(tmp_path, num_ranks, monkeypat
             found = await asyncio.wait_for(asyncio.gather(*many, return_exceptions=True), 20)
             assert {type(each) for each in found} == {TransferError}
             hold.unlink()
-            await side.workers.transfer(side.plan().model_copy(update={"peer": "other"}))
+            await side.workers.transfer(side.plan().model_copy(update={"source": "other"}))
             assert side.is_here()
 
     run(work())
@@ -322,7 +322,7 @@ def test_where_one_cannot_connect_none_is_connected(tmp_path, monkeypatch):
                 await side.workers.connect("other", [channel.endpoint() for channel in side.peer])
             assert [channel.report()["peers"] for channel in asked] == [1, 1]
             with pytest.raises(TransferError, match="connected are: peer"):
-                await side.workers.transfer(side.plan().model_copy(update={"peer": "other"}))
+                await side.workers.transfer(side.plan().model_copy(update={"source": "other"}))
 
     run(work())
 
