@@ -193,6 +193,18 @@ class Price(Model):
     currency: str = "USD"
 
 
+class Topology(Model):
+    """Where the workers of a server run, and what connects them.
+
+    `workers` of one model, each with so many `threads` on a CPU, on so many `hosts`; `link`: backend of their collectives.
+    """
+
+    hosts: int = Field(1, ge=1)
+    workers: int = Field(1, ge=1)
+    threads: int | None = Field(None, ge=1)
+    link: str | None = None
+
+
 class Contestant(Model):
     """One side of a comparison: a name, the server options in which it differs, and, when its code is another one, the
     checkout whose environment (`.venv`) runs its server."""
@@ -205,6 +217,7 @@ class Contestant(Model):
 class BenchmarkConfig(Model):
     """A whole benchmark.
 
+    `topology` names what the figures belong to; the servers' options must agree with it.
     `server` holds options of `sagellm.serve` (device, batch size, KV blocks, tiers, plug-ins, tensor parallelism ...).
     `sweep`: numbers of users to run the workload at, instead of the one of its closed loop.
     `rounds` are run on the same servers; the servers start `launches` times. Where a process finds its memory makes it
@@ -216,6 +229,7 @@ class BenchmarkConfig(Model):
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    topology: Topology = Topology()
     server: dict[str, Any] = Field(default_factory=dict)
     workload: Workload | None = None
     sweep: tuple[int, ...] = ()
@@ -243,6 +257,7 @@ class BenchmarkConfig(Model):
             raise ValueError(f"contestants need names of their own, got {names}")
         for contestant in self.contestants:
             sage = self._checked(contestant)
+            self._check_topology(contestant.name, sage)
             longest = self._longest()
             if longest and sage.context_length and longest > sage.context_length:
                 raise ValueError(
@@ -250,6 +265,14 @@ class BenchmarkConfig(Model):
                     f"{sage.context_length}"
                 )
         return self
+
+    def _check_topology(self, name: str, sage: SageConfig) -> None:
+        told = self.topology
+        wanted = {"workers": told.workers, "threads": told.threads or sage.threads, "link": told.link or sage.comm_backend}
+        found = {"workers": sage.tensor_parallel, "threads": sage.threads, "link": sage.comm_backend}
+        for part, value in wanted.items():
+            if found[part] != value:
+                raise ValueError(f"topology.{part} is {value}, and the server of {name} has {found[part]}")
 
     def _checked(self, contestant: Contestant) -> SageConfig:
         try:

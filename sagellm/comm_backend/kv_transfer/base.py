@@ -195,9 +195,8 @@ class KVTransferChannel(ABC):
         """Copy, and wait until that is done.
 
         Raises:
-            TransferError: an unknown peer; a block that one of the two does not have; blocks that do not cover the tokens;
-                another number of bytes than planned; the peer has gone; checksums that differ (names the blocks); another
-                transfer has this name.
+            TransferError: an unknown peer, or one that has gone; a block that one of the two does not have; blocks that do not
+                cover the tokens. Checksums that differ, by block; another number of bytes than planned; a name in use.
             TransferTimeoutError: the deadline has passed; nothing is written from then on.
             TransferCancelled: by `cancel`, or by `close`; nothing is written from then on.
         """
