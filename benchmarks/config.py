@@ -206,11 +206,12 @@ class Topology(Model):
 
 
 class Contestant(Model):
-    """One side of a comparison: a name, the server options in which it differs, and, when its code is another one, the
-    checkout whose environment (`.venv`) runs its server."""
+    """One side of a comparison: a name, the options of the server and of component scenarios in which it differs, and, when
+    its code is another one, the checkout whose environment (`.venv`) runs its server."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     server: dict[str, Any] = Field(default_factory=dict)
+    components: dict[str, dict[str, Any]] = Field(default_factory=dict)
     checkout: Path | None = None
 
 
@@ -256,6 +257,8 @@ class BenchmarkConfig(Model):
         if len(set(names)) != len(names) or not names:
             raise ValueError(f"contestants need names of their own, got {names}")
         for contestant in self.contestants:
+            if unknown := sorted(set(contestant.components) - set(self.components)):
+                raise ValueError(f"{contestant.name} has options of {unknown[0]}, which is not among the components")
             sage = self._checked(contestant)
             self._check_topology(contestant.name, sage)
             longest = self._longest()

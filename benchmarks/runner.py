@@ -57,6 +57,9 @@ class BenchmarkRunner:
     def run(self, config: BenchmarkConfig) -> Result:
         """Raises BenchmarkError before anything is measured; afterwards a result of status partial or failed tells."""
         components = {name: component(name, options) for name, options in config.components.items()}
+        for side in config.contestants:
+            for name, options in side.components.items():
+                component(name, options)
         given, config = config, _found_models(config)
         machine = environment({side.name: side.checkout for side in config.contestants})
         self._make_folder()
@@ -107,8 +110,8 @@ class BenchmarkRunner:
                         yield run, definitions_with(config.workload.classes) | found
         for number in range(_component_runs(config)):
             for name, module in components.items():
-                options = {**module.OPTIONS, **config.components[name]}
                 for side in _in_turn(config.contestants, number):
+                    options = {**module.OPTIONS, **config.components[name], **side.components.get(name, {})}
                     with bar.one(f"{name} {side.name}, round {number + 1}"):
                         run = Run(
                             contestant=side.name, scenario=name, round=number, launch=number, seed=config.seed * 1000 + number

@@ -34,6 +34,7 @@ DEFAULT_RULES: Rules = (
         scenario="comm_share", metric="comm_share_reported", better="lower", relative=0.02, absolute=0.002, interest=5,
         scale="difference",
     ),
+    Rule(scenario="collective", metric="collective_vs_copy", better="lower", relative=0.05, absolute=0.05, interest=3),
     Rule(scenario="quantized", metric="quantized_kl", better="lower", relative=0.02, absolute=1e-5, interest=5),
     Rule(scenario="quantized", metric="quantized_step_s", better="lower", relative=0.05, absolute=1e-4),
     Rule(metric="cost_per_mtok", better="lower", relative=0.01, absolute=1e-6, interest=5),

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from benchmarks.config import load_config, make_config, preset, preset_names
+from benchmarks.config import CONFIGS, load_config, make_config, preset, preset_names, read_yaml
 from benchmarks.errors import BenchmarkError
 from benchmarks.runner import main
 
@@ -230,9 +230,10 @@ def test_one_source_of_the_config(tmp_path: Path, run: Any, options: tuple[str, 
 
 def test_an_unknown_scenario_is_told_the_known_ones(tmp_path: Path, run: Any):
     known = (
-        "comm_fusion, comm_overhead, comm_overlap, comm_share, comm_transfer, control_message, hook_call, kv_migration, "
-        "kv_policy, kv_transfer, pd_answers, pd_faults, pd_interference, plan_build, prefix_eviction, prefix_index, "
-        "prefix_readers, prefix_schedule, quantized, speculative_propose, victim_choice"
+        "collective, comm_fusion, comm_overhead, comm_overlap, comm_share, comm_transfer, control_message, "
+        "hook_call, kv_migration, kv_policy, kv_transfer, pd_answers, pd_faults, pd_interference, plan_build, "
+        "prefix_eviction, prefix_index, prefix_readers, prefix_schedule, quantized, speculative_propose, "
+        "victim_choice"
     )
     assert_misuse(run("--scenario", "telepathy"), f"known are serve, {known}")
     assert not (tmp_path / "out").exists()
@@ -271,3 +272,32 @@ def test_out_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(main, ["--scenario", "hook_call", "--out", str(tmp_path / "file" / "out")])
     assert_misuse(done, "cannot write to")
+
+
+def test_options_of_a_component_for_one_contestant():
+    config = preset("planted_collective")
+    assert [each.components for each in config.contestants] == [{}, {}, {"collective": {"slower": 0.2}}]
+    with pytest.raises(BenchmarkError, match="head has options of telepathy, which is not among the components"):
+        make_config({"name": "a", "components": {"collective": {}}, "contestants": [
+            {"name": "head", "components": {"telepathy": {}}}
+        ]})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("topology", "words"),
+    [
+        ({"workers": 2}, "topology.workers is 2, and the server of head has 1"),
+        ({"threads": 2}, "topology.threads is 2, and the server of head has 1"),
+        ({"link": "shm"}, "topology.link is shm, and the server of head has auto"),
+        ({"hosts": 0}, "topology.hosts: Input should be greater than or equal to 1"),
+    ],
+)
+def test_a_topology_that_the_server_has_not(topology, words):
+    values = {"name": "a", "server": {"threads": 1}, "components": {"collective": {}}, "topology": topology}
+    with pytest.raises(BenchmarkError, match=words):
+        make_config(values)
+
+
+def test_presets_name_their_topology():
+    for file in CONFIGS.glob("*.yaml"):
+        assert "topology" in read_yaml(file), file.name

@@ -20,6 +20,7 @@ from benchmarks.scenarios import component, component_names
 
 # Small enough for a test; a scenario that is not here runs with its own defaults.
 SMALL: dict[str, dict[str, Any]] = {
+    "collective": {"rounds": 2, "operations": 4},
     "comm_fusion": {"kib": [], "tensors": 3},
     "comm_overhead": {"kib": [], "operations": 3},
     "comm_overlap": {"tokens": 8, "hidden": 16, "layers": 1, "rounds": 2, "network_ms": 0.1},
@@ -71,7 +72,7 @@ def test_shipped_components():
 # Groups of real engines, and ranks that load torch anew; `comm_overlap` shows without `-m slow` that ranks are started.
 SLOW = {
     "pd_answers", "pd_faults", "pd_interference",
-    "comm_fusion", "comm_overhead", "comm_share", "comm_transfer", "kv_transfer", "quantized",
+    "collective", "comm_fusion", "comm_overhead", "comm_share", "comm_transfer", "kv_transfer", "quantized",
 }  # fmt: skip
 
 
