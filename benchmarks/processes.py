@@ -74,6 +74,17 @@ def command_line(process: psutil.Process) -> str:
     return ""
 
 
+def workers_below(process: psutil.Process) -> list[psutil.Process]:
+    """Return the tensor-parallel workers of the CPU device below a process, in their order: forks of a fork server."""
+    with contextlib.suppress(psutil.Error):
+        forks = {
+            each.pid: each for each in process.children(recursive=True)
+            if "multiprocessing.forkserver" in command_line(each) and each.status() != psutil.STATUS_ZOMBIE
+        }  # fmt: skip
+        return [each for _, each in sorted(forks.items()) if each.ppid() in forks]
+    return []
+
+
 class ServerProcess:
     """A server in a process group of its own, with a temporary folder of its own. Its start is not awaited before `ready`.
 

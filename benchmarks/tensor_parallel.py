@@ -3,9 +3,11 @@
     python -m benchmarks.tensor_parallel [--model half-billion] [--rounds 5] [--out FILE]
 
 The workers add up their tensors by LMDeploy's process group (gloo) or by shared memory, there also because a plug-in says so.
+With `--starts` servers of both start in turn, and the time until they are ready is measured instead.
 """
 
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -18,6 +20,7 @@ from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
 from benchmarks.cpu_engine import build_ours, write_half_billion
 from benchmarks.models.real_text import model_folder
 from benchmarks.output import Output, spread, table, with_output
+from benchmarks.processes import ServerProcess, free_port
 from sagellm.core.config import PluginSpec
 from sagellm.engines.lmdeploy.comm import REPORT_INTERVAL_S
 
@@ -36,8 +39,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @click.option("--batches", default="1,8", show_default=True, help="Requests that decode together.")
 @click.option("--rounds", default=5, show_default=True, help="Measured rounds of each batch.")
 @click.option("--decode-round", default=1, show_default=True, help="Decode steps that the engine schedules together.")
+@click.option("--starts", default=0, show_default=True, help="Measure so many starts of servers, and nothing else.")
 @with_output
-def main(model: str, batches: str, rounds: int, decode_round: int, output: Output) -> None:
+def main(model: str, batches: str, rounds: int, decode_round: int, starts: int, output: Output) -> None:
     """Measure, print a table, and write the result."""
     sizes = [int(each) for each in batches.split(",")]
     with ExitStack() as stack:
@@ -45,6 +49,8 @@ def main(model: str, batches: str, rounds: int, decode_round: int, output: Outpu
             folder = write_half_billion(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         else:
             folder = model_folder(model)
+        if starts:
+            return measure_starts(folder, model, starts, output)
         contestants: list[Contestant] = []
         for name, settings in SETTINGS.items():
             threads = 2 if name == ALONE else 1
@@ -73,6 +79,36 @@ def main(model: str, batches: str, rounds: int, decode_round: int, output: Outpu
     output.say(table(["requests", "engine", "step, ms", "over one process", "communication share"], rows))
     output.finish({"model": model, "prompt_tokens": PROMPT, "new_tokens": NEW, "rounds": rounds, "decode_round": decode_round,
                    "cells": cells})  # fmt: skip
+
+
+def measure_starts(folder: Path, model: str, starts: int, output: Output) -> None:
+    """Start servers of one process and of two workers in turn, and print the times until they are ready."""
+    found: dict[int, list[float]] = {1: [], 2: []}
+    for number in range(starts):
+        for workers in (1, 2) if number % 2 == 0 else (2, 1):
+            found[workers].append(_ready_s(folder, workers))
+    ratio = paired_ratio(found[2], found[1])
+    rows = [(workers, spread(summary(times), ".1f")) for workers, times in found.items()]
+    output.say(table(["workers", "ready, s"], rows))
+    output.say(f"two workers over one process: {spread(ratio)}")
+    output.finish({
+        "model": model, "starts": starts, "ready_s": {str(each): summary(times) for each, times in found.items()},
+        "over_alone": ratio,
+    })  # fmt: skip
+
+
+def _ready_s(folder: Path, workers: int) -> float:
+    port = free_port()
+    command = [sys.executable, "-m", "sagellm.serve", "--model", folder, "--device", "cpu", "--dtype", "bfloat16", "--port", port]
+    command += ["--tensor-parallel", workers, "--threads", 2 // workers, "--kv-blocks", 64, "--context-length", 256, "--json"]
+    with tempfile.TemporaryDirectory() as scratch:
+        start = time.perf_counter()
+        server = ServerProcess(list(map(str, command)), port, Path(scratch) / "server")
+        try:
+            server.ready()
+            return time.perf_counter() - start
+        finally:
+            server.close()
 
 
 def build(*args: Any) -> Any:

@@ -23,7 +23,7 @@ import psutil
 
 from benchmarks.contestants import summary
 from benchmarks.output import Output, spread, table, with_output
-from benchmarks.processes import command_line
+from benchmarks.processes import workers_below
 from sagellm.core.config import SageConfig
 from sagellm.core.errors import EngineError
 from sagellm.demo_model import ensure_demo_model
@@ -144,8 +144,7 @@ def run_round(expected: list[tuple[int, ...]], after_s: float, number: int) -> d
 
 
 def workers_of_this() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [each for each in children if "spawn_main" in command_line(each) and each.status() != psutil.STATUS_ZOMBIE]
+    return workers_below(psutil.Process())
 
 
 def shared_memory() -> set[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sagellm.core.early import end, skip_teardown
+from sagellm.engines.lmdeploy.worker_processes import load_if_expected
 
 POLL_S = 0.5
 
@@ -54,6 +55,7 @@ def loading_libraries() -> Iterator[None]:
 
 def _arrive(kind: type[FollowingProcess]) -> FollowingProcess:
     gc.disable()
+    load_if_expected()  # while this process loads its own
     return kind.__new__(kind)
 
 

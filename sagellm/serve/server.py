@@ -23,10 +23,12 @@ from sagellm.core.early import skip_teardown
 from sagellm.core.errors import ConfigError, PeerError, PluginError
 from sagellm.core.registry import check_owners, find_plugin
 from sagellm.core.run_folder import hold, remove_abandoned
+from sagellm.engines.lmdeploy.device_settings import executor_of
 from sagellm.engines.lmdeploy.engine import prepare_weights
 from sagellm.engines.lmdeploy.settings_plugins import all_plugins
 from sagellm.engines.lmdeploy.sizing import Sizes, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
+from sagellm.engines.lmdeploy.worker_processes import expecting_workers
 from sagellm.kv_policy.registry import policy_names
 from sagellm.models import find_model, prepare_model
 from sagellm.serve.backends import Backend, backend_of
@@ -77,9 +79,11 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         engine_config = backend.engine_config(model, sizes, device, run_dir, member.hooks if member else None)
         banner = _Banner(config, device, sizes, as_json, claim_stdout())
         watch = EngineWatch(clean_up, run_dir)
-        code = _Launch(
-            config, backend, model, source.sampling(model), engine_config, listener, banner, loading, watch, run_dir, member
-        ).serve()
+        has_forks = device == "cpu" and executor_of(config, device) == "mp"
+        with expecting_workers(has_forks, run_dir):
+            code = _Launch(
+                config, backend, model, source.sampling(model), engine_config, listener, banner, loading, watch, run_dir, member
+            ).serve()
     finally:
         loading.wait_for_stop()
         if member is not None:
@@ -102,7 +106,7 @@ def _run_dir() -> Path:
         ConfigError: the temporary directory is so deep that the sockets in it could have no name.
     """
     run_dir = Path(tempfile.gettempdir(), f"{RUN_PREFIX}{secrets.token_hex(4)}")
-    longest = len(os.fsencode(run_dir / "manager0"))
+    longest = len(os.fsencode(run_dir / "listener-12345678"))  # as `multiprocessing` names them
     if longest > MAX_SOCKET_NAME:
         raise ConfigError(
             f"the temporary directory {run_dir.parent} is too deep: the path of a socket in it has {longest} bytes, allowed "

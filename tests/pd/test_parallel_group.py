@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.processes import free_port
+from benchmarks.processes import free_port, workers_below
 from tests.pd.harness import until
 from tests.pd.real_group import RealGroup, tokens_of
 
@@ -13,7 +13,7 @@ PROMPT = "what was computed here is wanted there. " * 6
 
 
 def workers(group, role):
-    return [one for one in group.engine(role).children() if "spawn_main" in " ".join(one.cmdline())]
+    return workers_below(group.engine(role))
 
 
 def test_workers_that_die(tmp_path, model_folder, monkeypatch):

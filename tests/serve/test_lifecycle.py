@@ -9,8 +9,9 @@ import sys
 import psutil
 import pytest
 
+from benchmarks.processes import workers_below
 from tests.serve.endings import Stream, check_error_event, killed
-from tests.serve.harness import command_line, wait_until
+from tests.serve.harness import wait_until
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -48,9 +49,7 @@ def test_a_server_with_several_workers_is_killed(launch):
 
 
 def worker_of(server):
-    """The first tensor-parallel worker: the engine process has spawned it, which is spawned itself."""
-    spawned = {each.pid: each for each in server.family() if "spawn_main" in command_line(each)}
-    return next(each for _, each in sorted(spawned.items()) if each.ppid() in spawned)
+    return workers_below(psutil.Process(server.process.pid))[0]
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ from sagellm.engines.lmdeploy.settings_plugins import (
 )
 from sagellm.engines.lmdeploy.sizing import Sizes, gpu_share, resolve_device, size_engine
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
+from sagellm.engines.lmdeploy.worker_processes import load_early
 from sagellm.engines.lmdeploy.workers import building, failure_of
 from sagellm.models import find_model, prepare_model
 
@@ -202,6 +203,8 @@ class LMDeployEngine(BaseEngine):
         model = prepare_weights(config, prepare_model(find_model(model or config.model)))
         sizes = size_engine(config, model, device)
         set_threads(config, device)
+        if device == "cpu" and executor_of(config, device) == "mp":
+            load_early()
         set_ray(config)
         run_dir = None
         if config.tensor_parallel > 1:  # workers leave their counters there; they can be read after the end of the engine

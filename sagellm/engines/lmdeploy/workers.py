@@ -30,6 +30,7 @@ import torch
 from sagellm.core.config import HookConfig
 from sagellm.core.errors import EngineError
 from sagellm.core.host import ENGINE_ENDED, ENGINE_PROCESS
+from sagellm.engines.lmdeploy.worker_processes import end_early
 
 __all__ = [
     "END_S", "HANG_S", "LOOK_S", "LOST_S", "Notifier", "Pickling", "Watch", "WorkerWatch", "building", "failure_of", "hangs",
@@ -286,6 +287,8 @@ class WorkerWatch(Watch):
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         self._kill()
+        if not _watches:
+            end_early()
 
     def _run(self) -> None:
         numbers = {process.sentinel: number for number, process in enumerate(self._processes)}
