@@ -99,7 +99,8 @@ def measure_starts(folder: Path, model: str, starts: int, output: Output) -> Non
 
 def _ready_s(folder: Path, workers: int) -> float:
     port = free_port()
-    command = [sys.executable, "-m", "sagellm.serve", "--model", folder, "--device", "cpu", "--dtype", "bfloat16", "--port", port]
+    command: list[Any] = [sys.executable, "-m", "sagellm.serve", "--model", folder, "--port", port]
+    command += ["--device", "cpu", "--dtype", "bfloat16"]
     command += ["--tensor-parallel", workers, "--threads", 2 // workers, "--kv-blocks", 64, "--context-length", 256, "--json"]
     with tempfile.TemporaryDirectory() as scratch:
         start = time.perf_counter()
