@@ -24,6 +24,7 @@ import click
 from benchmarks.gpu.parts import CHECKS, PARTS
 from benchmarks.gpu.report import markdown
 from benchmarks.machine import describe
+from benchmarks.output import json_text
 
 MOST_AT_ONCE = 8  # parts that only check
 ERROR_CHARS = 4000  # of the end of a failed part's output
@@ -60,7 +61,7 @@ def main(
             click.echo(f"{part}: {state(found)} after {found['seconds']:.0f} s")
             done = result["parts"] | {part: found}
             result["parts"] = {each: done[each] for each in wanted if each in done}
-            (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+            (out / f"{name}.json").write_text(json_text(result))
             (out / f"{name}.md").write_text(markdown(result))
 
     wanted, writing, checks = parts.split(","), threading.Lock(), {part.__name__ for part in CHECKS}

@@ -61,7 +61,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     backend = backend_of(config)
     device = backend.require()
     _check_plugins(config)
-    run_dir = _run_dir()
+    run_dir = _run_dir(config)
     listener = _listen(config.host, config.port)
     clean_up = partial(shutil.rmtree, run_dir, ignore_errors=True)
     try:
@@ -99,14 +99,15 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     return code
 
 
-def _run_dir() -> Path:
+def _run_dir(config: SageConfig) -> Path:
     """A folder that is not there yet.
 
     Raises:
         ConfigError: the temporary directory is so deep that the sockets in it could have no name.
     """
     run_dir = Path(tempfile.gettempdir(), f"{RUN_PREFIX}{secrets.token_hex(4)}")
-    longest = len(os.fsencode(run_dir / "listener-12345678"))  # as `multiprocessing` names them
+    # As `multiprocessing` names them: that of the process that workers are forked from, and those of managers.
+    longest = len(os.fsencode(run_dir / ("listener-12345678" if config.tensor_parallel > 1 else "manager0")))
     if longest > MAX_SOCKET_NAME:
         raise ConfigError(
             f"the temporary directory {run_dir.parent} is too deep: the path of a socket in it has {longest} bytes, allowed "

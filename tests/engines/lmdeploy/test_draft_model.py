@@ -17,7 +17,7 @@ from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.engine import LMDeployEngine, hook_config
 from sagellm.engines.lmdeploy.settings_plugins import check_settings_plugins
 from sagellm.engines.lmdeploy.sizing import gpu_share, size_engine
-from sagellm.engines.lmdeploy.speculative import draft_folder
+from sagellm.engines.lmdeploy.speculative import draft_folder, methods
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
 from sagellm.models.folder import num_weights
 from tests.accel.speculative.contract import bad_drafts
@@ -340,6 +340,10 @@ def test_methods_of_lmdeploy_itself(monkeypatch, other):
         check_settings_plugins(config)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     config = config.model_copy(update={"device": "cuda"})
+    monkeypatch.setattr(methods, "find_spec", lambda name: None)
+    with pytest.raises(SpeculationError, match="eagle3 needs FlashAttention-3 on cuda, .* flash_attn_interface"):
+        check_settings_plugins(config)
+    monkeypatch.setattr(methods, "find_spec", lambda name: name)
     check_settings_plugins(config)
     made = speculative_config(config)
     assert (made.method, made.model, made.num_speculative_tokens) == ("eagle3", str(other), 3)
