@@ -260,7 +260,6 @@ class BenchmarkConfig(Model):
             if unknown := sorted(set(contestant.components) - set(self.components)):
                 raise ValueError(f"{contestant.name} has options of {unknown[0]}, which is not among the components")
             sage = self._checked(contestant)
-            self._check_topology(contestant.name, sage)
             longest = self._longest()
             if longest and sage.context_length and longest > sage.context_length:
                 raise ValueError(
@@ -269,13 +268,15 @@ class BenchmarkConfig(Model):
                 )
         return self
 
-    def _check_topology(self, name: str, sage: SageConfig) -> None:
-        told = self.topology
-        wanted = {"workers": told.workers, "threads": told.threads or sage.threads, "link": told.link or sage.comm_backend}
-        found = {"workers": sage.tensor_parallel, "threads": sage.threads, "link": sage.comm_backend}
-        for part, value in wanted.items():
-            if found[part] != value:
-                raise ValueError(f"topology.{part} is {value}, and the server of {name} has {found[part]}")
+    @model_validator(mode="after")
+    def _topology_agrees(self) -> "BenchmarkConfig":
+        """With the options that servers have in common; a contestant may differ."""
+        found = {"workers": "tensor_parallel", "threads": "threads", "link": "comm_backend"}
+        for part in self.topology.model_fields_set & found.keys():
+            has, told = self.server.get(found[part], SageConfig.model_fields[found[part]].default), getattr(self.topology, part)
+            if has != told:
+                raise ValueError(f"topology.{part} is {told}, and the server has {has}")
+        return self
 
     def _checked(self, contestant: Contestant) -> SageConfig:
         try:

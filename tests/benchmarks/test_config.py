@@ -286,9 +286,9 @@ def test_options_of_a_component_for_one_contestant():
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
-        ({"workers": 2}, "topology.workers is 2, and the server of head has 1"),
-        ({"threads": 2}, "topology.threads is 2, and the server of head has 1"),
-        ({"link": "shm"}, "topology.link is shm, and the server of head has auto"),
+        ({"workers": 2}, "topology.workers is 2, and the server has 1"),
+        ({"threads": 2}, "topology.threads is 2, and the server has 1"),
+        ({"link": "shm"}, "topology.link is shm, and the server has auto"),
         ({"hosts": 0}, "topology.hosts: Input should be greater than or equal to 1"),
     ],
 )

@@ -11,7 +11,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import current_process, forkserver, parent_process
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -21,6 +21,7 @@ __all__ = ["context", "end_early", "expecting_workers", "load_early", "load_if_e
 
 LIBRARIES = "sagellm.engines.lmdeploy.worker_libraries"
 EXPECTED = "SAGELLM_WORKERS_EXPECTED"  # in the environment of an engine process that will have workers: a folder
+_is_ours = False
 
 
 class _Worker(ForkServerProcess):
@@ -43,8 +44,16 @@ class _WorkerContext(ForkServerContext):
     Process = _Worker
 
 
-def load_early() -> None:
-    """Start the process that the workers are forked from. It loads libraries meanwhile. A second call does nothing."""
+def load_early() -> bool:
+    """Start the process that the workers are forked from. It loads libraries meanwhile. A second call does nothing.
+
+    Returns:
+        False if this program has a fork server of its own, which is left alone.
+    """
+    global _is_ours
+    if not _is_ours and forkserver._forkserver._forkserver_pid is not None:
+        return False
+    _is_ours = True
     # A process that has just been spawned may start none, for the sake of programs that do so where they are imported.
     arriving = vars(current_process()).pop("_inheriting", None)
     try:
@@ -53,11 +62,15 @@ def load_early() -> None:
     finally:
         if arriving is not None:
             current_process()._inheriting = arriving
+    return True
 
 
 def end_early() -> None:
     """End the process that workers are forked from. All of them have ended; the next one starts it again."""
-    forkserver._forkserver._stop()
+    global _is_ours
+    if _is_ours:
+        forkserver._forkserver._stop()
+        _is_ours = False
 
 
 @contextmanager
@@ -87,10 +100,7 @@ def context(spawning: BaseContext) -> BaseContext:
     """Return what starts the workers of an executor: forks on the CPU device, what LMDeploy uses elsewhere."""
     from lmdeploy import sage_device
 
-    if sage_device.active is None:
-        return spawning
-    load_early()
-    return _WorkerContext()
+    return _WorkerContext() if sage_device.active is not None and load_early() else spawning
 
 
 def ignore_failures_of_workers() -> None:
@@ -99,9 +109,6 @@ def ignore_failures_of_workers() -> None:
 
 
 def _follow() -> None:
-    try:
-        asking = os.pidfd_open(parent_process().pid)
-        select.select([asking], [], [])
-    except ProcessLookupError:
-        pass
+    with suppress(ProcessLookupError):  # it has ended already
+        select.select([os.pidfd_open(parent_process().pid)], [], [])
     os._exit(1)
