@@ -197,10 +197,11 @@ class Topology(Model):
     """Where the workers of a server run, and what connects them.
 
     `workers` of one model, each with so many `threads` on a CPU, on so many `hosts`; `link`: backend of their collectives.
+    None: what the server's options say.
     """
 
     hosts: int = Field(1, ge=1)
-    workers: int = Field(1, ge=1)
+    workers: int | None = Field(None, ge=1)
     threads: int | None = Field(None, ge=1)
     link: str | None = None
 
@@ -272,9 +273,9 @@ class BenchmarkConfig(Model):
     def _topology_agrees(self) -> "BenchmarkConfig":
         """With the options that servers have in common; a contestant may differ."""
         found = {"workers": "tensor_parallel", "threads": "threads", "link": "comm_backend"}
-        for part in self.topology.model_fields_set & found.keys():
-            has, told = self.server.get(found[part], SageConfig.model_fields[found[part]].default), getattr(self.topology, part)
-            if has != told:
+        for part, option in found.items():
+            has, told = self.server.get(option, SageConfig.model_fields[option].default), getattr(self.topology, part)
+            if told is not None and has != told:
                 raise ValueError(f"topology.{part} is {told}, and the server has {has}")
         return self
 
