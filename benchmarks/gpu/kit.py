@@ -99,7 +99,7 @@ def run_part(name: str, device: str, model: Path, stock: Path, limit_s: float) -
         found = {"seconds": time.monotonic() - begin_s}
         if code == 0:
             return found | json.loads(out.read_text())
-        # Folders of the borrowed machine tell nobody anything.
+        # Without folders of the borrowed machine.
         text = re.sub(r"/[\w./-]*?/(site-packages|kit|site|patched)/", r"\1/", log.read_text(errors="replace"))
         return found | {"error": f"exit code {code}" if isinstance(code, int) else code, "log": text[-ERROR_CHARS:]}
 

@@ -7,7 +7,7 @@ second kernel merges: a part comes with the logarithm of the sum of its exponent
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -90,12 +90,6 @@ class Groups:
         tensors = (torch.from_numpy(each) for each in (members, starts, common, shared))
         most_own = max(0, int(np.max(blocks - shared)))
         return cls(*tensors, most_members=int(sizes.max()), most_common=int(common.max()), most_own=most_own)
-
-    def to(self, device: torch.device | str) -> "Groups":
-        """Return the groups with their tensors on a device."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        tensors = {name: value.to(device, non_blocking=True) for name, value in found.items() if torch.is_tensor(value)}
-        return replace(self, **tensors)
 
 
 def find_groups(
