@@ -1,6 +1,6 @@
 """Times of our kernels on a GPU, beside LMDeploy's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -9,6 +9,10 @@ from benchmarks.gpu.limits import seconds
 
 __all__ = ["time_attention", "time_copies"]
 
+SHAPES = (
+    (2, 1024, 200), (2, 16384, 200), (4, 4096, 200), (8, 2048, 200), (16, 1024, 200), (16, 4096, 200), (16, 4096, 2000),
+    (16, 16384, 200), (64, 512, 200), (64, 4096, 200),
+)  # fmt: skip
 LAYERS_BYTES = 300_000_000  # keys and values of all layers, several times what a GPU's cache holds
 
 
@@ -49,10 +53,13 @@ def time_copies() -> tuple[dict[str, dict[str, float]], bool]:
     return figures, is_right
 
 
-def time_attention() -> tuple[dict[str, dict[str, float]], float]:
+def time_attention(shapes: Sequence[tuple[int, int, int]] = SHAPES) -> tuple[dict[str, dict[str, float]], float]:
     """Seconds of a layer's decode attention in a CUDA graph, ours and LMDeploy's, and how far they differ at most.
 
-    32 heads, 8 key heads of 128; sequences, tokens in common, and tokens of each for itself.
+    32 heads, 8 key heads of 128.
+
+    Args:
+        shapes: sequences, tokens in common, and tokens of each for itself.
     """
     from lmdeploy.pytorch.kernels.cuda import paged_attention_fwd
 
@@ -61,10 +68,7 @@ def time_attention() -> tuple[dict[str, dict[str, float]], float]:
 
     block, heads, kv_heads, size, width = 64, 32, 8, 128, 1024
     figures, error = {}, 0.0
-    for sequences, common, own in (
-        (2, 1024, 200), (2, 16384, 200), (4, 4096, 200), (8, 2048, 200), (16, 1024, 200), (16, 4096, 200), (16, 4096, 2000),
-        (16, 16384, 200), (64, 512, 200), (64, 4096, 200),
-    ):  # fmt: skip
+    for sequences, common, own in shapes:
         shared, alone = common // block, -(-(own + 1) // block)
         tables = torch.zeros(sequences, width, dtype=torch.int32)
         for row, table in enumerate(tables):

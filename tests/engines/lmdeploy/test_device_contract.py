@@ -94,6 +94,11 @@ def stale_values(forward, query, key, value, k_cache, v_cache, metadata, **more)
     return forward(query, key, value.roll(1, 0), k_cache, v_cache, metadata, **more)
 
 
+def whole_cache_read(forward, query, key, value, k_cache, *more, **options):
+    """Masked keys weigh nothing, but nothing times NaN is NaN."""
+    return forward(query, key, value, k_cache, *more, **options) + 0.0 * k_cache.sum()
+
+
 def sinks_forgotten(forward, *arguments, learnable_sink=None, **more):
     return forward(*arguments, learnable_sink=None, **more)
 
@@ -128,6 +133,7 @@ FAULTS = {
     "a stale scale": ("PagedAttention", with_attribute("scale", lambda value: 1.0), "attention"),
     "values of the wrong token": ("PagedAttention", of_call(stale_values), "attention"),
     "heads in another order": ("PagedAttention", of_call(heads_in_another_order), "attention"),
+    "slots without a token are read": ("PagedAttention", of_call(whole_cache_read), "unwritten"),
     "a window off by one": ("PagedAttention", with_attribute("window", lambda value: value and value + 1), "attention_kinds"),
     "scores are not capped": ("PagedAttention", with_attribute("softcap", lambda value: 0.0), "attention_kinds"),
     "sinks are forgotten": ("PagedAttention", of_call(sinks_forgotten), "attention_kinds"),

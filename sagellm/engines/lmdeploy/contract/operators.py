@@ -20,6 +20,7 @@ RULES = {
     "rotary": "computes rotary angles, scaled ones too, and turns queries and keys by them",
     "attention": "attends to all earlier tokens and no others, over blocks in any order",
     "attention_kinds": "keeps to windows, caps scores, and counts sinks",
+    "unwritten": "ignores numbers in slots of the cache that no token was written to, NaN too",
     "experts": "weighs the experts of each token",
     "sampling": "draws by the probabilities, by seed and place alone",
 }
@@ -219,6 +220,11 @@ def _attention(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, 
             yield f"{what}, {heads} heads over {kv_heads}", *_attend(ops, dtype, heads, kv_heads, lengths, {})
 
 
+def _unwritten(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for what, lengths in STEPS.items():
+        yield what, *_attend(ops, dtype, 4, 2, lengths, {}, unwritten=float("nan"))
+
+
 def _attention_kind(kind: str) -> Check:
     def check(ops: DeviceOperators, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
         for what, lengths in STEPS.items():
@@ -228,13 +234,18 @@ def _attention_kind(kind: str) -> Check:
 
 
 def _attend(
-    ops: DeviceOperators, dtype: torch.dtype, heads: int, kv_heads: int, lengths: list[tuple[int, int]], options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """A step over the operator's own cache. Earlier tokens are brought there by the operator, one sequence at a time."""
+    ops: DeviceOperators, dtype: torch.dtype, heads: int, kv_heads: int, lengths: list[tuple[int, int]],
+    options: dict[str, Any], unwritten: float = 1000.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A step over the operator's own cache. Earlier tokens are brought there by the operator, one sequence at a time.
+
+    Args:
+        unwritten: the numbers in all other slots.
+    """
     dim = 32
     impl = ops.build("PagedAttention", heads, dim, scale=dim**-0.5, num_kv_heads=kv_heads, **options)
     caches = tuple(
-        torch.full((NUM_BLOCKS, *shape(BLOCK, kv_heads, dim, dtype)), float("nan"), dtype=dtype, device=ops.device)
+        torch.full((NUM_BLOCKS, *shape(BLOCK, kv_heads, dim, dtype)), unwritten, dtype=dtype, device=ops.device)
         for shape in (ops.backend.get_k_block_shape, ops.backend.get_v_block_shape)
     )
     widest = max(-(-(new + past) // BLOCK) for new, past in lengths)
@@ -359,6 +370,7 @@ CHECKS: tuple[tuple[str, tuple[str, ...], Check], ...] = (
     ("activations", ("SiluAndMul",), _silu), ("activations", ("GeluAndMul",), _gelu),
     ("rotary", ("RotaryEmbedding",), _rotary_angles), ("rotary", ("ApplyRotaryEmb",), _rotary_turn),
     ("attention", ("PagedAttention",), _attention),
+    ("unwritten", ("PagedAttention",), _unwritten),
     *(("attention_kinds", ("PagedAttention", f"PagedAttention, {kind}"), _attention_kind(kind)) for kind in ATTENTION_KINDS),
     ("experts", ("SoftmaxTopK",), _top_k), ("experts", ("FusedMoE",), _experts),
     ("sampling", ("MultinomialSampling",), _sampling),
