@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.gpu.place import Place
 from benchmarks.hook_overhead import close_bare
 
-__all__ = ["Engine", "bare_engine", "rounded_twin", "shipped_engine", "transformers_answers", "worst_gap"]
+__all__ = ["Engine", "bare_engine", "gaps", "rounded_twin", "shipped_engine", "transformers_answers"]
 
 
 class Engine:
@@ -80,22 +80,22 @@ def transformers_answers(
         def scores(tokens: list[int]) -> np.ndarray:
             return loaded(torch.tensor([tokens], device=place.device)).logits[0].float().cpu().numpy()
 
-        return theirs, worst_gap(scores, prompts, ours)
+        return theirs, float(gaps(scores, prompts, ours).max())
 
 
-def worst_gap(
+def gaps(
     scores: Callable[[list[int]], np.ndarray], prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-) -> float:
-    """How far the worst token of greedy answers lies under the best logit.
+) -> np.ndarray:
+    """How far each token of greedy answers lies under the best logit.
 
     Args:
         scores: logits [tokens, vocabulary] of a text, those after each token.
     """
-    gap = 0.0
+    found = []
     for prompt, answer in zip(prompts, answers, strict=True):
         logits = scores([*prompt, *answer])[len(prompt) - 1 : -1]
-        gap = max(gap, float((logits.max(1) - logits[range(len(answer)), list(answer)]).max()))
-    return gap
+        found.append(logits.max(1) - logits[range(len(answer)), list(answer)])
+    return np.concatenate(found)
 
 
 def rounded_twin(model: Path, folder: Path) -> Callable[[list[int]], np.ndarray]:

@@ -18,10 +18,10 @@ from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
 from benchmarks.gpu.engines import (
     Engine,
     bare_engine,
+    gaps,
     rounded_twin,
     shipped_engine,
     transformers_answers,
-    worst_gap,
 )
 from benchmarks.gpu.kernels import time_attention, time_copies
 from benchmarks.gpu.place import Place, eagle3_head, make_prompts, random_model, seven_billion
@@ -30,6 +30,7 @@ from benchmarks.hook_overhead import write_bare_tree
 __all__ = ["CHECKS", "PARTS", "Result"]
 
 NEAR = 0.75  # of a logit: a right engine in a 16-bit type chooses no token further under the best one
+NEAR_8_BITS = 0.1  # of a logit, in the mean: a CPU that rounds as the GPU does, but for its 16 bits, comes to 0.03 at most
 NOOP, RAISES = "benchmarks.noop_plugin:NoOp", "benchmarks.gpu.plugins:Raises"
 
 
@@ -331,11 +332,12 @@ def quantized(place: Place) -> Result:
         if place.is_small or name in ("awq", "gptq"):
             config = SageConfig(device="cpu", dtype="float32", threads=2, model=place.scratch / name)
             with EngineModel(name, config) as reference:
-                gap = worst_gap(reference.logits, prompts, answers)
+                found = gaps(reference.logits, prompts, answers)
         else:
-            gap = worst_gap(rounded_twin(model, place.scratch / name), prompts, answers)
-        figures[name] = {"largest_gap": gap}
-        checks[f"{name}: every token is at most {NEAR} under the best logit"] = gap <= NEAR
+            found = gaps(rounded_twin(model, place.scratch / name), prompts, answers)
+        # One number that is rounded the other way to 8 bits may move a single token far.
+        figures[name] = {"mean_gap": float(found.mean()), "largest_gap": float(found.max())}
+        checks[f"{name}: tokens are {NEAR_8_BITS} under the best logit at most, in the mean"] = figures[name]["mean_gap"] <= NEAR_8_BITS
     return Result(figures, checks)
 
 

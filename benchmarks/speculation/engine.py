@@ -9,7 +9,7 @@ NONE = "none"
 
 def build(model: str, threads: int, strategy: str, options: dict[str, Any], settings: dict[str, Any]) -> Any:
     """Answers {"batches": lists of prompts, "new", "stop", "temperature"} with the tokens, the seconds of the whole and of the
-    process, and what the strategy counted meanwhile. "tokens_per_s" is None if all tokens came at once. The batches are answered one after the other; answers end with a token of
+    process, and what the strategy counted meanwhile. The batches are answered one after the other; answers end with a token of
     `stop`, or after `new` tokens."""
     from sagellm.core.config import SageConfig
     from sagellm.engines.base import SamplingParams

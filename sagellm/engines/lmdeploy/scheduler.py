@@ -3,7 +3,9 @@
 Every method here runs on the engine's thread.
 """
 
+import asyncio
 import atexit
+import contextlib
 import gc
 import json
 import logging
@@ -36,6 +38,7 @@ logger = logging.getLogger("sagellm")
 
 _seq_id = attrgetter("seq_id")
 
+LONGEST_SILENCE_S = 0.02  # about a round of 16 quick steps
 PREFIX_INDEX = "prefix index"  # its name among the faults of plug-ins
 
 
@@ -256,6 +259,16 @@ class SchedulerHooks:
         if await self.choice.wait_for_plugins(may_run):
             return True
         return self.pd is not None and await self.pd.wait_for_room(may_run)
+
+    async def wait_for_round(self, may_speak: Any) -> None:
+        """Wait until LMDeploy lets answers out and new requests in, but not for long.
+
+        It does so once a round of steps is launched and before half of its tokens are there. Where a GPU computes as fast as
+        steps are launched, that never happens: the whole answer would come at its end, and new requests would wait for it.
+        """
+        if not may_speak.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(may_speak.wait(), LONGEST_SILENCE_S)
 
     def end_chunks(self, running: list[Any]) -> None:
         """A step has ended, and LMDeploy is about to look at what it sampled."""

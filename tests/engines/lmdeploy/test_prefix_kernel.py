@@ -300,8 +300,9 @@ def test_a_graph_is_captured_for_each_shape_of_groups(monkeypatch):
 def test_groups_of_a_step_that_pay(kernels, monkeypatch):
     few = step([(20, [330, 335])], [40])
     assert prefix_attention.find(*engine_of(few)) is None  # 320 tokens are read more quickly than kernels are launched
-    monkeypatch.setattr(prefix_attention, "BYTES_S", 1e9)
+    monkeypatch.setattr(prefix_attention, "LAUNCHES_S", 0.0)
     assert prefix_attention.find(*engine_of(few)).common.tolist() == [20]
+    assert prefix_attention.find(*engine_of(step([(20, [330, 900])], [40]))) is None  # too many tokens of their own
     assert prefix_attention.find(*engine_of(step([(10, [170, 175])], [40]))) is None  # too few tokens in common
     engine, inputs = engine_of(few, prefix_attention="auto")
     assert prefix_attention.groups_of(engine, inputs) is None  # tables of the CPU device

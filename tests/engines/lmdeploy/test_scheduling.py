@@ -28,6 +28,26 @@ def run(engine, reference, prompts=PROMPTS):
     assert engine.hooks.report()["faults"] == []
 
 
+def test_answers_and_requests_pass_while_steps_are_launched(monkeypatch, start_engine, reference):
+    """Where launching takes as long as computing, LMDeploy lets neither through before a whole batch has ended."""
+    from lmdeploy import sage_device
+
+    from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
+
+    async def on_the_loop(step, agent, args, kwargs):
+        return await step(agent, *args, **kwargs)
+
+    monkeypatch.setattr(sage_device, "forward_event", lambda event: event)
+    monkeypatch.setattr(CPU_DEVICE, "run_step", on_the_loop)
+    monkeypatch.setattr(CPU_DEVICE, "push", lambda push, agent, args, kwargs: push(agent, *args, **kwargs))
+    engine = start_engine(decode_round=16)
+    found = engine.generate(PROMPTS, [SamplingParams(400, ignore_eos=True)] * 4 + [SHORT], delays_s=[0, 0, 0, 0, 0.05])
+    assert [each.token_ids[:12] for each in found] == reference(PROMPTS, 12)
+    end_s = found[0].token_s[-1]
+    assert len(set(found[0].token_s)) > 4 and found[0].token_s[0] < end_s / 2
+    assert 0.05 + found[-1].token_s[-1] < end_s
+
+
 @pytest.mark.parametrize("plugin", [None, "tests.plugins:LastFirst"])
 def test_the_order_decides_who_finishes_first(start_engine, reference, plugin):
     extra = [plugin] if plugin else []
