@@ -707,7 +707,7 @@ class CpuKernels:
     """
 
     def __init__(self, dtype: str, isa: str = "") -> None:
-        """`dtype`: float32 or bfloat16. `isa`: plain, avx2, avx512 or avx512_bf16; the best of this processor if empty.
+        """`dtype`: float32 or bfloat16. `isa`: plain, avx2, avx512, avx512_bf16 or amx; the best of this processor if empty.
 
         Raises ValueError: another name, or this processor lacks it.
         """

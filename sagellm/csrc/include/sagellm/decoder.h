@@ -44,7 +44,7 @@ struct Matrix {
 // Kernels of one instruction set and dtype of weights.
 class CpuKernels {
  public:
-  // `isa`: plain, avx2, avx512, avx512_bf16, or "" for the best of this processor.
+  // `isa`: plain, avx2, avx512, avx512_bf16, amx, or "" for the best of this processor.
   // Throws std::invalid_argument if it is unknown or the processor lacks it.
   CpuKernels(const char* isa, Dtype weights);
 

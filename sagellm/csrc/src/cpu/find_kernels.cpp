@@ -1,5 +1,10 @@
 #include <cstring>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "kernels.h"
 
 namespace sage::cpu {
@@ -21,12 +26,25 @@ bool has_avx512() {
 bool has_avx512_bf16() {
   return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
+
+// The kernel saves the tile registers of a process only after the process has asked for them.
+bool has_amx() {
+#if defined(__linux__)
+  constexpr int kAsk = 0x1023, kTileData = 18;
+  static const bool is_there = has_avx512_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+                               syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+  return is_there;
+#else
+  return false;
+#endif
+}
 #endif
 bool always() { return true; }
 
 const Known kKnown[] = {
 // the best first
 #if defined(__x86_64__)
+    {"amx", amx_kernels, has_amx},
     {"avx512_bf16", avx512_bf16_kernels, has_avx512_bf16},
     {"avx512", avx512_kernels, has_avx512},
     {"avx2", avx2_kernels, has_avx2},
@@ -46,7 +64,8 @@ const Kernels* find_kernels(const char* isa, Type weights) {
 const Kernels& kernels_of_cache(const Kernels& kernels, Type cache) {
   if (kernels.weights == cache) return kernels;
   // Products of bfloat16 with bfloat16 would round the queries of a float32 model.
-  const bool multiplies_narrow = std::strcmp(kernels.name, "avx512_bf16") == 0 && cache == Type::kBFloat16;
+  const bool has_pairs = std::strcmp(kernels.name, "avx512_bf16") == 0 || std::strcmp(kernels.name, "amx") == 0;
+  const bool multiplies_narrow = has_pairs && cache == Type::kBFloat16;
   return *find_kernels(multiplies_narrow ? "avx512" : kernels.name, cache);
 }
 

@@ -130,5 +130,6 @@ const Kernels* plain_kernels(Type weights);
 const Kernels* avx2_kernels(Type weights);
 const Kernels* avx512_kernels(Type weights);
 const Kernels* avx512_bf16_kernels(Type weights);
+const Kernels* amx_kernels(Type weights);
 
 }  // namespace sage::cpu

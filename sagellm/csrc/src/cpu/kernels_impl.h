@@ -15,6 +15,9 @@ const Kernels* kernels_of(const char* name) {
                      nullptr,  pack<T>,      to_input<T>,  to_weight<T>,   from_weight<T>,     encode_heads<T>, gate,
                      attend<T>, attend_bytes, block_weights<T>, block_weights_bytes, encode_keys<T>, strip_weights<T>, strip_weights_bytes,
                      rotate,   scale_row,    add_row,      sum_of_squares, largest,          sum_of_powers};
+#ifdef MATRIX_UNIT
+    if constexpr (T::kInputs == Type::kBFloat16) table.multiply = multiply_plain_in_unit;
+#endif
 #ifdef __AVX2__
     table.rounded_bytes = rounded_bytes;
     table.round_inputs = round_inputs<T>;

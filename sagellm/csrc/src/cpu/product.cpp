@@ -178,7 +178,7 @@ CpuKernels::CpuKernels(const char* isa, Dtype weights)
       table_(cpu::find_kernels(isa, weights == Dtype::kFloat32 ? cpu::Type::kFloat32 : cpu::Type::kBFloat16)) {
   if (table_ == nullptr) {
     throw std::invalid_argument(std::string("this processor has no kernels of the instruction set '") + isa +
-                                "'; known are plain, avx2, avx512, avx512_bf16");
+                                "'; known are plain, avx2, avx512, avx512_bf16, amx");
   }
 }
 

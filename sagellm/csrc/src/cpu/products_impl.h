@@ -2,7 +2,7 @@
 // compiled for.
 #pragma once
 
-#include "vectors_impl.h"
+#include "matrix_unit_impl.h"
 
 namespace sage::cpu::NAMESPACE {
 

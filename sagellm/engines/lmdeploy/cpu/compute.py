@@ -14,7 +14,7 @@ from sagellm.core.errors import ConfigError
 __all__ = ["CACHE_NAME", "INSTRUCTION_SETS", "choose_isa"]
 
 CACHE_NAME = "compute.json"
-INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "plain")  # the best first
+INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")  # the best first
 OUTPUTS, INPUTS, ROWS, REPEATS = 1536, 576, (1, 64), 5
 
 

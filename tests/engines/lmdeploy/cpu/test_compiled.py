@@ -28,7 +28,7 @@ NORMS = ("attention_norm", "feed_forward_norm", "after_attention", "after_feed_f
 
 def instruction_sets() -> list[str]:
     found = []
-    for isa in ("plain", "avx2", "avx512", "avx512_bf16"):
+    for isa in ("plain", "avx2", "avx512", "avx512_bf16", "amx"):
         try:
             _core.CpuKernels("bfloat16", isa)
         except ValueError:
