@@ -26,8 +26,8 @@ struct Columns {
 inline std::size_t attend_columns_bytes(int rows, int heads, int head_size) {
   const auto all = static_cast<std::size_t>(heads * ((rows + kColumns - 1) / kColumns) * kColumns);
   const auto size = static_cast<std::size_t>(padded(head_size, 2)), keys = static_cast<std::size_t>(kColumnKeys);
-  // queries, totals, tops and sums; scores; values in pairs, and keys that are decoded
-  return all * size * 6 + all * 8 + keys * kColumns * 4 + keys * size * 4 + 8 * 64;
+  // queries, totals, tops and sums; scores; values in pairs, these in columns, and keys that are decoded
+  return all * size * 6 + all * 8 + keys * kColumns * 4 + keys * size * 6 + 9 * 64;
 }
 
 // out[row][lane] (+)= pairs of a row times pairs of the columns, for `steps` of them. The next row lies `stride` bytes on and the
@@ -148,6 +148,63 @@ void weigh_columns(const Attend& task, const Columns& columns, float* scores, in
   for (int v = 0; v < vectors; ++v) store(columns.sums + v * WIDTH, load(columns.sums + v * WIDTH) + total[v]);
 }
 
+#ifdef MATRIX_UNIT
+
+inline bool is_for_unit(int head_size) { return head_size % (2 * kUnitPairs) == 0; }
+
+// A register of rows times the columns: sums in registers 0 to 2, rows in 3, columns in 4 to 6.
+template <int vectors>
+void multiply_columns_in_unit(const char* rows, std::size_t stride, const std::int32_t* columns, int steps, float* out,
+                              bool accumulate) {
+  constexpr std::size_t kBytes = kColumns * 4;
+  if (accumulate) {
+    _tile_loadd(0, out, kBytes);
+    if constexpr (vectors > 1) _tile_loadd(1, out + WIDTH, kBytes);
+    if constexpr (vectors > 2) _tile_loadd(2, out + 2 * WIDTH, kBytes);
+  } else {
+    _tile_zero(0);
+    if constexpr (vectors > 1) _tile_zero(1);
+    if constexpr (vectors > 2) _tile_zero(2);
+  }
+  for (int s = 0; s < steps; ++s, rows += 64, columns += kUnitPairs * kColumns) {
+    _tile_loadd(3, rows, stride);
+    _tile_loadd(4, columns, kBytes);
+    _tile_dpbf16ps(0, 3, 4);
+    if constexpr (vectors > 1) {
+      _tile_loadd(5, columns + WIDTH, kBytes);
+      _tile_dpbf16ps(1, 3, 5);
+    }
+    if constexpr (vectors > 2) {
+      _tile_loadd(6, columns + 2 * WIDTH, kBytes);
+      _tile_dpbf16ps(2, 3, 6);
+    }
+  }
+  _tile_stored(0, out, kBytes);
+  if constexpr (vectors > 1) _tile_stored(1, out + WIDTH, kBytes);
+  if constexpr (vectors > 2) _tile_stored(2, out + 2 * WIDTH, kBytes);
+}
+
+// As `attend_round`. `values`: [head size][kColumnKeys / 2], pairs of tokens in whole kUnitPairs.
+template <int vectors>
+void attend_round_in_unit(const Attend& task, const Columns& columns, const char* const* key_rows, std::size_t key_stride,
+                          const std::int32_t* values, float* scores, int begin, int count) {
+  written();
+  for (int k = 0; k < count; k += kUnitRows) {
+    multiply_columns_in_unit<vectors>(key_rows[k / kRowsAtOnce], key_stride, columns.queries, task.head_size / (2 * kUnitPairs),
+                                      scores + k * kColumns, false);
+  }
+  weigh_columns<vectors>(task, columns, scores, begin, count);
+  const int pairs = padded(count, 2) / 2, steps = padded(pairs, kUnitPairs) / kUnitPairs;
+  std::fill(scores + pairs * kColumns, scores + steps * kUnitPairs * kColumns, 0.f);
+  written();
+  for (int n = 0; n < task.head_size; n += kUnitRows) {
+    multiply_columns_in_unit<vectors>(reinterpret_cast<const char*>(values + n * (kColumnKeys / 2)), kColumnKeys * 2,
+                                      reinterpret_cast<const std::int32_t*>(scores), steps, columns.totals + n * kColumns, true);
+  }
+}
+
+#endif
+
 // `keys`: rows, `key_stride` bytes apart, a block of kRowsAtOnce of them after the other at `key_rows`. `values`: pairs of tokens,
 // [count / 2][head size].
 template <int vectors>
@@ -201,7 +258,13 @@ inline void attend_columns(const Attend& task, float* out, float* max, float* su
   const int groups = (rows + kColumns - 1) / kColumns;  // of columns
   const auto row_bytes = static_cast<std::size_t>(even_size) * sizeof(Number);
   const bool is_plain = task.format == Format::kPlain;
-  const bool in_place = is_plain && size == even_size && (1 << task.block_shift) >= kRowsAtOnce;
+#ifdef MATRIX_UNIT
+  const bool in_unit = is_for_unit(size);
+  const UnitShapes shapes(kUnitRows, kUnitRows, kUnitPairs);
+#else
+  constexpr bool in_unit = false;
+#endif
+  const bool in_place = is_plain && size == even_size && (1 << task.block_shift) >= (in_unit ? 2 : 1) * kRowsAtOnce;
   const std::size_t head_bytes = bytes_of_head(task.format, size, sizeof(Number));
   Scratch parts(scratch);
   const auto all = static_cast<std::size_t>(task.heads * groups * kColumns), numbers = static_cast<std::size_t>(even_size);
@@ -210,6 +273,7 @@ inline void attend_columns(const Attend& task, float* out, float* max, float* su
   auto *tops = parts.take<float>(all), *of_sums = parts.take<float>(all);
   auto* scores = parts.take<float>(static_cast<std::size_t>(kColumnKeys * kColumns));
   auto* values = parts.take<std::int32_t>(kColumnKeys / 2 * numbers);
+  [[maybe_unused]] auto* of_numbers = parts.take<std::int32_t>(kColumnKeys / 2 * numbers);  // values of a round by number
   auto* decoded = parts.take<Number>(kColumnKeys * numbers);  // keys or values of a round that are not read in place
   std::fill_n(totals, all * numbers, 0.f);
   std::fill_n(tops, all, kNone);
@@ -262,6 +326,15 @@ inline void attend_columns(const Attend& task, float* out, float* max, float* su
         to[2 * n + 1] = tokens[1][n];
       }
     }
+#ifdef MATRIX_UNIT
+    if (in_unit) {
+      const int pairs = padded(count, 2) / 2, whole = padded(pairs, kUnitPairs);
+      std::fill(values + pairs * size, values + whole * size, 0);
+      for (int pair = 0; pair < whole; pair += kUnitPairs) {
+        turn(values + pair * size, row_bytes * 2, kUnitPairs, size, of_numbers + pair, kColumnKeys * 2, kUnitPairs);
+      }
+    }
+#endif
     const char* key_rows[kColumnKeys / kRowsAtOnce];
     for (int k = 0; k < count; ++k) {
       const bool is_first = k % kRowsAtOnce == 0;
@@ -282,8 +355,11 @@ inline void attend_columns(const Attend& task, float* out, float* max, float* su
       const int first_token = columns.first / task.share, last_token = (columns.first + columns.count - 1) / task.share;
       if (last_seen(task, last_token) <= begin || first_seen(task, first_token) >= begin + count) continue;
       const int vectors = (columns.count + WIDTH - 1) / WIDTH;
-      const auto attend = vectors == 3 ? attend_round<3> : vectors == 2 ? attend_round<2> : attend_round<1>;
-      attend(task, columns, key_rows, in_place ? task.slot_stride : row_bytes, values, scores, begin, count);
+      auto attend = vectors == 3 ? attend_round<3> : vectors == 2 ? attend_round<2> : attend_round<1>;
+#ifdef MATRIX_UNIT
+      if (in_unit) attend = vectors == 3 ? attend_round_in_unit<3> : vectors == 2 ? attend_round_in_unit<2> : attend_round_in_unit<1>;
+#endif
+      attend(task, columns, key_rows, in_place ? task.slot_stride : row_bytes, in_unit ? of_numbers : values, scores, begin, count);
     }
   };
   each_round(task, first, last, kColumnKeys, head_bytes, attend_keys);

@@ -47,7 +47,7 @@ def choose_isa(compute: str, dtype: torch.dtype, cache_dir: Path) -> str:
     best.pop("int8", None)
     if len(best) == 1:
         return next(iter(best.values()))
-    key, file = f"{_processor()}, {name}, sagellm {__version__}", cache_dir / CACHE_NAME
+    key, file = f"{_processor()}, {name}, sagellm {__version__}: {' or '.join(best.values())}", cache_dir / CACHE_NAME
     known = _read(file)
     if known.get(key) not in best.values():
         known[key] = min(best.values(), key=lambda isa: _seconds(name, dtype, isa))
