@@ -217,24 +217,21 @@ void multiply_few_levels(int count, const typename T::Input* input, std::size_t 
   }
 }
 
-template <class T, Format format>
+// `product`: of so many rows, at most `most`, and a tile of levels, into sums [rows][kTile].
+template <class T, Format format, int most, class Product>
 void multiply_many_levels(const typename T::Input* input, std::size_t stride, int rows, const char* tile, int tiles,
-                          int blocks, int block, const float* of_inputs, float* out, std::size_t out_stride) {
+                          int blocks, int block, const float* of_inputs, float* out, std::size_t out_stride, Product product) {
   const std::size_t block_bytes = bytes_of_block(bits_of(format), block), run_bytes = static_cast<std::size_t>(blocks) * block_bytes;
   alignas(64) typename T::Weight levels[kMaxBlock * kTile];
-  alignas(64) float sums[ROWS * kTile];
+  alignas(64) float sums[most * kTile];
   for (int t = 0; t < tiles; ++t, tile += run_bytes, out += kTile) {
     for (int b = 0; b < blocks; ++b, tile += block_bytes) {
       Scales scales[kVectors];
       for (int v = 0; v < kVectors; ++v) scales[v] = scales_of(tile, v, run_bytes);
       expand_block<T, format>(tile + kLanes * 4, run_bytes, block, levels);
-      for (int first = 0; first < rows; first += ROWS) {
-        const int count = std::min(ROWS, rows - first);
-        const auto* from = input + static_cast<std::size_t>(first) * stride + b * block;
-        if (count == ROWS)
-          multiply_rows<T, ROWS, 1>(from, stride, levels, block, sums, kTile, false);
-        else
-          multiply_rest<T, ROWS - 1>(count, from, stride, levels, block, sums, kTile, false);
+      for (int first = 0; first < rows; first += most) {
+        const int count = std::min(most, rows - first);
+        product(count, input + static_cast<std::size_t>(first) * stride + b * block, levels, sums);
         for (int r = 0; r < count; ++r) {
           for (int v = 0; v < kVectors; ++v) {
             add_block(out + static_cast<std::size_t>(first + r) * out_stride + v * WIDTH,
@@ -246,6 +243,26 @@ void multiply_many_levels(const typename T::Input* input, std::size_t stride, in
     }
   }
 }
+
+#ifdef MATRIX_UNIT
+template <Format format>
+void multiply_levels_in_unit(const std::uint16_t* input, std::size_t stride, int rows, const char* tile, int tiles, int blocks,
+                             int block, const float* of_inputs, float* out, std::size_t out_stride) {
+  constexpr int kBoth = 2 * kUnitRows;
+  const int pairs = block % (2 * kUnitPairs) == 0 ? kUnitPairs : kUnitPairs / 2;
+  const auto product = [&](int count, const std::uint16_t* from, const std::uint16_t* levels, float* sums) {
+    multiply_in_unit(count, from, stride * 2, levels, block / (2 * pairs), pairs, sums, kTile * 4, false);
+  };
+  const int whole = rows / kBoth * kBoth;
+  for (const auto& [first, count] : {std::pair(0, whole), std::pair(whole, rows - whole)}) {
+    if (count == 0) continue;
+    const UnitShapes shapes(std::min(kUnitRows, count), std::clamp(count - kUnitRows, 0, kUnitRows), pairs);
+    const auto at = static_cast<std::size_t>(first);
+    multiply_many_levels<BFloat16Dot, format, kBoth>(input + at * stride, stride, count, tile, tiles, blocks, block,
+                                                     of_inputs + first * blocks, out + at * out_stride, out_stride, product);
+  }
+}
+#endif
 
 template <class T, Format format>
 void multiply_levels_of(const void* input, std::size_t stride, int rows, const void* tile, int tiles, int inputs,
@@ -262,11 +279,23 @@ void multiply_levels_of(const void* input, std::size_t stride, int rows, const v
     std::fill_n(out + static_cast<std::size_t>(r) * out_stride, tiles * kTile, 0.f);
   }
   const auto* bytes = static_cast<const char*>(tile);
+#ifdef MATRIX_UNIT
+  if constexpr (T::kInputs == Type::kBFloat16) {
+    return multiply_levels_in_unit<format>(from, stride, rows, bytes, tiles, blocks, block, of_inputs.data(), out, out_stride);
+  }
+#endif
   if (rows <= kFusedRows) {
     multiply_few_levels<T, format, kFusedRows>(rows, from, stride, bytes, tiles, blocks, block, of_inputs.data(), out,
                                              out_stride);
   } else {
-    multiply_many_levels<T, format>(from, stride, rows, bytes, tiles, blocks, block, of_inputs.data(), out, out_stride);
+    const auto product = [&](int count, const typename T::Input* input_rows, const typename T::Weight* levels, float* sums) {
+      if (count == ROWS)
+        multiply_rows<T, ROWS, 1>(input_rows, stride, levels, block, sums, kTile, false);
+      else
+        multiply_rest<T, ROWS - 1>(count, input_rows, stride, levels, block, sums, kTile, false);
+    };
+    multiply_many_levels<T, format, ROWS>(from, stride, rows, bytes, tiles, blocks, block, of_inputs.data(), out, out_stride,
+                                          product);
   }
 }
 
