@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from sagellm.accel.quantization.profile import QuantizationProfile
-from sagellm.core.errors import ConfigError
+from sagellm.core.errors import ConfigError, EngineError
 from sagellm.core.service import ServiceRequest
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from sagellm.engines.running import Branches, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,35 @@ class BaseEngine(ABC):
         Raises:
             EngineError: the engine refused a request (a deadline that has passed, too) or stopped.
         """
+
+    def start(self, prompt: Sequence[int], params: SamplingParams | None = None, keep: bool = False) -> "Request":
+        """Start to continue a token sequence, and return at once.
+
+        Args:
+            keep: keep the request after its last token, so that it can be forked, until it is cancelled.
+
+        Raises:
+            EngineError: the prompt is empty or too long, or this engine cannot.
+        """
+        raise EngineError(f"{type(self).__name__} cannot start requests in the background; use generate.")
+
+    def fork(
+        self, request: "Request", prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> "Branches":  # fmt: skip
+        """Let a request branch: each branch continues its tokens so far, and a prompt behind them.
+
+        Keys and values of the common tokens are shared. Where this is impossible they are computed again. The request goes on.
+
+        Args:
+            request: of `start` or of an earlier fork; it runs, or is kept.
+            prompts: token ids of each branch behind the common ones; a branch may have none.
+            params: of all branches, or of each; None: those of the request. A branch without `service` has the parent's.
+
+        Raises:
+            EngineError: the request is another engine's, or has ended; no prompts, too many, or one that is too long.
+        """
+        raise EngineError(f"{type(self).__name__} cannot fork requests; use generate with whole prompts.")
 
     @abstractmethod
     def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":
