@@ -65,7 +65,7 @@ class RequestView(NamedTuple):  # as StepView and StepResult: made in every step
         num_blocks: KV blocks that it holds.
         max_new_tokens: limit of generated tokens; 0 if unknown.
         first_token_s, last_token_s: when its first and its last token so far were there; infinity before the first.
-        group_id: the same for a request and its branches: the first one's id. None: it has no branches and is none.
+        group_id: the same for a request and its branches: the first one's id; None for others.
     """
 
     request_id: RequestId

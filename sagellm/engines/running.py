@@ -1,19 +1,50 @@
-"""Requests that go on while their caller does something else, and branches of them."""
+"""Requests of an engine: parameters, results, those that go on while their caller does something else, and branches of them."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from sagellm.core.errors import EngineError
-from sagellm.engines.base import Generation, SamplingParams
+from sagellm.core.service import ServiceRequest
 
-__all__ = ["MAX_BRANCHES", "Branches", "Request"]
+__all__ = ["MAX_BRANCHES", "Branches", "Generation", "Request", "SamplingParams"]
 
 MAX_BRANCHES = 128  # of one call, as many as answers that OpenAI's API allows
 CHECK_S = 1.0  # how often a caller that waits looks whether the engine still works
 
 State = Literal["running", "finished", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """`temperature` 0 is greedy; `top_k` 0 means all tokens; `seed` None draws a fresh one.
+
+    `service` is for the scheduler; so is `adapter`, the key of the model or LoRA adapter that the request belongs to.
+    `processors` change the scores of each token before it is drawn: each gets the tokens so far, int64 [tokens], and the
+    scores, [vocabulary], and returns scores. They run in the engine process.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    service: ServiceRequest | None = None
+    adapter: str | None = None
+    processors: tuple[Callable[[Any, Any], Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """`token_s`: for each new token, seconds from the call to its arrival. `finish_reason`: stop, length or error."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    token_s: tuple[float, ...] = ()
 
 
 class Watch:

@@ -2,8 +2,8 @@
 
 A request, its branches, and theirs are a group. Its members begin with the same tokens. A branch waits, out of LMDeploy's
 queues, while the first member computes its prompt. Then it takes the whole blocks of a member by reference, and a copy of the
-block that is full in part. Tokens are compared, so a branch never gets keys and values of another text. A branch that finds
-nobody to share with computes its prompt itself, so none waits in vain.
+block that is full in part. Tokens are compared, so a branch never gets keys and values of another text. Where no
+member has any, a branch computes its prompt itself, so it never waits in vain.
 
 Between two calls each block is in the tables of its owners and nowhere else: nothing is left behind when they end.
 """

@@ -393,22 +393,33 @@ class LMDeployEngine(BaseEngine):
 
     def _begin(self, request: Request) -> Request:
         """Runs on the loop's thread, as all that changes a request."""
-        task = self._loop.create_task(self._follow(request), name=f"sagellm-request-{request.request_id}")
+        stopped = asyncio.Event()
+        task = self._loop.create_task(self._follow(request, stopped), name=f"sagellm-request-{request.request_id}")
         self._requests[request.request_id] = request
-        request.stop = lambda: self._loop.is_closed() or self._loop.call_soon_threadsafe(task.cancel)
+
+        def stop() -> None:
+            stopped.set()
+            task.cancel()
+
+        request.stop = lambda: self._loop.is_closed() or self._loop.call_soon_threadsafe(stop)
         return request
 
-    async def _follow(self, request: Request) -> None:
-        """Tell a request of its tokens and its end. Its task is cancelled to end it."""
+    async def _follow(self, request: Request, stopped: asyncio.Event) -> None:
+        """Tell a request of its tokens and its end. Its task is cancelled to end it.
+
+        Args:
+            stopped: set before that. LMDeploy's wait drops a cancellation that comes in the same moment as a token.
+        """
         session, parent = request.request_id, None if request.parent is None else request.parent.request_id
-        kept = asyncio.Event() if request.keep else None
-        stream = self._stream(session, request.prompt, request.params, parent, kept)
+        stream = self._stream(session, request.prompt, request.params, parent, stopped if request.keep else None)
         try:
             async for found in stream:
                 if found:
                     request.add(found)
-                elif kept is not None:
+                elif request.keep:
                     request.end("finished", _reason(request.token_ids, request.params))
+                if stopped.is_set():
+                    raise asyncio.CancelledError
             request.end("finished", _reason(request.token_ids, request.params))
         except asyncio.CancelledError:
             request.end("cancelled", "cancelled")

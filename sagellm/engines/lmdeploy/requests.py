@@ -35,7 +35,7 @@ def _read(seq: Any) -> EngineRequest:
 
 
 def parent_of(seq: Any) -> int | None:
-    """Return the id of the request that this one is a branch of; None: it is none."""
+    """Return the id of the request that this one is a branch of; None for others."""
     service_of(seq)
     return seq.sage_parent
 

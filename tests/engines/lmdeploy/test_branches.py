@@ -205,7 +205,7 @@ def test_strategies_tenants_and_records_know_branches(start_engine, tmp_path):
     arrived = [(each["request"], each["tenant"], each.get("parent")) for each in lines if each["event"] == "arrive"]
     assert arrived == [(0, "guest", None), (1, "guest", 0), (2, "guest", 0)]
     groups = [each["groups"] for each in lines if "groups" in each]
-    assert {"0": 0, "1": 0, "2": 0} == {request: group for each in groups for request, group in each.items()}, groups
+    assert {request: group for each in groups for request, group in each.items()} == {"0": 0, "1": 0, "2": 0}, groups
     forks = [(each["request"], each["group"], each["shared"], each["copied"]) for each in lines if each["event"] == "fork"]
     assert forks == [(1, 0, 74, 1), (2, 0, 75, 1)]
     assert verify_log(record).agrees and verify_schedule(record).agrees
