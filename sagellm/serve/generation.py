@@ -8,6 +8,7 @@ where a step of the engine gave several.
 """
 
 import asyncio
+import copy
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -123,6 +124,7 @@ class GuardedGeneration:
         if words:
             gen_config = dataclasses.replace(gen_config, stop_words=None, include_stop_str_in_output=False)
         if gen_config is not None and (asked := EngineRequest.text(SERVICE.get(), parent)) is not None:
+            gen_config = copy.copy(gen_config)  # the prompts of a request have one object
             gen_config.sage = asked  # no field of it: copies and pickles keep it, `dataclasses.replace` would not
         guesses, num_decoded = (), 0
         is_first = True

@@ -43,7 +43,7 @@ def prefix_hits(server):
 ])  # fmt: skip
 def test_several_answers_are_branches_of_one_prefill(server, ask, num, stream):
     """The prompts are computed once, and the last token of each for every further answer."""
-    ask = {"model": server.model, "max_tokens": 3, "temperature": 1.0, "seed": 2, "ignore_eos": True} | ask
+    ask = {"model": server.model, "max_tokens": 16, "temperature": 1.0, "seed": 2, "ignore_eos": True} | ask
     path, is_one = ask.pop("path"), len(ask.get("prompt", [""])) == 1
     server.wait_idle()
     names = ("sagellm_branches_total", "sagellm_shared_tokens_total")
