@@ -53,11 +53,13 @@ class ScheduleLines:
 
     def __init__(self) -> None:
         self._told: dict[RequestId, Terms] = {}
+        self._groups: dict[RequestId, RequestId | None] = {}
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
         """They have ended; others may get their numbers."""
         for request in request_ids:
             self._told.pop(request, None)
+            self._groups.pop(request, None)
 
     def fields(
         self, policy: str, view: StepView, decision: ScheduleDecision | None, phase: Phase | None
@@ -80,7 +82,16 @@ class ScheduleLines:
         line |= dict(now_s=view.now_s, own=view.phase.value, queue=[_row(request, now_ns) for request in view.requests])
         if terms:
             line["terms"] = terms
+        if groups := self._new_groups(view.requests):
+            line["groups"] = groups
         return line | {field: getattr(view, name) for name, field in VIEW_FIELDS.items()}
+
+    def _new_groups(self, requests: Iterable[RequestView]) -> dict[RequestId, RequestId | None]:
+        """Groups that have not been told, by request."""
+        told = self._groups
+        new = {each.request_id: each.group_id for each in requests if told.get(each.request_id) != each.group_id}
+        self._groups |= new
+        return new
 
     def _news(self, request: RequestView) -> list[Any] | None:
         """A row of `terms`, unless it has been told."""
@@ -89,6 +100,7 @@ class ScheduleLines:
         if self._told.get(request.request_id) == terms:
             return None
         self._told[request.request_id] = terms
+        self._groups.pop(request.request_id, None)  # a reader forgets it with the former terms
         row = [request.request_id, *terms[:-1]]
         return row if service == NO_SERVICE else [*row, *[None if each == math.inf else each for each in service]]
 

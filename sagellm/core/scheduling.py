@@ -52,6 +52,7 @@ class RequestMetadata(NamedTuple):
     max_new_tokens: int = 0
     first_token_s: float = math.inf
     last_token_s: float = math.inf
+    group_id: RequestId | None = None
 
 
 class RequestView(NamedTuple):  # as StepView and StepResult: made in every step, cheaper than a frozen dataclass
@@ -64,6 +65,7 @@ class RequestView(NamedTuple):  # as StepView and StepResult: made in every step
         num_blocks: KV blocks that it holds.
         max_new_tokens: limit of generated tokens; 0 if unknown.
         first_token_s, last_token_s: when its first and its last token so far were there; infinity before the first.
+        group_id: the same for a request and its branches: the first one's id; None for others.
     """
 
     request_id: RequestId
@@ -78,6 +80,7 @@ class RequestView(NamedTuple):  # as StepView and StepResult: made in every step
     max_new_tokens: int = 0
     first_token_s: float = math.inf
     last_token_s: float = math.inf
+    group_id: RequestId | None = None
 
     @property
     def metadata(self) -> RequestMetadata:

@@ -8,7 +8,7 @@ from pydantic import Field, StrictFloat, StrictInt
 from sagellm.core.config import Model
 from sagellm.core.scheduling import NO_SERVICE, ServiceLevel
 
-__all__ = ["MAX_PRIORITY", "MIN_PRIORITY", "ServiceRequest"]
+__all__ = ["MAX_PRIORITY", "MIN_PRIORITY", "EngineRequest", "ServiceRequest"]
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
 LONGEST_MS = 24 * 3600 * 1000
@@ -38,12 +38,11 @@ class ServiceRequest(Model):
 
     def level(self) -> ServiceLevel:
         """For the scheduler of this process, on its own clock."""
-        if self == NOTHING_ASKED:
-            return NO_SERVICE
         deadline_s = math.inf
         if self.deadline is not None:
             deadline_s = time.perf_counter() + (self.deadline - time.time())
-        return ServiceLevel(self.priority, self.tenant, deadline_s, _seconds(self.ttft_slo_ms), _seconds(self.tpot_slo_ms))
+        level = ServiceLevel(self.priority, self.tenant, deadline_s, _seconds(self.ttft_slo_ms), _seconds(self.tpot_slo_ms))
+        return NO_SERVICE if level == NO_SERVICE else level
 
 
 def _seconds(milliseconds: float | None) -> float:
@@ -51,3 +50,21 @@ def _seconds(milliseconds: float | None) -> float:
 
 
 NOTHING_ASKED = ServiceRequest()
+
+
+class EngineRequest(ServiceRequest):
+    """Wishes of a client as they reach the engine, with what the client does not write itself.
+
+    Attributes:
+        parent: id of the request that this one is a branch of.
+    """
+
+    parent: StrictInt | None = None
+
+    @classmethod
+    def text(cls, wishes: str | None, parent: int | None) -> str | None:
+        """Return the JSON for the engine. `wishes`: JSON of a `ServiceRequest`; None: no wish."""
+        if parent is None:
+            return wishes
+        asked = cls.model_validate_json(wishes or "{}").model_copy(update={"parent": parent})
+        return asked.model_dump_json(exclude_defaults=True)

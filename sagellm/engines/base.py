@@ -2,50 +2,19 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from sagellm.accel.quantization.profile import QuantizationProfile
-from sagellm.core.errors import ConfigError
-from sagellm.core.service import ServiceRequest
+from sagellm.core.errors import ConfigError, EngineError
+from sagellm.engines.running import Branches, Generation, Request, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """`temperature` 0 is greedy; `top_k` 0 means all tokens; `seed` None draws a fresh one.
-
-    `service` is for the scheduler; so is `adapter`, the key of the model or LoRA adapter that the request belongs to.
-    `processors` change the scores of each token before it is drawn: each gets the tokens so far, int64 [tokens], and the
-    scores, [vocabulary], and returns scores. They run in the engine process.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    service: ServiceRequest | None = None
-    adapter: str | None = None
-    processors: tuple[Callable[[Any, Any], Any], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """`token_s`: for each new token, seconds from the call to its arrival. `finish_reason`: stop, length or error."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    token_s: tuple[float, ...] = ()
-
 
 KV_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "fp8": 8, "int8": 8, "int4": 4}  # of a number
 
@@ -159,6 +128,35 @@ class BaseEngine(ABC):
         Raises:
             EngineError: the engine refused a request (a deadline that has passed, too) or stopped.
         """
+
+    def start(self, prompt: Sequence[int], params: SamplingParams | None = None, keep: bool = False) -> Request:
+        """Start to continue a token sequence, and return at once.
+
+        Args:
+            keep: keep the request after its last token, so that it can be forked, until it is cancelled.
+
+        Raises:
+            EngineError: the prompt is empty or too long, or this engine cannot.
+        """
+        raise EngineError(f"{type(self).__name__} cannot start requests in the background; use generate.")
+
+    def fork(
+        self, request: Request, prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Branches:  # fmt: skip
+        """Let a request branch: each branch continues its tokens so far, and a prompt behind them.
+
+        Keys and values of the common tokens are shared. Where this is impossible they are computed again. The request goes on.
+
+        Args:
+            request: of `start` or of an earlier fork; it runs, or is kept.
+            prompts: token ids of each branch behind the common ones; a branch may have none.
+            params: of all branches, or of each; None: those of the request. A branch without `service` has the parent's.
+
+        Raises:
+            EngineError: the request is another engine's, or has ended; no prompts, too many, or one that is too long.
+        """
+        raise EngineError(f"{type(self).__name__} cannot fork requests; use generate with whole prompts.")
 
     @abstractmethod
     def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":

@@ -1,6 +1,7 @@
 """Several answers to one request (`n`, `best_of`), each an LMDeploy request of its own, merged into one response.
 
-The others begin when the first one has its first token: its prompt is cached by then, and they share its blocks.
+The others are branches of the first one: the engine lets them share its keys and values once its prompt is computed. TurboMind
+knows no branches. There they begin when the first one has its first token, and find its prompt in the prefix cache.
 """
 
 import asyncio
@@ -51,6 +52,7 @@ class Plan(NamedTuple):
         before: called before each sub-request, in its context.
         echo: makes the echo of each prompt, with which its answers begin; None once its argument says that the client left.
         keeps_answer: whether more than the echo was asked for.
+        forks: whether the engine knows the others as branches of the first.
     """
 
     bodies: list[dict[str, Any]]
@@ -62,6 +64,7 @@ class Plan(NamedTuple):
     before: Callable[[int], None]
     echo: Callable[[Awaitable[Any]], Awaitable[list[Echo] | None]] | None = None
     keeps_answer: bool = True
+    forks: bool = False
 
 
 async def answer_several(app: App, plan: Plan, scope: dict, receive: Callable, send: Callable) -> None:
@@ -79,7 +82,7 @@ async def answer_several(app: App, plan: Plan, scope: dict, receive: Callable, s
     async def run(number: int) -> None:
         plan.before(number)
         PROGRESS.set(progress[number])
-        if number:
+        if number and not plan.forks:
             await progress[0].begun.wait()
         try:
             await app(scope, _receiver(plan.bodies[number], gone), merged.sender(number))

@@ -8,12 +8,14 @@ where a step of the engine gave several.
 """
 
 import asyncio
+import copy
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import HTTPException
 
+from sagellm.core.service import EngineRequest
 from sagellm.serve.choices import PROGRESS
 from sagellm.serve.parameters import Refused
 from sagellm.serve.service import SERVICE
@@ -114,14 +116,15 @@ class GuardedGeneration:
         Raises:
             HTTPException: 500, where LMDeploy would put the text of its error into the answer.
         """
-        gen_config, tokens = apply(session_id, gen_config)
+        gen_config, tokens, parent = apply(session_id, gen_config)
         if tokens is not None:
             messages, options = None, options | {"input_ids": tokens}
         words = list(gen_config.stop_words or []) if gen_config is not None else []
         stops = StopStrings(words, bool(words) and gen_config.include_stop_str_in_output)
         if words:
             gen_config = dataclasses.replace(gen_config, stop_words=None, include_stop_str_in_output=False)
-        if gen_config is not None and (asked := SERVICE.get()) is not None:
+        if gen_config is not None and (asked := EngineRequest.text(SERVICE.get(), parent)) is not None:
+            gen_config = copy.copy(gen_config)  # the prompts of a request have one object
             gen_config.sage = asked  # no field of it: copies and pickles keep it, `dataclasses.replace` would not
         guesses, num_decoded = (), 0
         is_first = True

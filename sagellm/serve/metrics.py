@@ -21,6 +21,12 @@ from sagellm.serve.pd_metrics import pd_families
 
 logger = logging.getLogger("sagellm")
 
+FORKS = {
+    "branches": "Requests that came as branches of others.",
+    "shared_tokens": "Tokens that branches did not compute when they started.",
+    "copied_blocks": "Blocks that were copied for branches.",
+}
+
 MAX_REPORTED = 2000  # numbers of a plug-in; a page of 200,000 takes seconds
 _CUT: set[str] = set()  # plug-ins that were said to report more
 
@@ -89,6 +95,9 @@ def families(report: dict[str, Any]) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "sagellm_prompt_cuts", "Times that a prompt was left off for another step.", value=report["chunks"]
         )
+    if "forks" in report:
+        for name, text in FORKS.items():
+            yield CounterMetricFamily(f"sagellm_{name}", text, value=report["forks"][name])
     if report.get("speculation") is not None:
         yield from _guesses(report["speculation"])
     if report.get("sparsity") is not None:

@@ -217,9 +217,14 @@ class RequestValidation:
         keeps_logprobs = bool(raw.get("logprobs")) or num_kept == num_answers
         if not keeps_logprobs:
             bodies = [{**body, "logprobs": 1} for body in bodies]
+        first, forks = bodies[0]["session_id"], self._engine.backend == "pytorch"
+
+        def before(number: int) -> None:
+            set_wishes(bodies[number]["session_id"], wishes, first if forks and number else None)
+
         return Plan(
             bodies, num_kept, bool(request.stream), usage_chunk, usage_so_far, keeps_logprobs,
-            before=lambda number: set_wishes(bodies[number]["session_id"], wishes), echo=echo, keeps_answer=keeps_answer,
+            before=before, echo=echo, keeps_answer=keeps_answer, forks=forks,
         )  # fmt: skip
 
     def _echo(

@@ -29,7 +29,7 @@ FIELDS = {
     COMPLETION: frozenset({"min_tokens", "stop_token_ids", "response_format"}) | _SCORES,
     GENERATE: frozenset({"min_tokens", "seed", "response_format"}) | _SCORES,
 }
-TOKENS = "input_ids"  # of a prompt; no field of `GenerationConfig`
+TOKENS, PARENT = "input_ids", "parent"  # of a prompt; no fields of `GenerationConfig`
 MAX_BIASED = 1024  # tokens
 MAX_BIAS = 100.0
 
@@ -75,20 +75,23 @@ def take_wishes(path: str, raw: dict[str, Any], prompts: Sequence[list[int]], vo
     ]
 
 
-def set_wishes(session_id: int, wishes: Sequence[dict[str, Any]]) -> None:
+def set_wishes(session_id: int, wishes: Sequence[dict[str, Any]], parent: int | None = None) -> None:
     """Let the generations of this context have what `take_wishes` returned.
 
     Args:
         session_id: of the first prompt; those of the others follow.
+        parent: session id of another answer to the first prompt, of which these are branches.
     """
+    if parent is not None:
+        wishes = [each | {PARENT: parent + number} for number, each in enumerate(wishes)]
     WISHES.set({session_id + number: each for number, each in enumerate(wishes) if each} or None)
 
 
-def apply(session_id: int, gen_config: Any) -> tuple[Any, list[int] | None]:
-    """Return the configuration with what the request wishes, and the prompt if it was given in token ids."""
+def apply(session_id: int, gen_config: Any) -> tuple[Any, list[int] | None, int | None]:
+    """Return the configuration with what the request wishes, the prompt if it was given in token ids, and the parent."""
     wishes = dict((WISHES.get() or {}).get(session_id, {}))
-    tokens = wishes.pop(TOKENS, None)
-    return (dataclasses.replace(gen_config, **wishes) if wishes else gen_config), tokens
+    tokens, parent = wishes.pop(TOKENS, None), wishes.pop(PARENT, None)
+    return (dataclasses.replace(gen_config, **wishes) if wishes else gen_config), tokens, parent
 
 
 def _whole(name: str, value: Any, lowest: int, highest: int) -> int:

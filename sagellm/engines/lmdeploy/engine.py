@@ -11,7 +11,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from sagellm.core.collectives import GROUP
 from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.registry import find_plugin
-from sagellm.core.service import NOTHING_ASKED
+from sagellm.core.service import NOTHING_ASKED, EngineRequest
 from sagellm.core.tasks import end_tasks
 from sagellm.engines.base import BaseEngine, EngineInfo, Generation, SamplingParams
 from sagellm.engines.lmdeploy import patch_state
@@ -50,6 +51,7 @@ from sagellm.engines.lmdeploy.sizing import Sizes, gpu_share, resolve_device, si
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
 from sagellm.engines.lmdeploy.worker_processes import load_early
 from sagellm.engines.lmdeploy.workers import building, failure_of
+from sagellm.engines.running import MAX_BRANCHES, Branches, Request, Watch
 from sagellm.models import find_model, prepare_model
 
 if TYPE_CHECKING:
@@ -214,6 +216,8 @@ class LMDeployEngine(BaseEngine):
         logging.getLogger("lmdeploy").setLevel(config.log_level)
         self._model, self._device = model, device
         self._sessions = itertools.count()
+        self._requests: dict[int, Request] = {}  # of `start` and `fork`, that are in the engine
+        self._watch = Watch(self._check_loop)
         # Built here, not on the loop's thread: with several workers LMDeploy installs a signal handler, which Python
         # allows on the main thread only.
         self.engine = _build(model, engine_config, speculative_config(config))
@@ -274,6 +278,29 @@ class LMDeployEngine(BaseEngine):
         _check_deadlines(every)
         return self._on_loop(self._generate(prompts, every, delays))
 
+    def start(self, prompt: Sequence[int], params: SamplingParams | None = None, keep: bool = False) -> Request:
+        self._check_length(len(prompt), "the prompt")
+        params = params or SamplingParams()
+        _check_deadlines([params])
+
+        async def begin() -> Request:
+            return self._begin(Request(next(self._sessions), prompt, params, self._watch, keep=keep))
+
+        return self._on_loop(begin())
+
+    def fork(
+        self, request: Request, prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Branches:  # fmt: skip
+        if not 0 < len(prompts) <= MAX_BRANCHES:
+            raise EngineError(f"fork got {len(prompts)} prompts; allowed are 1 to {MAX_BRANCHES}. A prompt may be empty.")
+        every = list(params) if isinstance(params, Sequence) else [params or request.params] * len(prompts)
+        if len(every) != len(prompts):
+            raise EngineError(f"fork got {len(every)} params for {len(prompts)} prompts; give one for each, or one for all.")
+        every = [replace(each, service=each.service or request.params.service) for each in every]
+        _check_deadlines(every)
+        return self._on_loop(self._fork(request, prompts, every))
+
     def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":
         longest = self.engine.max_session_len - 1
         if not 0 < len(prompt) <= longest:
@@ -329,29 +356,104 @@ class LMDeployEngine(BaseEngine):
         return await asyncio.gather(*tasks)
 
     async def _one(self, prompt: Any, params: SamplingParams, delay_s: float, start: float) -> Generation:
-        from lmdeploy.messages import ResponseType
-
         if delay_s:
             await asyncio.sleep(delay_s)
         start += delay_s
-        session = next(self._sessions)
-        instance = self.engine.create_instance()
         tokens: list[int] = []
         times: list[float] = []
-        status = None
+        async for found in self._stream(next(self._sessions), prompt, params):
+            tokens.extend(found)
+            times.extend([time.perf_counter() - start] * len(found))
+        return Generation(tuple(tokens), _reason(tokens, params), tuple(times))
+
+    async def _stream(
+        self, session: int, prompt: Any, params: SamplingParams, parent: int | None = None, kept: asyncio.Event | None = None
+    ) -> AsyncIterator[list[int]]:
+        """Yield the new tokens of a request. `kept`: it stays after them until this is set.
+
+        Raises:
+            EngineError: the engine gave it up.
+        """
+        from lmdeploy.messages import ResponseType
+
+        instance, status = self.engine.create_instance(), None
         try:
-            options = {"gen_config": _gen_config(params), "adapter_name": params.adapter}
+            options = {"gen_config": _gen_config(params, parent), "adapter_name": params.adapter}
             async for output in instance.async_stream_infer(session, list(prompt), **options):
                 status = output.status
-                tokens.extend(int(token) for token in output.token_ids)
-                times.extend([time.perf_counter() - start] * len(output.token_ids))
+                yield [int(token) for token in output.token_ids]
+            if status not in (ResponseType.FINISH, ResponseType.SUCCESS):
+                why = failure_of(self.engine.executor)
+                raise EngineError(f"{why}; its log says why." if why else f"the engine ended the request with {status}.")
+            if kept is not None:
+                yield []
+                await kept.wait()
         finally:
             await instance.async_end(session)
-        if status not in (ResponseType.FINISH, ResponseType.SUCCESS):
-            why = failure_of(self.engine.executor)
-            raise EngineError(f"{why}; its log says why." if why else f"the engine ended the request with {status}.")
-        stopped = bool(tokens) and tokens[-1] in params.stop_token_ids and not params.ignore_eos
-        return Generation(tuple(tokens), "stop" if stopped else "length", tuple(times))
+
+    def _begin(self, request: Request) -> Request:
+        """Runs on the loop's thread, as all that changes a request."""
+        stopped = asyncio.Event()
+        task = self._loop.create_task(self._follow(request, stopped), name=f"sagellm-request-{request.request_id}")
+        self._requests[request.request_id] = request
+
+        def stop() -> None:
+            stopped.set()
+            task.cancel()
+
+        request.stop = lambda: self._loop.is_closed() or self._loop.call_soon_threadsafe(stop)
+        return request
+
+    async def _follow(self, request: Request, stopped: asyncio.Event) -> None:
+        """Tell a request of its tokens and its end. Its task is cancelled to end it.
+
+        Args:
+            stopped: set before that. LMDeploy's wait drops a cancellation that comes in the same moment as a token.
+        """
+        session, parent = request.request_id, None if request.parent is None else request.parent.request_id
+        stream = self._stream(session, request.prompt, request.params, parent, stopped if request.keep else None)
+        try:
+            async for found in stream:
+                if found:
+                    request.add(found)
+                elif request.keep:
+                    request.end("finished", _reason(request.token_ids, request.params))
+                if stopped.is_set():
+                    raise asyncio.CancelledError
+            request.end("finished", _reason(request.token_ids, request.params))
+        except asyncio.CancelledError:
+            request.end("cancelled", "cancelled")
+        except EngineError as error:
+            request.end("failed", "error", error)
+        finally:
+            del self._requests[session]
+            await stream.aclose()
+
+    async def _fork(self, request: Request, prompts: Any, every: list[SamplingParams]) -> Branches:
+        number = request.request_id
+        if self._requests.get(number) is not request:
+            if request.state == "running":
+                raise EngineError(f"request {number} is not of this engine; fork it on the engine that started it.")
+            raise EngineError(
+                f"request {number} is {request.state}, and its blocks are gone; fork a request while it runs, or start it "
+                "with keep=True."
+            )
+        common = [*request.prompt, *request.token_ids]
+        for place, prompt in enumerate(prompts):
+            self._check_length(len(common) + len(prompt), f"branch {place}, with {len(common)} tokens of its parent,")
+        made = [
+            Request(next(self._sessions), [*common, *prompt], params, self._watch, request)
+            for prompt, params in zip(prompts, every, strict=True)
+        ]
+        for each in made:
+            self._begin(each)
+        await asyncio.sleep(0)  # the branches are on their way to the engine before the parent can end
+        return Branches(made, len(common), self._watch)
+
+    def _check_length(self, num_tokens: int, what: str) -> None:
+        longest = self.engine.max_session_len - 1
+        if not 0 < num_tokens <= longest:
+            raise EngineError(f"{what} has {num_tokens} tokens; allowed are 1 to {longest}.")
 
     async def _prompt_logits(self, prompt: list[int]) -> Any:
         from lmdeploy.messages import GenerationConfig
@@ -380,11 +482,18 @@ class LMDeployEngine(BaseEngine):
             except concurrent.futures.TimeoutError:
                 if future.done():
                     raise
-                loop_task = getattr(getattr(self, "engine", None), "_loop_main", None)
-                if loop_task is not None and loop_task.done():
+                try:
+                    self._check_loop()
+                except EngineError:
                     future.cancel()
-                    why = failure_of(self.engine.executor) or "the engine loop has stopped"
-                    raise EngineError(f"{why}; its log says why.") from None
+                    raise
+
+    def _check_loop(self) -> None:
+        """Raises EngineError: LMDeploy's loop has ended."""
+        loop_task = getattr(getattr(self, "engine", None), "_loop_main", None)
+        if loop_task is not None and loop_task.done():
+            why = failure_of(self.engine.executor) or "the engine loop has stopped"
+            raise EngineError(f"{why}; its log says why.") from None
 
 
 def _build(model: Path, engine_config: Any, speculative: Any = None) -> Any:
@@ -412,7 +521,12 @@ def _own_rendezvous() -> Iterator[None]:
         os.environ.update(kept)
 
 
-def _gen_config(params: SamplingParams) -> Any:
+def _reason(tokens: Sequence[int], params: SamplingParams) -> str:
+    stopped = bool(tokens) and tokens[-1] in params.stop_token_ids and not params.ignore_eos
+    return "stop" if stopped else "length"
+
+
+def _gen_config(params: SamplingParams, parent: int | None = None) -> Any:
     from lmdeploy.messages import GenerationConfig
 
     greedy = params.temperature == 0
@@ -427,8 +541,8 @@ def _gen_config(params: SamplingParams) -> Any:
         ignore_eos=params.ignore_eos,
         logits_processors=list(params.processors) or None,
     )
-    if params.service is not None and params.service != NOTHING_ASKED:
-        gen_config.sage = params.service.model_dump_json(exclude_defaults=True)
+    asks = params.service is not None and params.service != NOTHING_ASKED
+    gen_config.sage = EngineRequest.text(params.service.model_dump_json(exclude_defaults=True) if asks else None, parent)
     return gen_config
 
 

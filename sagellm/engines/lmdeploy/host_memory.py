@@ -79,6 +79,26 @@ def open_host_cache(cache_engine: Any, num_host_blocks: int, block_bytes: int) -
     return cache
 
 
+def with_copies(moves: dict[int, int], copies: dict[int, int]) -> dict[int, int]:
+    """Let copies inside the pool, target -> source, ride with those from the host: their keys are below 0."""
+    return moves | {-1 - target: source for target, source in copies.items()} if copies else moves
+
+
+def make_copies(cache_engine: Any, moves: dict[int, int]) -> dict[int, int]:
+    """Copy blocks inside the pool of this worker, after blocks have left for the host; return the moves from the host."""
+    import torch
+    from lmdeploy import sage_device
+
+    pairs = {-1 - key: source for key, source in moves.items() if key < 0}
+    if not pairs:
+        return moves
+    cache_engine.events.wait()
+    with torch.inference_mode():
+        for cache in sage_device.as_bytes(cache_engine.full_gpu_cache):
+            cache[:, list(pairs)] = cache[:, list(pairs.values())]  # all are read before any is written
+    return {key: target for key, target in moves.items() if key >= 0}
+
+
 def copies_at_once(cache_engine: Any, device: str) -> bool:
     """Whether the copies between pool and host tier have ended when the calls for them return, made so on a GPU."""
     if device != "cuda":

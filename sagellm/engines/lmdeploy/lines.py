@@ -8,7 +8,7 @@ from sagellm.core.config import HookConfig
 from sagellm.core.events import FORMAT
 from sagellm.core.scheduling import NO_SERVICE
 from sagellm.engines.lmdeploy.prefix_cache import namespace_of
-from sagellm.engines.lmdeploy.requests import service_of
+from sagellm.engines.lmdeploy.requests import parent_of, service_of
 
 
 def open_line(scheduler: Any, config: HookConfig, prefix_caching: bool) -> dict[str, Any]:
@@ -41,6 +41,7 @@ def arrive_line(seq: Any) -> dict[str, Any]:
     return dict(
         request=seq.session_id, tokens=seq.num_valid_ids, max_new=seq.sampling_param.max_new_tokens,
         namespace=namespace_of(seq), tenant=service.tenant_id, **({"service": asked} if asked else {}),
+        **({} if (parent := parent_of(seq)) is None else {"parent": parent}),
     )  # fmt: skip
 
 

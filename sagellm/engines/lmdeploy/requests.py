@@ -6,29 +6,38 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sagellm.core.scheduling import NO_SERVICE, ServiceLevel
-from sagellm.core.service import ServiceRequest
+from sagellm.core.scheduling import ServiceLevel
+from sagellm.core.service import EngineRequest
 
 logger = logging.getLogger("sagellm")
+
+NOTHING = EngineRequest()
 
 
 def service_of(seq: Any) -> ServiceLevel:
     """Return the client's wishes; each request of a session gives its sequence other sampling parameters."""
     if getattr(seq, "sage_settings", None) is not seq.sampling_param:
-        seq.sage_service, seq.sage_settings = _read(seq), seq.sampling_param
+        seq.sage_settings, asked = seq.sampling_param, _read(seq)
+        seq.sage_service, seq.sage_parent = asked.level(), asked.parent
     return seq.sage_service
 
 
-def _read(seq: Any) -> ServiceLevel:
-    """It came with the sampling parameters as the JSON of a `ServiceRequest`."""
+def _read(seq: Any) -> EngineRequest:
+    """It came with the sampling parameters as JSON."""
     text = getattr(seq.sampling_param, "sage", None)
     if text is None:
-        return NO_SERVICE
+        return NOTHING
     try:
-        return ServiceRequest.model_validate_json(text).level()
+        return EngineRequest.model_validate_json(text)
     except ValidationError as error:  # the server has checked it, so this is a mistake of ours
         logger.error("request %s goes on without its service level: %s", seq.session_id, error)
-        return NO_SERVICE
+        return NOTHING
+
+
+def parent_of(seq: Any) -> int | None:
+    """Return the id of the request that this one is a branch of; None for others."""
+    service_of(seq)
+    return seq.sage_parent
 
 
 def tenant_of(seq: Any) -> str:

@@ -24,8 +24,9 @@ from sagellm.core.guard import PluginFault
 from sagellm.core.hooks import EvictionReason, Tier
 from sagellm.core.host import PluginHost
 from sagellm.core.schedule_lines import step_line
+from sagellm.engines.lmdeploy.branches import Branches
 from sagellm.engines.lmdeploy.handle import Handle
-from sagellm.engines.lmdeploy.host_memory import SwapTimes, cache_engine_of, copies_at_once
+from sagellm.engines.lmdeploy.host_memory import SwapTimes, cache_engine_of, copies_at_once, with_copies
 from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 from sagellm.engines.lmdeploy.lines import arrive_line, end_line, open_line
 from sagellm.engines.lmdeploy.prefix import PrefixHooks
@@ -54,8 +55,12 @@ class SchedulerHooks:
         self.kv = KVManager(scheduler, self._host, self.cache, self._config.block_bytes)
         self.prefix = PrefixHooks(self._host, self.kv, self.cache, self._num_whole)
         self.choice = StepChoice(scheduler, self._host, self.kv.num_free, self._config.hold_limit_s)
-        for name in ("choose_phase", "order_waiting", "order_running", "over_budget", "cut", "released", "holds_all"):
+        for name in ("order_waiting", "order_running", "over_budget", "released", "holds_all"):
             setattr(self, name, getattr(self.choice, name))
+        self.branches = Branches(
+            scheduler, self.cache, partial(self.lookup_prefix, None), lambda: self.prefix.num_fresh,
+            partial(self._recorder.write, "fork"),
+        )  # fmt: skip
         self._times_tokens = self._host.decides("schedule")  # the owner is told when each request got its tokens
         self._num_preempted = 0
         self.speculation: Any = None  # where a strategy guesses tokens
@@ -165,6 +170,7 @@ class SchedulerHooks:
     def sequence_evicted(self, seq: Any, reason: str) -> None:
         """A request is about to lose its blocks; those that the prefix cache shares stay where they are."""
         self.choice.chunks.forget(seq)
+        self.branches.lost_blocks(seq)
         if self.cache.enabled:
             try:
                 self.prefix.lost_blocks(seq.seq_id)
@@ -198,7 +204,7 @@ class SchedulerHooks:
             self.choice.sent(), is_decoding, seq_ids, computed, refused, num_before, num_loops, sent_s,
             number, len(ins), len(outs),
         ))  # fmt: skip
-        return ins, outs
+        return with_copies(ins, self.branches.take_copies()), outs
 
     def _free_forsaken(self) -> None:
         """Blocks that a plug-in reserved before it was switched off."""
@@ -253,6 +259,15 @@ class SchedulerHooks:
             self.pd.queue_changed()
         if self._recorder.enabled:
             self._recorder.write("arrive", **arrive_line(seq))
+        self.branches.arrived(seq)
+
+    def choose_phase(self, prefill: bool) -> bool:
+        self.branches.share()
+        return self.choice.choose_phase(prefill)
+
+    def cut(self, seq: Any, running: list[Any]) -> None:
+        self.branches.joins(seq)
+        self.choice.cut(seq, running)
 
     async def wait_for_plugins(self, may_run: Any) -> bool:
         """Nothing may run now. Whether it was waited for what keeps requests back; otherwise LMDeploy waits for a while."""
@@ -284,6 +299,7 @@ class SchedulerHooks:
             if not is_decoding or (ended is not None and ended[1] == ended[0][6] - 1):
                 self._drops.step_end(whole, is_decoding)
             self.publish(whole)
+        self.branches.queue()
         if self.pd is not None:
             self.pd.step_end(running, ended[3] if ended is not None else 0.0)
         if ended is None:
@@ -316,6 +332,7 @@ class SchedulerHooks:
         self.choice.note_unsent()
         if self.pd is not None:
             self.pd.ended(session_id)
+        self.branches.ended(session_id)
         session = self._scheduler.sessions[session_id]
         for seq in session.sequences.values():
             if self._host.plugins:
@@ -364,6 +381,7 @@ class SchedulerHooks:
             "pool": self.kv.pool.report(),
             "preempted": self._num_preempted,
             "chunks": self.choice.chunks.num_cut,
+            "forks": self.branches.report(),
             "prefix": asdict(self.prefix.first),
             "prefix_retries": asdict(self.prefix.retries),
             "prefix_index": self.cache.metrics(),

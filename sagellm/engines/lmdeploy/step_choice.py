@@ -280,4 +280,5 @@ def _row(seq: Any, phase: Phase) -> RequestView:
         seq.session_id, phase, seq.num_valid_ids, seq.num_history_ids, seq.num_new_tokens, seq.num_blocks, seq.arrive_time,
         seq.adapter_name or "", seq.sage_service, seq.sampling_param.max_new_tokens,
         getattr(seq, "sage_first_s", math.inf), getattr(seq, "sage_last_s", math.inf),
+        getattr(seq, "sage_group", None),
     )  # fmt: skip

@@ -123,6 +123,11 @@ class DecisionReader:
         now_s = _number(member(row, "now_s"), "now_s")
         for terms in _list(row.get("terms", []), "terms"):
             self._learn(pid, terms)
+        for request, group in _by_request(row, "groups").items() if "groups" in row else ():
+            if (pid, RequestId(request)) not in self._terms:
+                raise Broken(f"groups names request {request}, of which no line has terms; give the lines from the first on.")
+            group = None if group is None else RequestId(whole(group, "a group", MAX_KEY))
+            self._terms[pid, RequestId(request)]["group_id"] = group
         requests = tuple([self._request(pid, each, now_s) for each in _list(member(row, "queue"), "queue")])
         known = {name: counts[field] for name, field in VIEW_FIELDS.items()}
         view = StepView(**known, phase=_phase(member(row, "own"), "own"), requests=requests, now_s=now_s)

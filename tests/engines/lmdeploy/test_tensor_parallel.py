@@ -351,3 +351,13 @@ def test_few_bits_and_sparse_attention_are_split(two_workers, start_engine, sett
     model = ensure_demo_model()
     alone = answers(start_engine(model=model, **settings), CROWD)
     assert answers(two_workers(model=model, **settings), CROWD) == alone
+
+
+def test_each_worker_copies_blocks_of_branches(two_workers, start_engine):
+    prompt, params = list(range(20, 61)), SamplingParams(max_new_tokens=8, ignore_eos=True)
+    engine = two_workers(prefix_caching=False)
+    branches = engine.fork(engine.start(prompt, params), [[], [], [5]])
+    found = branches.join(60)
+    assert engine.hooks.report()["forks"]["copied_blocks"] == 3
+    alone = start_engine().generate([each.prompt for each in branches], params)
+    assert [each.token_ids for each in found] == [each.token_ids for each in alone]

@@ -65,6 +65,7 @@ def test_first_difference():
         (dict(terms=[[1, 0.5, 0, "", "a", "", None, None, None]]), "a service of terms"), (dict(choice="x"), "choice is 'x'"),
         (dict(queue=[[9, "prefill", 1, 0, 0, 0]]), "no line has its terms"), (dict(policy=3), "policy is 3"),
         (dict(queue=[[0, "decode", 1, 0, 0, 0, "x", 1]]), "a time of queue is 'x'"),
+        (dict(groups={"0": "x"}), "a group is 'x'"), (dict(groups={"77": 0}), "groups names request 77"),
     ],
 )  # fmt: skip
 def test_malformed(tmp_path, changed, words):
@@ -93,6 +94,7 @@ SERVICES = st.builds(ServiceLevel, st.integers(-100, 100), st.sampled_from(["", 
 ROWS = st.builds(
     RequestView, st.integers(0, 3), st.sampled_from(Phase), *[st.integers(0, 9)] * 4, FINITE,
     st.sampled_from(["", "lora"]), st.one_of(st.just(ServiceLevel()), SERVICES), st.integers(0, 9), FLOATS, FLOATS,
+    st.sampled_from([None, 0, 3]),
 )  # fmt: skip
 QUEUES = st.lists(ROWS, max_size=4, unique_by=lambda row: row.request_id).map(tuple)
 COUNTS = ("free_blocks", "token_budget", "max_batch_size", "num_in_flight")

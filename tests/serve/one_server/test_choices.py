@@ -1,5 +1,8 @@
 """Several answers to one request, and fields that LMDeploy's own handlers leave out."""
 
+import json
+import socket
+
 import httpx
 import pytest
 import torch
@@ -30,6 +33,39 @@ def test_answers_share_the_prompt_and_have_seeds_of_their_own(server, client):
 
 def prefix_hits(server):
     return server.metric("sagellm_prefix_tokens_total", kind="hit")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("ask", "num"), [
+    (dict(path="/v1/chat/completions", messages=CHAT, n=8), 7),
+    (dict(path="/v1/completions", prompt=[CHAT[0]["content"][:500]], n=3), 2),
+    (dict(path="/v1/completions", prompt=["import os, sys, re", "def f(x):"], n=2, best_of=3), 4),
+])  # fmt: skip
+def test_several_answers_are_branches_of_one_prefill(server, ask, num, stream):
+    """The prompts are computed once, and the last token of each for every further answer."""
+    ask = {"model": server.model, "max_tokens": 16, "temperature": 1.0, "seed": 2, "ignore_eos": True} | ask
+    path, is_one = ask.pop("path"), len(ask.get("prompt", [""])) == 1
+    server.wait_idle()
+    names = ("sagellm_branches_total", "sagellm_shared_tokens_total")
+    before = [server.metric(name) for name in names]
+    answer = server.post(path, ask | {"stream": stream and is_one})
+    assert answer.status_code == 200, answer.text
+    server.wait_idle()
+    made, shared = (server.metric(name) - old for name, old in zip(names, before, strict=True))
+    assert made == num
+    if not (stream and is_one):
+        num_shared = answer.json()["usage"]["prompt_tokens"] - len(ask.get("prompt", [""]))
+        assert shared == (ask.get("best_of", ask["n"]) - 1) * num_shared
+
+
+def test_a_client_that_leaves_before_the_first_token_ends_all_answers(server):
+    body = json.dumps({"model": server.model, "messages": 3 * CHAT, "max_tokens": 900, "n": 6, "ignore_eos": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n"
+    before = server.metric("sagellm_branches_total")
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        server.wait_for_metric("branches", lambda n: n == before + 5, "sagellm_branches_total")
+    server.wait_idle()
 
 
 def test_streams_are_merged(server, client):

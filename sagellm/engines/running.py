@@ -1,0 +1,225 @@
+"""Requests of an engine: parameters, results, those that go on while their caller does something else, and branches of them."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+from sagellm.core.errors import EngineError
+from sagellm.core.service import ServiceRequest
+
+__all__ = ["MAX_BRANCHES", "Branches", "Generation", "Request", "SamplingParams"]
+
+MAX_BRANCHES = 128  # of one call, as many as answers that OpenAI's API allows
+CHECK_S = 1.0  # how often a caller that waits looks whether the engine still works
+
+State = Literal["running", "finished", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """`temperature` 0 is greedy; `top_k` 0 means all tokens; `seed` None draws a fresh one.
+
+    `service` is for the scheduler; so is `adapter`, the key of the model or LoRA adapter that the request belongs to.
+    `processors` change the scores of each token before it is drawn: each gets the tokens so far, int64 [tokens], and the
+    scores, [vocabulary], and returns scores. They run in the engine process.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    service: ServiceRequest | None = None
+    adapter: str | None = None
+    processors: tuple[Callable[[Any, Any], Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """`token_s`: for each new token, seconds from the call to its arrival. `finish_reason`: stop, length or error."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    token_s: tuple[float, ...] = ()
+
+
+class Watch:
+    """Where the callers of an engine wait for news. `check` raises EngineError if the engine works no more."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self.changed = threading.Condition()
+        self._check = check
+
+    def wait(self, is_there: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """
+        Raises:
+            TimeoutError: after `timeout_s`.
+            EngineError: the engine has stopped working.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self.changed:
+            while not is_there():
+                left_s = CHECK_S if end_s is None else min(CHECK_S, end_s - time.monotonic())
+                if left_s <= 0:
+                    raise TimeoutError(f"no result after {timeout_s} s; the request goes on. Wait again, or cancel it.")
+                if not self.changed.wait(left_s):
+                    self._check()
+
+
+class Request:
+    """A request of an engine in this process. An engine makes it, in `start` or `fork`. Safe in any thread.
+
+    Iterate over it for its tokens, as they come.
+
+    Attributes:
+        request_id: its id in hooks and records.
+        parent: the request that it is a branch of, or None.
+        prompt: its token ids; of a branch, with those of its parent.
+        keep: whether it stays after its last token, so that it can be forked, until `cancel`.
+    """
+
+    def __init__(
+        self, request_id: int, prompt: Sequence[int], params: SamplingParams, watch: Watch, parent: "Request | None" = None,
+        keep: bool = False,
+    ) -> None:  # fmt: skip
+        self.request_id, self.prompt, self.params = request_id, tuple(prompt), params
+        self.parent, self.keep = parent, keep
+        self.state: State = "running"
+        self.stop: Callable[[], None] = lambda: None  # the engine sets it
+        self._watch = watch
+        self._tokens: list[int] = []
+        self._times: list[float] = []
+        self._start_s = time.perf_counter()
+        self._reason = ""
+        self._error: EngineError | None = None
+
+    @property
+    def group_id(self) -> int:
+        """Id of the request that the group began with: its own, or that of the parent of its parents."""
+        return self.request_id if self.parent is None else self.parent.group_id
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """New tokens so far."""
+        return tuple(self._tokens)
+
+    def __iter__(self) -> Iterator[int]:
+        """
+        Raises:
+            EngineError: the engine gave the request up. Tokens that came before are given out first.
+        """
+        place = 0
+        while self._wait_beyond(place):
+            yield self._tokens[place]
+            place += 1
+        if self._error is not None:
+            raise self._error
+
+    def result(self, timeout_s: float | None = None) -> Generation:
+        """Wait for the last token. The reason of a request that was cancelled is "cancelled".
+
+        Raises:
+            EngineError: the engine gave the request up.
+            TimeoutError: it is not there after `timeout_s`.
+        """
+        self._watch.wait(lambda: self.state != "running", timeout_s)
+        if self._error is not None:
+            raise self._error
+        return Generation(tuple(self._tokens), self._reason, tuple(self._times))
+
+    def cancel(self) -> None:
+        """End the request now, and give up what `keep` keeps. Its branches go on. A request that has ended stays as it is."""
+        self.stop()
+
+    def _wait_beyond(self, place: int) -> bool:
+        self._watch.wait(lambda: len(self._tokens) > place or self.state != "running")
+        return len(self._tokens) > place
+
+    # ---- called by the engine, on its thread
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        with self._watch.changed:
+            self._times.extend([time.perf_counter() - self._start_s] * len(token_ids))
+            self._tokens.extend(map(int, token_ids))
+            self._watch.changed.notify_all()
+
+    def end(self, state: State, reason: str, error: EngineError | None = None) -> None:
+        with self._watch.changed:
+            if self.state == "running":
+                self.state, self._reason, self._error = state, reason, error
+            self._watch.changed.notify_all()
+
+
+class Branches(Sequence[Request]):
+    """Branches that one call of `fork` has made, in the order of their prompts.
+
+    Attributes:
+        num_shared: tokens that every branch has of its parent, prompt and answer.
+    """
+
+    def __init__(self, requests: Sequence[Request], num_shared: int, watch: Watch) -> None:
+        self._requests, self.num_shared, self._watch = tuple(requests), num_shared, watch
+
+    @overload
+    def __getitem__(self, place: int) -> Request: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Request]: ...
+    def __getitem__(self, place: Any) -> Any:
+        return self._requests[place]
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def join(self, timeout_s: float | None = None) -> list[Generation]:
+        """Wait for the last token of every branch.
+
+        Raises:
+            EngineError: the engine gave a branch up; the others are cancelled.
+            TimeoutError: one is not there after `timeout_s`; all go on.
+        """
+        self._watch.wait(self._is_over, timeout_s)
+        self._raise_failure()
+        return [each.result() for each in self]
+
+    def cancel(self) -> None:
+        """Cancel every branch. The parent goes on."""
+        for each in self:
+            each.cancel()
+
+    def stream(self) -> Iterator[tuple[int, int]]:
+        """Yield (number of the branch, token) as tokens come.
+
+        Raises:
+            EngineError: the engine gave a branch up; the others are cancelled.
+        """
+        places, is_over = [0] * len(self), False
+        while not is_over:
+            self._watch.wait(lambda: self._is_over() or [len(each.token_ids) for each in self] != places)
+            is_over = self._is_over()
+            for number, each in enumerate(self):
+                found = each.token_ids[places[number] :]
+                places[number] += len(found)
+                yield from ((number, token) for token in found)
+        self._raise_failure()
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens so far, as OpenAI's API counts them: those that branches have of their parent count once."""
+        prompt = self.num_shared + sum(len(each.prompt) - self.num_shared for each in self)
+        completion = sum(len(each.token_ids) for each in self)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def _is_over(self) -> bool:
+        """Whether no branch goes on, or one has failed."""
+        states = [each.state for each in self]
+        return "failed" in states or "running" not in states
+
+    def _raise_failure(self) -> None:
+        for each in self:
+            if each.state == "failed":
+                self.cancel()
+                each.result()
