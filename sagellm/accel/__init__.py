@@ -11,6 +11,7 @@ _HOME = {
     "DynamicLookaheadStrategy": "speculative.dynamic",
     "NgramStrategy": "speculative.ngram",
     "QuantizationProfile": "quantization.profile",
+    "SpecSoT": "sot.pipeline",
     "SparsePolicy": "sparsity.base",
     "SpeculativeRun": "controller",
     "SpeculativeStrategy": "speculative.base",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sagellm.core.config import SageConfig
+from sagellm.core.running import Branches, Request
 
 __all__ = ["Answer", "TextEngine", "answer_greedily", "check_engine", "open_engine", "write_alignment"]
 
@@ -31,6 +32,10 @@ class TextEngine(Protocol):
     hooks: Any  # `SchedulerHooks`
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Any = None) -> Sequence[Answer]: ...
+
+    def start(self, prompt: Sequence[int], params: Any = None, keep: bool = False) -> Request: ...
+
+    def fork(self, request: Request, prompts: Sequence[Sequence[int]], params: Any = None) -> Branches: ...
 
     def close(self) -> None: ...
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sagellm.accel.quantization.profile import QuantizationProfile
 from sagellm.core.errors import ConfigError, EngineError
-from sagellm.engines.running import Branches, Generation, Request, SamplingParams
+from sagellm.core.running import Branches, Generation, Request, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np

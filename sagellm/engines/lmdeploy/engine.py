@@ -22,6 +22,7 @@ from sagellm.core.collectives import GROUP
 from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.registry import find_plugin
+from sagellm.core.running import MAX_BRANCHES, Branches, Request, Watch
 from sagellm.core.service import NOTHING_ASKED, EngineRequest
 from sagellm.core.tasks import end_tasks
 from sagellm.engines.base import BaseEngine, EngineInfo, Generation, SamplingParams
@@ -51,7 +52,6 @@ from sagellm.engines.lmdeploy.sizing import Sizes, gpu_share, resolve_device, si
 from sagellm.engines.lmdeploy.speculative.methods import speculative_config
 from sagellm.engines.lmdeploy.worker_processes import load_early
 from sagellm.engines.lmdeploy.workers import building, failure_of
-from sagellm.engines.running import MAX_BRANCHES, Branches, Request, Watch
 from sagellm.models import find_model, prepare_model
 
 if TYPE_CHECKING:
@@ -221,6 +221,10 @@ class LMDeployEngine(BaseEngine):
         # Built here, not on the loop's thread: with several workers LMDeploy installs a signal handler, which Python
         # allows on the main thread only.
         self.engine = _build(model, engine_config, speculative_config(config))
+        agent = getattr(self.engine.executor, "model_agent", None)  # of an engine without workers
+        self._grammars = getattr(agent, "guided_decoding_manager", None)
+        if self._grammars is not None:
+            self._grammars.processors = {}  # LMDeploy keeps one for all engines of a process, by numbers that they share
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sagellm-engine", daemon=True)
         self._thread.start()
@@ -276,12 +280,14 @@ class LMDeployEngine(BaseEngine):
         every = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         delays = list(delays_s) if delays_s is not None else [0.0] * len(prompts)
         _check_deadlines(every)
+        _check_patterns(every)
         return self._on_loop(self._generate(prompts, every, delays))
 
     def start(self, prompt: Sequence[int], params: SamplingParams | None = None, keep: bool = False) -> Request:
         self._check_length(len(prompt), "the prompt")
         params = params or SamplingParams()
         _check_deadlines([params])
+        _check_patterns([params])
 
         async def begin() -> Request:
             return self._begin(Request(next(self._sessions), prompt, params, self._watch, keep=keep))
@@ -299,6 +305,7 @@ class LMDeployEngine(BaseEngine):
             raise EngineError(f"fork got {len(every)} params for {len(prompts)} prompts; give one for each, or one for all.")
         every = [replace(each, service=each.service or request.params.service) for each in every]
         _check_deadlines(every)
+        _check_patterns(every)
         return self._on_loop(self._fork(request, prompts, every))
 
     def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":
@@ -390,6 +397,8 @@ class LMDeployEngine(BaseEngine):
                 await kept.wait()
         finally:
             await instance.async_end(session)
+            if self._grammars is not None:
+                self._grammars.remove_processor(session)  # LMDeploy would keep it
 
     def _begin(self, request: Request) -> Request:
         """Runs on the loop's thread, as all that changes a request."""
@@ -521,6 +530,17 @@ def _own_rendezvous() -> Iterator[None]:
         os.environ.update(kept)
 
 
+def _check_patterns(params: Sequence[SamplingParams]) -> None:
+    """Raises EngineError for a pattern that is no regular expression. In a step it would end the engine."""
+    for pattern in {each.pattern for each in params if each.pattern}:
+        import xgrammar
+
+        try:
+            xgrammar.Grammar.from_regex(pattern)
+        except RuntimeError as error:
+            raise EngineError(f"pattern {pattern[:60]!r} cannot be compiled: {str(error).splitlines()[0]}") from None
+
+
 def _reason(tokens: Sequence[int], params: SamplingParams) -> str:
     stopped = bool(tokens) and tokens[-1] in params.stop_token_ids and not params.ignore_eos
     return "stop" if stopped else "length"
@@ -540,6 +560,7 @@ def _gen_config(params: SamplingParams, parent: int | None = None) -> Any:
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=params.ignore_eos,
         logits_processors=list(params.processors) or None,
+        response_format={"type": "regex_schema", "regex_schema": params.pattern} if params.pattern else None,
     )
     asks = params.service is not None and params.service != NOTHING_ASKED
     gen_config.sage = EngineRequest.text(params.service.model_dump_json(exclude_defaults=True) if asks else None, parent)

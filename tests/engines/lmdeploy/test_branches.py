@@ -10,9 +10,9 @@ import pytest
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import EngineError
 from sagellm.core.hooks import Phase, Plugin
+from sagellm.core.running import MAX_BRANCHES
 from sagellm.core.service import ServiceRequest
 from sagellm.engines.base import SamplingParams
-from sagellm.engines.running import MAX_BRANCHES
 from sagellm.replay.schedule.verify import verify_schedule
 from sagellm.replay.verify import verify_log
 from tests.engines.lmdeploy.test_chunks import chunked

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 from sagellm.core.errors import EngineError
 from sagellm.core.service import ServiceRequest
 
-__all__ = ["MAX_BRANCHES", "Branches", "Generation", "Request", "SamplingParams"]
+__all__ = ["MAX_BRANCHES", "Branches", "Generation", "Request", "SamplingParams", "wait_for_news"]
 
 MAX_BRANCHES = 128  # of one call, as many as answers that OpenAI's API allows
 CHECK_S = 1.0  # how often a caller that waits looks whether the engine still works
@@ -23,7 +23,8 @@ class SamplingParams:
 
     `service` is for the scheduler; so is `adapter`, the key of the model or LoRA adapter that the request belongs to.
     `processors` change the scores of each token before it is drawn: each gets the tokens so far, int64 [tokens], and the
-    scores, [vocabulary], and returns scores. They run in the engine process.
+    scores, [vocabulary], and returns scores. They run in the engine process. `pattern`: a regular expression of the whole text,
+    to which the tokens are held; "" for none.
     """
 
     max_new_tokens: int = 128
@@ -36,6 +37,7 @@ class SamplingParams:
     service: ServiceRequest | None = None
     adapter: str | None = None
     processors: tuple[Callable[[Any, Any], Any], ...] = ()
+    pattern: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class Request:
         self.parent, self.keep = parent, keep
         self.state: State = "running"
         self.stop: Callable[[], None] = lambda: None  # the engine sets it
-        self._watch = watch
+        self.watch = watch
         self._tokens: list[int] = []
         self._times: list[float] = []
         self._start_s = time.perf_counter()
@@ -126,7 +128,7 @@ class Request:
             EngineError: the engine gave the request up.
             TimeoutError: it is not there after `timeout_s`.
         """
-        self._watch.wait(lambda: self.state != "running", timeout_s)
+        self.watch.wait(lambda: self.state != "running", timeout_s)
         if self._error is not None:
             raise self._error
         return Generation(tuple(self._tokens), self._reason, tuple(self._times))
@@ -136,22 +138,22 @@ class Request:
         self.stop()
 
     def _wait_beyond(self, place: int) -> bool:
-        self._watch.wait(lambda: len(self._tokens) > place or self.state != "running")
+        self.watch.wait(lambda: len(self._tokens) > place or self.state != "running")
         return len(self._tokens) > place
 
     # ---- called by the engine, on its thread
 
     def add(self, token_ids: Sequence[int]) -> None:
-        with self._watch.changed:
+        with self.watch.changed:
             self._times.extend([time.perf_counter() - self._start_s] * len(token_ids))
             self._tokens.extend(map(int, token_ids))
-            self._watch.changed.notify_all()
+            self.watch.changed.notify_all()
 
     def end(self, state: State, reason: str, error: EngineError | None = None) -> None:
-        with self._watch.changed:
+        with self.watch.changed:
             if self.state == "running":
                 self.state, self._reason, self._error = state, reason, error
-            self._watch.changed.notify_all()
+            self.watch.changed.notify_all()
 
 
 class Branches(Sequence[Request]):
@@ -223,3 +225,18 @@ class Branches(Sequence[Request]):
             if each.state == "failed":
                 self.cancel()
                 each.result()
+
+
+def wait_for_news(requests: Sequence[tuple[Request, int]]) -> None:
+    """Wait until one of the requests, of one engine, has more tokens than those known, or has ended.
+
+    Args:
+        requests: each with the number of its tokens that are known.
+
+    Raises:
+        EngineError: the engine has stopped working.
+    """
+    if requests:
+        requests[0][0].watch.wait(
+            lambda: any(request.state != "running" or len(request.token_ids) > known for request, known in requests)
+        )

@@ -1,0 +1,174 @@
+"""Skeleton-of-thought beside plain decoding: seconds of an answer, of eight at once, and plans that are of use.
+
+    python -m benchmarks.sot [--model smollm2] [--points 8] [--tokens 64] [--questions 100] [--out FILE]
+
+Lengths are forced: a plan of `PLAN` tokens is written, then `--points` points of `--tokens` tokens, whatever the model would
+say. Plain decoding writes as many tokens, those of the plan included. All answers come from one engine. Repetitive points ask
+for the same text, which the second engine guesses with the strategy `suffix`. A plan is valid if its points differ and none is
+cut off.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
+from benchmarks.models.real_text import model_folder
+from benchmarks.output import Output, spread, table, with_output
+
+PLAN = 96
+AT_ONCE = 8
+VERBS = ("choose", "learn about", "take care of", "explain", "compare", "improve", "plan", "pay for", "repair", "write about")
+THINGS = (
+    "a bicycle", "a garden", "a small company", "a computer", "healthy food", "a long journey", "old books", "a house", "music",
+    "a football team",
+)  # fmt: skip
+QUESTIONS = [f"How do I {verb} {thing}?" for verb in VERBS for thing in THINGS]
+NAMES = ("plain", "sot")
+
+
+@click.command()
+@click.option("--model", default="smollm2", show_default=True, help="Name or folder of a model with a chat template.")
+@click.option("--points", default=8, show_default=True, help="Points of a plan.")
+@click.option("--tokens", default=64, show_default=True, help="Tokens of a point.")
+@click.option("--questions", default=100, show_default=True, help="Questions whose plans are read; 0 for none.")
+@click.option("--rounds", default=5, show_default=True, help="Measured rounds.")
+@click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
+@with_output
+def main(model: str, points: int, tokens: int, questions: int, rounds: int, threads: int, output: Output) -> None:
+    """Measure, print a table, and write the result."""
+    folder = model_folder(model)
+    engines = {name: Contestant(name, build, str(folder), threads, name) for name in ("none", "suffix")}
+    size = {"points": points, "tokens": tokens}
+    seconds: dict[str, dict[str, list[float]]] = {}
+    try:
+        for many, count in (("one", 1), ("at once", AT_ONCE)):
+            for name in NAMES:
+                request = size | {"do": name, "count": count, "repeats": False}
+                interleave([engines["none"]], request, 1)
+                seconds.setdefault(many, {})[name] = []
+            for number in range(rounds):
+                for name in NAMES if number % 2 == 0 else NAMES[::-1]:
+                    seconds[many][name].append(engines["none"].ask(size | {"do": name, "count": count, "repeats": False}))
+        request = size | {"do": "sot", "count": 1, "repeats": True}
+        interleave(list(engines.values()), request, 1)
+        repeated = interleave(list(engines.values()), request, rounds)
+        plans = engines["none"].ask({"do": "plans", "questions": QUESTIONS[:questions]}) if questions else {}
+    finally:
+        for engine in engines.values():
+            engine.close()
+    result = output.save({
+        "model": model, "points": points, "tokens": tokens, "plan_tokens": PLAN, "threads": threads, "rounds": rounds,
+        "seconds": {many: {name: summary(values) for name, values in by.items()} for many, by in seconds.items()},
+        "times_plain": {many: paired_ratio(by["sot"], by["plain"]) for many, by in seconds.items()},
+        "repetitive_times_no_guesses": paired_ratio(repeated["suffix"], repeated["none"]), "plans": plans,
+    })  # fmt: skip
+    rows = [
+        ("one answer, relative to plain decoding", spread(result["times_plain"]["one"])),
+        (f"{AT_ONCE} answers at once, relative to plain decoding", spread(result["times_plain"]["at once"])),
+        ("repetitive points with `suffix`, relative to no guesses", spread(result["repetitive_times_no_guesses"])),
+        *((f"plans: {name}", f"{value:.0%}") for name, value in plans.items()),
+    ]
+    output.say(table(("", "seen"), rows))
+    output.finish(result)
+
+
+def build(model: str, threads: int, speculative: str) -> Any:
+    """Answers {"do", "count", "points", "tokens", "repeats"} with seconds, and {"do": "plans", "questions"} with shares."""
+    from transformers import AutoTokenizer
+
+    from sagellm.accel.sot.pipeline import PLAN_TOKENS, SpecSoT
+    from sagellm.accel.sot.results import SkeletonParseResult, SkeletonPrefillResult, TaskData
+    from sagellm.accel.sot.skeleton import ask_for_plan, ask_for_point
+    from sagellm.core.config import SageConfig
+    from sagellm.core.running import SamplingParams
+    from sagellm.engines.lmdeploy.engine import LMDeployEngine
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sizes = {"kv_blocks": 400, "max_batch_size": 128, "context_length": 2048, "block_size": 64, "prefix_caching": False}
+    strategy = {} if speculative == "none" else {"speculative": speculative}
+    engine = LMDeployEngine(SageConfig(device="cpu", model=model, threads=threads, **sizes, **strategy))
+
+    class Forced(SpecSoT):
+        def __init__(self, points: int, tokens: int, repeats: bool) -> None:
+            super().__init__(engine, tokenizer, params=SamplingParams(ignore_eos=True))
+            self._size, self._repeats = (points, tokens), repeats
+
+        def skeleton_prefill(self, input_ids: Any, *_: Any) -> Any:
+            found = engine.start(input_ids, SamplingParams(PLAN, ignore_eos=True), keep=True)
+            return SkeletonPrefillResult(input_ids=tuple(input_ids), input_len=len(input_ids), request=found)
+
+        def skeleton_parse(self, skeleton_text: str, task_prompt: str) -> Any:
+            points, tokens = self._size
+            titles = ["Say it once more" if self._repeats else f"Part {number}" for number in range(points)]
+            tasks = tuple(TaskData(number, title, tokens) for number, title in enumerate(titles))
+            return SkeletonParseResult("plan", tasks, tuple(ask_for_point(task, task_prompt) for task in tasks))
+
+    def answer_all(do: str, count: int, points: int, tokens: int, repeats: bool) -> float:
+        asked = [QUESTIONS[7 * number] for number in range(count)]
+        whole = PLAN + points * tokens
+
+        def one(question: str) -> None:
+            sot = Forced(points, tokens, repeats)
+            found = sot.generate(question, do == "sot", max_new_tokens=tokens if do == "sot" else whole)
+            made = found.stats["branch_tokens"] + PLAN if do == "sot" else found.stats["tokens"]
+            if made not in (whole, whole - 1):  # a last token that ends a text is not counted
+                raise RuntimeError(f"{do} wrote {made} tokens, not {whole}")
+
+        workers = [threading.Thread(target=_kept(one, failures), args=(question,)) for question in asked]
+        start_s = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if failures:
+            raise failures.pop()
+        return time.perf_counter() - start_s
+
+    failures: list[Exception] = []
+
+    def plans(questions: list[str]) -> dict[str, float]:
+        sot, shares = SpecSoT(engine, tokenizer), {"valid": 0, "direct": 0, "error": 0, "valid without the grammar": 0}
+        for question in questions:
+            asked = sot._chat([ask_for_plan(question)])
+            held = sot.skeleton_prefill(asked, None, PLAN_TOKENS)
+            text = sot.skeleton_decode(asked, held, None, PLAN_TOKENS).skeleton_text
+            held.request.cancel()
+            shares[_kind(sot, text, question)] += 1
+            free = engine.generate([asked], SamplingParams(PLAN_TOKENS, stop_token_ids=sot._ends))[0].token_ids
+            text = tokenizer.decode(free, skip_special_tokens=True)
+            shares["valid without the grammar"] += _kind(sot, text, question) == "valid"
+        return {name: value / len(questions) for name, value in shares.items()}
+
+    def answer(request: dict[str, Any]) -> Any:
+        if request["do"] == "plans":
+            return plans(request["questions"])
+        return answer_all(**request)
+
+    answer.close = engine.close  # type: ignore[attr-defined]
+    return answer
+
+
+def _kept(work: Callable[[str], None], failures: list[Exception]) -> Callable[[str], None]:
+    def run(question: str) -> None:
+        try:
+            work(question)
+        except Exception as error:
+            failures.append(error)
+
+    return run
+
+
+def _kind(sot: Any, text: str, question: str) -> str:
+    """valid, direct or error. A plan from which points were left out is an error here."""
+    found = sot.skeleton_parse(text, question)
+    if found.mode != "plan":
+        return found.mode
+    return "valid" if len(found.tasks) == len(text.strip().splitlines()) else "error"
+
+
+if __name__ == "__main__":
+    main()

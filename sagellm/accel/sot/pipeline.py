@@ -1,0 +1,322 @@
+"""Seven stages of skeleton-of-thought over branches of one request, and what runs them.
+
+The plan is a request whose output is held to a grammar. Its branches share the keys and values of the question and the plan.
+They are decoded in the steps of the engine beside each other and beside other requests. Speculation is the engine's: with
+`suffix`, points guess from the plan and from points that were written before.
+
+Source: skeleton-of-thought (Ning et al., 2024); stages and names of SpecSoT.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sagellm.accel.sot import schedules
+from sagellm.accel.sot.results import (
+    BranchInfo,
+    ParallelDecodeResult,
+    ParallelPrefillResult,
+    ScheduleResult,
+    SkeletonDecodeResult,
+    SkeletonParseResult,
+    SkeletonPrefillResult,
+    SoTAnswer,
+    TaskData,
+)
+from sagellm.accel.sot.skeleton import DistinctPoints, ask_for_plan, parse_plan, plan_pattern
+from sagellm.core.engines import TextEngine
+from sagellm.core.errors import ConfigError, EngineError
+from sagellm.core.running import Request, SamplingParams, wait_for_news
+
+__all__ = ["SpecSoT"]
+
+MARK = "\u2402"  # stands for the plan where a chat template is asked what follows it
+PLAN_TOKENS = 256
+Processor = Callable[[Any, Any], Any]
+
+
+class SpecSoT:
+    """Answers questions with a plan and branches. A stage is replaced by a method of a subclass.
+
+    Args:
+        engine: one that can fork requests. Its speculative strategy is used in every stage.
+        tokenizer: the model's, with a chat template.
+        may_be_direct: whether the model may answer without a plan.
+        params: how branches and direct answers are sampled; the plan is greedy. Limits of length are those of the calls.
+    """
+
+    def __init__(
+        self, engine: TextEngine, tokenizer: Any, may_be_direct: bool = True, params: SamplingParams | None = None
+    ) -> None:
+        if tokenizer.chat_template is None:
+            raise ConfigError("skeleton-of-thought needs a model with a chat template; this tokenizer has none.")
+        self.engine, self.tokenizer = engine, tokenizer
+        self._pattern = plan_pattern(may_be_direct)
+        self._params = params or SamplingParams()
+        self._ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self._plan: Request | None = None  # the request that branches are forked from
+
+    # ---- stages
+
+    def skeleton_prefill(
+        self, input_ids: Sequence[int], logits_processor: Processor | None, max_new_tokens: int, distributed: bool = False
+    ) -> SkeletonPrefillResult:
+        """Stage 1: start the plan, and wait for its first token."""
+        _check_local(distributed)
+        params = SamplingParams(
+            max_new_tokens, stop_token_ids=self._ends, pattern=self._pattern,
+            processors=(DistinctPoints(self.tokenizer, len(input_ids)), *_processors(logits_processor)),
+        )  # fmt: skip
+        request = self.engine.start(input_ids, params, keep=True)
+        next(iter(request), None)
+        return SkeletonPrefillResult(
+            input_ids=tuple(input_ids), input_len=len(input_ids), max_kv_len=len(input_ids) + max_new_tokens, request=request
+        )
+
+    def skeleton_decode(
+        self, input_ids: Sequence[int], prefill_result: SkeletonPrefillResult, logits_processor: Processor | None = None,
+        max_steps: int = 200,
+    ) -> SkeletonDecodeResult:  # fmt: skip
+        """Stage 2: wait for the whole plan, at most `max_steps` tokens of it."""
+        start_s, request = time.perf_counter(), prefill_result.request
+        tokens = []
+        for token in request or ():
+            tokens.append(token)
+            if len(tokens) == max_steps:
+                break
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return SkeletonDecodeResult(tuple(tokens), text, time.perf_counter() - start_s)
+
+    def skeleton_parse(self, skeleton_text: str, task_prompt: str) -> SkeletonParseResult:
+        """Stage 3: read the points of a plan."""
+        return parse_plan(skeleton_text, task_prompt)
+
+    def schedule_branches(
+        self, branch_infos: Sequence[BranchInfo], use_scheduling: bool, distributed: bool, max_parallel: int
+    ) -> ScheduleResult:
+        """Stage 4: the order of the branches; with `use_scheduling` the longest begins first."""
+        _check_local(distributed)
+        plan = (schedules.longest_first if use_scheduling else schedules.even)(branch_infos, 1, max_parallel)
+        return ScheduleResult(plan, plan.devices[0], tuple(branch_infos))
+
+    def parallel_prefill(
+        self, prefix_ids: Sequence[int], branch_prompts: Sequence[Sequence[int]], branch_ids: Sequence[int],
+        max_new_tokens: int | Sequence[int], logits_processor: Processor | None = None,
+    ) -> ParallelPrefillResult:  # fmt: skip
+        """Stage 5: fork the plan. Only the branches' own prompts are computed."""
+        if self._plan is None:
+            raise EngineError("there is no plan to fork; parallel_prefill runs within generate.")
+        limits = [max_new_tokens] * len(branch_ids) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        params = [
+            replace(
+                self._params, max_new_tokens=limit, stop_token_ids=(*self._params.stop_token_ids, *self._ends),
+                processors=(*self._params.processors, *_processors(logits_processor)),
+            )
+            for limit in limits
+        ]  # fmt: skip
+        branches = self.engine.fork(self._plan, branch_prompts, params)
+        begins, ids = [], list(prefix_ids)
+        for prompt in branch_prompts:
+            begins.append(len(ids))
+            ids += prompt
+        return ParallelPrefillResult(
+            input_ids=tuple(ids), tips_indices=len(prefix_ids) - 1, branch_begins=tuple(begins),
+            branch_lengths=tuple(map(len, branch_prompts)), branch_ids=tuple(branch_ids), branches=branches,
+        )  # fmt: skip
+
+    def parallel_decode(
+        self, prefill_result: ParallelPrefillResult, branch_infos: Sequence[BranchInfo], schedule_result: ScheduleResult,
+        max_new_tokens: int, max_kv_len: int | None = None, use_scheduling: bool = True,
+        logits_processor: Processor | None = None, on_token: Callable[[int, int], None] | None = None,
+    ) -> ParallelDecodeResult:  # fmt: skip
+        """Stage 6: decode the branches side by side. Others begin as soon as there is room.
+
+        Args:
+            max_kv_len: tokens of all branches that run, their own prompts and predicted lengths; the common ones count once.
+            on_token: called with (id of a branch, token) as tokens come.
+
+        Raises:
+            EngineError: the engine gave a branch up; the others are cancelled. Or one alone does not fit into `max_kv_len`.
+        """
+        infos = {each.branch_id: each for each in branch_infos}
+        prefix = list(prefill_result.input_ids[: prefill_result.tips_indices + 1])
+        running = dict(zip(prefill_result.branch_ids, prefill_result.branches or (), strict=True))
+        waiting = [each for each in schedule_result.my_branch_ids if each not in running]
+        told = dict.fromkeys(infos, 0)
+        outputs: dict[int, tuple[int, ...]] = {}
+        try:
+            while running or waiting:
+                most = schedule_result.schedule_plan.max_parallel
+                ready = self._that_fit(waiting, running, infos, most, len(prefix), max_kv_len)
+                if ready:
+                    more = self.parallel_prefill(
+                        prefix, [infos[each].prompt for each in ready], ready,
+                        [min(max_new_tokens, infos[each].num_tokens) for each in ready], logits_processor,
+                    )  # fmt: skip
+                    running |= dict(zip(ready, more.branches or (), strict=True))
+                    waiting = [each for each in waiting if each not in ready]
+                wait_for_news([(request, told[each]) for each, request in running.items()])
+                for each, request in list(running.items()):
+                    has_ended, tokens = request.state != "running", request.token_ids
+                    if on_token is not None:
+                        for token in tokens[told[each] :]:
+                            on_token(each, token)
+                    told[each] = len(tokens)
+                    if has_ended:
+                        del running[each]
+                        outputs[each] = self._without_end(request.result().token_ids)
+        finally:
+            for request in running.values():
+                request.cancel()
+        return ParallelDecodeResult(outputs, {"branches": len(outputs), "branch_tokens": sum(map(len, outputs.values()))})
+
+    def merge_results(
+        self, skeleton_ids: Sequence[int], branch_outputs: dict[int, tuple[int, ...]], tasks: Sequence[TaskData],
+        instruction_len: int,
+    ) -> list[int]:  # fmt: skip
+        """Stage 7: token ids of all points in order, each behind its number and title."""
+        merged: list[int] = []
+        for task in tasks:
+            head = f"{task.branch_id + 1}. {task.title}\n" if not merged else f"\n\n{task.branch_id + 1}. {task.title}\n"
+            merged += self.tokenizer(head, add_special_tokens=False).input_ids
+            merged += branch_outputs[task.branch_id]
+        return merged
+
+    # ---- controllers
+
+    def generate(
+        self, question: str, enable_parallel: bool = True, max_new_tokens: int = 1024, max_parallel: int = 16,
+        use_scheduling: bool = True, max_kv_len: int | None = None, logits_processor: Processor | None = None,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> SoTAnswer:  # fmt: skip
+        """Answer a question.
+
+        Args:
+            enable_parallel: with a plan whose points are written side by side; else as one text.
+            max_new_tokens: of the answer as one text, and of each branch.
+            max_parallel: branches at once.
+            max_kv_len, on_token: as in `parallel_decode`.
+
+        Raises:
+            EngineError: the question is too long, or the engine gave up.
+        """
+        if not question.strip():
+            raise ConfigError("the question is empty; give some text.")
+        if not enable_parallel:
+            return self.generate_eagle(question, max_new_tokens, logits_processor, on_token)
+        return self.run_specsot_pipeline(
+            question, max_new_tokens, max_parallel, use_scheduling, max_kv_len, logits_processor, on_token
+        )
+
+    def generate_eagle(
+        self, question: str, max_new_tokens: int, logits_processor: Processor | None = None,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> SoTAnswer:  # fmt: skip
+        """Answer as one text, by the engine's speculative strategy, which need not be EAGLE."""
+        start_s, before = time.perf_counter(), self._guesses()
+        params = replace(
+            self._params, max_new_tokens=max_new_tokens, stop_token_ids=(*self._params.stop_token_ids, *self._ends),
+            processors=(*self._params.processors, *_processors(logits_processor)),
+        )  # fmt: skip
+        request, tokens = self.engine.start(self._chat([question]), params), []
+        for token in request:
+            tokens.append(token)
+            if on_token is not None:
+                on_token(0, token)
+        ids = self._without_end(tokens)
+        stats = {"total_s": time.perf_counter() - start_s, "tokens": len(ids), **self._guesses(before)}
+        return SoTAnswer("direct", ids, self.tokenizer.decode(ids, skip_special_tokens=True), (), {}, stats)
+
+    def run_specsot_pipeline(
+        self, question: str, max_new_tokens: int, max_parallel: int, use_scheduling: bool, max_kv_len: int | None = None,
+        logits_processor: Processor | None = None, on_token: Callable[[int, int], None] | None = None,
+    ) -> SoTAnswer:  # fmt: skip
+        """Run the seven stages. Without a plan of use the answer is written as one text."""
+        start_s, before = time.perf_counter(), self._guesses()
+        asked = self._chat([ask_for_plan(question)])
+        started = self.skeleton_prefill(asked, logits_processor, PLAN_TOKENS)
+        self._plan = started.request
+        try:
+            skeleton = self.skeleton_decode(asked, started, logits_processor, PLAN_TOKENS)
+            parsed = replace(self.skeleton_parse(skeleton.skeleton_text, question), instruction_len=len(asked))
+            if parsed.mode != "plan":
+                whole = self.generate_eagle(question, max_new_tokens, logits_processor, on_token)
+                return replace(whole, mode=parsed.mode, error_msg=parsed.error_msg)
+            prefix = [*asked, *skeleton.skeleton_ids]
+            infos = self._branch_infos(question, skeleton, parsed)
+            planned = self.schedule_branches(infos, use_scheduling, False, max_parallel)
+            empty = ParallelPrefillResult(input_ids=tuple(prefix), tips_indices=len(prefix) - 1)
+            found = self.parallel_decode(
+                empty, infos, planned, max_new_tokens, max_kv_len, use_scheduling, logits_processor, on_token
+            )
+            merged = self.merge_results(skeleton.skeleton_ids, found.branch_outputs, parsed.tasks, parsed.instruction_len)
+        finally:
+            if self._plan is not None:
+                self._plan.cancel()
+            self._plan = None
+        stats = {
+            "skeleton_s": skeleton.decode_time, "skeleton_tokens": len(skeleton.skeleton_ids),
+            "total_s": time.perf_counter() - start_s, **found.stats, **self._guesses(before),
+        }  # fmt: skip
+        text = self.tokenizer.decode(merged, skip_special_tokens=True)
+        return SoTAnswer("plan", tuple(merged), text, parsed.tasks, found.branch_outputs, stats)
+
+    # ---- parts
+
+    def _that_fit(
+        self, waiting: Sequence[int], running: dict[int, Request], infos: dict[int, BranchInfo], max_parallel: int,
+        num_common: int, max_kv_len: int | None,
+    ) -> list[int]:  # fmt: skip
+        """The next branches that may begin, in their order."""
+        sizes = {each: len(info.prompt) + info.num_tokens for each, info in infos.items()}
+        used, ready = num_common + sum(sizes[each] for each in running), list[int]()
+        for each in waiting:
+            alone = num_common + sizes[each]
+            if max_kv_len is not None and alone > max_kv_len:
+                raise EngineError(
+                    f"branch {each} needs {alone} tokens with the {num_common} that are common; max_kv_len is {max_kv_len}. "
+                    "Raise it, or ask for shorter points."
+                )
+            if len(running) + len(ready) == max_parallel or (max_kv_len is not None and used + sizes[each] > max_kv_len):
+                break
+            used += sizes[each]
+            ready.append(each)
+        return ready
+
+    def _branch_infos(self, question: str, skeleton: SkeletonDecodeResult, parsed: SkeletonParseResult) -> list[BranchInfo]:
+        end = self.tokenizer.eos_token or ""
+        infos = []
+        for task, wanted in zip(parsed.tasks, parsed.clean_branches, strict=True):
+            text = self._chat_text([ask_for_plan(question), MARK, wanted]).split(MARK, 1)[1]
+            if skeleton.skeleton_ids and skeleton.skeleton_ids[-1] in self._ends:
+                text = text.removeprefix(end)  # the plan ends with this token
+            # The answer begins with its title: small models would write a list once more.
+            ids = self.tokenizer(f"{text}{task.title}: ", add_special_tokens=False).input_ids
+            infos.append(BranchInfo(task.branch_id, task.title, tuple(ids), task.num_tokens))
+        return infos
+
+    def _chat(self, turns: Sequence[str]) -> list[int]:
+        return self.tokenizer(self._chat_text(turns), add_special_tokens=False).input_ids
+
+    def _chat_text(self, turns: Sequence[str]) -> str:
+        """The text of a conversation whose turns are the user's and the assistant's in turn."""
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+    def _without_end(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
+
+    def _guesses(self, before: dict[str, int] | None = None) -> dict[str, int]:
+        """Guesses that the engine has drafted and accepted, since `before`; other requests' too."""
+        report = self.engine.hooks.report()["speculation"] or {}
+        return {name: int(report.get(name, 0)) - (before or {}).get(name, 0) for name in ("drafted", "accepted")}
+
+
+def _processors(logits_processor: Processor | None) -> tuple[Processor, ...]:
+    return () if logits_processor is None else (logits_processor,)
+
+
+def _check_local(distributed: bool) -> None:
+    if distributed:
+        raise ConfigError("distributed is True; branches run in one engine. Leave it False.")

@@ -1,0 +1,87 @@
+"""`sagellm sot`: answer a question with a plan whose points are written side by side."""
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sagellm.core.config import DEVICES, SageConfig
+from sagellm.core.errors import SageError
+
+if TYPE_CHECKING:
+    from sagellm.accel.sot.results import SoTAnswer
+
+SHOWN = ("text", "tree")
+
+
+@click.command()
+@click.argument("question")
+@click.option("--model", help="Model: name, folder, .gguf file or hub id. Default: smollm2.")
+@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
+@click.option("--threads", type=click.IntRange(1), help="Compute threads of the CPU device [all cores].")
+@click.option("--speculative", help="Strategy that guesses tokens, in the plan and in the points.")
+@click.option("--max-parallel", type=click.IntRange(1, 128), default=16, show_default=True, help="Points written at once.")
+@click.option("--max-tokens", type=click.IntRange(1), default=512, show_default=True, help="Most tokens of a point.")
+@click.option("--always-plan", is_flag=True, help="Do not let the model answer without a plan.")
+@click.option("--show", type=click.Choice(SHOWN), default="text", show_default=True, help="The text, or the points as a tree.")
+@click.option("--json", "as_json", is_flag=True, help="Print all of the answer as JSON.")
+def sot(question: str, max_parallel: int, max_tokens: int, always_plan: bool, show: str, as_json: bool, **given: Any) -> None:
+    """Answer QUESTION as a plan of 2 to 12 points that are written side by side.
+
+    Exit code 0: answered; 1: the engine could not; 2: misuse.
+    """
+    options = {"max_new_tokens": max_tokens, "max_parallel": max_parallel}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # LMDeploy logs to stdout
+            answer, tokenizer = _answer(question, given, not always_plan, options)
+    except SageError as error:
+        click.echo(json.dumps({"error": str(error)}) if as_json else f"error: {error}", err=not as_json)
+        sys.exit(1)
+    if as_json:
+        click.echo(json.dumps(_plain(answer)))
+    elif show == "tree":
+        _show_tree(question, answer, tokenizer)
+    else:
+        click.echo(answer.text)
+
+
+def _answer(
+    question: str, given: dict[str, Any], may_be_direct: bool, options: dict[str, int]
+) -> tuple["SoTAnswer", Any]:  # fmt: skip
+    """Return the answer, and the tokenizer of its tokens."""
+    from transformers import AutoTokenizer
+
+    from sagellm.accel.sot.pipeline import SpecSoT
+    from sagellm.core.engines import open_engine
+    from sagellm.models import find_model, prepare_model
+
+    config = SageConfig(**{name: value for name, value in given.items() if value is not None})
+    tokenizer = AutoTokenizer.from_pretrained(prepare_model(find_model(config.model)))
+    engine = open_engine(config)
+    try:
+        return SpecSoT(engine, tokenizer, may_be_direct).generate(question, **options), tokenizer
+    finally:
+        engine.close()
+
+
+def _plain(answer: "SoTAnswer") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(answer)
+
+
+def _show_tree(question: str, answer: "SoTAnswer", tokenizer: Any) -> None:
+    from rich import print as show
+    from rich.markup import escape
+    from rich.tree import Tree
+
+    tree = Tree(f"{escape(question)} ({answer.mode}, {answer.stats['total_s']:.2f} s)")
+    if answer.mode != "plan":
+        tree.add(escape(f"{answer.error_msg}\n{answer.text}".strip()))
+    for task in answer.tasks:
+        tokens = answer.branches[task.branch_id]
+        branch = tree.add(f"{task.branch_id + 1}. {escape(task.title)} ({len(tokens)} tokens)")
+        branch.add(escape(tokenizer.decode(tokens, skip_special_tokens=True).strip()))
+    show(tree)

@@ -1,0 +1,164 @@
+"""Skeleton-of-thought on a running engine."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+from transformers import AutoTokenizer
+
+from sagellm.accel.sot import schedules
+from sagellm.accel.sot.pipeline import SpecSoT
+from sagellm.accel.sot.results import ScheduleResult, SkeletonParseResult
+from sagellm.accel.sot.skeleton import ask_for_plan
+from sagellm.core.errors import ConfigError, EngineError
+from sagellm.core.running import SamplingParams
+from sagellm.demo_model import ensure_demo_model
+from tests.pool import settle
+
+QUESTION = "How do I read a file?"
+SIZES = dict(kv_blocks=160, context_length=2048, dtype="float32")
+
+
+class Shown(SpecSoT):
+    """Keeps what the stages return."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, may_be_direct=False, **options)
+        self.seen = {}
+
+    def skeleton_decode(self, *args, **options):
+        self.seen["skeleton"] = super().skeleton_decode(*args, **options)
+        return self.seen["skeleton"]
+
+    def parallel_prefill(self, *args, **options):
+        self.seen.setdefault("forks", []).append(super().parallel_prefill(*args, **options))
+        return self.seen["forks"][-1]
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ensure_demo_model())
+
+
+def start(start_engine, **config):
+    return start_engine(model=ensure_demo_model(), **SIZES | config)
+
+
+@pytest.mark.parametrize("speculative", [None, "suffix"])
+@pytest.mark.parametrize("max_parallel", [2, 16])
+def test_points_are_those_of_the_same_prompts_alone(start_engine, tokenizer, speculative, max_parallel):
+    engine = start(start_engine, speculative=speculative)
+    sot, told = Shown(engine, tokenizer), []
+    answer = sot.generate(QUESTION, max_new_tokens=24, max_parallel=max_parallel, on_token=lambda *each: told.append(each))
+    assert answer.mode == "plan" and len(answer.tasks) >= 2
+    prefix = [*sot._chat([ask_for_plan(QUESTION)]), *sot.seen["skeleton"].skeleton_ids]
+    prompts, lengths = {}, {task.branch_id: min(24, task.num_tokens) for task in answer.tasks}
+    for fork in sot.seen["forks"]:
+        assert fork.tips_indices == len(prefix) - 1 and list(fork.input_ids[: len(prefix)]) == prefix
+        assert len(fork.branch_ids) <= max_parallel
+        for number, begin, length in zip(fork.branch_ids, fork.branch_begins, fork.branch_lengths, strict=True):
+            prompts[number] = [*prefix, *fork.input_ids[begin : begin + length]]
+    assert sorted(prompts) == sorted(answer.branches) == [task.branch_id for task in answer.tasks]
+    for number, prompt in prompts.items():
+        params = SamplingParams(lengths[number], stop_token_ids=sot._ends)
+        alone = engine.generate([prompt], params)[0].token_ids
+        assert answer.branches[number] == sot._without_end(alone)
+        assert tuple(token for each, token in told if each == number) == alone
+    places = [answer.text.index(f"{task.branch_id + 1}. {task.title}\n") for task in answer.tasks]
+    assert places == sorted(places)
+    assert answer.stats["branch_tokens"] == sum(map(len, answer.branches.values()))
+    assert (answer.stats["accepted"] > 0) == (speculative is not None)
+
+
+def test_a_stage_is_replaced_alone(start_engine, tokenizer):
+    engine = start(start_engine)
+    plain = Shown(engine, tokenizer)
+    usual = plain.generate(QUESTION, max_new_tokens=12, max_parallel=1)
+
+    class LastFirst(Shown):
+        def schedule_branches(self, branch_infos, use_scheduling, distributed, max_parallel):
+            plan = schedules.even(list(reversed(branch_infos)), 1, max_parallel)
+            return ScheduleResult(plan, plan.devices[0], tuple(branch_infos))
+
+    class Two(Shown):
+        def skeleton_parse(self, skeleton_text, task_prompt):
+            found = super().skeleton_parse(skeleton_text, task_prompt)
+            return replace(found, tasks=found.tasks[:2], clean_branches=found.clean_branches[:2])
+
+    class Loud(Shown):
+        def merge_results(self, *args):
+            return self.tokenizer("All:", add_special_tokens=False).input_ids + super().merge_results(*args)
+
+    turned = LastFirst(engine, tokenizer)
+    assert turned.generate(QUESTION, max_new_tokens=12, max_parallel=1).branches == usual.branches
+    order = [fork.branch_ids for fork in turned.seen["forks"]]
+    assert order == [(task.branch_id,) for task in reversed(usual.tasks)]
+    assert list(Two(engine, tokenizer).generate(QUESTION, max_new_tokens=12).branches) == [0, 1]
+    assert Loud(engine, tokenizer).generate(QUESTION, max_new_tokens=12).text == "All:" + usual.text
+
+
+def test_without_a_plan_the_answer_is_one_text(start_engine, tokenizer):
+    engine = start(start_engine)
+
+    class Useless(SpecSoT):
+        def skeleton_parse(self, skeleton_text, task_prompt):
+            return SkeletonParseResult("error", error_msg="of no use")
+
+    whole = SpecSoT(engine, tokenizer).generate(QUESTION, enable_parallel=False, max_new_tokens=20)
+    found = Useless(engine, tokenizer).generate(QUESTION, max_new_tokens=20)
+    assert (found.mode, found.error_msg, found.token_ids) == ("error", "of no use", whole.token_ids)
+    assert whole.mode == "direct" and not whole.branches
+
+
+def test_little_room(start_engine, tokenizer):
+    """Branches wait for each other and end; one that can never fit is an error, and gives all back."""
+    roomy = Shown(start(start_engine), tokenizer).generate(QUESTION, max_new_tokens=16)
+    engine = start(start_engine, kv_blocks=70, context_length=1024, prefix_caching=False)
+    assert Shown(engine, tokenizer).generate(QUESTION, max_new_tokens=16).branches == roomy.branches
+    sot = Shown(engine, tokenizer)
+    with pytest.raises(EngineError, match=r"branch 0 needs \d+ tokens with the \d+ that are common; max_kv_len is 100\."):
+        sot.generate(QUESTION, max_kv_len=100)
+    settle(engine)
+    assert sot.generate(QUESTION, max_new_tokens=16, max_kv_len=900).branches == roomy.branches
+
+
+def test_a_failure_in_the_middle_ends_all_branches(start_engine, tokenizer):
+    engine = start(start_engine)
+
+    def leave(branch, token):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Shown(engine, tokenizer).generate(QUESTION, max_new_tokens=200, on_token=leave)
+    settle(engine)  # and the fixture counts the blocks
+
+
+def test_bad_input(start_engine, tokenizer):
+    engine = start(start_engine)
+    sot = Shown(engine, tokenizer)
+    with pytest.raises(ConfigError, match="the question is empty"):
+        sot.generate("  ")
+    with pytest.raises(EngineError, match="allowed are 1 to"):
+        sot.generate("word " * 4000)
+    with pytest.raises(EngineError, match="there is no plan to fork"):
+        sot.parallel_prefill([1], [[2]], [0], 4)
+    with pytest.raises(ConfigError, match="distributed is True"):
+        sot.schedule_branches([], True, True, 4)
+    with pytest.raises(EngineError, match=r"pattern '\(' cannot be compiled"):
+        engine.generate([[5, 6]], SamplingParams(4, pattern="("))
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="needs a model with a chat template"):
+        SpecSoT(engine, tokenizer)
+
+
+def test_the_command():
+    from sagellm.cli.sot import sot
+
+    arguments = [QUESTION, "--model", "demo", "--device", "cpu", "--threads", "1", "--always-plan", "--max-tokens", "8"]
+    found = CliRunner().invoke(sot, [*arguments, "--json"])
+    answer = json.loads(found.stdout)
+    assert found.exit_code == 0 and answer["mode"] == "plan" and len(answer["branches"]) == len(answer["tasks"])
+    shown = CliRunner().invoke(sot, [*arguments, "--show", "tree"])
+    lines = "".join(shown.output.split())
+    assert shown.exit_code == 0 and all("".join(task["title"].split()) in lines for task in answer["tasks"])
