@@ -1,7 +1,7 @@
-"""What the stages of skeleton-of-thought hand on to each other.
+"""Results that the stages of skeleton-of-thought hand on.
 
-Names and fields are those of SpecSoT. Speculation happens inside the engine's steps here, so fields of one draft tree that a
-stage carries there are empty, and say so.
+Names and fields are those of SpecSoT. Speculation happens inside the engine's steps here, so the fields of a draft tree are
+empty.
 """
 
 from dataclasses import dataclass, field
