@@ -269,3 +269,17 @@ def test_random_forks_joins_and_cancellations_leave_no_block_behind(start_engine
     assert not (branches._groups or branches._parked or branches._due or branches._copies)
     some = random.Random(1).sample(finished, min(len(finished), 40))
     assert len(some) > 20 and [each.token_ids for each in some] == alone(engine, some)
+
+
+def test_a_branch_that_fails_ends_the_others(start_engine):
+    engine = start_engine()
+    long = SamplingParams(max_new_tokens=500, ignore_eos=True)
+    for wait in (lambda branches: branches.join(WAIT_S), lambda branches: list(branches.stream())):
+        branches = engine.fork(engine.start(PROMPT, GREEDY), [[], []], long)
+        branches[0].end("failed", "error", EngineError("the engine gave it up"))
+        with pytest.raises(EngineError, match="gave it up"):
+            wait(branches)
+        assert branches[1].result(WAIT_S).finish_reason == "cancelled"
+        with pytest.raises(EngineError, match="gave it up"):
+            list(branches[0])
+        branches.cancel()
