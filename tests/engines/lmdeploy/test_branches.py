@@ -50,14 +50,17 @@ def log_of(engine):
     return engine.hooks._host.plugins[0][1]
 
 
-def start_and_fork(engine, prompts, params=GREEDY, own=GREEDY, prompt=PROMPT):
+def start_and_fork(engine, prompts, params=GREEDY, own=GREEDY, prompt=PROMPT, cancel=False):
     """`start` and `fork` with nothing in between: the request is forked before any of its prompt is computed."""
 
     async def both():
         request = engine._begin(Request(next(engine._sessions), prompt, own, engine._watch))
         every = params if isinstance(params, list) else [params] * len(prompts)
         every = [replace(each, service=each.service or own.service) for each in every]
-        return request, await engine._fork(request, prompts, every)
+        branches = await engine._fork(request, prompts, every)
+        if cancel:
+            request.cancel()
+        return request, branches
 
     return engine._on_loop(both())
 
@@ -211,6 +214,8 @@ def test_who_is_cancelled_leaves_the_others(start_engine, caching):
     found = [each.result(WAIT_S).token_ids for each in branches[1:]]
     assert log_of(engine).prompt_tokens() <= 2 * len(PROMPT) + 3, "one of them computes the prompt"
     assert found == alone(engine, branches[1:])
+    request, branches = start_and_fork(engine, [[]] * 2, cancel=True)
+    assert len(branches.join(WAIT_S)) == 2 and request.state == "cancelled"
     request = engine.start(PROMPT, SamplingParams(max_new_tokens=300, ignore_eos=True))
     branches = engine.fork(request, [[1], [2]])
     next(branches.stream())
