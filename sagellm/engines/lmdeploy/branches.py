@@ -27,6 +27,9 @@ class Branches:
         lookup: gives a sequence the cached blocks of its tokens.
         num_fresh: returns how many tokens of a prompt are always computed.
         note: called with what is written to a record about a branch that starts.
+
+    Attributes:
+        may_copy: False where blocks hold more than the model's keys and values; then whole blocks alone are shared.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Branches:
         self._due: dict[int, int] = {}  # seq id -> tokens that it shares once it joins a step
         self._joined: set[int] = set()  # seq ids that have joined the step that is being made
         self._copies: dict[int, int] = {}  # slot of the pool -> the slot that it becomes a copy of, with the next pass
+        self.may_copy = True
         self._counts = {"branches": 0, "shared_tokens": 0, "copied_blocks": 0}
 
     # ---- members
@@ -162,9 +166,11 @@ class Branches:
 
     def _share(self, seq: Any) -> None:
         member, num_tokens = self._best(seq)
-        num_whole = num_tokens // seq.block_size
         if member is None:
             return
+        num_whole, rest = divmod(num_tokens, seq.block_size)
+        if not self.may_copy:
+            num_tokens -= rest
         if self._cache.enabled:
             self._lookup(seq)
         elif num_whole:

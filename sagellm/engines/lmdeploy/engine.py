@@ -440,9 +440,9 @@ class LMDeployEngine(BaseEngine):
 
     async def _fork(self, request: Request, prompts: Any, every: list[SamplingParams]) -> Branches:
         number = request.request_id
-        if self._requests.get(number) is not request:
-            if request.state == "running":
-                raise EngineError(f"request {number} is not of this engine; fork it on the engine that started it.")
+        if request._watch is not self._watch:
+            raise EngineError(f"request {number} is not of this engine; fork it on the engine that started it.")
+        if number not in self._requests:
             raise EngineError(
                 f"request {number} is {request.state}, and its blocks are gone; fork a request while it runs, or start it "
                 "with keep=True."

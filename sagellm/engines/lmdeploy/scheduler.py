@@ -104,6 +104,7 @@ class SchedulerHooks:
         if self._config.run_dir is not None:  # the process is a server's, and as `sagellm.serve.server` it ends sooner
             atexit.register(gc.freeze)
         self.kv.cache_engine = engine = cache_engine_of(executor)
+        self.branches.may_copy = executor.specdecode_config is None  # else a second cache has blocks of the same numbers
         if self._config.sparsity is not None and engine is not None:
             self._bind_sparsity(executor.model_agent)
         config = self._scheduler.cache_config

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import EngineError
 from sagellm.core.hooks import Phase, Plugin
-from sagellm.core.running import MAX_BRANCHES
+from sagellm.core.running import MAX_BRANCHES, Request
 from sagellm.core.service import ServiceRequest
 from sagellm.engines.base import SamplingParams
 from sagellm.replay.schedule.verify import verify_schedule
@@ -49,6 +50,21 @@ def log_of(engine):
     return engine.hooks._host.plugins[0][1]
 
 
+def start_and_fork(engine, prompts, params=GREEDY, own=GREEDY, prompt=PROMPT, cancel=False):
+    """`start` and `fork` with nothing in between: the request is forked before any of its prompt is computed."""
+
+    async def both():
+        request = engine._begin(Request(next(engine._sessions), prompt, own, engine._watch))
+        every = params if isinstance(params, list) else [params] * len(prompts)
+        every = [replace(each, service=each.service or own.service) for each in every]
+        branches = await engine._fork(request, prompts, every)
+        if cancel:
+            request.cancel()
+        return request, branches
+
+    return engine._on_loop(both())
+
+
 def alone(engine, branches):
     """The tokens of the same prompts, one after the other."""
     return [engine.generate([each.prompt], each.params)[0].token_ids for each in branches]
@@ -63,8 +79,7 @@ def tokens(generations):
 def test_branches_of_a_prompt_compute_its_last_token_alone(start_engine, caching, length):
     """Of whole blocks and of a part of one; seeded samples too. The request is forked before its prompt is computed."""
     engine = start_engine(LOG, prefix_caching=caching)
-    request = engine.start(PROMPT[:length], GREEDY)
-    branches = engine.fork(request, [[]] * 5, MIXED)
+    request, branches = start_and_fork(engine, [[]] * 5, MIXED, prompt=PROMPT[:length])
     found = tokens([*branches.join(WAIT_S), request.result(WAIT_S)])
     assert log_of(engine).prompt_tokens() == length + 5
     assert branches.usage == {
@@ -77,13 +92,25 @@ def test_branches_of_a_prompt_compute_its_last_token_alone(start_engine, caching
 
 
 @pytest.mark.parametrize("caching", [True, False])
+def test_without_copies_a_part_of_a_block_is_computed_again(start_engine, caching):
+    engine = start_engine(LOG, prefix_caching=caching)
+    engine.hooks.branches.may_copy = False
+    _, branches = start_and_fork(engine, [[]] * 3)
+    found = tokens(branches.join(WAIT_S))
+    assert log_of(engine).prompt_tokens() == len(PROMPT) + 3 * (len(PROMPT) - 64)
+    assert engine.hooks.report()["forks"] == {"branches": 3, "shared_tokens": 3 * 64, "copied_blocks": 0, "waiting": 0}
+    assert found == alone(engine, branches)
+
+
+@pytest.mark.parametrize("caching", [True, False])
 def test_branches_of_an_answer_share_it_and_stream(start_engine, caching):
     """Prompts behind the parent's text so far, and a branch of a branch; the parent goes on."""
     engine = start_engine(LOG, prefix_caching=caching)
-    request = engine.start(PROMPT, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    long = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    request = engine.start(PROMPT, long, keep=True)
     told = iter(request)
     [next(told) for _ in range(5)]
-    branches = engine.fork(request, [[], PROMPT[:3], PROMPT[:40]], GREEDY)
+    branches = engine.fork(request, [[], PROMPT[:3], PROMPT[:40]], [GREEDY, long, GREEDY])
     found, number_of = [[], [], []], branches.num_shared
     nested = None
     for number, token in branches.stream():
@@ -91,7 +118,8 @@ def test_branches_of_an_answer_share_it_and_stream(start_engine, caching):
         if nested is None:
             nested = engine.fork(branches[1], [PROMPT[5:9], []], GREEDY)
     assert tokens(branches.join(0)) == [tuple(each) for each in found]
-    assert nested.join(WAIT_S) and len(request.result(WAIT_S).token_ids) == 40
+    assert nested.join(WAIT_S) and len(request.result(WAIT_S).token_ids) == 100
+    request.cancel()
     assert {each.group_id for each in (*branches, *nested)} == {request.request_id}
     computed = log_of(engine).prompt_tokens()
     extra = sum(len(each.prompt) - number_of for each in branches) + sum(len(each.prompt) for each in nested)
@@ -111,8 +139,7 @@ def test_branches_of_an_answer_share_it_and_stream(start_engine, caching):
 def test_branches_with_other_parts_of_the_engine(start_engine, settings):
     settings = dict(settings)
     engine = start_engine(*settings.pop("plugins", ()), **settings)
-    request = engine.start(PROMPT, GREEDY)
-    branches = engine.fork(request, [[], [], PROMPT[:20]], MIXED[:3])
+    _, branches = start_and_fork(engine, [[], [], PROMPT[:20]], MIXED[:3])
     found = tokens(branches.join(WAIT_S))
     assert engine.hooks.report()["forks"]["shared_tokens"] >= 3 * (len(PROMPT) - 1)
     assert found == alone(engine, branches)
@@ -122,8 +149,8 @@ def test_branches_with_other_parts_of_the_engine(start_engine, settings):
 def test_branches_that_do_not_fit_wait(start_engine, caching):
     """Sixteen blocks; each of nine requests needs nine, four of them common ones."""
     engine = start_engine(LOG, prefix_caching=caching, kv_blocks=16)
-    request = engine.start(PROMPT, SamplingParams(max_new_tokens=60, ignore_eos=True))
-    branches = engine.fork(request, [[]] * 8)
+    long = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    request, branches = start_and_fork(engine, [[]] * 8, long, long)
     found = tokens([request.result(WAIT_S), *branches.join(WAIT_S)])
     assert engine.hooks.report()["preempted"] > 0
     assert len(set(found)) == 1 and found[:1] == alone(engine, [request])
@@ -144,11 +171,12 @@ def test_a_kept_request_is_forked_after_its_end(start_engine):
 
 def test_bad_forks_are_refused(start_engine):
     engine = start_engine(prefix_caching=False)
-    request = engine.start(PROMPT, SamplingParams(max_new_tokens=300, ignore_eos=True))
+    long = SamplingParams(max_new_tokens=300, ignore_eos=True)
+    request = engine.start(PROMPT, GREEDY, keep=True)
     for prompts, params, message in (
         ([], None, "fork got 0 prompts; allowed are 1 to 128"),
         ([[]] * (MAX_BRANCHES + 1), None, "fork got 129 prompts"),
-        ([[], PROMPT * 20], None, "branch 1, with .* tokens of its parent, has 1[56].. tokens; allowed are 1 to"),
+        ([[], PROMPT * 20], None, "branch 1, with .* tokens of its parent, has 15.. tokens; allowed are 1 to"),
         ([[], []], [GREEDY], "fork got 1 params for 2 prompts"),
         ([[]], SamplingParams(service=ServiceRequest(deadline=1.0)), "has passed"),
     ):
@@ -157,17 +185,21 @@ def test_bad_forks_are_refused(start_engine):
     for prompt in ([], PROMPT * 20):
         with pytest.raises(EngineError, match="the prompt has .* tokens; allowed are 1 to"):
             engine.start(prompt)
-    foreign = start_engine(prefix_caching=False).start(PROMPT, GREEDY)
-    with pytest.raises(EngineError, match="request 0 is not of this engine"):
-        engine.fork(foreign, [[]])
+    foreign = start_engine().start(PROMPT, GREEDY, keep=True)
     request.cancel()
-    assert request.result(WAIT_S).finish_reason == "cancelled"
-    for ended, state in ((request, "cancelled"), (foreign, "finished")):
-        ended.result(WAIT_S)
-        with pytest.raises(EngineError, match=f"is {state}, and its blocks are gone.*keep=True"):
+    left, done = engine.start(PROMPT, long), engine.start(PROMPT, GREEDY)
+    left.cancel()
+    assert left.result(WAIT_S).finish_reason == "cancelled" and done.result(WAIT_S).finish_reason == "length"
+    settle(engine)
+    for ended, message in (
+        (left, "request 1 is cancelled, and its blocks are gone.*keep=True"),
+        (done, "request 2 is finished, and its blocks are gone.*keep=True"), (foreign, "request 0 is not of this engine"),
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=message):
             engine.fork(ended, [[]])
+    foreign.cancel()
     with pytest.raises(TimeoutError, match="no result after 0 s"):
-        waits = engine.start(PROMPT, SamplingParams(max_new_tokens=300, ignore_eos=True))
+        waits = engine.start(PROMPT, long)
         waits.result(0)
     waits.cancel()
 
@@ -176,27 +208,29 @@ def test_bad_forks_are_refused(start_engine):
 def test_who_is_cancelled_leaves_the_others(start_engine, caching):
     """The parent before its prompt is computed; the branch that takes its place; then all."""
     engine = start_engine(LOG, prefix_caching=caching)
-    request = engine.start(PROMPT, GREEDY)
-    branches = engine.fork(request, [[]] * 4)
+    request, branches = start_and_fork(engine, [[]] * 4)
     request.cancel()
     branches[0].cancel()
     found = [each.result(WAIT_S).token_ids for each in branches[1:]]
-    assert log_of(engine).prompt_tokens() <= 2 * len(PROMPT) + 3, "one of them computes the prompt"
+    # At most each of the two was cancelled in the step of its prompt, and one of the others computes it once more.
+    assert log_of(engine).prompt_tokens() <= 3 * len(PROMPT) + 2
     assert found == alone(engine, branches[1:])
+    request, branches = start_and_fork(engine, [[]] * 2, cancel=True)
+    assert len(branches.join(WAIT_S)) == 2
     request = engine.start(PROMPT, SamplingParams(max_new_tokens=300, ignore_eos=True))
     branches = engine.fork(request, [[1], [2]])
     next(branches.stream())
     branches.cancel()
     assert [each.finish_reason for each in branches.join(WAIT_S)] == ["cancelled"] * 2
-    assert request.state == "running"
+    assert request.state != "cancelled"
     request.cancel()
 
 
 def test_strategies_tenants_and_records_know_branches(start_engine, tmp_path):
     record = tmp_path / "record.jsonl"
     engine = start_engine(record=record, strategy="fair", kv=KVConfig(policy="lru", quotas={"guest": {"gpu": 10}}))
-    request = engine.start(PROMPT, SamplingParams(max_new_tokens=8, ignore_eos=True, service=ServiceRequest(tenant="guest")))
-    branches = engine.fork(request, [[], [7]], GREEDY)
+    own = SamplingParams(max_new_tokens=8, ignore_eos=True, service=ServiceRequest(tenant="guest"))
+    _, branches = start_and_fork(engine, [[], [7]], own=own)
     branches.join(WAIT_S)
     assert all(each.params.service.tenant == "guest" for each in branches)
     settle(engine)
@@ -214,8 +248,7 @@ def test_strategies_tenants_and_records_know_branches(start_engine, tmp_path):
 def test_views_have_the_group(start_engine):
     engine = start_engine(LOG)
     engine.generate([PROMPT], GREEDY)
-    request = engine.start(PROMPT, GREEDY)
-    engine.fork(request, [[], []]).join(WAIT_S)
+    start_and_fork(engine, [[], []])[1].join(WAIT_S)
     seen = {(row.request_id, row.group_id) for view in log_of(engine).views for row in view.requests}
     assert {(0, None), (1, 1), (2, 1), (3, 1)} <= seen
 
@@ -269,3 +302,17 @@ def test_random_forks_joins_and_cancellations_leave_no_block_behind(start_engine
     assert not (branches._groups or branches._parked or branches._due or branches._copies)
     some = random.Random(1).sample(finished, min(len(finished), 40))
     assert len(some) > 20 and [each.token_ids for each in some] == alone(engine, some)
+
+
+def test_a_branch_that_fails_ends_the_others(start_engine):
+    engine = start_engine()
+    long = SamplingParams(max_new_tokens=500, ignore_eos=True)
+    for wait in (lambda branches: branches.join(WAIT_S), lambda branches: list(branches.stream())):
+        _, branches = start_and_fork(engine, [[], []], long)
+        branches[0].end("failed", "error", EngineError("the engine gave it up"))
+        with pytest.raises(EngineError, match="gave it up"):
+            wait(branches)
+        assert branches[1].result(WAIT_S).finish_reason == "cancelled"
+        with pytest.raises(EngineError, match="gave it up"):
+            list(branches[0])
+        branches.cancel()

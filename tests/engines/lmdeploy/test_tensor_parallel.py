@@ -21,6 +21,7 @@ from sagellm.engines.base import SamplingParams
 from sagellm.engines.lmdeploy.contract.architectures import ARCHITECTURES, write_model
 from sagellm.engines.lmdeploy.workers import Pickling, failure_of
 from tests.comm_backend.sysfs_tree import Tree
+from tests.engines.lmdeploy.test_branches import start_and_fork
 from tests.engines.lmdeploy.test_exactness import CROWD, answers
 from tests.pool import settle
 
@@ -356,7 +357,7 @@ def test_few_bits_and_sparse_attention_are_split(two_workers, start_engine, sett
 def test_each_worker_copies_blocks_of_branches(two_workers, start_engine):
     prompt, params = list(range(20, 61)), SamplingParams(max_new_tokens=8, ignore_eos=True)
     engine = two_workers(prefix_caching=False)
-    branches = engine.fork(engine.start(prompt, params), [[], [], [5]])
+    _, branches = start_and_fork(engine, [[], [], [5]], params, params, prompt)
     found = branches.join(60)
     assert engine.hooks.report()["forks"]["copied_blocks"] == 3
     alone = start_engine().generate([each.prompt for each in branches], params)
