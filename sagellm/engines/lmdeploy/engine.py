@@ -440,7 +440,7 @@ class LMDeployEngine(BaseEngine):
 
     async def _fork(self, request: Request, prompts: Any, every: list[SamplingParams]) -> Branches:
         number = request.request_id
-        if request._watch is not self._watch:
+        if request.watch is not self._watch:
             raise EngineError(f"request {number} is not of this engine; fork it on the engine that started it.")
         if number not in self._requests:
             raise EngineError(
