@@ -35,7 +35,7 @@ NAMES = ("plain", "sot")
 @click.option("--points", default=8, show_default=True, help="Points of a plan.")
 @click.option("--tokens", default=64, show_default=True, help="Tokens of a point.")
 @click.option("--questions", default=100, show_default=True, help="Questions whose plans are read; 0 for none.")
-@click.option("--rounds", default=5, show_default=True, help="Measured rounds.")
+@click.option("--rounds", default=3, show_default=True, help="Measured rounds.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
 def main(model: str, points: int, tokens: int, questions: int, rounds: int, threads: int, output: Output) -> None:
@@ -132,15 +132,17 @@ def build(model: str, threads: int, speculative: str) -> Any:
 
     def plans(questions: list[str]) -> dict[str, float]:
         sot, shares = SpecSoT(engine, tokenizer), {"valid": 0, "direct": 0, "error": 0, "valid without the grammar": 0}
-        for question in questions:
-            asked = sot._chat([ask_for_plan(question)])
-            held = sot.skeleton_prefill(asked, None, PLAN_TOKENS)
-            text = sot.skeleton_decode(asked, held, None, PLAN_TOKENS).skeleton_text
-            held.request.cancel()
-            shares[_kind(sot, text, question)] += 1
-            free = engine.generate([asked], SamplingParams(PLAN_TOKENS, stop_token_ids=sot._ends))[0].token_ids
-            text = tokenizer.decode(free, skip_special_tokens=True)
-            shares["valid without the grammar"] += _kind(sot, text, question) == "valid"
+        for first in range(0, len(questions), AT_ONCE):
+            some = questions[first : first + AT_ONCE]
+            asked = [sot._chat([ask_for_plan(question)]) for question in some]
+            held = [sot.skeleton_prefill(ids, None, PLAN_TOKENS) for ids in asked]
+            free = engine.generate(asked, SamplingParams(PLAN_TOKENS, stop_token_ids=sot._ends))
+            for question, ids, one, other in zip(some, asked, held, free, strict=True):
+                text = sot.skeleton_decode(ids, one, None, PLAN_TOKENS).skeleton_text
+                one.request.cancel()
+                shares[_kind(sot, text, question)] += 1
+                text = tokenizer.decode(other.token_ids, skip_special_tokens=True)
+                shares["valid without the grammar"] += _kind(sot, text, question) == "valid"
         return {name: value / len(questions) for name, value in shares.items()}
 
     def answer(request: dict[str, Any]) -> Any:
