@@ -109,6 +109,11 @@ class Request:
         """New tokens so far."""
         return tuple(self._tokens)
 
+    @property
+    def num_tokens(self) -> int:
+        """How many there are, without a copy."""
+        return len(self._tokens)
+
     def __iter__(self) -> Iterator[int]:
         """
         Raises:
@@ -200,7 +205,7 @@ class Branches(Sequence[Request]):
         """
         places, is_over = [0] * len(self), False
         while not is_over:
-            self._watch.wait(lambda: self._is_over() or [len(each.token_ids) for each in self] != places)
+            self._watch.wait(lambda: self._is_over() or [each.num_tokens for each in self] != places)
             is_over = self._is_over()
             for number, each in enumerate(self):
                 found = each.token_ids[places[number] :]
@@ -212,7 +217,7 @@ class Branches(Sequence[Request]):
     def usage(self) -> dict[str, int]:
         """Tokens so far, as OpenAI's API counts them: those that branches have of their parent count once."""
         prompt = self.num_shared + sum(len(each.prompt) - self.num_shared for each in self)
-        completion = sum(len(each.token_ids) for each in self)
+        completion = sum(each.num_tokens for each in self)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _is_over(self) -> bool:
@@ -238,5 +243,5 @@ def wait_for_news(requests: Sequence[tuple[Request, int]]) -> None:
     """
     if requests:
         requests[0][0].watch.wait(
-            lambda: any(request.state != "running" or len(request.token_ids) > known for request, known in requests)
+            lambda: any(request.state != "running" or request.num_tokens > known for request, known in requests)
         )

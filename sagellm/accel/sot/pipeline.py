@@ -37,7 +37,7 @@ Processor = Callable[[Any, Any], Any]
 
 
 class SpecSoT:
-    """Answers questions with a plan and branches. A stage is replaced by a method of a subclass.
+    """Answers questions with a plan and branches, one at a time. A stage is replaced by a method of a subclass.
 
     Args:
         engine: one that can fork requests. Its speculative strategy is used in every stage.
@@ -134,6 +134,7 @@ class SpecSoT:
 
         Args:
             max_kv_len: tokens of all branches that run, their own prompts and predicted lengths; the common ones count once.
+            use_scheduling: stage 4 has followed it; the order is that of `schedule_result`.
             on_token: called with (id of a branch, token) as tokens come.
 
         Raises:
@@ -158,11 +159,12 @@ class SpecSoT:
                     waiting = [each for each in waiting if each not in ready]
                 wait_for_news([(request, told[each]) for each, request in running.items()])
                 for each, request in list(running.items()):
-                    has_ended, tokens = request.state != "running", request.token_ids
-                    if on_token is not None:
-                        for token in tokens[told[each] :]:
+                    has_ended = request.state != "running"  # asked first: its last tokens come before
+                    if request.num_tokens > told[each]:
+                        tokens = request.token_ids
+                        for token in tokens[told[each] :] if on_token is not None else ():
                             on_token(each, token)
-                    told[each] = len(tokens)
+                        told[each] = len(tokens)
                     if has_ended:
                         del running[each]
                         outputs[each] = self._without_end(request.result().token_ids)
