@@ -50,7 +50,7 @@ build_address() {
 }
 
 native_tests() {
-    local build="$folder/$1" name steps=30 names="threads hook_table port_questions port_notices shm_group decoder"
+    local build="$folder/$1" name steps=30 names="threads hook_table port_questions port_notices shm_group team decoder"
     [ "$1" = thread ] || steps=100 names="$names functional block_cache policies copy_pieces kv_strides suffix_tree abi" # of one thread
     shift
     for name in $names; do

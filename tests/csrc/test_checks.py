@@ -64,7 +64,7 @@ def test_native_tests_pass_under_sanitizers(kind: str, address: subprocess.Compl
     done = check(kind) if kind != "address" or address.returncode == CANNOT else address
     assert done.returncode == 0, done.stderr[-4000:]
     passed = set(re.findall(r"^(\w+): passed", done.stdout, re.MULTILINE))
-    several = {"threads", "hook_table", "port_questions", "port_notices", "shm_group", "decoder", "turbomind"}
+    several = {"threads", "hook_table", "port_questions", "port_notices", "shm_group", "team", "decoder", "turbomind"}
     single = {"functional", "block_cache", "policies", "copy_pieces", "kv_strides", "suffix_tree", "abi"}
     assert passed == (several if kind == "thread" else several | single)
 

@@ -16,8 +16,8 @@ namespace sage {
 //
 // `compute` writes to `local` alone, so several threads may compute one chunk; exactly one of them calls `commit`. A
 // thread that was preempted may compute a chunk of a stage that is long over: its result is dropped, but what it reads
-// must still be mapped. So buffers that chunks read live as long as the work, and the work lives until no thread is in
-// it.
+// must still be mapped. `Team::run` returns when no thread computes, so what chunks read may be freed then. The work
+// itself lives until no thread is in it.
 class Work {
  public:
   virtual ~Work() = default;
@@ -41,7 +41,7 @@ class Team {
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Runs all stages. One caller at a time.
+  // Runs all stages. One caller at a time. No thread reads what the work points to once this returns.
   void run(const std::shared_ptr<Work>& work);
 
   // Number of chunks that were computed again, since the start.
@@ -50,6 +50,7 @@ class Team {
  private:
   struct alignas(64) Place {             // of a thread
     std::atomic<std::uint64_t> step{0};  // that it is in; 0: none
+    std::atomic<int> computing{0};       // 1 while it calls `compute` or `commit`
     std::vector<char> local;
     std::uint64_t chunk_ns = 0;
   };
@@ -69,6 +70,7 @@ class Team {
   void execute(Work& work, std::uint64_t id, int chunk, Place& place);
   void wait_or_repeat(Work& work, std::uint64_t id, int num_chunks, Place& place);
   void wait_for_leavers(std::uint64_t oldest);
+  void wait_for_computing();
   void reserve(const Work& work);
 
   // Stages are numbered over all steps.

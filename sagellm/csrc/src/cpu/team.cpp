@@ -67,6 +67,7 @@ void Team::run(const std::shared_ptr<Work>& work) {
   }
   wake_.notify_all();
   take_part(*work, step, places_[0], 0);
+  wait_for_computing();
 }
 
 // Waits until no worker is in a step older than `oldest`.
@@ -79,6 +80,19 @@ void Team::wait_for_leavers(std::uint64_t oldest) {
         relax();
       else
         std::this_thread::yield();
+    }
+  }
+}
+
+// Waits, once all chunks are committed, for threads that still compute one. A thread that begins to compute afterwards sees
+// by the exchange in `execute` that its chunk is committed. Sleeping leaves this processor to a thread that was preempted.
+void Team::wait_for_computing() {
+  for (std::size_t i = 1; i <= workers_.size(); ++i) {
+    for (int spins = 0; places_[i].computing.fetch_add(0, std::memory_order_acq_rel) != 0; ++spins) {
+      if (spins < 100)
+        relax();
+      else
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
   }
 }
@@ -155,14 +169,20 @@ int Team::take(std::uint64_t id, int lane, int num_chunks) {
 void Team::execute(Work& work, std::uint64_t id, int chunk, Place& place) {
   const std::uint64_t begin = workers_.empty() ? 0 : now_ns();
   char* local = place.local.data() + (64 - reinterpret_cast<std::uintptr_t>(place.local.data()) % 64) % 64;
-  work.compute(stage_of(id), chunk, local);
   auto& state = flag(chunk);
+  place.computing.exchange(1, std::memory_order_acq_rel);
   // A stage ends only when all its chunks are committed, so a stage before ours means that this chunk is not.
   std::uint64_t before = state.load(std::memory_order_relaxed);
-  if (before >= claimed(id) || !state.compare_exchange_strong(before, claimed(id), std::memory_order_acq_rel)) return;
-  work.commit(stage_of(id), chunk, local);
-  state.store(committed(id), std::memory_order_release);
-  if (!workers_.empty()) place.chunk_ns = now_ns() - begin;
+  if (before < claimed(id)) {
+    work.compute(stage_of(id), chunk, local);
+    before = state.load(std::memory_order_relaxed);
+    if (before < claimed(id) && state.compare_exchange_strong(before, claimed(id), std::memory_order_acq_rel)) {
+      work.commit(stage_of(id), chunk, local);
+      state.store(committed(id), std::memory_order_release);
+      if (!workers_.empty()) place.chunk_ns = now_ns() - begin;
+    }
+  }
+  place.computing.store(0, std::memory_order_release);
 }
 
 void Team::wait_or_repeat(Work& work, std::uint64_t id, int num_chunks, Place& place) {
