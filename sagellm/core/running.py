@@ -82,6 +82,7 @@ class Request:
         parent: the request that it is a branch of, or None.
         prompt: its token ids; of a branch, with those of its parent.
         keep: whether it stays after its last token, so that it can be forked, until `cancel`.
+        guesses: counts of its guesses so far, as `accel.speculative.statistics.RequestGuesses`; empty for none.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Request:
     ) -> None:  # fmt: skip
         self.request_id, self.prompt, self.params = request_id, tuple(prompt), params
         self.parent, self.keep = parent, keep
+        self.guesses: tuple[Any, ...] = ()
         self.state: State = "running"
         self.stop: Callable[[], None] = lambda: None  # the engine sets it
         self.watch = watch
@@ -148,8 +150,9 @@ class Request:
 
     # ---- called by the engine, on its thread
 
-    def add(self, token_ids: Sequence[int]) -> None:
+    def add(self, token_ids: Sequence[int], guesses: tuple[Any, ...] = ()) -> None:
         with self.watch.changed:
+            self.guesses = guesses
             self._times.extend([time.perf_counter() - self._start_s] * len(token_ids))
             self._tokens.extend(map(int, token_ids))
             self.watch.changed.notify_all()

@@ -11,8 +11,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,7 @@ from sagellm.core.collectives import GROUP
 from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.registry import find_plugin
-from sagellm.core.running import MAX_BRANCHES, Branches, Request, Watch
-from sagellm.core.service import NOTHING_ASKED, EngineRequest
+from sagellm.core.running import Branches, Request, Watch
 from sagellm.core.tasks import end_tasks
 from sagellm.engines.base import BaseEngine, EngineInfo, Generation, SamplingParams
 from sagellm.engines.lmdeploy import patch_state
@@ -41,6 +39,7 @@ from sagellm.engines.lmdeploy.kv_tiers import check_sizes
 from sagellm.engines.lmdeploy.layout import layout_of, weights_of
 from sagellm.engines.lmdeploy.pooling import POOLINGS, PoolingKind, embed_prompt
 from sagellm.engines.lmdeploy.ray_workers import check_ray, set_ray
+from sagellm.engines.lmdeploy.running import RunningRequests, check_params, finish_reason
 from sagellm.engines.lmdeploy.settings_plugins import (
     all_plugins,
     check_no_window,
@@ -216,18 +215,20 @@ class LMDeployEngine(BaseEngine):
         logging.getLogger("lmdeploy").setLevel(config.log_level)
         self._model, self._device = model, device
         self._sessions = itertools.count()
-        self._requests: dict[int, Request] = {}  # of `start` and `fork`, that are in the engine
-        self._watch = Watch(self._check_loop)
         # Built here, not on the loop's thread: with several workers LMDeploy installs a signal handler, which Python
         # allows on the main thread only.
         self.engine = _build(model, engine_config, speculative_config(config))
         agent = getattr(self.engine.executor, "model_agent", None)  # of an engine without workers
-        self._grammars = getattr(agent, "guided_decoding_manager", None)
-        if self._grammars is not None:
-            self._grammars.processors = {}  # LMDeploy keeps one for all engines of a process, by numbers that they share
+        grammars = getattr(agent, "guided_decoding_manager", None)
+        if grammars is not None:
+            grammars.processors = {}  # LMDeploy keeps one for all engines of a process, by numbers that they share
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sagellm-engine", daemon=True)
         self._thread.start()
+        self._running = RunningRequests(
+            self.engine, self._on_loop, lambda: next(self._sessions), Watch(self._check_loop), self.engine.max_session_len - 1,
+            grammars=grammars,
+        )  # fmt: skip
         self._on_loop(self._start())
         self.info = _engine_info(device, sizes, self.engine, model)
 
@@ -279,34 +280,17 @@ class LMDeployEngine(BaseEngine):
     ) -> list[Generation]:
         every = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         delays = list(delays_s) if delays_s is not None else [0.0] * len(prompts)
-        _check_deadlines(every)
-        _check_patterns(every)
+        check_params(every)
         return self._on_loop(self._generate(prompts, every, delays))
 
     def start(self, prompt: Sequence[int], params: SamplingParams | None = None, keep: bool = False) -> Request:
-        self._check_length(len(prompt), "the prompt")
-        params = params or SamplingParams()
-        _check_deadlines([params])
-        _check_patterns([params])
-
-        async def begin() -> Request:
-            return self._begin(Request(next(self._sessions), prompt, params, self._watch, keep=keep))
-
-        return self._on_loop(begin())
+        return self._running.start(prompt, params, keep)
 
     def fork(
         self, request: Request, prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Branches:  # fmt: skip
-        if not 0 < len(prompts) <= MAX_BRANCHES:
-            raise EngineError(f"fork got {len(prompts)} prompts; allowed are 1 to {MAX_BRANCHES}. A prompt may be empty.")
-        every = list(params) if isinstance(params, Sequence) else [params or request.params] * len(prompts)
-        if len(every) != len(prompts):
-            raise EngineError(f"fork got {len(every)} params for {len(prompts)} prompts; give one for each, or one for all.")
-        every = [replace(each, service=each.service or request.params.service) for each in every]
-        _check_deadlines(every)
-        _check_patterns(every)
-        return self._on_loop(self._fork(request, prompts, every))
+        return self._running.fork(request, prompts, params)
 
     def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":
         longest = self.engine.max_session_len - 1
@@ -368,101 +352,10 @@ class LMDeployEngine(BaseEngine):
         start += delay_s
         tokens: list[int] = []
         times: list[float] = []
-        async for found in self._stream(next(self._sessions), prompt, params):
+        async for found, _ in self._running.stream(next(self._sessions), prompt, params):
             tokens.extend(found)
             times.extend([time.perf_counter() - start] * len(found))
-        return Generation(tuple(tokens), _reason(tokens, params), tuple(times))
-
-    async def _stream(
-        self, session: int, prompt: Any, params: SamplingParams, parent: int | None = None, kept: asyncio.Event | None = None
-    ) -> AsyncIterator[list[int]]:
-        """Yield the new tokens of a request. `kept`: it stays after them until this is set.
-
-        Raises:
-            EngineError: the engine gave it up.
-        """
-        from lmdeploy.messages import ResponseType
-
-        instance, status = self.engine.create_instance(), None
-        try:
-            options = {"gen_config": _gen_config(params, parent), "adapter_name": params.adapter}
-            async for output in instance.async_stream_infer(session, list(prompt), **options):
-                status = output.status
-                yield [int(token) for token in output.token_ids]
-            if status not in (ResponseType.FINISH, ResponseType.SUCCESS):
-                why = failure_of(self.engine.executor)
-                raise EngineError(f"{why}; its log says why." if why else f"the engine ended the request with {status}.")
-            if kept is not None:
-                yield []
-                await kept.wait()
-        finally:
-            await instance.async_end(session)
-            if self._grammars is not None:
-                self._grammars.remove_processor(session)  # LMDeploy would keep it
-
-    def _begin(self, request: Request) -> Request:
-        """Runs on the loop's thread, as all that changes a request."""
-        stopped = asyncio.Event()
-        task = self._loop.create_task(self._follow(request, stopped), name=f"sagellm-request-{request.request_id}")
-        self._requests[request.request_id] = request
-
-        def stop() -> None:
-            stopped.set()
-            task.cancel()
-
-        request.stop = lambda: self._loop.is_closed() or self._loop.call_soon_threadsafe(stop)
-        return request
-
-    async def _follow(self, request: Request, stopped: asyncio.Event) -> None:
-        """Tell a request of its tokens and its end. Its task is cancelled to end it.
-
-        Args:
-            stopped: set before that. LMDeploy's wait drops a cancellation that comes in the same moment as a token.
-        """
-        session, parent = request.request_id, None if request.parent is None else request.parent.request_id
-        stream = self._stream(session, request.prompt, request.params, parent, stopped if request.keep else None)
-        try:
-            async for found in stream:
-                if found:
-                    request.add(found)
-                elif request.keep:
-                    request.end("finished", _reason(request.token_ids, request.params))
-                if stopped.is_set():
-                    raise asyncio.CancelledError
-            request.end("finished", _reason(request.token_ids, request.params))
-        except asyncio.CancelledError:
-            request.end("cancelled", "cancelled")
-        except EngineError as error:
-            request.end("failed", "error", error)
-        finally:
-            del self._requests[session]
-            await stream.aclose()
-
-    async def _fork(self, request: Request, prompts: Any, every: list[SamplingParams]) -> Branches:
-        number = request.request_id
-        if request.watch is not self._watch:
-            raise EngineError(f"request {number} is not of this engine; fork it on the engine that started it.")
-        if number not in self._requests:
-            raise EngineError(
-                f"request {number} is {request.state}, and its blocks are gone; fork a request while it runs, or start it "
-                "with keep=True."
-            )
-        common = [*request.prompt, *request.token_ids]
-        for place, prompt in enumerate(prompts):
-            self._check_length(len(common) + len(prompt), f"branch {place}, with {len(common)} tokens of its parent,")
-        made = [
-            Request(next(self._sessions), [*common, *prompt], params, self._watch, request)
-            for prompt, params in zip(prompts, every, strict=True)
-        ]
-        for each in made:
-            self._begin(each)
-        await asyncio.sleep(0)  # the branches are on their way to the engine before the parent can end
-        return Branches(made, len(common), self._watch)
-
-    def _check_length(self, num_tokens: int, what: str) -> None:
-        longest = self.engine.max_session_len - 1
-        if not 0 < num_tokens <= longest:
-            raise EngineError(f"{what} has {num_tokens} tokens; allowed are 1 to {longest}.")
+        return Generation(tuple(tokens), finish_reason(tokens, params), tuple(times))
 
     async def _prompt_logits(self, prompt: list[int]) -> Any:
         from lmdeploy.messages import GenerationConfig
@@ -528,52 +421,6 @@ def _own_rendezvous() -> Iterator[None]:
         for name in RENDEZVOUS:
             os.environ.pop(name, None)
         os.environ.update(kept)
-
-
-def _check_patterns(params: Sequence[SamplingParams]) -> None:
-    """Raises EngineError for a pattern that is no regular expression. In a step it would end the engine."""
-    for pattern in {each.pattern for each in params if each.pattern}:
-        import xgrammar
-
-        try:
-            xgrammar.Grammar.from_regex(pattern)
-        except RuntimeError as error:
-            raise EngineError(f"pattern {pattern[:60]!r} cannot be compiled: {str(error).splitlines()[0]}") from None
-
-
-def _reason(tokens: Sequence[int], params: SamplingParams) -> str:
-    stopped = bool(tokens) and tokens[-1] in params.stop_token_ids and not params.ignore_eos
-    return "stop" if stopped else "length"
-
-
-def _gen_config(params: SamplingParams, parent: int | None = None) -> Any:
-    from lmdeploy.messages import GenerationConfig
-
-    greedy = params.temperature == 0
-    gen_config = GenerationConfig(
-        max_new_tokens=params.max_new_tokens,
-        do_sample=not greedy,
-        top_k=1 if greedy else params.top_k,
-        top_p=params.top_p,
-        temperature=1.0 if greedy else params.temperature,
-        random_seed=params.seed,
-        stop_token_ids=list(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        logits_processors=list(params.processors) or None,
-        response_format={"type": "regex_schema", "regex_schema": params.pattern} if params.pattern else None,
-    )
-    asks = params.service is not None and params.service != NOTHING_ASKED
-    gen_config.sage = EngineRequest.text(params.service.model_dump_json(exclude_defaults=True) if asks else None, parent)
-    return gen_config
-
-
-def _check_deadlines(every: Sequence[SamplingParams]) -> None:
-    for number, params in enumerate(every):
-        if params.service is not None and params.service.is_past():
-            raise EngineError(
-                f"the deadline of prompt {number}, {params.service.deadline}, has passed: it is Unix time in seconds, now "
-                f"{time.time():.0f}. Give a later one, or none."
-            )
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:

@@ -53,11 +53,13 @@ def log_of(engine):
 def start_and_fork(engine, prompts, params=GREEDY, own=GREEDY, prompt=PROMPT, cancel=False):
     """`start` and `fork` with nothing in between: the request is forked before any of its prompt is computed."""
 
+    running = engine._running
+
     async def both():
-        request = engine._begin(Request(next(engine._sessions), prompt, own, engine._watch))
+        request = running._begin(Request(next(engine._sessions), prompt, own, running._watch))
         every = params if isinstance(params, list) else [params] * len(prompts)
         every = [replace(each, service=each.service or own.service) for each in every]
-        branches = await engine._fork(request, prompts, every)
+        branches = await running._fork(request, prompts, every)
         if cancel:
             request.cancel()
         return request, branches
