@@ -105,7 +105,7 @@ def build(model: str, threads: int, speculative: str) -> Any:
             points, tokens = self._size
             titles = ["Say it once more" if self._repeats else f"Part {number}" for number in range(points)]
             tasks = tuple(TaskData(number, title, tokens) for number, title in enumerate(titles))
-            return SkeletonParseResult("plan", tasks, tuple(ask_for_point(task, task_prompt) for task in tasks))
+            return SkeletonParseResult("plan", tasks, tuple(map(ask_for_point, tasks)))
 
     def answer_all(do: str, count: int, points: int, tokens: int, repeats: bool) -> float:
         asked = [QUESTIONS[7 * number] for number in range(count)]
@@ -134,7 +134,7 @@ def build(model: str, threads: int, speculative: str) -> Any:
         sot, shares = SpecSoT(engine, tokenizer), {"valid": 0, "direct": 0, "error": 0, "valid without the grammar": 0}
         for first in range(0, len(questions), AT_ONCE):
             some = questions[first : first + AT_ONCE]
-            asked = [sot._chat([ask_for_plan(question)]) for question in some]
+            asked = [sot._chat(ask_for_plan(question)) for question in some]
             held = [sot.skeleton_prefill(ids, None, PLAN_TOKENS) for ids in asked]
             free = engine.generate(asked, SamplingParams(PLAN_TOKENS, stop_token_ids=sot._ends))
             for question, ids, one, other in zip(some, asked, held, free, strict=True):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,7 @@ from sagellm.core.config import DEVICES, SageConfig
 from sagellm.core.errors import SageError
 
 if TYPE_CHECKING:
+    from sagellm.accel.sot.figure import Timeline
     from sagellm.accel.sot.results import SoTAnswer
 
 SHOWN = ("text", "tree")
@@ -26,8 +28,12 @@ SHOWN = ("text", "tree")
 @click.option("--max-tokens", type=click.IntRange(1), default=512, show_default=True, help="Most tokens of a point.")
 @click.option("--always-plan", is_flag=True, help="Do not let the model answer without a plan.")
 @click.option("--show", type=click.Choice(SHOWN), default="text", show_default=True, help="The text, or the points as a tree.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the answer over time: .png, .svg or .pdf.")
 @click.option("--json", "as_json", is_flag=True, help="Print all of the answer as JSON.")
-def sot(question: str, max_parallel: int, max_tokens: int, always_plan: bool, show: str, as_json: bool, **given: Any) -> None:
+def sot(
+    question: str, max_parallel: int, max_tokens: int, always_plan: bool, show: str, plot: Path | None, as_json: bool,
+    **given: Any,
+) -> None:  # fmt: skip
     """Answer QUESTION as a plan of 2 to 12 points that are written side by side.
 
     Exit code 0: answered; 1: the engine could not; 2: misuse.
@@ -35,7 +41,11 @@ def sot(question: str, max_parallel: int, max_tokens: int, always_plan: bool, sh
     options = {"max_new_tokens": max_tokens, "max_parallel": max_parallel}
     try:
         with contextlib.redirect_stdout(sys.stderr):  # LMDeploy logs to stdout
-            answer, tokenizer = _answer(question, given, not always_plan, options)
+            answer, tokenizer, timeline = _answer(question, given, not always_plan, options)
+            if plot is not None:
+                from sagellm.accel.sot.figure import draw
+
+                draw(timeline, question, plot)
     except SageError as error:
         click.echo(json.dumps({"error": str(error)}) if as_json else f"error: {error}", err=not as_json)
         sys.exit(1)
@@ -49,10 +59,11 @@ def sot(question: str, max_parallel: int, max_tokens: int, always_plan: bool, sh
 
 def _answer(
     question: str, given: dict[str, Any], may_be_direct: bool, options: dict[str, int]
-) -> tuple["SoTAnswer", Any]:  # fmt: skip
-    """Return the answer, and the tokenizer of its tokens."""
+) -> tuple["SoTAnswer", Any, "Timeline"]:  # fmt: skip
+    """Return the answer, the tokenizer of its tokens, and when they came."""
     from transformers import AutoTokenizer
 
+    from sagellm.accel.sot.figure import Timeline
     from sagellm.accel.sot.pipeline import SpecSoT
     from sagellm.core.engines import open_engine
     from sagellm.models import find_model, prepare_model
@@ -61,7 +72,9 @@ def _answer(
     tokenizer = AutoTokenizer.from_pretrained(prepare_model(find_model(config.model)))
     engine = open_engine(config)
     try:
-        return SpecSoT(engine, tokenizer, may_be_direct).generate(question, **options), tokenizer
+        timeline = Timeline()
+        answer = SpecSoT(engine, tokenizer, may_be_direct).generate(question, **options, listener=timeline)
+        return answer, tokenizer, timeline
     finally:
         engine.close()
 
@@ -77,11 +90,13 @@ def _show_tree(question: str, answer: "SoTAnswer", tokenizer: Any) -> None:
     from rich.markup import escape
     from rich.tree import Tree
 
+    from sagellm.accel.sot.skeleton import lead
+
     tree = Tree(f"{escape(question)} ({answer.mode}, {answer.stats['total_s']:.2f} s)")
     if answer.mode != "plan":
         tree.add(escape(f"{answer.error_msg}\n{answer.text}".strip()))
     for task in answer.tasks:
         tokens = answer.branches[task.branch_id]
         branch = tree.add(f"{task.branch_id + 1}. {escape(task.title)} ({len(tokens)} tokens)")
-        branch.add(escape(tokenizer.decode(tokens, skip_special_tokens=True).strip()))
+        branch.add(escape(lead(task) + tokenizer.decode(tokens, skip_special_tokens=True)))
     show(tree)

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 from sagellm.core.errors import EngineError
 from sagellm.core.service import ServiceRequest
 
-__all__ = ["MAX_BRANCHES", "Branches", "Generation", "Request", "SamplingParams", "wait_for_news"]
+__all__ = ["MAX_BRANCHES", "Branches", "Generation", "PaddedPrompt", "Request", "SamplingParams", "wait_for_news"]
 
 MAX_BRANCHES = 128  # of one call, as many as answers that OpenAI's API allows
 CHECK_S = 1.0  # how often a caller that waits looks whether the engine still works
@@ -38,6 +38,34 @@ class SamplingParams:
     adapter: str | None = None
     processors: tuple[Callable[[Any, Any], Any], ...] = ()
     pattern: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedPrompt:
+    """Tells a processor of scores where its prompt lies: LMDeploy pads in front, with one token again and again.
+
+    Attributes:
+        length: tokens of the prompt.
+        first: its first token.
+        num_first: number of times that it begins with that token.
+    """
+
+    length: int = 0
+    first: int = -1
+    num_first: int = 0
+
+    @classmethod
+    def of(cls, prompt: Sequence[int]) -> "PaddedPrompt":
+        num_first = next((place for place, token in enumerate(prompt) if token != prompt[0]), len(prompt))
+        return cls(len(prompt), prompt[0], num_first)
+
+    def end(self, ids: Any) -> int:
+        """Return where the answer begins in padding, prompt and answer, int64 [tokens]."""
+        others = (ids != ids[0]).nonzero()
+        run = int(others[0]) if len(others) else len(ids)
+        if int(ids[0]) == self.first:  # the prompt's own tokens, or padding that equals them
+            run -= self.num_first
+        return max(0, min(run, len(ids) - self.length)) + self.length
 
 
 @dataclass(frozen=True, slots=True)

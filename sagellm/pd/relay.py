@@ -206,7 +206,7 @@ class RelayedResponse(Response):
         relay = self._relay
         num_tokens = sum(map(len, tokens)) if tokens else guess_tokens(body.raw)
         one = tokens[0] if tokens and len(tokens) == 1 else None
-        can_split = body.num_prompts == body.num_answers == 1 and num_tokens > 1
+        can_split = body.num_prompts == body.num_answers == 1 and num_tokens > 1 and "sot" not in body.raw
         request = RouteRequest(num_tokens, body.max_tokens, can_split, tokens is None, self._attempts)
         faults = relay.router.num_faults
         views = relay.group.views(body.model, one, failed)

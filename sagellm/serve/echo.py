@@ -1,6 +1,7 @@
 """The prompt in the answer of a completion (`echo`), with log probabilities of its tokens; evaluation harnesses need them."""
 
 import asyncio
+import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from sagellm.engines.lmdeploy.pooling import infer_prompt
 from sagellm.serve.parameters import Refused
 
-__all__ = ["Echo", "echo_of", "with_echo"]
+__all__ = ["Echo", "TokenTexts", "echo_of", "with_echo"]
 
 INCOMPLETE = "\ufffd"  # ends the text of tokens that end within a character
 ROWS = 256  # of scores that are looked at together: each has a number for every token of the vocabulary
@@ -35,14 +36,14 @@ async def echo_of(engine: Any, tokens: list[int], text: str | None, num_top: int
     """
     tokenizer = engine.tokenizer.model.model
     if num_top is None:
-        return Echo(text if text is not None else _Texts(tokenizer).of(tokens), None)
+        return Echo(text if text is not None else TokenTexts(tokenizer).of(tokens), None)
     logits = await _logits(engine, tokens, session_id)
     return await asyncio.to_thread(_scored, tokenizer, tokens, text, logits, num_top)
 
 
 def _scored(tokenizer: Any, tokens: list[int], text: str | None, logits: Any, num_top: int) -> Echo:
     own, top_ids, top_values = _ranked(logits, tokens, num_top)
-    texts, pieces, names = _Texts(tokenizer), [], []
+    texts, pieces, names = TokenTexts(tokenizer), [], []
     for place, token in enumerate(tokens):
         names.append([texts.look(other) for other in top_ids[place - 1]] if place else [])
         pieces.append(texts.take(token))
@@ -64,22 +65,34 @@ def _scored(tokenizer: Any, tokens: list[int], text: str | None, logits: Any, nu
     )
 
 
-class _Texts:
+class TokenTexts:
     """Texts of tokens one after the other, each as what it adds to those before it.
 
     A character that several tokens make is the text of the last of them.
+
+    Args:
+        skip_special: whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, skip_special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._skipped = frozenset(tokenizer.all_special_ids) if skip_special else frozenset()
         self._shown: list[int] = []  # the last tokens with a text; a tokenizer may write the first token otherwise
         self._begun: list[int] = []  # tokens of a character that is not complete
+
+    def anew(self) -> "TokenTexts":
+        """Return the same for another text."""
+        other = copy.copy(self)
+        other._shown, other._begun = [], []
+        return other
 
     def of(self, tokens: list[int]) -> str:
         return "".join(map(self.take, tokens))
 
     def take(self, token: int) -> str:
         """Return the text of the next token."""
+        if token in self._skipped:
+            return ""
         text = self.look(token)
         if text:
             self._shown, self._begun = [*self._begun, token], []

@@ -16,21 +16,21 @@ TOOL_FIELDS = ("tool_calls", "tool_call_id", "reasoning_content")  # taken if th
 
 
 class Prompts:
-    """`engine` is LMDeploy's `AsyncEngine`."""
+    """`engine` is LMDeploy's `AsyncEngine`. `context`: most tokens of a prompt and its answer."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         # The rows of the embedding: a tokenizer's own count leaves out tokens that were added to it.
-        self._context = engine.session_len
+        self.context = engine.session_len
         if engine.backend == "turbomind":  # it has cut its own context to its pool
             self.vocab_size = engine.engine.config.vocab_size
         else:
             self.vocab_size = engine.engine.model_config.vocab_size
             config = engine.backend_config
             if config.num_gpu_blocks:
-                self._context = min(self._context, (config.num_gpu_blocks - 1) * config.block_size)
+                self.context = min(self.context, (config.num_gpu_blocks - 1) * config.block_size)
         # A vocabulary spells a token with at least as many letters as its text has.
-        self._most_chars = self._context * max(map(len, engine.tokenizer.model.model.get_vocab()))
+        self._most_chars = self.context * max(map(len, engine.tokenizer.model.model.get_vocab()))
         # Renders as the engine does, but with `encode` below.
         self._rendering = copy.copy(engine)
         self._rendering.tokenizer = self
@@ -75,7 +75,7 @@ class Prompts:
             raise Refused("the prompt is empty; send at least one token.")
         if not all(0 <= token < self.vocab_size for token in tokens):
             raise Refused(f"token ids must lie between 0 and {self.vocab_size - 1}.")
-        if len(tokens) >= self._context:
+        if len(tokens) >= self.context:
             raise Refused(f"the prompt has {len(tokens)} tokens; {self._how_much_fits()}")
 
     def encoded(self, request: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Prompts:
 
     def _how_much_fits(self) -> str:
         return (
-            f"with a context of {self._context} at most {self._context - 1} tokens are allowed. "
+            f"with a context of {self.context} at most {self.context - 1} tokens are allowed. "
             "Shorten it, or start the server with a larger --context-length or --kv-blocks."
         )
 

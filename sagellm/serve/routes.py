@@ -12,10 +12,11 @@ from sagellm.serve.embeddings import Embed, EmbeddingRequest, embeddings
 from sagellm.serve.group import INFO, Membership
 from sagellm.serve.parameters import Refused
 from sagellm.serve.prompts import Prompts, in_turn
+from sagellm.serve.sot import SoTWish
 
 __all__ = [
-    "CHAT", "COMPLETION", "ENCODE", "GENERATE", "HEALTH", "ROUTES", "Answer", "PolicyExchange", "Request", "Route", "Server",
-    "route_of",
+    "CHAT", "COMPLETION", "ENCODE", "GENERATE", "HARMLESS", "HEALTH", "ROUTES", "Answer", "PolicyExchange", "Request", "Route",
+    "Server", "route_of",
 ]  # fmt: skip
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -33,6 +34,16 @@ class ChatRequest(ChatCompletionRequest):
     service_tier: Literal["auto", "default"] | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1)] | None = None
+
+
+# Fields of a chat that change no answer, with the value that they must have; None: any that is allowed.
+HARMLESS = {name: None for name in (*ChatRequest.__annotations__, "user")} | {"n": 1, "logprobs": False, "tool_choice": "none"}
+
+
+class SoTRequest(ChatRequest):
+    """A chat that may ask for skeleton-of-thought."""
+
+    sot: SoTWish | None = None
 
 
 class PolicyExchange(BaseModel):
@@ -164,7 +175,7 @@ ROUTES = {
         Route("/metrics/", READ, "all"),
         Route("/openapi.json", ("GET",), "key", handler=describe),
         Route("/v1/models", READ, "all"),
-        Route(CHAT, ("POST",), "key", ChatRequest),
+        Route(CHAT, ("POST",), "key", SoTRequest),
         Route(COMPLETION, ("POST",), "key", CompletionRequest),
         Route(GENERATE, ("POST",), "key", GenerateReqInput),
         Route("/v1/embeddings", ("POST",), "key", EmbeddingRequest, embed),

@@ -24,8 +24,9 @@ from sagellm.serve.formats import check_format
 from sagellm.serve.group import FIELDS, GroupGate, Membership, unsplit
 from sagellm.serve.parameters import Refused, check_fields, check_parameters, engine_seed
 from sagellm.serve.prompts import Prompts, split_prompt, together
-from sagellm.serve.routes import CHAT, COMPLETION, ENCODE, GENERATE, HEALTH, Request, Route, Server, route_of
+from sagellm.serve.routes import CHAT, COMPLETION, ENCODE, GENERATE, HARMLESS, HEALTH, Request, Route, Server, route_of
 from sagellm.serve.service import ALLOWED, SERVICE, take_service
+from sagellm.serve.sot import Asked, SkeletonAnswers
 from sagellm.serve.speculation import FIELD as USAGE_FIELD
 from sagellm.serve.speculation import USAGE, take_wish
 from sagellm.serve.wishes import FIELDS as WISH_FIELDS
@@ -58,6 +59,7 @@ class RequestValidation:
         self._max_body_bytes, self._sampling = max_body_bytes, sampling or {}
         embed = embed_with(engine, self._next_session)
         self._server = Server(engine.model_name, Prompts(engine), member, policies, command, embed)
+        self._sot = SkeletonAnswers(engine, self._server.prompts, self._next_session, trouble)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":
@@ -78,6 +80,11 @@ class RequestValidation:
                 request, replaced = await self._request(route, headers, body, is_signed, is_trusted)
                 if route.handler is not None:
                     answer = await self._run(route.handler(self._server, request), wait_left(receive))
+                    if answer is not None:
+                        await _answer(send, 200, answer)
+                    return
+                if isinstance(replaced, Asked):
+                    answer = await self._sot.answer(replaced, self._run, wait_left(receive), send)
                     if answer is not None:
                         await _answer(send, 200, answer)
                     return
@@ -105,8 +112,12 @@ class RequestValidation:
 
     async def _request(
         self, route: Route, headers: Headers, body: bytes, is_signed: bool, is_trusted: bool
-    ) -> tuple[Request, bytes | Plan]:
-        """Return the checked request, and what LMDeploy's handler gets: a body, or several. Raises Refused."""
+    ) -> tuple[Request, bytes | Plan | Asked]:
+        """Return the checked request, and what LMDeploy's handler gets: a body, or several. Or a chat that it cannot answer.
+
+        Raises:
+            Refused: it must not be answered.
+        """
         if route.model is None:
             return Request(None, len(body)), body
         raw = {name: value for name, value in _parse(body).items() if value is not None}  # null: the default
@@ -173,8 +184,8 @@ class RequestValidation:
             raise Refused(f"The model {name!r} does not exist.", 404)
         return request
 
-    async def _plan(self, path: str, raw: dict[str, Any], request: Any, num_bytes: int) -> bytes | Plan:
-        """Return the body that LMDeploy's handler gets, or the bodies of several answers.
+    async def _plan(self, path: str, raw: dict[str, Any], request: Any, num_bytes: int) -> bytes | Plan | Asked:
+        """Return the body that LMDeploy's handler gets, or the bodies of several answers. A chat with `sot` does not get there.
 
         Raises:
             Refused: it must not get any.
@@ -187,6 +198,8 @@ class RequestValidation:
         if path == CHAT:
             check_format(request, raw.get("min_tokens"))
         prompts = await self._server.prompts.tokens(request, num_bytes)
+        if path == CHAT and request.sot is not None:
+            return self._sot.read(request, raw, HARMLESS | self._sampling)
         wishes = take_wishes(path, raw, prompts, self._server.prompts.vocab_size)
         if self._engine.backend == "turbomind" and any(wish.keys() & {"logits_processors"} for wish in wishes):
             raise Refused("logit_bias and penalties are not supported by the engine turbomind; leave them out.")

@@ -13,6 +13,7 @@ from typing import Any
 from lmdeploy.serve.openai.protocol import ResponseFormat
 from pydantic import ValidationError
 
+from sagellm.core.running import PaddedPrompt
 from sagellm.engines.lmdeploy.adjust import ScoreChanges
 from sagellm.serve.parameters import Refused, engine_seed
 from sagellm.serve.prompts import split_prompt
@@ -70,7 +71,7 @@ def take_wishes(path: str, raw: dict[str, Any], prompts: Sequence[list[int]], vo
     if not (presence or frequency or bias):
         return every
     return [
-        own | {"logits_processors": [ScoreChanges.of(presence, frequency, bias, prompt)]}
+        own | {"logits_processors": [ScoreChanges(presence, frequency, bias, PaddedPrompt.of(prompt))]}
         for own, prompt in zip(every, prompts, strict=True)
     ]
 

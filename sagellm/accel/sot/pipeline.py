@@ -8,7 +8,7 @@ Source: skeleton-of-thought (Ning et al., 2024); stages and names of SpecSoT.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,16 +24,40 @@ from sagellm.accel.sot.results import (
     SoTAnswer,
     TaskData,
 )
-from sagellm.accel.sot.skeleton import DistinctPoints, ask_for_plan, parse_plan, plan_pattern
+from sagellm.accel.sot.skeleton import (
+    DistinctPoints,
+    ask_for_plan,
+    heading,
+    lead,
+    parse_plan,
+    plan_pattern,
+    plan_tokens,
+)
 from sagellm.core.engines import TextEngine
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.core.running import Request, SamplingParams, wait_for_news
 
-__all__ = ["SpecSoT"]
+__all__ = ["Listener", "SpecSoT"]
 
 MARK = "\u2402"  # stands for the plan where a chat template is asked what follows it
 PLAN_TOKENS = 256
 Processor = Callable[[Any, Any], Any]
+
+
+class Listener:
+    """Hears of an answer while it is written, on the thread of its caller. A subclass takes what it needs.
+
+    An answer as one text has one branch, 0, and no points.
+    """
+
+    def planned(self, tasks: Sequence[TaskData]) -> None:
+        """The plan is read; empty for an answer as one text. Comes once, before any token."""
+
+    def token(self, branch_id: int, token: int) -> None:
+        """A branch has one more token."""
+
+    def ended(self, branch_id: int, reason: str) -> None:
+        """A branch has its last token. `reason`: stop or length."""
 
 
 class SpecSoT:
@@ -52,10 +76,12 @@ class SpecSoT:
         if tokenizer.chat_template is None:
             raise ConfigError("skeleton-of-thought needs a model with a chat template; this tokenizer has none.")
         self.engine, self.tokenizer = engine, tokenizer
-        self._pattern = plan_pattern(may_be_direct)
+        self._pattern, self._plan_tokens = plan_pattern(may_be_direct), plan_tokens(tokenizer)
         self._params = params or SamplingParams()
         self._ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self._plan: Request | None = None  # the request that branches are forked from
+        self._history: list[dict[str, str]] = []  # messages before the question
+        self._requests: list[Request] = []  # of the answer that is being written
 
     # ---- stages
 
@@ -66,9 +92,9 @@ class SpecSoT:
         _check_local(distributed)
         params = SamplingParams(
             max_new_tokens, stop_token_ids=self._ends, pattern=self._pattern,
-            processors=(DistinctPoints(self.tokenizer, len(input_ids)), *_processors(logits_processor)),
+            processors=(DistinctPoints(self._plan_tokens, input_ids), *_processors(logits_processor)),
         )  # fmt: skip
-        request = self.engine.start(input_ids, params, keep=True)
+        request = self._started(self.engine.start(input_ids, params, keep=True))
         next(iter(request), None)
         return SkeletonPrefillResult(
             input_ids=tuple(input_ids), input_len=len(input_ids), max_kv_len=len(input_ids) + max_new_tokens, request=request
@@ -116,6 +142,7 @@ class SpecSoT:
             for limit in limits
         ]  # fmt: skip
         branches = self.engine.fork(self._plan, branch_prompts, params)
+        self._requests += branches
         begins, ids = [], list(prefix_ids)
         for prompt in branch_prompts:
             begins.append(len(ids))
@@ -128,24 +155,26 @@ class SpecSoT:
     def parallel_decode(
         self, prefill_result: ParallelPrefillResult, branch_infos: Sequence[BranchInfo], schedule_result: ScheduleResult,
         max_new_tokens: int, max_kv_len: int | None = None, use_scheduling: bool = True,
-        logits_processor: Processor | None = None, on_token: Callable[[int, int], None] | None = None,
+        logits_processor: Processor | None = None, listener: Listener | None = None,
     ) -> ParallelDecodeResult:  # fmt: skip
         """Stage 6: decode the branches side by side. Others begin as soon as there is room.
 
         Args:
             max_kv_len: tokens of all branches that run, their own prompts and predicted lengths; the common ones count once.
             use_scheduling: stage 4 has followed it; the order is that of `schedule_result`.
-            on_token: called with (id of a branch, token) as tokens come.
+            listener: hears of each token as it comes.
 
         Raises:
-            EngineError: the engine gave a branch up; the others are cancelled. Or one alone does not fit into `max_kv_len`.
+            EngineError: the engine gave a branch up; the others are cancelled.
+            ConfigError: one alone does not fit into `max_kv_len`.
         """
-        infos = {each.branch_id: each for each in branch_infos}
+        infos, listener = {each.branch_id: each for each in branch_infos}, listener or Listener()
         prefix = list(prefill_result.input_ids[: prefill_result.tips_indices + 1])
         running = dict(zip(prefill_result.branch_ids, prefill_result.branches or (), strict=True))
         waiting = [each for each in schedule_result.my_branch_ids if each not in running]
         told = dict.fromkeys(infos, 0)
         outputs: dict[int, tuple[int, ...]] = {}
+        reasons: dict[int, str] = {}
         try:
             while running or waiting:
                 most = schedule_result.schedule_plan.max_parallel
@@ -162,16 +191,19 @@ class SpecSoT:
                     has_ended = request.state != "running"  # asked first: its last tokens come before
                     if request.num_tokens > told[each]:
                         tokens = request.token_ids
-                        for token in tokens[told[each] :] if on_token is not None else ():
-                            on_token(each, token)
+                        for token in tokens[told[each] :]:
+                            listener.token(each, token)
                         told[each] = len(tokens)
                     if has_ended:
                         del running[each]
-                        outputs[each] = self._without_end(request.result().token_ids)
+                        found = request.result()
+                        outputs[each], reasons[each] = self._without_end(found.token_ids), found.finish_reason
+                        listener.ended(each, found.finish_reason)
         finally:
             for request in running.values():
                 request.cancel()
-        return ParallelDecodeResult(outputs, {"branches": len(outputs), "branch_tokens": sum(map(len, outputs.values()))})
+        stats = {"branches": len(outputs), "branch_tokens": sum(map(len, outputs.values()))}
+        return ParallelDecodeResult(outputs, stats, reasons)
 
     def merge_results(
         self, skeleton_ids: Sequence[int], branch_outputs: dict[int, tuple[int, ...]], tasks: Sequence[TaskData],
@@ -180,8 +212,7 @@ class SpecSoT:
         """Stage 7: token ids of all points in order, each behind its number and title."""
         merged: list[int] = []
         for task in tasks:
-            head = f"{task.branch_id + 1}. {task.title}\n" if not merged else f"\n\n{task.branch_id + 1}. {task.title}\n"
-            merged += self.tokenizer(head, add_special_tokens=False).input_ids
+            merged += self.tokenizer(heading(task), add_special_tokens=False).input_ids
             merged += branch_outputs[task.branch_id]
         return merged
 
@@ -190,7 +221,7 @@ class SpecSoT:
     def generate(
         self, question: str, enable_parallel: bool = True, max_new_tokens: int = 1024, max_parallel: int = 16,
         use_scheduling: bool = True, max_kv_len: int | None = None, logits_processor: Processor | None = None,
-        on_token: Callable[[int, int], None] | None = None,
+        listener: Listener | None = None, history: Sequence[Mapping[str, str]] = (),
     ) -> SoTAnswer:  # fmt: skip
         """Answer a question.
 
@@ -198,59 +229,64 @@ class SpecSoT:
             enable_parallel: with a plan whose points are written side by side; else as one text.
             max_new_tokens: of the answer as one text, and of each branch.
             max_parallel: branches at once.
-            max_kv_len, on_token: as in `parallel_decode`.
+            max_kv_len, listener: as in `parallel_decode`.
+            history: messages before the question, each with `role` and `content`.
 
         Raises:
             EngineError: the question is too long, or the engine gave up.
+            ConfigError: the question is empty, or a branch does not fit into `max_kv_len`.
         """
         if not question.strip():
             raise ConfigError("the question is empty; give some text.")
+        self._history, self._requests = [dict(each) for each in history], []
         if not enable_parallel:
-            return self.generate_eagle(question, max_new_tokens, logits_processor, on_token)
+            return self.generate_eagle(question, max_new_tokens, logits_processor, listener)
         return self.run_specsot_pipeline(
-            question, max_new_tokens, max_parallel, use_scheduling, max_kv_len, logits_processor, on_token
+            question, max_new_tokens, max_parallel, use_scheduling, max_kv_len, logits_processor, listener
         )
 
     def generate_eagle(
-        self, question: str, max_new_tokens: int, logits_processor: Processor | None = None,
-        on_token: Callable[[int, int], None] | None = None,
+        self, question: str, max_new_tokens: int, logits_processor: Processor | None = None, listener: Listener | None = None
     ) -> SoTAnswer:  # fmt: skip
         """Answer as one text, by the engine's speculative strategy, which need not be EAGLE."""
-        start_s, before = time.perf_counter(), self._guesses()
+        start_s, listener = time.perf_counter(), listener or Listener()
         params = replace(
             self._params, max_new_tokens=max_new_tokens, stop_token_ids=(*self._params.stop_token_ids, *self._ends),
             processors=(*self._params.processors, *_processors(logits_processor)),
         )  # fmt: skip
-        request, tokens = self.engine.start(self._chat([question]), params), []
+        listener.planned(())
+        request = self._started(self.engine.start(self._chat([question]), params))
         for token in request:
-            tokens.append(token)
-            if on_token is not None:
-                on_token(0, token)
-        ids = self._without_end(tokens)
-        stats = {"total_s": time.perf_counter() - start_s, "tokens": len(ids), **self._guesses(before)}
-        return SoTAnswer("direct", ids, self.tokenizer.decode(ids, skip_special_tokens=True), (), {}, stats)
+            listener.token(0, token)
+        found = request.result()
+        listener.ended(0, found.finish_reason)
+        ids = self._without_end(found.token_ids)
+        stats = {"total_s": time.perf_counter() - start_s, "tokens": len(ids), **self._counts()}
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return SoTAnswer("direct", ids, text, (), {}, stats, {0: found.finish_reason})
 
     def run_specsot_pipeline(
         self, question: str, max_new_tokens: int, max_parallel: int, use_scheduling: bool, max_kv_len: int | None = None,
-        logits_processor: Processor | None = None, on_token: Callable[[int, int], None] | None = None,
+        logits_processor: Processor | None = None, listener: Listener | None = None,
     ) -> SoTAnswer:  # fmt: skip
         """Run the seven stages. Without a plan of use the answer is written as one text."""
-        start_s, before = time.perf_counter(), self._guesses()
-        asked = self._chat([ask_for_plan(question)])
+        start_s, listener = time.perf_counter(), listener or Listener()
+        asked = self._chat(ask_for_plan(question))
         started = self.skeleton_prefill(asked, logits_processor, PLAN_TOKENS)
         self._plan = started.request
         try:
             skeleton = self.skeleton_decode(asked, started, logits_processor, PLAN_TOKENS)
             parsed = replace(self.skeleton_parse(skeleton.skeleton_text, question), instruction_len=len(asked))
             if parsed.mode != "plan":
-                whole = self.generate_eagle(question, max_new_tokens, logits_processor, on_token)
+                whole = self.generate_eagle(question, max_new_tokens, logits_processor, listener)
                 return replace(whole, mode=parsed.mode, error_msg=parsed.error_msg)
+            listener.planned(parsed.tasks)
             prefix = [*asked, *skeleton.skeleton_ids]
             infos = self._branch_infos(question, skeleton, parsed)
             planned = self.schedule_branches(infos, use_scheduling, False, max_parallel)
             empty = ParallelPrefillResult(input_ids=tuple(prefix), tips_indices=len(prefix) - 1)
             found = self.parallel_decode(
-                empty, infos, planned, max_new_tokens, max_kv_len, use_scheduling, logits_processor, on_token
+                empty, infos, planned, max_new_tokens, max_kv_len, use_scheduling, logits_processor, listener
             )
             merged = self.merge_results(skeleton.skeleton_ids, found.branch_outputs, parsed.tasks, parsed.instruction_len)
         finally:
@@ -259,10 +295,10 @@ class SpecSoT:
             self._plan = None
         stats = {
             "skeleton_s": skeleton.decode_time, "skeleton_tokens": len(skeleton.skeleton_ids),
-            "total_s": time.perf_counter() - start_s, **found.stats, **self._guesses(before),
+            "total_s": time.perf_counter() - start_s, **found.stats, **self._counts(),
         }  # fmt: skip
         text = self.tokenizer.decode(merged, skip_special_tokens=True)
-        return SoTAnswer("plan", tuple(merged), text, parsed.tasks, found.branch_outputs, stats)
+        return SoTAnswer("plan", tuple(merged), text, parsed.tasks, found.branch_outputs, stats, found.finish_reasons)
 
     # ---- parts
 
@@ -276,7 +312,7 @@ class SpecSoT:
         for each in waiting:
             alone = num_common + sizes[each]
             if max_kv_len is not None and alone > max_kv_len:
-                raise EngineError(
+                raise ConfigError(
                     f"branch {each} needs {alone} tokens with the {num_common} that are common; max_kv_len is {max_kv_len}. "
                     "Raise it, or ask for shorter points."
                 )
@@ -290,11 +326,10 @@ class SpecSoT:
         end = self.tokenizer.eos_token or ""
         infos = []
         for task, wanted in zip(parsed.tasks, parsed.clean_branches, strict=True):
-            text = self._chat_text([ask_for_plan(question), MARK, wanted]).split(MARK, 1)[1]
+            text = self._chat_text([*ask_for_plan(question), MARK, wanted]).split(MARK, 1)[1]
             if skeleton.skeleton_ids and skeleton.skeleton_ids[-1] in self._ends:
                 text = text.removeprefix(end)  # the plan ends with this token
-            # The answer begins with its title: small models would write a list once more.
-            ids = self.tokenizer(f"{text}{task.title}: ", add_special_tokens=False).input_ids
+            ids = self.tokenizer(text + lead(task), add_special_tokens=False).input_ids
             infos.append(BranchInfo(task.branch_id, task.title, tuple(ids), task.num_tokens))
         return infos
 
@@ -304,15 +339,26 @@ class SpecSoT:
     def _chat_text(self, turns: Sequence[str]) -> str:
         """The text of a conversation whose turns are the user's and the assistant's in turn."""
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self.tokenizer.apply_chat_template(self._history + messages, add_generation_prompt=True, tokenize=False)
 
     def _without_end(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
 
-    def _guesses(self, before: dict[str, int] | None = None) -> dict[str, int]:
-        """Guesses that the engine has drafted and accepted, since `before`; other requests' too."""
-        report = self.engine.hooks.report()["speculation"] or {}
-        return {name: int(report.get(name, 0)) - (before or {}).get(name, 0) for name in ("drafted", "accepted")}
+    def _started(self, request: Request) -> Request:
+        self._requests.append(request)
+        return request
+
+    def _counts(self) -> dict[str, int]:
+        """Tokens of the answer's requests; those that branches have of the plan's request count once. And their guesses."""
+        prompts = [
+            len(each.prompt) - (0 if each.parent is None else len(each.parent.prompt) + each.parent.num_tokens)
+            for each in self._requests
+        ]
+        guesses = [each.guesses[:2] for each in self._requests if each.guesses]
+        return {
+            "prompt_tokens": sum(prompts), "completion_tokens": sum(each.num_tokens for each in self._requests),
+            "drafted": sum(drafted for drafted, _ in guesses), "accepted": sum(accepted for _, accepted in guesses),
+        }  # fmt: skip
 
 
 def _processors(logits_processor: Processor | None) -> tuple[Processor, ...]:

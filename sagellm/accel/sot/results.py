@@ -109,10 +109,12 @@ class ParallelPrefillResult(_DraftTree):
 
 @dataclass(frozen=True)
 class ParallelDecodeResult:
-    """Stage 6. `branch_outputs`: tokens of each branch by its id, without one that ends the text."""
+    """Stage 6. `branch_outputs`: tokens of each branch by its id, without one that ends the text. `finish_reasons`: stop or
+    length, by the same id."""
 
     branch_outputs: dict[int, tuple[int, ...]]
     stats: dict[str, Any] = field(default_factory=dict)
+    finish_reasons: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class SoTAnswer:
         token_ids, text: all points in order.
         tasks, branches: the points, and the tokens of each by its id.
         stats: seconds of the plan and of the rest, tokens, guesses that were drafted and accepted.
+        finish_reasons: stop or length, by the id of a branch; that of an answer as one text by 0.
         error_msg: why there is no plan.
     """
 
@@ -134,4 +137,5 @@ class SoTAnswer:
     tasks: tuple[TaskData, ...]
     branches: dict[int, tuple[int, ...]]
     stats: dict[str, Any]
+    finish_reasons: dict[int, str]
     error_msg: str = ""

@@ -5,66 +5,120 @@ A plan is a list of 2 to 12 points, each with a number of words, or the word `di
 """
 
 import re
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from sagellm.accel.sot.results import SkeletonParseResult, TaskData
+from sagellm.core.running import PaddedPrompt
 
-__all__ = ["MAX_POINTS", "MIN_POINTS", "DistinctPoints", "ask_for_plan", "ask_for_point", "parse_plan", "plan_pattern"]
+__all__ = [
+    "MAX_POINTS", "MIN_POINTS", "DistinctPoints", "ask_for_plan", "ask_for_point", "heading", "lead", "parse_plan",
+    "plan_pattern", "plan_tokens",
+]  # fmt: skip
 
 MIN_POINTS, MAX_POINTS = 2, 12
-MIN_WORDS, MAX_WORDS = 10, 200
+MIN_WORDS, MAX_WORDS = 25, 200
 TOKENS_PER_WORD = 1.5  # of English, with some room
-TITLE = r"[A-Z][A-Za-z]+( [A-Za-z'-]+){0,6}"  # up to 7 words
+TITLE = r"[A-Z][A-Za-z]+( [A-Za-z'-]+){0,6}"  # up to 7 words; with limits of letters a grammar takes minutes to compile
+MAX_TITLE = 12  # tokens
 NUMBER = re.compile(r"(^|\n)\d+\. ?$")  # a title comes next
+END_OF_NUMBER, OTHER = re.compile(r"[\d. \n]*$"), "-"
 LINE = re.compile(r"(\d+)\. (.+) \((\d+)\)")
 
 REQUEST = """\
 Plan the answer to a question. Write 2 to 12 short points that differ, one on each line, each with its number of words in \
 brackets. If one short sentence answers the question, write: direct
-
-Question: How do I stay healthy?
-1. Eat balanced meals (40)
-2. Move every day (30)
-3. Sleep eight hours (30)
-
-Question: What is the capital of France?
-direct
-
-Question: {question}"""
-POINT = "In one paragraph of about {words} words: {title}. The question was: {question}"
+"""
+TRIAL = "1. Opening statements (40)\n2. Evidence and witnesses (60)\n3. Closing arguments (40)\n4. The verdict (30)"
+EXAMPLES = (("What is the capital of France?", "direct"), ("How does a court trial work?", TRIAL))
+POINT = "Now write one paragraph of about {words} words about this point: {title}."
 
 
-def ask_for_plan(question: str) -> str:
-    return REQUEST.format(question=question)
+def ask_for_plan(question: str) -> list[str]:
+    """Return turns of a conversation, the user's and the assistant's: the examples and the question.
+
+    Small models copy points from examples that stand in the same turn as the question.
+    """
+    turns = [text for asked, plan in EXAMPLES for text in (f"Question: {asked}", plan)]
+    turns[0] = f"{REQUEST}\n{turns[0]}"
+    return [*turns, f"Question: {question}"]
 
 
-def ask_for_point(task: TaskData, question: str) -> str:
-    return POINT.format(title=task.title, words=round(task.num_tokens / TOKENS_PER_WORD), question=question)
+def ask_for_point(task: TaskData) -> str:
+    return POINT.format(title=task.title, words=round(task.num_tokens / TOKENS_PER_WORD))
+
+
+def lead(task: TaskData) -> str:
+    """Return how the text of a point begins. Without it small models write a list once more."""
+    title = task.title
+    if title[1:2].islower():
+        title = title[0].lower() + title[1:]
+    return f"When it comes to {title},"
+
+
+def heading(task: TaskData) -> str:
+    """Return the text of the answer between the tokens of two points."""
+    return ("" if task.branch_id == 0 else "\n\n") + f"{task.branch_id + 1}. {task.title}\n{lead(task)}"
+
+
+class PlanTokens:
+    """Texts of the tokens of a plan, as far as they tell where a title begins.
+
+    A processor of scores travels to the engine process, where it must not bring the whole tokenizer.
+
+    Attributes:
+        brackets: tokens that end a title.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+        ends = {token: END_OF_NUMBER.search(text)[0] for token, text in enumerate(texts)}  # type: ignore[index]
+        self._ends = {token: end if end == texts[token] else OTHER + end for token, end in ends.items() if end}
+        self.brackets = [token for token, text in enumerate(texts) if text.strip(" ") == "("]
+
+    def begins_title(self, plan: Sequence[int]) -> bool:
+        """Whether a title comes next."""
+        tail = ""
+        for token in reversed(plan):
+            end = self._ends.get(token, OTHER)
+            tail = end + tail
+            if OTHER in end or "\n" in end:
+                return NUMBER.search(tail) is not None
+        return NUMBER.search(tail) is not None
+
+
+@lru_cache(maxsize=4)
+def plan_tokens(tokenizer: Any) -> PlanTokens:
+    """Return those of a tokenizer. Reads its whole vocabulary once."""
+    return PlanTokens(tokenizer)
 
 
 class DistinctPoints:
-    """A processor of scores: no title of a plan begins with a token that an earlier title begins with.
+    """A processor of scores: no title of a plan begins with a token that an earlier title begins with, and none is long.
 
-    Small models would write the same point again and again.
+    Small models would write the same point again and again, or the same letter.
 
     Args:
-        prompt_tokens: length of the prompt; the plan follows it.
+        prompt: token ids; the plan follows them.
     """
 
-    def __init__(self, tokenizer: Any, prompt_tokens: int) -> None:
-        self._tokenizer, self._prompt_tokens = tokenizer, prompt_tokens
+    def __init__(self, tokens: PlanTokens, prompt: Sequence[int]) -> None:
+        self._tokens, self._prompt = tokens, PaddedPrompt.of(prompt)
 
     def __call__(self, tokens: Any, scores: Any) -> Any:
-        plan = [int(token) for token in tokens[self._prompt_tokens :]]
-        texts = [self._tokenizer.decode(plan[:end]) for end in range(len(plan) + 1)] if self._begins(plan) else []
-        used = [plan[place] for place, text in enumerate(texts[:-1]) if NUMBER.search(text)]
-        if used:
+        plan = tokens[self._prompt.end(tokens) :].tolist()
+        places = [place for place in range(len(plan) + 1) if self._tokens.begins_title(plan[:place])]
+        used = [plan[place] for place in places if place < len(plan)]
+        is_title = bool(places) and not set(plan[places[-1] :]) & set(self._tokens.brackets)
+        if places and places[-1] == len(plan) and used:
             scores = scores.clone()
             scores[used] = -float("inf")
+        elif is_title and len(plan) - places[-1] >= MAX_TITLE and self._tokens.brackets:
+            kept = scores[self._tokens.brackets]
+            scores = scores.new_full(scores.shape, -float("inf"))
+            scores[self._tokens.brackets] = kept
         return scores
-
-    def _begins(self, plan: list[int]) -> bool:
-        return NUMBER.search(self._tokenizer.decode(plan)) is not None
 
 
 def plan_pattern(may_be_direct: bool = True) -> str:
@@ -105,7 +159,7 @@ def parse_plan(skeleton_text: str, task_prompt: str, instruction_len: int = 0) -
     if not MIN_POINTS <= len(tasks) <= MAX_POINTS or len(lines) > MAX_POINTS:
         what = f"the plan for {task_prompt[:60]!r} has {len(lines)} points, {len(tasks)} of them different"
         return _error(f"{what}; allowed are {MIN_POINTS} to {MAX_POINTS}", instruction_len)
-    wanted = tuple(ask_for_point(task, task_prompt) for task in tasks)
+    wanted = tuple(map(ask_for_point, tasks))
     return SkeletonParseResult("plan", tuple(tasks), wanted, instruction_len)
 
 

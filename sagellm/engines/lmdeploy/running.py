@@ -26,7 +26,7 @@ class RunningRequests:
         watch: where callers wait.
         longest: most tokens of a prompt.
         is_remote: whether the engine is in another process.
-        grammars: keeps the state of grammars by request id, and would not forget it. Of an engine in this process.
+        grammars: of an engine in this process: keeps the state of grammars by request id, and would not forget it.
     """
 
     def __init__(

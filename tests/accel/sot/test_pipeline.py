@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from transformers import AutoTokenizer
 
 from sagellm.accel.sot import schedules
-from sagellm.accel.sot.pipeline import SpecSoT
+from sagellm.accel.sot.pipeline import Listener, SpecSoT
 from sagellm.accel.sot.results import ScheduleResult, SkeletonParseResult
 from sagellm.accel.sot.skeleton import ask_for_plan
 from sagellm.core.errors import ConfigError, EngineError
@@ -36,6 +36,24 @@ class Shown(SpecSoT):
         return self.seen["forks"][-1]
 
 
+class Telling(Listener):
+    """Keeps what it hears; calls `on_token` too."""
+
+    def __init__(self, on_token=lambda *_: None):
+        self.plans, self.tokens, self.ends, self._on_token = [], [], [], on_token
+
+    def planned(self, tasks):
+        self.plans.append(tuple(tasks))
+
+    def token(self, branch_id, token):
+        assert self.plans
+        self.tokens.append((branch_id, token))
+        self._on_token(branch_id, token)
+
+    def ended(self, branch_id, reason):
+        self.ends.append((branch_id, reason))
+
+
 @pytest.fixture
 def tokenizer():
     return AutoTokenizer.from_pretrained(ensure_demo_model())
@@ -49,10 +67,11 @@ def start(start_engine, **config):
 @pytest.mark.parametrize("max_parallel", [2, 16])
 def test_points_are_those_of_the_same_prompts_alone(start_engine, tokenizer, speculative, max_parallel):
     engine = start(start_engine, speculative=speculative)
-    sot, told = Shown(engine, tokenizer), []
-    answer = sot.generate(QUESTION, max_new_tokens=24, max_parallel=max_parallel, on_token=lambda *each: told.append(each))
+    sot, told = Shown(engine, tokenizer), Telling()
+    answer = sot.generate(QUESTION, max_new_tokens=24, max_parallel=max_parallel, listener=told)
+    assert told.plans == [answer.tasks] and dict(told.ends) == answer.finish_reasons
     assert answer.mode == "plan" and len(answer.tasks) >= 2
-    prefix = [*sot._chat([ask_for_plan(QUESTION)]), *sot.seen["skeleton"].skeleton_ids]
+    prefix = [*sot._chat(ask_for_plan(QUESTION)), *sot.seen["skeleton"].skeleton_ids]
     prompts, lengths = {}, {task.branch_id: min(24, task.num_tokens) for task in answer.tasks}
     for fork in sot.seen["forks"]:
         assert fork.tips_indices == len(prefix) - 1 and list(fork.input_ids[: len(prefix)]) == prefix
@@ -64,11 +83,16 @@ def test_points_are_those_of_the_same_prompts_alone(start_engine, tokenizer, spe
         params = SamplingParams(lengths[number], stop_token_ids=sot._ends)
         alone = engine.generate([prompt], params)[0].token_ids
         assert answer.branches[number] == sot._without_end(alone)
-        assert tuple(token for each, token in told if each == number) == alone
+        assert tuple(token for each, token in told.tokens if each == number) == alone
     places = [answer.text.index(f"{task.branch_id + 1}. {task.title}\n") for task in answer.tasks]
     assert places == sorted(places)
     assert answer.stats["branch_tokens"] == sum(map(len, answer.branches.values()))
-    assert (answer.stats["accepted"] > 0) == (speculative is not None)
+    again = sot.generate(QUESTION, max_new_tokens=24, max_parallel=max_parallel)  # guessed from the first answer
+    assert again.branches == answer.branches and (again.stats["accepted"] > 0) == (speculative is not None)
+    lengths = [len(prompt) - len(prefix) for prompt in prompts.values()]
+    asked = len(prefix) - len(sot.seen["skeleton"].skeleton_ids)
+    assert answer.stats["prompt_tokens"] == asked + sum(lengths)
+    assert answer.stats["completion_tokens"] == len(sot.seen["skeleton"].skeleton_ids) + len(told.tokens)
 
 
 def test_a_stage_is_replaced_alone(start_engine, tokenizer):
@@ -117,7 +141,7 @@ def test_little_room(start_engine, tokenizer):
     engine = start(start_engine, kv_blocks=70, context_length=1024, prefix_caching=False)
     assert Shown(engine, tokenizer).generate(QUESTION, max_new_tokens=16).branches == roomy.branches
     sot = Shown(engine, tokenizer)
-    with pytest.raises(EngineError, match=r"branch 0 needs \d+ tokens with the \d+ that are common; max_kv_len is 100\."):
+    with pytest.raises(ConfigError, match=r"branch 0 needs \d+ tokens with the \d+ that are common; max_kv_len is 100\."):
         sot.generate(QUESTION, max_kv_len=100)
     settle(engine)
     assert sot.generate(QUESTION, max_new_tokens=16, max_kv_len=900).branches == roomy.branches
@@ -130,7 +154,7 @@ def test_a_failure_in_the_middle_ends_all_branches(start_engine, tokenizer):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Shown(engine, tokenizer).generate(QUESTION, max_new_tokens=200, on_token=leave)
+        Shown(engine, tokenizer).generate(QUESTION, max_new_tokens=200, listener=Telling(leave))
     settle(engine)  # and the fixture counts the blocks
 
 

@@ -3,10 +3,13 @@
 import re
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from sagellm.accel.sot.results import BranchInfo
 from sagellm.accel.sot.schedules import even, longest_first
-from sagellm.accel.sot.skeleton import MAX_POINTS, parse_plan, plan_pattern
+from sagellm.accel.sot.skeleton import MAX_POINTS, MAX_TITLE, DistinctPoints, parse_plan, plan_pattern, plan_tokens
+from sagellm.demo_model import ensure_demo_model
 
 QUESTION = "How do I stay healthy?"
 GOOD = "1. Eat well (40)\n2. Move every day (30)\n3. Sleep (30)"
@@ -22,7 +25,7 @@ def test_a_plan():
     assert [(task.branch_id, task.title, task.num_tokens) for task in found.tasks] == [
         (0, "Eat well", 60), (1, "Move every day", 45), (2, "Sleep", 45),
     ]  # fmt: skip
-    assert all(task.title in text and QUESTION in text for task, text in zip(found.tasks, found.clean_branches, strict=True))
+    assert all(task.title in text for task, text in zip(found.tasks, found.clean_branches, strict=True))
     assert parse_plan(" direct\n", QUESTION).mode == "direct"
 
 
@@ -47,7 +50,7 @@ def test_a_plan_of_no_use(text, why):
 
 def test_points_that_come_again_are_left_out_and_lengths_have_limits():
     found = parse_plan("1. Eat (1)\n2. EAT (40)\n3. Sleep (999)", QUESTION)
-    assert [(task.branch_id, task.title, task.num_tokens) for task in found.tasks] == [(0, "Eat", 15), (1, "Sleep", 300)]
+    assert [(task.branch_id, task.title, task.num_tokens) for task in found.tasks] == [(0, "Eat", 38), (1, "Sleep", 300)]
 
 
 def test_the_pattern_takes_plans_alone():
@@ -68,3 +71,36 @@ def test_schedules():
     assert even(infos, 2, 3).devices == ((0, 2, 4), (1, 3)) and even(infos, 2, 3).max_parallel == 3
     assert longest_first(infos, 1, 3).devices == ((1, 3, 4, 2, 0),)
     assert longest_first(infos, 2, 3).devices == ((1, 2, 0), (3, 4))
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ensure_demo_model())
+
+
+@pytest.mark.parametrize("padding", [[], [0] * 5])
+def test_titles_begin_in_different_ways(tokenizer, padding):
+    """Each beginning of a plan, beside a look at its text."""
+    prompt = tokenizer("Plan it.").input_ids
+    processor, scores = DistinctPoints(plan_tokens(tokenizer), prompt), torch.zeros(len(tokenizer))
+    plan = tokenizer("1. Eat well (40)\n2. Move 3. times (30)\n3. Sleep (30)", add_special_tokens=False).input_ids
+    used, num_titles = set(), 0
+    for end in range(len(plan)):
+        is_title = re.search(r"(^|\n)\d+\. ?$", tokenizer.decode(plan[:end])) is not None
+        found = processor(torch.tensor([*padding, *prompt, *plan[:end]]), scores)
+        barred = set(torch.nonzero(found == -float("inf")).flatten().tolist())
+        assert barred == (used if is_title else set()), tokenizer.decode(plan[:end])
+        used |= {plan[end]} if is_title else set()
+        num_titles += is_title
+    assert num_titles >= 3
+
+
+def test_a_title_ends(tokenizer):
+    processor, scores = DistinctPoints(plan_tokens(tokenizer), [5]), torch.zeros(len(tokenizer))
+    begun = tokenizer("1. Eat (40)\n2. Ea", add_special_tokens=False).input_ids
+    letters = tokenizer("s", add_special_tokens=False).input_ids
+    for more in range(2 * MAX_TITLE):
+        found = processor(torch.tensor([5, *begun, *(more * letters)]), scores)
+        allowed = {tokenizer.decode([token]) for token in torch.nonzero(found == 0).flatten().tolist()}
+        assert len(allowed) > 2 or (more >= MAX_TITLE - 3 and " (" in allowed | {" " + text for text in allowed})
+    assert len(allowed) <= 2

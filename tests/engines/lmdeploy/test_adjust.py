@@ -7,6 +7,7 @@ import torch
 from lmdeploy.messages import GenerationConfig
 from transformers import AutoModelForCausalLM
 
+from sagellm.core.running import PaddedPrompt
 from sagellm.engines.lmdeploy.adjust import ScoreChanges
 
 PROMPTS = [[7, 7, 7, 30, 41, 52], list(range(20, 60)), [0, 0, 61, 62], [90]]
@@ -52,7 +53,7 @@ def generate(engine, changes):
 @pytest.mark.parametrize("options", [{}, {"decode_round": 8}, {"kv_blocks": 16}, {"speculative": "ngram"}])
 def test_answers_follow_the_formula_in_a_batch(start_engine, model, options):
     engine = start_engine(**options)
-    changes = [ScoreChanges.of(*change, prompt) for change, prompt in zip(CHANGES, PROMPTS, strict=True)]
+    changes = [ScoreChanges(*change, PaddedPrompt.of(prompt)) for change, prompt in zip(CHANGES, PROMPTS, strict=True)]
     found = generate(engine, changes)
     assert found == [expected(model, prompt, *change) for prompt, change in zip(PROMPTS, CHANGES, strict=True)]
     plain = generate(engine, [None] * len(PROMPTS))
@@ -63,5 +64,5 @@ def test_answers_follow_the_formula_in_a_batch(start_engine, model, options):
 @pytest.mark.parametrize("padding", [[], [0] * 3, [7] * 2, [5], [30] * 4])
 def test_padding_is_told_from_the_prompt(prompt, padding):
     answer = [8, 9, 8]
-    scores = ScoreChanges.of(1.0, 0.0, {}, prompt)(torch.tensor([*padding, *prompt, *answer]), torch.zeros(100))
+    scores = ScoreChanges(1.0, 0.0, {}, PaddedPrompt.of(prompt))(torch.tensor([*padding, *prompt, *answer]), torch.zeros(100))
     assert {token for token in range(100) if scores[token]} == set(answer)
