@@ -8,10 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from sagellm.core.config import SageConfig
+from sagellm.core.config import PDHooks, SageConfig
 from sagellm.core.running import Branches, Request
 
-__all__ = ["Answer", "TextEngine", "answer_greedily", "check_engine", "open_engine", "write_alignment"]
+__all__ = ["Answer", "GroupEngine", "TextEngine", "answer_greedily", "check_engine", "open_engine", "write_alignment"]
 
 ENGINE = "sagellm.engines.lmdeploy.engine:LMDeployEngine"
 CHECK = "sagellm.engines.lmdeploy.engine:check_engine"
@@ -35,14 +35,24 @@ class TextEngine(Protocol):
 
     def start(self, prompt: Sequence[int], params: Any = None, keep: bool = False) -> Request: ...
 
-    def fork(self, request: Request, prompts: Sequence[Sequence[int]], params: Any = None) -> Branches: ...
+    def fork(
+        self, request: Request, prompts: Sequence[Sequence[int]], params: Any = None, num_tokens: int | None = None
+    ) -> Branches: ...
 
     def close(self) -> None: ...
 
 
-def open_engine(config: SageConfig) -> TextEngine:
-    """Load an engine. Raises as `LMDeployEngine`."""
-    return _load(ENGINE)(config)
+class GroupEngine(TextEngine, Protocol):
+    """An engine that exchanges keys and values with others. It was opened with `pd`."""
+
+    group_address: str
+
+    def connect_peer(self, engine_id: str, address: str) -> None: ...
+
+
+def open_engine(config: SageConfig, pd: PDHooks | None = None) -> Any:
+    """Load a `TextEngine`; with `pd` a `GroupEngine`. Raises as `LMDeployEngine`."""
+    return _load(ENGINE)(config, pd=pd)
 
 
 def check_engine(config: SageConfig) -> None:

@@ -9,12 +9,29 @@ from typing import Any, Literal, overload
 from sagellm.core.errors import EngineError
 from sagellm.core.service import ServiceRequest
 
-__all__ = ["MAX_BRANCHES", "Branches", "Generation", "PaddedPrompt", "Request", "SamplingParams", "wait_for_news"]
+__all__ = [
+    "MAX_BRANCHES", "Branches", "Generation", "PaddedPrompt", "Request", "SamplingParams", "Transfer", "wait_for_news",
+]  # fmt: skip
 
 MAX_BRANCHES = 128  # of one call, as many as answers that OpenAI's API allows
 CHECK_S = 1.0  # how often a caller that waits looks whether the engine still works
 
 State = Literal["running", "finished", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Keys and values of a prompt that one engine of a group computes and another one reads.
+
+    Attributes:
+        peer: id of the other engine.
+        transfer_id: the same on both sides, and used once.
+        gives: this side computes them, and keeps them until they are read. Its request draws one token.
+    """
+
+    peer: str
+    transfer_id: int
+    gives: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +41,7 @@ class SamplingParams:
     `service` is for the scheduler; so is `adapter`, the key of the model or LoRA adapter that the request belongs to.
     `processors` change the scores of each token before it is drawn: each gets the tokens so far, int64 [tokens], and the
     scores, [vocabulary], and returns scores. They run in the engine process. `pattern`: a regular expression of the whole text,
-    to which the tokens are held; "" for none.
+    to which the tokens are held; "" for none. `transfer`: of the prompt's keys and values, for an engine of a group.
     """
 
     max_new_tokens: int = 128
@@ -38,6 +55,7 @@ class SamplingParams:
     adapter: str | None = None
     processors: tuple[Callable[[Any, Any], Any], ...] = ()
     pattern: str = ""
+    transfer: Transfer | None = None
 
 
 @dataclass(frozen=True, slots=True)

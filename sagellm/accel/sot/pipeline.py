@@ -7,16 +7,20 @@ They are decoded in the steps of the engine beside each other and beside other r
 Source: skeleton-of-thought (Ning et al., 2024); stages and names of SpecSoT.
 """
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sagellm.accel.sot import schedules
+from sagellm.accel.sot.group import Complete, Master, Sent, Tasks, Worker, WorkerResult, info_of
 from sagellm.accel.sot.results import (
     BranchInfo,
     ParallelDecodeResult,
     ParallelPrefillResult,
+    SchedulePlan,
     ScheduleResult,
     SkeletonDecodeResult,
     SkeletonParseResult,
@@ -34,8 +38,8 @@ from sagellm.accel.sot.skeleton import (
     plan_tokens,
 )
 from sagellm.core.engines import TextEngine
-from sagellm.core.errors import ConfigError, EngineError
-from sagellm.core.running import Request, SamplingParams, wait_for_news
+from sagellm.core.errors import ConfigError, EngineError, PeerError
+from sagellm.core.running import Request, SamplingParams, Transfer, wait_for_news
 
 __all__ = ["Listener", "SpecSoT"]
 
@@ -68,28 +72,33 @@ class SpecSoT:
         tokenizer: the model's, with a chat template.
         may_be_direct: whether the model may answer without a plan.
         params: how branches and direct answers are sampled; the plan is greedy. Limits of length are those of the calls.
+        group: workers that write some of the points, with `engine` as the master's.
     """
 
     def __init__(
-        self, engine: TextEngine, tokenizer: Any, may_be_direct: bool = True, params: SamplingParams | None = None
-    ) -> None:
+        self, engine: TextEngine, tokenizer: Any, may_be_direct: bool = True, params: SamplingParams | None = None,
+        group: Master | None = None,
+    ) -> None:  # fmt: skip
         if tokenizer.chat_template is None:
             raise ConfigError("skeleton-of-thought needs a model with a chat template; this tokenizer has none.")
         self.engine, self.tokenizer = engine, tokenizer
         self._pattern, self._plan_tokens = plan_pattern(may_be_direct), plan_tokens(tokenizer)
         self._params = params or SamplingParams()
+        self._group = group
         self._ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self._plan: Request | None = None  # the request that branches are forked from
         self._history: list[dict[str, str]] = []  # messages before the question
+        self._num_tokens: int | None = None  # new ones of it that branches have; None: all
         self._requests: list[Request] = []  # of the answer that is being written
+        self._by_branch: dict[int, Request] = {}
+        self._of_workers: list[tuple[WorkerResult, BranchInfo]] = []  # points of it that workers have written
 
     # ---- stages
 
     def skeleton_prefill(
         self, input_ids: Sequence[int], logits_processor: Processor | None, max_new_tokens: int, distributed: bool = False
     ) -> SkeletonPrefillResult:
-        """Stage 1: start the plan, and wait for its first token."""
-        _check_local(distributed)
+        """Stage 1: start the plan, and wait for its first token. It is the same with workers (`distributed`)."""
         params = SamplingParams(
             max_new_tokens, stop_token_ids=self._ends, pattern=self._pattern,
             processors=(DistinctPoints(self._plan_tokens, input_ids), *_processors(logits_processor)),
@@ -121,9 +130,14 @@ class SpecSoT:
     def schedule_branches(
         self, branch_infos: Sequence[BranchInfo], use_scheduling: bool, distributed: bool, max_parallel: int
     ) -> ScheduleResult:
-        """Stage 4: the order of the branches; with `use_scheduling` the longest begins first."""
-        _check_local(distributed)
-        plan = (schedules.longest_first if use_scheduling else schedules.even)(branch_infos, 1, max_parallel)
+        """Stage 4: who writes which branches, in which order; with `use_scheduling` the longest begins first.
+
+        Args:
+            distributed: the workers of the group write some.
+            max_parallel: branches at once on an engine.
+        """
+        devices = 1 + (self._group.num_workers if distributed and self._group is not None else 0)
+        plan = (schedules.longest_first if use_scheduling else schedules.even)(branch_infos, devices, max_parallel)
         return ScheduleResult(plan, plan.devices[0], tuple(branch_infos))
 
     def parallel_prefill(
@@ -141,8 +155,9 @@ class SpecSoT:
             )
             for limit in limits
         ]  # fmt: skip
-        branches = self.engine.fork(self._plan, branch_prompts, params)
+        branches = self.engine.fork(self._plan, branch_prompts, params, self._num_tokens)
         self._requests += branches
+        self._by_branch |= dict(zip(branch_ids, branches, strict=True))
         begins, ids = [], list(prefix_ids)
         for prompt in branch_prompts:
             begins.append(len(ids))
@@ -173,8 +188,7 @@ class SpecSoT:
         running = dict(zip(prefill_result.branch_ids, prefill_result.branches or (), strict=True))
         waiting = [each for each in schedule_result.my_branch_ids if each not in running]
         told = dict.fromkeys(infos, 0)
-        outputs: dict[int, tuple[int, ...]] = {}
-        reasons: dict[int, str] = {}
+        outputs = ParallelDecodeResult()
         try:
             while running or waiting:
                 most = schedule_result.schedule_plan.max_parallel
@@ -197,13 +211,12 @@ class SpecSoT:
                     if has_ended:
                         del running[each]
                         found = request.result()
-                        outputs[each], reasons[each] = self._without_end(found.token_ids), found.finish_reason
+                        outputs.add(each, self._without_end(found.token_ids), found.finish_reason)
                         listener.ended(each, found.finish_reason)
         finally:
             for request in running.values():
                 request.cancel()
-        stats = {"branches": len(outputs), "branch_tokens": sum(map(len, outputs.values()))}
-        return ParallelDecodeResult(outputs, stats, reasons)
+        return outputs
 
     def merge_results(
         self, skeleton_ids: Sequence[int], branch_outputs: dict[int, tuple[int, ...]], tasks: Sequence[TaskData],
@@ -238,7 +251,8 @@ class SpecSoT:
         """
         if not question.strip():
             raise ConfigError("the question is empty; give some text.")
-        self._history, self._requests = [dict(each) for each in history], []
+        self._history = [dict(each) for each in history]
+        self._requests, self._by_branch, self._of_workers = [], {}, []
         if not enable_parallel:
             return self.generate_eagle(question, max_new_tokens, logits_processor, listener)
         return self.run_specsot_pipeline(
@@ -271,28 +285,43 @@ class SpecSoT:
     ) -> SoTAnswer:  # fmt: skip
         """Run the seven stages. Without a plan of use the answer is written as one text."""
         start_s, listener = time.perf_counter(), listener or Listener()
+        sent, mode, group = None, "error", self._group if logits_processor is None and not self._params.processors else None
+        distributed = group is not None and group.num_workers > 0  # processors do not travel
         asked = self._chat(ask_for_plan(question))
-        started = self.skeleton_prefill(asked, logits_processor, PLAN_TOKENS)
+        started = self.skeleton_prefill(asked, logits_processor, PLAN_TOKENS, distributed)
         self._plan = started.request
         try:
             skeleton = self.skeleton_decode(asked, started, logits_processor, PLAN_TOKENS)
             parsed = replace(self.skeleton_parse(skeleton.skeleton_text, question), instruction_len=len(asked))
-            if parsed.mode != "plan":
+            mode = parsed.mode
+            if mode != "plan":
                 whole = self.generate_eagle(question, max_new_tokens, logits_processor, listener)
                 return replace(whole, mode=parsed.mode, error_msg=parsed.error_msg)
             listener.planned(parsed.tasks)
             prefix = [*asked, *skeleton.skeleton_ids]
             infos = self._branch_infos(question, skeleton, parsed)
-            planned = self.schedule_branches(infos, use_scheduling, False, max_parallel)
+            planned = self.schedule_branches(infos, use_scheduling, distributed, max_parallel)
+            if distributed:
+                sent = group.distribute_tasks_to_workers(
+                    self._plan, prefix, planned, max_new_tokens, max_kv_len, self._params
+                )
             empty = ParallelPrefillResult(input_ids=tuple(prefix), tips_indices=len(prefix) - 1)
             found = self.parallel_decode(
                 empty, infos, planned, max_new_tokens, max_kv_len, use_scheduling, logits_processor, listener
             )
+            if sent is not None:
+                again = self._collect(sent, infos, found, listener)
+                planned = replace(planned, my_branch_ids=tuple(sorted(again)))
+                more = self.parallel_decode(empty, infos, planned, max_new_tokens, max_kv_len, listener=listener)
+                for each in again:
+                    found.add(each, more.branch_outputs[each], more.finish_reasons[each])
             merged = self.merge_results(skeleton.skeleton_ids, found.branch_outputs, parsed.tasks, parsed.instruction_len)
         finally:
             if self._plan is not None:
                 self._plan.cancel()
             self._plan = None
+            if distributed:
+                group.notify_workers_complete(sent, mode)
         stats = {
             "skeleton_s": skeleton.decode_time, "skeleton_tokens": len(skeleton.skeleton_ids),
             "total_s": time.perf_counter() - start_s, **found.stats, **self._counts(),
@@ -300,7 +329,82 @@ class SpecSoT:
         text = self.tokenizer.decode(merged, skip_special_tokens=True)
         return SoTAnswer("plan", tuple(merged), text, parsed.tasks, found.branch_outputs, stats, found.finish_reasons)
 
+    def worker_pipeline(self, worker: Worker) -> None:
+        """Write points for a master until it has gone. Several answers at once."""
+        running: dict[int, tuple[threading.Thread, SpecSoT]] = {}
+        while (message := worker.receive_tasks_from_master()) is not None:
+            if isinstance(message, Complete):
+                _, at_work = running.pop(message.answer, (None, None))
+                if at_work is not None:
+                    at_work._give_up()
+                continue
+            sot = SpecSoT(self.engine, self.tokenizer, params=replace(self._params, **message.sampling))
+            thread = threading.Thread(target=sot._work, args=(worker, message), name=f"sagellm-sot-{message.answer}")
+            running[message.answer] = thread, sot
+            thread.start()
+        for thread, sot in running.values():
+            sot._give_up()
+            thread.join()
+
     # ---- parts
+
+    def _work(self, worker: Worker, tasks: Tasks) -> None:
+        """Write the points of one answer for a master."""
+        try:
+            self._write_points(worker, tasks)
+        except PeerError:
+            pass  # the master has gone
+        except Exception as error:  # whatever it is, the master must not wait for it
+            with contextlib.suppress(PeerError):
+                worker.send_results_to_master(WorkerResult(answer=tasks.answer, error=f"{type(error).__name__}: {error}"))
+
+    def _write_points(self, worker: Worker, tasks: Tasks) -> None:
+        send, sot = worker.send_results_to_master, self
+
+        class Sending(Listener):
+            def ended(self, branch_id: int, reason: str) -> None:
+                request = sot._by_branch[branch_id]
+                guesses = request.guesses[:2] or (0, 0)
+                send(
+                    WorkerResult(
+                        answer=tasks.answer, branch_id=branch_id, token_ids=request.token_ids, finish_reason=reason,
+                        drafted=guesses[0], accepted=guesses[1],
+                    )
+                )
+
+        transfer = Transfer(tasks.source, tasks.transfer_id)
+        self._plan = self.engine.start(tasks.prefix, SamplingParams(1, ignore_eos=True, transfer=transfer), keep=True)
+        try:
+            self._plan.result()
+            self._num_tokens = 0
+            infos = [info_of(each) for each in tasks.branches]
+            ids = tuple(info.branch_id for info in infos)
+            planned = ScheduleResult(SchedulePlan((ids,), tasks.max_parallel), ids, tuple(infos))
+            empty = ParallelPrefillResult(input_ids=tasks.prefix, tips_indices=len(tasks.prefix) - 1)
+            self.parallel_decode(empty, infos, planned, tasks.max_new_tokens, tasks.max_kv_len, listener=Sending())
+        finally:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """End the requests of an answer, from any thread."""
+        for each in (self._plan, *self._requests):
+            if each is not None:
+                each.cancel()
+
+    def _collect(
+        self, sent: Sent, infos: Sequence[BranchInfo], found: ParallelDecodeResult, listener: Listener
+    ) -> set[int]:
+        """Add the points of workers to `found`; return those that are to be written here."""
+        by_id = {info.branch_id: info for info in infos}
+
+        def take(result: WorkerResult) -> None:
+            for token in result.token_ids:
+                listener.token(result.branch_id, token)
+            found.add(result.branch_id, self._without_end(result.token_ids), result.finish_reason)
+            self._of_workers.append((result, by_id[result.branch_id]))
+            listener.ended(result.branch_id, result.finish_reason)
+
+        return self._group.collect_worker_results(sent, take)
 
     def _that_fit(
         self, waiting: Sequence[int], running: dict[int, Request], infos: dict[int, BranchInfo], max_parallel: int,
@@ -355,16 +459,14 @@ class SpecSoT:
             for each in self._requests
         ]
         guesses = [each.guesses[:2] for each in self._requests if each.guesses]
+        guesses += [(result.drafted, result.accepted) for result, _ in self._of_workers]
+        prompts += [len(info.prompt) for _, info in self._of_workers]
+        tokens = [each.num_tokens for each in self._requests] + [len(result.token_ids) for result, _ in self._of_workers]
         return {
-            "prompt_tokens": sum(prompts), "completion_tokens": sum(each.num_tokens for each in self._requests),
+            "prompt_tokens": sum(prompts), "completion_tokens": sum(tokens), "by_workers": len(self._of_workers),
             "drafted": sum(drafted for drafted, _ in guesses), "accepted": sum(accepted for _, accepted in guesses),
         }  # fmt: skip
 
 
 def _processors(logits_processor: Processor | None) -> tuple[Processor, ...]:
     return () if logits_processor is None else (logits_processor,)
-
-
-def _check_local(distributed: bool) -> None:
-    if distributed:
-        raise ConfigError("distributed is True; branches run in one engine. Leave it False.")

@@ -112,9 +112,16 @@ class ParallelDecodeResult:
     """Stage 6. `branch_outputs`: tokens of each branch by its id, without one that ends the text. `finish_reasons`: stop or
     length, by the same id."""
 
-    branch_outputs: dict[int, tuple[int, ...]]
-    stats: dict[str, Any] = field(default_factory=dict)
+    branch_outputs: dict[int, tuple[int, ...]] = field(default_factory=dict)
     finish_reasons: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        return {"branches": len(self.branch_outputs), "branch_tokens": sum(map(len, self.branch_outputs.values()))}
+
+    def add(self, branch_id: int, token_ids: tuple[int, ...], reason: str) -> None:
+        """Add a branch that is written."""
+        self.branch_outputs[branch_id], self.finish_reasons[branch_id] = token_ids, reason
 
 
 @dataclass(frozen=True)

@@ -288,9 +288,22 @@ class LMDeployEngine(BaseEngine):
 
     def fork(
         self, request: Request, prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None, num_tokens: int | None = None,
     ) -> Branches:  # fmt: skip
-        return self._running.fork(request, prompts, params)
+        return self._running.fork(request, prompts, params, num_tokens)
+
+    @property
+    def group_address(self) -> str:
+        """Address of the control connections of this engine, host:port; it must be one of a group."""
+        return self.hooks.pd.address
+
+    def connect_peer(self, engine_id: str, address: str) -> None:
+        """Connect to an engine that this one reads keys and values from.
+
+        Raises:
+            PeerError: it cannot be reached, or does not fit.
+        """
+        self._on_loop(self.hooks.pd.connect_peer(engine_id, address))
 
     def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":
         longest = self.engine.max_session_len - 1

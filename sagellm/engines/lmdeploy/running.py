@@ -51,9 +51,11 @@ class RunningRequests:
 
     def fork(
         self, request: Request, prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None, num_tokens: int | None = None,
     ) -> Branches:  # fmt: skip
         """See `BaseEngine.fork`."""
+        if num_tokens is not None and not 0 <= num_tokens <= request.num_tokens:
+            raise EngineError(f"fork got num_tokens {num_tokens}; allowed are 0 to {request.num_tokens}, its new tokens.")
         if not 0 < len(prompts) <= MAX_BRANCHES:
             raise EngineError(f"fork got {len(prompts)} prompts; allowed are 1 to {MAX_BRANCHES}. A prompt may be empty.")
         every = list(params) if isinstance(params, Sequence) else [params or request.params] * len(prompts)
@@ -61,7 +63,7 @@ class RunningRequests:
             raise EngineError(f"fork got {len(every)} params for {len(prompts)} prompts; give one for each, or one for all.")
         every = [replace(each, service=each.service or request.params.service) for each in every]
         check_params(every)
-        return self._on_loop(self._fork(request, prompts, every))
+        return self._on_loop(self._fork(request, prompts, every, num_tokens))
 
     async def stream(
         self, request_id: int, prompt: Sequence[int], params: SamplingParams, parent: int | None = None,
@@ -137,7 +139,9 @@ class RunningRequests:
             del self._requests[number]
             await stream.aclose()
 
-    async def _fork(self, request: Request, prompts: Any, every: list[SamplingParams]) -> Branches:
+    async def _fork(
+        self, request: Request, prompts: Any, every: list[SamplingParams], num_tokens: int | None = None
+    ) -> Branches:
         number = request.request_id
         if request.watch is not self._watch:
             raise EngineError(f"request {number} is not of this engine; fork it on the engine that started it.")
@@ -147,6 +151,8 @@ class RunningRequests:
                 "with keep=True."
             )
         common = [*request.prompt, *request.token_ids]
+        if num_tokens is not None:
+            common = common[: len(request.prompt) + num_tokens]
         for place, prompt in enumerate(prompts):
             self._check_length(len(common) + len(prompt), f"branch {place}, with {len(common)} tokens of its parent,")
         made = [
@@ -201,6 +207,14 @@ def _gen_config(params: SamplingParams, parent: int | None = None) -> Any:
         logits_processors=list(params.processors) or None,
         response_format={"type": "regex_schema", "regex_schema": params.pattern} if params.pattern else None,
     )
+    if (transfer := params.transfer) is not None:
+        from lmdeploy.pytorch.disagg.conn.protocol import MigrationProtocol, MigrationRequest
+
+        gen_config.with_cache = gen_config.preserve_cache = transfer.gives
+        gen_config.migration_request = MigrationRequest(
+            protocol=MigrationProtocol.TCP, remote_engine_id=transfer.peer, remote_session_id=transfer.transfer_id,
+            remote_token_id=0, remote_block_ids=[],
+        )  # fmt: skip
     asks = params.service is not None and params.service != NOTHING_ASKED
     gen_config.sage = EngineRequest.text(params.service.model_dump_json(exclude_defaults=True) if asks else None, parent)
     return gen_config

@@ -167,8 +167,6 @@ def test_bad_input(start_engine, tokenizer):
         sot.generate("word " * 4000)
     with pytest.raises(EngineError, match="there is no plan to fork"):
         sot.parallel_prefill([1], [[2]], [0], 4)
-    with pytest.raises(ConfigError, match="distributed is True"):
-        sot.schedule_branches([], True, True, 4)
     with pytest.raises(EngineError, match=r"pattern '\(' cannot be compiled"):
         engine.generate([[5, 6]], SamplingParams(4, pattern="("))
     tokenizer.chat_template = None

@@ -217,6 +217,15 @@ class PrefillDecode(DistServe):
         self._engine.end_session(session_id)
         self._wake()  # somebody may have waited for the blocks
 
+    @property
+    def address(self) -> str:
+        """host:port of its control connections; empty until `run` has begun."""
+        return self._address
+
+    async def connect_peer(self, engine_id: str, address: str) -> None:
+        """As `Connect` of the proxy asks. Raises PeerError or TransferError."""
+        await self._peers.connect(engine_id, address)
+
     # ---- what others ask
 
     async def _hello(self, connection: ControlConnection, message: Hello) -> EngineFacts:
@@ -227,7 +236,7 @@ class PrefillDecode(DistServe):
         return own
 
     async def _connect(self, _: ControlConnection, message: Connect) -> Done:
-        await self._peers.connect(message.engine_id, message.address)
+        await self.connect_peer(message.engine_id, message.address)
         return Done()
 
     async def _link(self, facts: EngineFacts) -> None:

@@ -1,0 +1,126 @@
+"""A master and its workers on one machine, each worker a process of its own.
+
+`python -m sagellm.accel.sot.workers ADDRESS KEY_FILE CONFIG` is such a process. It ends with the master's connection.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sagellm.accel.sot.group import Master, Worker, group_hooks
+from sagellm.accel.sot.pipeline import SpecSoT
+from sagellm.comm_backend.control import new_key
+from sagellm.core.config import SageConfig
+from sagellm.core.engines import GroupEngine, open_engine
+from sagellm.core.errors import ConfigError, EngineError, PeerError
+
+__all__ = ["Group", "open_group"]
+
+START_S = 120.0
+END_S = 10.0
+MAX_WORKERS = 64
+
+
+class Group(NamedTuple):
+    """`engine`: the master's. `processes`: of the workers."""
+
+    engine: GroupEngine
+    master: Master
+    processes: list["subprocess.Popen[bytes]"]
+
+
+@contextlib.contextmanager
+def open_group(config: SageConfig, num_workers: int) -> Iterator[Group]:
+    """Open an engine in this process and one in each worker's.
+
+    Args:
+        config: of every engine. Without `threads` they share the cores.
+
+    Raises:
+        ConfigError: the number of workers is out of range.
+        PeerError: a worker did not start.
+    """
+    if not 1 <= num_workers <= MAX_WORKERS:
+        raise ConfigError(f"workers is {num_workers}; allowed are 1 to {MAX_WORKERS}.")
+    if config.threads is None:
+        share = max(1, len(os.sched_getaffinity(0)) // (1 + num_workers))
+        config = config.model_copy(update={"threads": share})
+    with contextlib.ExitStack() as stack:
+        key_file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sagellm-sot-")), "key")
+        key_file.touch(0o600)
+        key_file.write_bytes(new_key())
+        engine = _opened(config, "sot://master", key_file)
+        stack.callback(engine.close)
+        processes: list[subprocess.Popen[bytes]] = []
+        stack.callback(_end, processes)  # once the master has gone
+        master = Master(engine, "sot://master", key_file)
+        stack.callback(master.close)
+        for number in range(num_workers):
+            words = (master.address, str(key_file), config.model_dump_json(), f"sot://worker-{number}")
+            # Standard output is the caller's.
+            processes.append(subprocess.Popen([sys.executable, "-m", __name__, *words], stdout=2))
+        _wait(master, processes)
+        yield Group(engine, master, processes)
+
+
+def work(address: str, key_file: Path, config: SageConfig, engine_id: str) -> None:
+    """Be a worker until the master has gone."""
+    from transformers import AutoTokenizer
+
+    from sagellm.models import find_model, prepare_model
+
+    engine = _opened(config, engine_id, key_file)
+    try:
+        worker = Worker(engine, engine_id, key_file, address)
+        tokenizer = AutoTokenizer.from_pretrained(prepare_model(find_model(config.model)))
+        try:
+            SpecSoT(engine, tokenizer).worker_pipeline(worker)
+        finally:
+            worker.close()
+    finally:
+        engine.close()
+
+
+def _opened(config: SageConfig, engine_id: str, key_file: Path) -> Any:
+    engine = open_engine(config, group_hooks(engine_id, key_file))
+    end_s = time.monotonic() + END_S
+    while not engine.group_address:  # its control connections come with the first turn of its loop
+        if time.monotonic() > end_s:
+            engine.close()
+            raise EngineError(f"the engine {engine_id} takes no control connections; its log says why.")
+        time.sleep(0.01)
+    return engine
+
+
+def _wait(master: Master, processes: "list[subprocess.Popen[bytes]]") -> None:
+    end_s = time.monotonic() + START_S
+    while master.num_workers < len(processes):
+        ended = [process.returncode for process in processes if process.poll() is not None]
+        if ended:
+            raise PeerError(f"a worker ended at its start with exit code {ended[0]}; its log is above.")
+        with contextlib.suppress(PeerError):
+            master.wait_for_workers(len(processes), 0.2)
+        if time.monotonic() > end_s:
+            raise PeerError(f"{master.num_workers} of {len(processes)} workers have started after {START_S:g} s.")
+
+
+def _end(processes: "list[subprocess.Popen[bytes]]") -> None:
+    """Wait for workers that end by themselves, once the master has gone."""
+    end_s = time.monotonic() + END_S
+    for process in processes:
+        try:
+            process.wait(max(0.1, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    _address, _key, _config, _name = sys.argv[1:]
+    work(_address, Path(_key), SageConfig.model_validate_json(_config), _name)

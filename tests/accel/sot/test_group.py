@@ -1,0 +1,260 @@
+"""Points that workers write, on other engines, for a master."""
+
+import json
+import threading
+import time
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from transformers import AutoTokenizer
+
+from sagellm.accel.sot.group import Master, Worker, WorkerResult, group_hooks
+from sagellm.accel.sot.pipeline import SpecSoT
+from sagellm.accel.sot.results import SkeletonParseResult, TaskData
+from sagellm.accel.sot.skeleton import ask_for_point
+from sagellm.accel.sot.workers import open_group
+from sagellm.comm_backend.control import new_key
+from sagellm.core.config import SageConfig
+from sagellm.core.errors import ConfigError, PeerError
+from sagellm.core.running import SamplingParams
+from sagellm.demo_model import ensure_demo_model
+from tests.accel.sot.test_pipeline import QUESTION, SIZES, Telling
+from tests.engines.lmdeploy.pd.pair import wait_until
+from tests.pool import settle
+
+TITLES = ("Open it", "Read a line", "Close it", "Handle errors", "Name it", "Print it")
+
+
+class Six(SpecSoT):
+    """Six points of the same length, whatever the model has planned. Does not let the model end a point before."""
+
+    def __init__(self, *args, num_tokens=24, **options):
+        super().__init__(*args, params=SamplingParams(ignore_eos=True), **options)
+        self._length = num_tokens
+
+    def skeleton_parse(self, skeleton_text, task_prompt):
+        tasks = tuple(TaskData(number, title, self._length) for number, title in enumerate(TITLES))
+        return SkeletonParseResult("plan", tasks, tuple(map(ask_for_point, tasks)))
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ensure_demo_model())
+
+
+class Group:
+    """A master and workers in this process, each with an engine of its own."""
+
+    def __init__(self, start_engine, folder, tokenizer, num_workers=1, **config):
+        self.key, config = folder / "key", {"model": ensure_demo_model(), **SIZES, **config}
+        self.key.touch(0o600)
+        self.key.write_bytes(new_key())
+        names = [f"sot://{number}" for number in range(1 + num_workers)]
+        self.engines = [start_engine(pd=group_hooks(name, self.key), **config) for name in names]
+        wait_until(lambda: all(engine.group_address for engine in self.engines))
+        self.master = Master(self.engines[0], names[0], self.key)
+        others = zip(self.engines[1:], names[1:], strict=True)
+        self.workers = [Worker(engine, name, self.key, self.master.address) for engine, name in others]
+        pipelines = [SpecSoT(worker.engine, tokenizer).worker_pipeline for worker in self.workers]
+        self.threads = [
+            threading.Thread(target=run, args=(worker,)) for run, worker in zip(pipelines, self.workers, strict=True)
+        ]
+        for thread in self.threads:
+            thread.start()
+        self.master.wait_for_workers(num_workers, 10)
+
+    def close(self):
+        self.master.close()
+        for thread in self.threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        for worker in self.workers:
+            worker.close()
+        for engine in self.engines:
+            settle(engine)  # and the fixture counts the blocks
+
+    def pd(self, number):
+        return self.engines[number].hooks.report()["pd"]
+
+
+@pytest.fixture
+def group(start_engine, tmp_path, tokenizer):
+    made = []
+
+    def make(**options):
+        made.append(Group(start_engine, tmp_path, tokenizer, **options))
+        return made[0]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def alone(start_engine, tokenizer):
+    return Six(start_engine(model=ensure_demo_model(), **SIZES), tokenizer).generate(QUESTION, max_new_tokens=24)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"speculative": "suffix"}, {"prefix_caching": False}])
+def test_points_of_workers_are_those_of_one_engine(group, tokenizer, alone, options):
+    group, told = group(**options), Telling()
+    answer = Six(group.engines[0], tokenizer, group=group.master).generate(QUESTION, max_new_tokens=24, listener=told)
+    assert answer.branches == alone.branches and answer.text == alone.text and answer.finish_reasons == alone.finish_reasons
+    num_workers = options.get("num_workers", 1)
+    assert answer.stats["by_workers"] == 6 * num_workers // (1 + num_workers)
+    same = ("prompt_tokens", "completion_tokens", "branch_tokens", "branches")
+    assert [answer.stats[name] for name in same] == [alone.stats[name] for name in same]
+    assert dict(told.ends) == answer.finish_reasons
+    assert {(each, token) for each, token in told.tokens} == {(each, t) for each, ts in answer.branches.items() for t in ts}
+    # The keys and values of the plan have travelled once to each worker.
+    assert group.pd(0)["offers"] == {"offered": num_workers, "read": num_workers}
+    for number in range(1, 1 + num_workers):
+        assert group.pd(number)["arrivals"] == {"done": 1}
+        assert group.engines[number].hooks.report()["forks"]["branches"] == 6 // (1 + num_workers)
+
+
+def test_several_answers_at_once(group, tokenizer, alone):
+    group, found = group(), []
+
+    def ask():
+        found.append(Six(group.engines[0], tokenizer, group=group.master).generate(QUESTION, max_new_tokens=24).branches)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == 4 * [alone.branches]
+
+
+@pytest.mark.parametrize("moment", ["tasks", "point"])
+def test_points_of_a_worker_that_leaves_are_written_by_the_master(group, tokenizer, alone, moment):
+    group = group()
+    (worker,) = group.workers
+    if moment == "tasks":
+        receive = worker.receive_tasks_from_master
+
+        def leave():
+            message = receive()
+            worker._loop.run(worker._connection.close())
+            return message
+
+        worker.receive_tasks_from_master = leave
+    else:
+        send = worker.send_results_to_master
+
+        def leave(result):
+            send(result)
+            worker._loop.run(worker._connection.close())
+
+        worker.send_results_to_master = leave
+    if moment == "tasks":  # the thread waits in the old one already
+        group.master.notify_workers_complete(None, "direct")
+        wait_until(lambda: group.master.num_workers == 0 or worker.receive_tasks_from_master is leave)
+    answer = Six(group.engines[0], tokenizer, group=group.master).generate(QUESTION, max_new_tokens=24)
+    assert answer.branches == alone.branches and answer.stats["by_workers"] < 3
+
+
+def test_points_that_a_worker_cannot_write_are_written_by_the_master(group, tokenizer, alone):
+    group = group()
+    fork = group.engines[1].fork
+
+    def fails(*args, **options):
+        raise RuntimeError("no room")
+
+    group.engines[1].fork = fails
+    sot = Six(group.engines[0], tokenizer, group=group.master)
+    assert sot.generate(QUESTION, max_new_tokens=24).branches == alone.branches
+    group.engines[1].fork = fork
+    again = sot.generate(QUESTION, max_new_tokens=24)
+    assert again.branches == alone.branches and again.stats["by_workers"] == 3
+
+
+def test_an_answer_that_is_given_up_ends_at_the_workers(group, tokenizer):
+    group = group()
+
+    def leave(branch_id, token):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Six(group.engines[0], tokenizer, num_tokens=900, group=group.master).generate(
+            QUESTION, max_new_tokens=900, listener=Telling(leave)
+        )
+    start_s = time.monotonic()
+    settle(group.engines[1])
+    assert time.monotonic() - start_s < 10
+
+
+@pytest.mark.parametrize("mode", ["direct", "error"])
+def test_answers_without_a_plan_end_cleanly_at_the_workers(group, tokenizer, mode):
+    class Useless(SpecSoT):
+        def skeleton_parse(self, skeleton_text, task_prompt):
+            return SkeletonParseResult(mode)
+
+    group, heard = group(), []
+    receive = group.workers[0].receive_tasks_from_master
+    group.workers[0].receive_tasks_from_master = lambda: heard.append(receive()) or heard[-1]
+    for _ in range(2):  # the first may be heard by the old method
+        answer = Useless(group.engines[0], tokenizer, group=group.master).generate(QUESTION, max_new_tokens=8)
+        assert answer.mode == mode and answer.stats["by_workers"] == 0
+    wait_until(lambda: heard and heard[-1].mode == mode)
+
+
+def test_bad_groups(start_engine, tmp_path, group):
+    config = SageConfig(device="cpu", model=str(ensure_demo_model()), **SIZES)
+    with pytest.raises(ConfigError, match="workers is 0; allowed are 1 to 64"), open_group(config, 0):
+        pass
+    group = group()
+    with pytest.raises(PeerError, match="1 of 2 workers have joined"):
+        group.master.wait_for_workers(2, 0.05)
+    other = tmp_path / "other"
+    other.touch(0o600)
+    other.write_bytes(new_key())
+    with pytest.raises(PeerError):
+        Worker(group.engines[1], "sot://1", other, group.master.address)
+    late = WorkerResult(answer=99, branch_id=1, token_ids=(1,), finish_reason="stop")
+    group.workers[0].send_results_to_master(late)  # of an answer that is over: taken, and dropped
+
+
+def test_worker_processes(tokenizer, alone):
+    """A worker is killed between two answers and one in the middle of an answer; nothing stays behind."""
+    config = SageConfig(device="cpu", model=str(ensure_demo_model()), **SIZES | {"kv_blocks": 100})
+    with open_group(config, 2) as (engine, master, processes):
+        sot = Six(engine, tokenizer, group=master)
+        assert sot.generate(QUESTION, max_new_tokens=24).stats["by_workers"] == 4
+        processes[0].kill()
+        wait_until(lambda: master.num_workers == 1)
+        assert sot.generate(QUESTION, max_new_tokens=24).stats["by_workers"] == 3
+
+        def kill(branch_id, token):
+            processes[1].kill()
+
+        answer = sot.generate(QUESTION, max_new_tokens=24, listener=Telling(kill))
+        assert answer.branches == alone.branches
+        family = [process.pid for process in processes]
+    assert not any(psutil.pid_exists(pid) for pid in family)
+
+
+def test_the_command_with_workers():
+    arguments = ["--model", "demo", "--device", "cpu", "--workers", "1", "--always-plan", "--max-tokens", "8", "--json"]
+    done = CliRunner().invoke(command(), [QUESTION, *arguments], catch_exceptions=False)
+    answer = json.loads(done.stdout)
+    assert done.exit_code == 0 and answer["mode"] in ("plan", "error")
+    assert answer["mode"] == "error" or answer["stats"]["by_workers"] > 0
+
+
+def command():
+    from sagellm.cli.sot import sot
+
+    return sot
+
+
+@pytest.mark.slow
+def test_workers_are_killed_at_random_moments(tokenizer, alone):
+    """20 kills; `benchmarks.sot_kills` makes 200."""
+    from benchmarks.sot_kills import sweep
+
+    found = sweep(kills=20, seed=1)
+    assert found["wrong"] == 0 and found["answers"] >= 20 and found["left_processes"] == 0
+
