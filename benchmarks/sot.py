@@ -5,9 +5,10 @@
 Lengths are forced: a plan of `PLAN` tokens is written, then `--points` points of `--tokens` tokens, whatever the model would
 say. Plain decoding writes as many tokens, those of the plan included. All answers come from one engine. Repetitive points ask
 for the same text, which the second engine guesses with the strategy `suffix`. A plan is valid if its points differ and none is
-cut off.
+cut off. Two engines of one thread each, a master and a worker, stand beside one engine of one thread.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from benchmarks.models.real_text import model_folder
 from benchmarks.output import Output, spread, table, with_output
 
 PLAN = 96
-AT_ONCE = 8
+AT_ONCE, AT_ONCE_BY_TWO = 8, 4
 VERBS = ("choose", "learn about", "take care of", "explain", "compare", "improve", "plan", "pay for", "repair", "write about")
 THINGS = (
     "a bicycle", "a garden", "a small company", "a computer", "healthy food", "a long journey", "old books", "a house", "music",
@@ -60,29 +61,50 @@ def main(model: str, points: int, tokens: int, questions: int, rounds: int, thre
     finally:
         for engine in engines.values():
             engine.close()
+    by_two = _two_engines(str(folder), size, rounds)
     result = output.save({
         "model": model, "points": points, "tokens": tokens, "plan_tokens": PLAN, "threads": threads, "rounds": rounds,
         "seconds": {many: {name: summary(values) for name, values in by.items()} for many, by in seconds.items()},
         "times_plain": {many: paired_ratio(by["sot"], by["plain"]) for many, by in seconds.items()},
         "repetitive_times_no_guesses": paired_ratio(repeated["suffix"], repeated["none"]), "plans": plans,
+        "two_engines_times_one": by_two,
     })  # fmt: skip
     rows = [
         ("one answer, relative to plain decoding", spread(result["times_plain"]["one"])),
         (f"{AT_ONCE} answers at once, relative to plain decoding", spread(result["times_plain"]["at once"])),
         ("repetitive points with `suffix`, relative to no guesses", spread(result["repetitive_times_no_guesses"])),
+        ("one answer by two engines of one thread, relative to one engine", spread(by_two["one"])),
+        (f"{AT_ONCE_BY_TWO} answers at once, the same", spread(by_two["at once"])),
         *((f"plans: {name}", f"{value:.0%}") for name, value in plans.items()),
     ]
     output.say(table(("", "seen"), rows))
     output.finish(result)
 
 
-def build(model: str, threads: int, speculative: str) -> Any:
+def _two_engines(model: str, size: dict[str, int], rounds: int) -> dict[str, Any]:
+    """Return the seconds of two engines relative to one, each of one thread."""
+    found = {}
+    contestants = [Contestant(str(1 + workers), build, model, 1, "none", workers) for workers in (0, 1)]
+    try:
+        for many, count in (("one", 1), ("at once", AT_ONCE_BY_TWO)):
+            request = size | {"do": "sot", "count": count, "repeats": False}
+            interleave(contestants, request, 1)
+            seconds = interleave(contestants, request, rounds)
+            found[many] = paired_ratio(seconds["2"], seconds["1"])
+    finally:
+        for contestant in contestants:
+            contestant.close()
+    return found
+
+
+def build(model: str, threads: int, speculative: str, workers: int = 0) -> Any:
     """Answers {"do", "count", "points", "tokens", "repeats"} with seconds, and {"do": "plans", "questions"} with shares."""
     from transformers import AutoTokenizer
 
     from sagellm.accel.sot.pipeline import PLAN_TOKENS, SpecSoT
     from sagellm.accel.sot.results import SkeletonParseResult, SkeletonPrefillResult, TaskData
     from sagellm.accel.sot.skeleton import ask_for_plan, ask_for_point
+    from sagellm.accel.sot.workers import open_group
     from sagellm.core.config import SageConfig
     from sagellm.core.running import SamplingParams
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
@@ -90,11 +112,16 @@ def build(model: str, threads: int, speculative: str) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(model)
     sizes = {"kv_blocks": 400, "max_batch_size": 128, "context_length": 2048, "block_size": 64, "prefix_caching": False}
     strategy = {} if speculative == "none" else {"speculative": speculative}
-    engine = LMDeployEngine(SageConfig(device="cpu", model=model, threads=threads, **sizes, **strategy))
+    config = SageConfig(device="cpu", model=model, threads=threads, **sizes, **strategy)
+    stack, group = contextlib.ExitStack(), None
+    if workers:
+        engine, group, _ = stack.enter_context(open_group(config, workers))
+    else:
+        engine = stack.enter_context(LMDeployEngine(config))
 
     class Forced(SpecSoT):
         def __init__(self, points: int, tokens: int, repeats: bool) -> None:
-            super().__init__(engine, tokenizer, params=SamplingParams(ignore_eos=True))
+            super().__init__(engine, tokenizer, params=SamplingParams(ignore_eos=True), group=group)
             self._size, self._repeats = (points, tokens), repeats
 
         def skeleton_prefill(self, input_ids: Any, *_: Any) -> Any:
@@ -150,7 +177,7 @@ def build(model: str, threads: int, speculative: str) -> Any:
             return plans(request["questions"])
         return answer_all(**request)
 
-    answer.close = engine.close  # type: ignore[attr-defined]
+    answer.close = stack.close  # type: ignore[attr-defined]
     return answer
 
 

@@ -89,7 +89,7 @@ class Taken(Model):
 
 
 class Complete(Model):
-    """To a worker: the answer is over, in this mode. What it still writes of it ends."""
+    """To a worker: the answer is over, in this mode. The worker ends the points that it still writes."""
 
     answer: int
     mode: Mode
@@ -105,7 +105,7 @@ def group_hooks(engine_id: str, key_file: Path, **values: Any) -> PDHooks:
 
 @dataclass
 class Sent:
-    """Tasks of one answer that are with workers. `due`: points that each one owes; `lost`: those that nobody writes."""
+    """Tasks of one answer that are with workers. `due`: points that each one owes; `lost`: those that are left to the master."""
 
     answer: int
     due: dict[ControlConnection, set[int]] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class Master:
         return sent
 
     def collect_worker_results(self, sent: Sent, on_result: Callable[[WorkerResult], None]) -> set[int]:
-        """Wait until no worker owes a point. Return those that nobody has written: their workers were lost, or failed.
+        """Wait until no worker owes a point. Return those that are left: their workers were lost, or failed.
 
         Args:
             on_result: called with each point, on this thread.
