@@ -73,7 +73,7 @@ class Tasks(Model):
 
 
 class WorkerResult(Model):
-    """From a worker: a point is written. `error`: why the rest of its points never will be. Reply: `Taken`."""
+    """From a worker: a point is written. `error`: why it writes no more of the answer. Reply: `Taken`."""
 
     answer: int
     branch_id: int = -1
