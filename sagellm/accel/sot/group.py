@@ -105,7 +105,7 @@ def group_hooks(engine_id: str, key_file: Path, **values: Any) -> PDHooks:
 
 @dataclass
 class Sent:
-    """Tasks of one answer that are with workers. `due`: points that each one owes; `lost`: those that are left to the master."""
+    """Tasks of one answer that are with workers. `due`: points that each one owes; `lost`: those left to the master."""
 
     answer: int
     due: dict[ControlConnection, set[int]] = field(default_factory=dict)
