@@ -200,8 +200,10 @@ class _OneAnswer:
     def start(self, prompt: Sequence[int], params: SamplingParams | None = None, keep: bool = False) -> Request:
         return self._taken([self._running.start(prompt, params, keep)])[0]
 
-    def fork(self, request: Request, prompts: Sequence[Sequence[int]], params: Any = None) -> Branches:
-        branches = self._running.fork(request, prompts, params)
+    def fork(
+        self, request: Request, prompts: Sequence[Sequence[int]], params: Any = None, num_tokens: int | None = None
+    ) -> Branches:
+        branches = self._running.fork(request, prompts, params, num_tokens)
         self._taken(branches)
         return branches
 

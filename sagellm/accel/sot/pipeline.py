@@ -87,8 +87,8 @@ class SpecSoT:
         self._group = group
         self._ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self._plan: Request | None = None  # the request that branches are forked from
-        self._history: list[dict[str, str]] = []  # messages before the question
         self._num_tokens: int | None = None  # new ones of it that branches have; None: all
+        self._history: list[dict[str, str]] = []  # messages before the question
         self._requests: list[Request] = []  # of the answer that is being written
         self._by_branch: dict[int, Request] = {}
         self._of_workers: list[tuple[WorkerResult, BranchInfo]] = []  # points of it that workers have written
