@@ -19,8 +19,12 @@ import click
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
 from benchmarks.models.real_text import model_folder
 from benchmarks.output import Output, spread, table, with_output
+from sagellm.accel.sot.pipeline import PLAN_TOKENS, SpecSoT
+from sagellm.accel.sot.results import SkeletonParseResult, SkeletonPrefillResult, TaskData
+from sagellm.accel.sot.skeleton import ask_for_plan, ask_for_point
+from sagellm.core.running import SamplingParams
 
-PLAN = 96
+PLAN, POINTS, TOKENS = 96, 8, 64
 AT_ONCE, AT_ONCE_BY_TWO = 8, 4
 VERBS = ("choose", "learn about", "take care of", "explain", "compare", "improve", "plan", "pay for", "repair", "write about")
 THINGS = (
@@ -33,8 +37,8 @@ NAMES = ("plain", "sot")
 
 @click.command()
 @click.option("--model", default="smollm2", show_default=True, help="Name or folder of a model with a chat template.")
-@click.option("--points", default=8, show_default=True, help="Points of a plan.")
-@click.option("--tokens", default=64, show_default=True, help="Tokens of a point.")
+@click.option("--points", default=POINTS, show_default=True, help="Points of a plan.")
+@click.option("--tokens", default=TOKENS, show_default=True, help="Tokens of a point.")
 @click.option("--questions", default=100, show_default=True, help="Questions whose plans are read; 0 for none.")
 @click.option("--rounds", default=3, show_default=True, help="Measured rounds.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
@@ -61,7 +65,7 @@ def main(model: str, points: int, tokens: int, questions: int, rounds: int, thre
     finally:
         for engine in engines.values():
             engine.close()
-    by_two = _two_engines(str(folder), size, rounds)
+    by_two = _two_engines(str(folder), rounds)
     result = output.save({
         "model": model, "points": points, "tokens": tokens, "plan_tokens": PLAN, "threads": threads, "rounds": rounds,
         "seconds": {many: {name: summary(values) for name, values in by.items()} for many, by in seconds.items()},
@@ -81,13 +85,33 @@ def main(model: str, points: int, tokens: int, questions: int, rounds: int, thre
     output.finish(result)
 
 
-def _two_engines(model: str, size: dict[str, int], rounds: int) -> dict[str, Any]:
+class Forced(SpecSoT):
+    """Writes a plan of `PLAN` tokens, then `points` points of `tokens` tokens."""
+
+    def __init__(
+        self, engine: Any, tokenizer: Any, points: int = POINTS, tokens: int = TOKENS, repeats: bool = False, group: Any = None
+    ) -> None:
+        super().__init__(engine, tokenizer, params=SamplingParams(ignore_eos=True), group=group)
+        self._size, self._repeats = (points, tokens), repeats
+
+    def skeleton_prefill(self, input_ids: Any, *_: Any) -> Any:
+        found = self._started(self.engine.start(input_ids, SamplingParams(PLAN, ignore_eos=True), keep=True))
+        return SkeletonPrefillResult(input_ids=tuple(input_ids), input_len=len(input_ids), request=found)
+
+    def skeleton_parse(self, skeleton_text: str, task_prompt: str) -> Any:
+        points, tokens = self._size
+        titles = ["Say it once more" if self._repeats else f"Part {number}" for number in range(points)]
+        tasks = tuple(TaskData(number, title, tokens) for number, title in enumerate(titles))
+        return SkeletonParseResult("plan", tasks, tuple(map(ask_for_point, tasks)))
+
+
+def _two_engines(model: str, rounds: int) -> dict[str, Any]:
     """Return the seconds of two engines relative to one, each of one thread."""
     found = {}
     contestants = [Contestant(str(1 + workers), build, model, 1, "none", workers) for workers in (0, 1)]
     try:
         for many, count in (("one", 1), ("at once", AT_ONCE_BY_TWO)):
-            request = size | {"do": "sot", "count": count, "repeats": False}
+            request = {"do": "sot", "count": count, "points": POINTS, "tokens": TOKENS, "repeats": False}
             interleave(contestants, request, 1)
             seconds = interleave(contestants, request, rounds)
             found[many] = paired_ratio(seconds["2"], seconds["1"])
@@ -101,12 +125,8 @@ def build(model: str, threads: int, speculative: str, workers: int = 0) -> Any:
     """Answers {"do", "count", "points", "tokens", "repeats"} with seconds, and {"do": "plans", "questions"} with shares."""
     from transformers import AutoTokenizer
 
-    from sagellm.accel.sot.pipeline import PLAN_TOKENS, SpecSoT
-    from sagellm.accel.sot.results import SkeletonParseResult, SkeletonPrefillResult, TaskData
-    from sagellm.accel.sot.skeleton import ask_for_plan, ask_for_point
     from sagellm.accel.sot.workers import open_group
     from sagellm.core.config import SageConfig
-    from sagellm.core.running import SamplingParams
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -115,31 +135,16 @@ def build(model: str, threads: int, speculative: str, workers: int = 0) -> Any:
     config = SageConfig(device="cpu", model=model, threads=threads, **sizes, **strategy)
     stack, group = contextlib.ExitStack(), None
     if workers:
-        engine, group, _ = stack.enter_context(open_group(config, workers))
+        engine, group, _ = stack.enter_context(open_group(config, workers, "benchmarks.sot:Forced"))
     else:
         engine = stack.enter_context(LMDeployEngine(config))
-
-    class Forced(SpecSoT):
-        def __init__(self, points: int, tokens: int, repeats: bool) -> None:
-            super().__init__(engine, tokenizer, params=SamplingParams(ignore_eos=True), group=group)
-            self._size, self._repeats = (points, tokens), repeats
-
-        def skeleton_prefill(self, input_ids: Any, *_: Any) -> Any:
-            found = engine.start(input_ids, SamplingParams(PLAN, ignore_eos=True), keep=True)
-            return SkeletonPrefillResult(input_ids=tuple(input_ids), input_len=len(input_ids), request=found)
-
-        def skeleton_parse(self, skeleton_text: str, task_prompt: str) -> Any:
-            points, tokens = self._size
-            titles = ["Say it once more" if self._repeats else f"Part {number}" for number in range(points)]
-            tasks = tuple(TaskData(number, title, tokens) for number, title in enumerate(titles))
-            return SkeletonParseResult("plan", tasks, tuple(map(ask_for_point, tasks)))
 
     def answer_all(do: str, count: int, points: int, tokens: int, repeats: bool) -> float:
         asked = [QUESTIONS[7 * number] for number in range(count)]
         whole = PLAN + points * tokens
 
         def one(question: str) -> None:
-            sot = Forced(points, tokens, repeats)
+            sot = Forced(engine, tokenizer, points, tokens, repeats, group)
             found = sot.generate(question, do == "sot", max_new_tokens=tokens if do == "sot" else whole)
             made = found.stats["branch_tokens"] + PLAN if do == "sot" else found.stats["tokens"]
             if made not in (whole, whole - 1):  # a last token that ends a text is not counted

@@ -1,19 +1,22 @@
-"""Branches on several engines: a master that plans, and workers that write some of the points.
+"""Answers on several engines: a master that plans, and workers that write some of the points, or whole answers.
 
 Workers connect to the master. The master's engine keeps the keys and values of a plan until each worker's engine has read them
-(`Transfer`), so they travel once. Tasks go to the workers as events; each point comes back as a call. The points of a worker
-that is lost, or that fails, are written by the master.
+(`Transfer`), so they travel once. Tasks go to the workers as events; each point comes back as a call. The master writes the
+points of a worker that is lost, or that fails. While it writes an answer, others go to workers with fewer answers as a whole:
+a plan is written token by token, so it gains nothing from a second engine.
 
 Both sides prove that they have the group's key (`comm_backend.control`).
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +30,7 @@ from sagellm.core.engines import GroupEngine
 from sagellm.core.errors import PeerError
 from sagellm.core.running import Request, SamplingParams, Transfer
 
-__all__ = ["Complete", "Master", "Sent", "Tasks", "Worker", "WorkerResult", "group_hooks"]
+__all__ = ["Answered", "Complete", "Master", "Question", "Sent", "Tasks", "Worker", "WorkerResult", "group_hooks"]
 
 logger = logging.getLogger("sagellm")
 
@@ -72,6 +75,17 @@ class Tasks(Model):
     sampling: dict[str, Any] = Field(default_factory=dict)
 
 
+class Question(Model):
+    """To a worker: write this answer as a whole. `options`: of `SpecSoT.generate`."""
+
+    answer: int
+    question: str
+    history: tuple[dict[str, str], ...]
+    may_be_direct: bool
+    options: dict[str, Any]
+    sampling: dict[str, Any] = Field(default_factory=dict)
+
+
 class WorkerResult(Model):
     """From a worker: a point is written. `error`: why it writes no more of the answer. Reply: `Taken`."""
 
@@ -82,6 +96,21 @@ class WorkerResult(Model):
     drafted: int = 0
     accepted: int = 0
     error: str = ""
+
+
+class Answered(Model):
+    """From a worker: an answer is written, after all of its points. Reply: `Taken`.
+
+    Attributes:
+        tasks: the points, as `TaskData`; none of an answer as one text, which is point 0.
+        stats: as in `SoTAnswer`.
+    """
+
+    answer: int
+    mode: Mode
+    error_msg: str
+    tasks: tuple[tuple[int, str, int], ...]
+    stats: dict[str, float]
 
 
 class Taken(Model):
@@ -95,7 +124,7 @@ class Complete(Model):
     mode: Mode
 
 
-register(Joined, Taken, Tasks, Complete)
+register(Joined, Taken, Tasks, Question, Complete)
 
 
 def group_hooks(engine_id: str, key_file: Path, **values: Any) -> PDHooks:
@@ -110,7 +139,7 @@ class Sent:
     answer: int
     due: dict[ControlConnection, set[int]] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
-    arrived: "queue.SimpleQueue[WorkerResult | None]" = field(default_factory=queue.SimpleQueue)
+    arrived: "queue.SimpleQueue[WorkerResult | Answered | None]" = field(default_factory=queue.SimpleQueue)
 
 
 class Master:
@@ -127,17 +156,39 @@ class Master:
     def __init__(self, engine: GroupEngine, engine_id: str, key_file: Path, host: str = "127.0.0.1", port: int = 0) -> None:
         self.engine, self._engine_id = engine, engine_id
         self._names: dict[ControlConnection, str] = {}  # of the workers' engines
+        self._at_work: Counter[ControlConnection | None] = Counter()  # whole answers of each; None: the master's
         self._answers: dict[int, Sent] = {}
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._loop = _Loop("sagellm-sot-master")
-        handlers = {Join: self._join, WorkerResult: self._take}
+        handlers = {Join: self._join, WorkerResult: self._take, Answered: self._take}
         self._server = self._loop.run(_served(read_key(key_file), handlers, self._lost))
         self.address = self._loop.run(self._server.start(host, port))
 
     @property
     def num_workers(self) -> int:
         return len(self._names)
+
+    @property
+    def num_idle(self) -> int:
+        """Workers that write no whole answer."""
+        with self._changed:
+            return len(self._idle())
+
+    def _idle(self) -> list[ControlConnection]:
+        return [each for each in self._names if not self._at_work[each]]
+
+    @contextlib.contextmanager
+    def placed(self) -> Iterator[ControlConnection | None]:
+        """Choose who writes an answer, as long as the context lasts: a worker, or None for the master, which comes first."""
+        with self._changed:
+            where = min((None, *self._names), key=lambda each: self._at_work[each])
+            self._at_work[where] += 1
+        try:
+            yield where
+        finally:
+            with self._changed:
+                self._at_work[where] -= 1
 
     def wait_for_workers(self, count: int, timeout_s: float) -> None:
         """
@@ -155,6 +206,34 @@ class Master:
 
     # ---- exchange
 
+    def delegate(
+        self, worker: ControlConnection, question: str, history: Sequence[dict[str, str]], may_be_direct: bool,
+        options: dict[str, Any], params: SamplingParams,
+    ) -> tuple[Answered, list[WorkerResult]] | None:  # fmt: skip
+        """Let a worker write an answer, and wait for it. None: the worker was lost, or failed."""
+        sent, points = Sent(next(self._numbers)), list[WorkerResult]()
+        with self._changed:
+            if worker not in self._names:
+                return None
+            sent.due = {worker: {-1}}
+            self._answers[sent.answer] = sent
+        try:
+            self._tell(
+                worker,
+                Question(
+                    answer=sent.answer, question=question, history=tuple(history), may_be_direct=may_be_direct, options=options,
+                    sampling=_sampling(params),
+                ),
+            )  # fmt: skip
+            while isinstance(found := sent.arrived.get(), WorkerResult):
+                points.append(found)
+            return None if found is None else (found, points)
+        finally:
+            with self._changed:
+                self._answers.pop(sent.answer, None)
+            if worker in self._names:
+                self._tell(worker, Complete(answer=sent.answer, mode="plan"))
+
     def distribute_tasks_to_workers(
         self, plan: Request, prefix: Sequence[int], schedule: ScheduleResult, max_new_tokens: int, max_kv_len: int | None,
         params: SamplingParams,
@@ -170,17 +249,17 @@ class Master:
         devices = [ids for ids in schedule.schedule_plan.devices[1:] if ids]
         with self._changed:
             self._answers[sent.answer] = sent
-            workers = list(self._names.items())[: len(devices)]
+            workers = [(each, self._names[each]) for each in self._idle()][: len(devices)]
             sent.due = {connection: set(ids) for (connection, _), ids in zip(workers, devices, strict=False)}
             sent.lost = {each for ids in devices[len(workers) :] for each in ids}
-        sampling = {name: getattr(params, name) for name in SAMPLING}
         for (connection, engine_id), ids in zip(workers, devices, strict=False):
             transfer = Transfer(engine_id, secrets.randbits(62) | 1 << 40, gives=True)
             self.engine.fork(plan, [[]], replace(SamplingParams(1), transfer=transfer))
             tasks = Tasks(
                 answer=sent.answer, source=self._engine_id, transfer_id=transfer.transfer_id, prefix=tuple(prefix),
                 branches=tuple(Branch(**asdict(infos[each])) for each in ids), max_new_tokens=max_new_tokens,
-                max_parallel=schedule.schedule_plan.max_parallel, max_kv_len=max_kv_len, sampling=sampling,
+                max_parallel=schedule.schedule_plan.max_parallel, max_kv_len=max_kv_len,
+                sampling=_sampling(params),
             )  # fmt: skip
             self._tell(connection, tasks)
         return sent
@@ -218,18 +297,21 @@ class Master:
             self._changed.notify_all()
         return Joined(engine_id=self._engine_id, address=self.engine.group_address)
 
-    async def _take(self, connection: ControlConnection, message: WorkerResult) -> Taken:
+    async def _take(self, connection: ControlConnection, message: WorkerResult | Answered) -> Taken:
         with self._changed:
             sent = self._answers.get(message.answer)
             due = sent.due.get(connection) if sent is not None else None
             if sent is None or due is None:
                 return Taken()
-            if message.error:
+            if isinstance(message, Answered):
+                due.clear()
+                sent.arrived.put(message)
+            elif message.error:
                 logger.warning("a worker gives points %s up: %s", sorted(due), message.error)
                 sent.lost |= due
                 due.clear()
                 sent.arrived.put(None)
-            elif message.branch_id in due:
+            elif message.branch_id in due or -1 in due:  # of a whole answer
                 due.discard(message.branch_id)
                 sent.arrived.put(message)
         return Taken()
@@ -264,7 +346,7 @@ class Worker:
 
     def __init__(self, engine: GroupEngine, engine_id: str, key_file: Path, address: str) -> None:
         self.engine = engine
-        self._messages: queue.SimpleQueue[Tasks | Complete | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Tasks | Question | Complete | None] = queue.SimpleQueue()
         self._loop = _Loop("sagellm-sot-worker")
         try:
             self._connection = self._loop.run(connect(address, read_key(key_file), on_event=self._heard))
@@ -275,11 +357,11 @@ class Worker:
             raise
         self._loop.start(self._watch())
 
-    def receive_tasks_from_master(self) -> Tasks | Complete | None:
+    def receive_tasks_from_master(self) -> Tasks | Question | Complete | None:
         """Wait for the next message; None once the master has gone."""
         return self._messages.get()
 
-    def send_results_to_master(self, result: WorkerResult) -> None:
+    def send_results_to_master(self, result: WorkerResult | Answered) -> None:
         """
         Raises:
             PeerError: the master has gone.
@@ -322,6 +404,10 @@ class _Loop:
 
 async def _served(key: bytes, handlers: Any, on_closed: Any) -> ControlServer:
     return ControlServer(key, handlers, on_closed)
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in SAMPLING}
 
 
 def info_of(branch: Branch) -> BranchInfo:

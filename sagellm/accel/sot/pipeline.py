@@ -8,6 +8,7 @@ Source: skeleton-of-thought (Ning et al., 2024); stages and names of SpecSoT.
 """
 
 import contextlib
+import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from sagellm.accel.sot import schedules
-from sagellm.accel.sot.group import Complete, Master, Sent, Tasks, Worker, WorkerResult, info_of
+from sagellm.accel.sot.group import Answered, Complete, Master, Question, Sent, Tasks, Worker, WorkerResult, info_of
 from sagellm.accel.sot.results import (
     BranchInfo,
     ParallelDecodeResult,
@@ -82,7 +83,7 @@ class SpecSoT:
         if tokenizer.chat_template is None:
             raise ConfigError("skeleton-of-thought needs a model with a chat template; this tokenizer has none.")
         self.engine, self.tokenizer = engine, tokenizer
-        self._pattern, self._plan_tokens = plan_pattern(may_be_direct), plan_tokens(tokenizer)
+        self._may_be_direct, self._plan_tokens = may_be_direct, plan_tokens(tokenizer)
         self._params = params or SamplingParams()
         self._group = group
         self._ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -100,7 +101,7 @@ class SpecSoT:
     ) -> SkeletonPrefillResult:
         """Stage 1: start the plan, and wait for its first token. It is the same with workers (`distributed`)."""
         params = SamplingParams(
-            max_new_tokens, stop_token_ids=self._ends, pattern=self._pattern,
+            max_new_tokens, stop_token_ids=self._ends, pattern=plan_pattern(self._may_be_direct),
             processors=(DistinctPoints(self._plan_tokens, input_ids), *_processors(logits_processor)),
         )  # fmt: skip
         request = self._started(self.engine.start(input_ids, params, keep=True))
@@ -136,7 +137,7 @@ class SpecSoT:
             distributed: the workers of the group write some.
             max_parallel: branches at once on an engine.
         """
-        devices = 1 + (self._group.num_workers if distributed and self._group is not None else 0)
+        devices = 1 + (self._group.num_idle if distributed and self._group is not None else 0)
         plan = (schedules.longest_first if use_scheduling else schedules.even)(branch_infos, devices, max_parallel)
         return ScheduleResult(plan, plan.devices[0], tuple(branch_infos))
 
@@ -255,9 +256,13 @@ class SpecSoT:
         self._requests, self._by_branch, self._of_workers = [], {}, []
         if not enable_parallel:
             return self.generate_eagle(question, max_new_tokens, logits_processor, listener)
-        return self.run_specsot_pipeline(
-            question, max_new_tokens, max_parallel, use_scheduling, max_kv_len, logits_processor, listener
-        )
+        options = (question, max_new_tokens, max_parallel, use_scheduling, max_kv_len)
+        if self._group is None or logits_processor is not None or self._params.processors:  # these do not travel
+            return self.run_specsot_pipeline(*options, logits_processor, listener)
+        with self._group.placed() as worker:
+            if worker is not None and (answer := self._delegated(worker, *options, listener or Listener())) is not None:
+                return answer
+            return self.run_specsot_pipeline(*options, None, listener, distributed=True)
 
     def generate_eagle(
         self, question: str, max_new_tokens: int, logits_processor: Processor | None = None, listener: Listener | None = None
@@ -281,12 +286,15 @@ class SpecSoT:
 
     def run_specsot_pipeline(
         self, question: str, max_new_tokens: int, max_parallel: int, use_scheduling: bool, max_kv_len: int | None = None,
-        logits_processor: Processor | None = None, listener: Listener | None = None,
+        logits_processor: Processor | None = None, listener: Listener | None = None, distributed: bool = False,
     ) -> SoTAnswer:  # fmt: skip
-        """Run the seven stages. Without a plan of use the answer is written as one text."""
+        """Run the seven stages. Without a plan of use the answer is written as one text.
+
+        Args:
+            distributed: workers of the group write some of the points.
+        """
         start_s, listener = time.perf_counter(), listener or Listener()
-        sent, mode, group = None, "error", self._group if logits_processor is None and not self._params.processors else None
-        distributed = group is not None and group.num_workers > 0  # processors do not travel
+        sent, mode = None, "error"
         asked = self._chat(ask_for_plan(question))
         started = self.skeleton_prefill(asked, logits_processor, PLAN_TOKENS, distributed)
         self._plan = started.request
@@ -302,7 +310,7 @@ class SpecSoT:
             infos = self._branch_infos(question, skeleton, parsed)
             planned = self.schedule_branches(infos, use_scheduling, distributed, max_parallel)
             if distributed:
-                sent = group.distribute_tasks_to_workers(
+                sent = self._group.distribute_tasks_to_workers(
                     self._plan, prefix, planned, max_new_tokens, max_kv_len, self._params
                 )
             empty = ParallelPrefillResult(input_ids=tuple(prefix), tips_indices=len(prefix) - 1)
@@ -321,7 +329,7 @@ class SpecSoT:
                 self._plan.cancel()
             self._plan = None
             if distributed:
-                group.notify_workers_complete(sent, mode)
+                self._group.notify_workers_complete(sent, mode)
         stats = {
             "skeleton_s": skeleton.decode_time, "skeleton_tokens": len(skeleton.skeleton_ids),
             "total_s": time.perf_counter() - start_s, **found.stats, **self._counts(),
@@ -338,7 +346,9 @@ class SpecSoT:
                 if at_work is not None:
                     at_work._give_up()
                 continue
-            sot = SpecSoT(self.engine, self.tokenizer, params=replace(self._params, **message.sampling))
+            sot = copy.copy(self)
+            sot._params = replace(self._params, **message.sampling)
+            sot._requests, sot._by_branch, sot._of_workers = [], {}, []
             thread = threading.Thread(target=sot._work, args=(worker, message), name=f"sagellm-sot-{message.answer}")
             running[message.answer] = thread, sot
             thread.start()
@@ -348,15 +358,66 @@ class SpecSoT:
 
     # ---- parts
 
-    def _work(self, worker: Worker, tasks: Tasks) -> None:
-        """Write the points of one answer for a master."""
+    def _work(self, worker: Worker, tasks: Tasks | Question) -> None:
+        """Write an answer, or points of one, for a master."""
         try:
-            self._write_points(worker, tasks)
+            if isinstance(tasks, Question):
+                self._write_answer(worker, tasks)
+            else:
+                self._write_points(worker, tasks)
         except PeerError:
             pass  # the master has gone
         except Exception as error:  # whatever it is, the master must not wait for it
             with contextlib.suppress(PeerError):
                 worker.send_results_to_master(WorkerResult(answer=tasks.answer, error=f"{type(error).__name__}: {error}"))
+
+    def _write_answer(self, worker: Worker, asked: Question) -> None:
+        self._may_be_direct = asked.may_be_direct
+        ended: dict[int, tuple[int, ...]] = {}
+
+        class Kept(Listener):
+            def token(self, branch_id: int, token: int) -> None:
+                ended[branch_id] = (*ended.get(branch_id, ()), token)
+
+        try:
+            found = self.generate(asked.question, history=asked.history, listener=Kept(), **asked.options)
+        finally:
+            self._give_up()
+        for each, reason in found.finish_reasons.items():
+            worker.send_results_to_master(
+                WorkerResult(answer=asked.answer, branch_id=each, token_ids=ended.get(each, ()), finish_reason=reason)
+            )
+        tasks = tuple((each.branch_id, each.title, each.num_tokens) for each in found.tasks)
+        worker.send_results_to_master(
+            Answered(answer=asked.answer, mode=found.mode, error_msg=found.error_msg, tasks=tasks, stats=found.stats)
+        )
+
+    def _delegated(
+        self, worker: Any, question: str, max_new_tokens: int, max_parallel: int, use_scheduling: bool, max_kv_len: int | None,
+        listener: Listener,
+    ) -> SoTAnswer | None:  # fmt: skip
+        """Let a worker write the whole answer; `listener` hears of it at the end. None: the worker did not."""
+        start_s = time.perf_counter()
+        options = dict(
+            max_new_tokens=max_new_tokens, max_parallel=max_parallel, use_scheduling=use_scheduling, max_kv_len=max_kv_len
+        )
+        found = self._group.delegate(worker, question, self._history, self._may_be_direct, options, self._params)
+        if found is None:
+            return None
+        answer, points = found
+        tasks, written = tuple(TaskData(*each) for each in answer.tasks), ParallelDecodeResult()
+        listener.planned(tasks)
+        for each in points:
+            for token in each.token_ids:
+                listener.token(each.branch_id, token)
+            listener.ended(each.branch_id, each.finish_reason)
+            written.add(each.branch_id, self._without_end(each.token_ids), each.finish_reason)
+        ids = tuple(self.merge_results((), written.branch_outputs, tasks, 0)) if tasks else written.branch_outputs[0]
+        stats = answer.stats | {"by_workers": len(points), "total_s": time.perf_counter() - start_s}
+        return SoTAnswer(
+            answer.mode, ids, self.tokenizer.decode(ids, skip_special_tokens=True), tasks,
+            written.branch_outputs if tasks else {}, stats, written.finish_reasons, answer.error_msg,
+        )  # fmt: skip
 
     def _write_points(self, worker: Worker, tasks: Tasks) -> None:
         send, sot = worker.send_results_to_master, self

@@ -1,6 +1,6 @@
 """A master and its workers on one machine, each worker a process of its own.
 
-`python -m sagellm.accel.sot.workers ADDRESS KEY_FILE CONFIG` is such a process. It ends with the master's connection.
+`python -m sagellm.accel.sot.workers ADDRESS KEY_FILE CONFIG NAME PIPELINE` is such a process. It ends with its connection.
 """
 
 import contextlib
@@ -10,11 +10,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sagellm.accel.sot.group import Master, Worker, group_hooks
-from sagellm.accel.sot.pipeline import SpecSoT
 from sagellm.comm_backend.control import new_key
 from sagellm.core.config import SageConfig
 from sagellm.core.engines import GroupEngine, open_engine
@@ -25,6 +25,7 @@ __all__ = ["Group", "open_group"]
 START_S = 120.0
 END_S = 10.0
 MAX_WORKERS = 64
+PIPELINE = "sagellm.accel.sot.pipeline:SpecSoT"
 
 
 class Group(NamedTuple):
@@ -36,11 +37,12 @@ class Group(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_group(config: SageConfig, num_workers: int) -> Iterator[Group]:
+def open_group(config: SageConfig, num_workers: int, pipeline: str = PIPELINE) -> Iterator[Group]:
     """Open an engine in this process and one in each worker's.
 
     Args:
         config: of every engine. Without `threads` they share the cores.
+        pipeline: `module:Class` of the workers' `SpecSoT`, called with an engine and a tokenizer.
 
     Raises:
         ConfigError: the number of workers is out of range.
@@ -62,25 +64,27 @@ def open_group(config: SageConfig, num_workers: int) -> Iterator[Group]:
         master = Master(engine, "sot://master", key_file)
         stack.callback(master.close)
         for number in range(num_workers):
-            words = (master.address, str(key_file), config.model_dump_json(), f"sot://worker-{number}")
+            words = (master.address, str(key_file), config.model_dump_json(), f"sot://worker-{number}", pipeline)
             # Standard output is the caller's.
             processes.append(subprocess.Popen([sys.executable, "-m", __name__, *words], stdout=2))
         _wait(master, processes)
         yield Group(engine, master, processes)
 
 
-def work(address: str, key_file: Path, config: SageConfig, engine_id: str) -> None:
+def work(address: str, key_file: Path, config: SageConfig, engine_id: str, pipeline: str = PIPELINE) -> None:
     """Be a worker until the master has gone."""
     from transformers import AutoTokenizer
 
     from sagellm.models import find_model, prepare_model
 
+    module, _, name = pipeline.partition(":")
+    make = getattr(import_module(module), name)
     engine = _opened(config, engine_id, key_file)
     try:
         worker = Worker(engine, engine_id, key_file, address)
         tokenizer = AutoTokenizer.from_pretrained(prepare_model(find_model(config.model)))
         try:
-            SpecSoT(engine, tokenizer).worker_pipeline(worker)
+            make(engine, tokenizer).worker_pipeline(worker)
         finally:
             worker.close()
     finally:
@@ -122,5 +126,5 @@ def _end(processes: "list[subprocess.Popen[bytes]]") -> None:
 
 
 if __name__ == "__main__":
-    _address, _key, _config, _name = sys.argv[1:]
-    work(_address, Path(_key), SageConfig.model_validate_json(_config), _name)
+    _address, _key, _config, _name, _pipeline = sys.argv[1:]
+    work(_address, Path(_key), SageConfig.model_validate_json(_config), _name, _pipeline)

@@ -56,7 +56,7 @@ class Group:
         self.master = Master(self.engines[0], names[0], self.key)
         others = zip(self.engines[1:], names[1:], strict=True)
         self.workers = [Worker(engine, name, self.key, self.master.address) for engine, name in others]
-        pipelines = [SpecSoT(worker.engine, tokenizer).worker_pipeline for worker in self.workers]
+        pipelines = [Six(worker.engine, tokenizer).worker_pipeline for worker in self.workers]
         self.threads = [
             threading.Thread(target=run, args=(worker,)) for run, worker in zip(pipelines, self.workers, strict=True)
         ]
@@ -114,18 +114,50 @@ def test_points_of_workers_are_those_of_one_engine(group, tokenizer, alone, opti
         assert group.engines[number].hooks.report()["forks"]["branches"] == 6 // (1 + num_workers)
 
 
-def test_several_answers_at_once(group, tokenizer, alone):
-    group, found = group(), []
+def ask_at_once(group, tokenizer, count, **options):
+    """Answers to one question, in the order in which they came, and what their listeners have heard."""
+    found, heard = [], [Telling() for _ in range(count)]
 
-    def ask():
-        found.append(Six(group.engines[0], tokenizer, group=group.master).generate(QUESTION, max_new_tokens=24).branches)
+    def ask(told):
+        sot = Six(group.engines[0], tokenizer, group=group.master)
+        found.append((sot.generate(QUESTION, max_new_tokens=24, listener=told, **options), told))
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
+    threads = [threading.Thread(target=ask, args=(told,)) for told in heard]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == 4 * [alone.branches]
+    return found
+
+
+def test_several_answers_at_once_are_shared_out(group, tokenizer, alone):
+    found = ask_at_once(group(), tokenizer, 4)
+    assert len(found) == 4
+    for answer, told in found:
+        assert (answer.branches, answer.text, answer.mode) == (alone.branches, alone.text, "plan")
+        assert told.plans == [answer.tasks] and dict(told.ends) == answer.finish_reasons == alone.finish_reasons
+        assert answer.stats["completion_tokens"] == alone.stats["completion_tokens"]
+    assert sum(answer.stats["by_workers"] == 6 for answer, _ in found) == 2
+
+
+def test_whole_answers_of_a_worker_that_leaves_or_fails_are_written_by_the_master(group, tokenizer, alone):
+    group = group()
+    start = group.engines[1].start
+
+    def fails(*args, **options):
+        raise RuntimeError("no room")
+
+    group.engines[1].start = fails
+    assert [answer.branches for answer, _ in ask_at_once(group, tokenizer, 3)] == 3 * [alone.branches]
+
+    def leaves(*args, **options):
+        (worker,) = group.workers
+        worker._loop.run(worker._connection.close())
+        return start(*args, **options)
+
+    group.engines[1].start = leaves
+    assert [answer.branches for answer, _ in ask_at_once(group, tokenizer, 3)] == 3 * [alone.branches]
+    assert group.master.num_workers == 0
 
 
 @pytest.mark.parametrize("moment", ["tasks", "point"])
