@@ -4,12 +4,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from sagellm.core.errors import EngineError
 from sagellm.core.service import ServiceRequest
 
-__all__ = ["MAX_BRANCHES", "Branches", "Generation", "Request", "SamplingParams", "wait_for_news"]
+__all__ = ["MAX_BRANCHES", "Branches", "Draft", "Generation", "Request", "SamplingParams", "wait_for_news"]
 
 MAX_BRANCHES = 128  # of one call, as many as answers that OpenAI's API allows
 CHECK_S = 1.0  # how often a caller that waits looks whether the engine still works
@@ -24,7 +24,7 @@ class SamplingParams:
     `service` is for the scheduler; so is `adapter`, the key of the model or LoRA adapter that the request belongs to.
     `processors` change the scores of each token before it is drawn: each gets the tokens so far, int64 [tokens], and the
     scores, [vocabulary], and returns scores. They run in the engine process. `pattern`: a regular expression of the whole text,
-    to which the tokens are held; "" for none.
+    to which the tokens are held; "" for none. `keep_drafts`: whether a `Request` keeps what was guessed for it.
     """
 
     max_new_tokens: int = 128
@@ -38,6 +38,7 @@ class SamplingParams:
     adapter: str | None = None
     processors: tuple[Callable[[Any, Any], Any], ...] = ()
     pattern: str = ""
+    keep_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,13 @@ class Generation:
     token_ids: tuple[int, ...]
     finish_reason: str
     token_s: tuple[float, ...] = ()
+
+
+class Draft(NamedTuple):
+    """Guesses that one decode step has verified. `place`: number of new tokens before them; `tokens`: the guesses."""
+
+    place: int
+    tokens: tuple[int, ...]
 
 
 class Watch:
@@ -82,6 +90,7 @@ class Request:
         parent: the request that it is a branch of, or None.
         prompt: its token ids; of a branch, with those of its parent.
         keep: whether it stays after its last token, so that it can be forked, until `cancel`.
+        drafts: what was guessed for it, in order. It stays empty without `keep_drafts`, and where workers of their own compute.
     """
 
     def __init__(
@@ -93,6 +102,7 @@ class Request:
         self.state: State = "running"
         self.stop: Callable[[], None] = lambda: None  # the engine sets it
         self.watch = watch
+        self.drafts: list[Draft] = []
         self._tokens: list[int] = []
         self._times: list[float] = []
         self._start_s = time.perf_counter()

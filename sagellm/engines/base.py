@@ -142,7 +142,7 @@ class BaseEngine(ABC):
 
     def fork(
         self, request: Request, prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None, num_tokens: int | None = None,
     ) -> Branches:  # fmt: skip
         """Let a request branch: each branch continues its tokens so far, and a prompt behind them.
 
@@ -152,6 +152,8 @@ class BaseEngine(ABC):
             request: of `start` or of an earlier fork; it runs, or is kept.
             prompts: token ids of each branch behind the common ones; a branch may have none.
             params: of all branches, or of each; None: those of the request. A branch without `service` has the parent's.
+            num_tokens: how many of the request's new tokens the branches have; None: all so far. With 0 they are samples of
+                its prompt; with fewer than all they step back.
 
         Raises:
             EngineError: the request is another engine's, or has ended; no prompts, too many, or one that is too long.

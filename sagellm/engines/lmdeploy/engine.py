@@ -22,7 +22,7 @@ from sagellm.core.collectives import GROUP
 from sagellm.core.config import HookConfig, PDHooks, PluginSpec, SageConfig
 from sagellm.core.errors import ConfigError, EngineError, PatchError
 from sagellm.core.registry import find_plugin
-from sagellm.core.running import MAX_BRANCHES, Branches, Request, Watch
+from sagellm.core.running import MAX_BRANCHES, Branches, Draft, Request, Watch
 from sagellm.core.service import NOTHING_ASKED, EngineRequest
 from sagellm.core.tasks import end_tasks
 from sagellm.engines.base import BaseEngine, EngineInfo, Generation, SamplingParams
@@ -296,8 +296,10 @@ class LMDeployEngine(BaseEngine):
 
     def fork(
         self, request: Request, prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None, num_tokens: int | None = None,
     ) -> Branches:  # fmt: skip
+        if num_tokens is not None and not 0 <= num_tokens <= request.num_tokens:
+            raise EngineError(f"fork got num_tokens {num_tokens}; the request has {request.num_tokens} new tokens. Give 0 to that.")
         if not 0 < len(prompts) <= MAX_BRANCHES:
             raise EngineError(f"fork got {len(prompts)} prompts; allowed are 1 to {MAX_BRANCHES}. A prompt may be empty.")
         every = list(params) if isinstance(params, Sequence) else [params or request.params] * len(prompts)
@@ -306,7 +308,7 @@ class LMDeployEngine(BaseEngine):
         every = [replace(each, service=each.service or request.params.service) for each in every]
         _check_deadlines(every)
         _check_patterns(every)
-        return self._on_loop(self._fork(request, prompts, every))
+        return self._on_loop(self._fork(request, prompts, every, num_tokens))
 
     def prompt_logits(self, prompt: Sequence[int]) -> "np.ndarray":
         longest = self.engine.max_session_len - 1
@@ -405,6 +407,11 @@ class LMDeployEngine(BaseEngine):
         stopped = asyncio.Event()
         task = self._loop.create_task(self._follow(request, stopped), name=f"sagellm-request-{request.request_id}")
         self._requests[request.request_id] = request
+        if request.params.keep_drafts and self.hooks.speculation is not None:
+            before = len(request.prompt)
+            self.hooks.speculation.listeners[request.request_id] = lambda size, guesses: request.drafts.append(
+                Draft(size - before, tuple(guesses))
+            )
 
         def stop() -> None:
             stopped.set()
@@ -437,8 +444,12 @@ class LMDeployEngine(BaseEngine):
         finally:
             del self._requests[session]
             await stream.aclose()
+            if self.hooks.speculation is not None:
+                self.hooks.speculation.listeners.pop(session, None)
 
-    async def _fork(self, request: Request, prompts: Any, every: list[SamplingParams]) -> Branches:
+    async def _fork(
+        self, request: Request, prompts: Any, every: list[SamplingParams], num_tokens: int | None
+    ) -> Branches:  # fmt: skip
         number = request.request_id
         if request.watch is not self._watch:
             raise EngineError(f"request {number} is not of this engine; fork it on the engine that started it.")
@@ -447,7 +458,7 @@ class LMDeployEngine(BaseEngine):
                 f"request {number} is {request.state}, and its blocks are gone; fork a request while it runs, or start it "
                 "with keep=True."
             )
-        common = [*request.prompt, *request.token_ids]
+        common = [*request.prompt, *request.token_ids[:num_tokens]]
         for place, prompt in enumerate(prompts):
             self._check_length(len(common) + len(prompt), f"branch {place}, with {len(common)} tokens of its parent,")
         made = [
