@@ -28,7 +28,7 @@ SHOWN = ("text", "steps")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first chain; the next ones count up.")
 @click.option("--split", default="line", show_default=True, metavar="line|sentence|MARKER", help="What ends a step.")
 @click.option("--max-tokens", type=click.IntRange(1), default=512, show_default=True, help="Most tokens of a chain.")
-@click.option("--show", type=click.Choice(SHOWN), default="text", show_default=True, help="The text, or the steps of all chains.")
+@click.option("--show", type=click.Choice(SHOWN), default="text", show_default=True, help="The text, or the steps.")
 @click.option("--json", "as_json", is_flag=True, help="Print all of the answer as JSON.")
 def cot(
     question: str, samples: int, temperature: float | None, seed: int, split: str, max_tokens: int, show: str, as_json: bool,

@@ -161,10 +161,8 @@ class CoTAccelController:
             )
             for number in range(samples)
         ]  # fmt: skip
-        if self._judge is None:
-            chains = self._exact(prompt, every)
-        else:
-            chains = [self._semantic(asked, prompt, each) for each in every]
+        is_exact = self._judge is None
+        chains = self._exact(prompt, every) if is_exact else [self._semantic(asked, prompt, each) for each in every]
         return _voted(chains, time.perf_counter() - start_s)
 
     # ---- every token verified
@@ -289,7 +287,7 @@ def _voted(chains: Sequence[Chain], total_s: float) -> CoTAnswer:
     tokens, drafted = sum(len(each.token_ids) for each in chains), sum(len(each.draft_tokens) for each in steps)
     accepted = sum(each.num_accepted for each in steps)
     stats = {
-        "total_s": total_s, "tokens": tokens, "drafted": drafted, "accepted": accepted, "acceptance": accepted / max(1, drafted),
-        "passes": tokens - accepted, "latency_saved": accepted / max(1, tokens),
+        "total_s": total_s, "tokens": tokens, "drafted": drafted, "accepted": accepted,
+        "acceptance": accepted / max(1, drafted), "passes": tokens - accepted, "latency_saved": accepted / max(1, tokens),
     }  # fmt: skip
     return CoTAnswer(answer, first.text, first.steps, tuple(chains), dict(votes), stats)

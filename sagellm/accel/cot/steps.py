@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from sagellm.core.errors import ConfigError
@@ -108,7 +109,7 @@ def make_steps(tokens: Sequence[int], drafts: Sequence[Draft], split: Split, tok
             behind it belong to the step of the model's token.
     """
     borders = [0, *cut(tokens, split, tokenizer), len(tokens)] if tokens else []
-    spans = list(zip(borders, borders[1:], strict=False))
+    spans = list(pairwise(borders))
     guesses: list[list[tuple[int, bool]]] = [[] for _ in spans]
     corrections: list[list[Correction]] = [[] for _ in spans]
     number = covered = 0

@@ -299,7 +299,7 @@ class LMDeployEngine(BaseEngine):
         params: SamplingParams | Sequence[SamplingParams] | None = None, num_tokens: int | None = None,
     ) -> Branches:  # fmt: skip
         if num_tokens is not None and not 0 <= num_tokens <= request.num_tokens:
-            raise EngineError(f"fork got num_tokens {num_tokens}; the request has {request.num_tokens} new tokens. Give 0 to that.")
+            raise EngineError(f"fork got num_tokens {num_tokens}; allowed are 0 to {request.num_tokens}, its new tokens.")
         if not 0 < len(prompts) <= MAX_BRANCHES:
             raise EngineError(f"fork got {len(prompts)} prompts; allowed are 1 to {MAX_BRANCHES}. A prompt may be empty.")
         every = list(params) if isinstance(params, Sequence) else [params or request.params] * len(prompts)
