@@ -44,7 +44,6 @@ QUESTIONS = (
     "Paul saves 25 dollars a month. A bicycle costs 310 dollars, and he has 60 dollars. How many months must he save?",
 )
 SAMPLINGS = {"temperature 0.7": (0.7, 0), "temperature 0.5, top 40": (0.5, 40)}  # both of Wang et al., 2022
-OPTIONS = {"share_tokens": 8, "min_probability": 0.3}  # of the strategy
 SETTINGS = {"kv_blocks": 400, "max_batch_size": 32, "context_length": 2048, "block_size": 64}
 
 
@@ -56,7 +55,7 @@ SETTINGS = {"kv_blocks": 400, "max_batch_size": 32, "context_length": 2048, "blo
 @click.option("--rounds", default=3, show_default=True, help="Rounds, each with other questions.")
 @click.option("--tokens", default=160, show_default=True, help="Most tokens of a chain.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
-@click.option("--strategy", default="suffix", show_default=True, help="Strategy that guesses.")
+@click.option("--strategy", default="chain", show_default=True, help="Strategy that guesses.")
 @with_output
 def main(
     model: str, samples: int, questions: int, passes: int, rounds: int, tokens: int, threads: int, strategy: str, output: Output
@@ -66,7 +65,7 @@ def main(
     works = {name: (samples, temperature, top_k) for name, (temperature, top_k) in SAMPLINGS.items()} | {"greedy": (1, 0.0, 0)}
     found: dict[str, list[dict[str, list[dict[str, Any]]]]] = {}
     for work, (count, temperature, top_k) in works.items():
-        engines = [Contestant(name, build, folder, threads, name, OPTIONS) for name in ("none", strategy)]
+        engines = [Contestant(name, build, folder, threads, name) for name in ("none", strategy)]
         try:
             found[work] = [{each.name: [] for each in engines} for _ in range(passes)]
             for turn in range(rounds):
@@ -97,7 +96,7 @@ def main(
     output.finish(result)
 
 
-def build(model: str, threads: int, strategy: str, options: dict[str, Any]) -> Any:
+def build(model: str, threads: int, strategy: str) -> Any:
     """Answers a request of `main` with tokens, seconds and counts."""
     from transformers import AutoTokenizer
 
@@ -107,7 +106,7 @@ def build(model: str, threads: int, strategy: str, options: dict[str, Any]) -> A
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    speculative = {} if strategy == "none" else {"speculative": strategy, "speculative_options": options}
+    speculative = {} if strategy == "none" else {"speculative": strategy}
     engine = LMDeployEngine(SageConfig(device="cpu", model=model, threads=threads, **SETTINGS, **speculative))
     engine.generate([[5] * 300] * 8, SamplingParams(8, ignore_eos=True))
     controller = CoTAccelController(engine, tokenizer)

@@ -7,6 +7,7 @@ _HOME = {
     "AccelController": "controller",
     "BaseQuantizer": "quantization.base",
     "Calibration": "quantization.calibration",
+    "ChainStrategy": "speculative.chain",
     "CoTAccelController": "cot.controller",
     "CoTStep": "cot.steps",
     "DraftModelStrategy": "speculative.draft_model",

@@ -102,7 +102,7 @@ class CoTAccelController:
     is that of plain decoding. In semantic mode whole steps are drafted and a judge lets them pass: it is lossy.
 
     Args:
-        engine: it runs. Its speculative strategy guesses; `suffix` guesses from earlier chains.
+        engine: it runs. Its speculative strategy guesses; `chain` guesses from other chains.
         tokenizer: the model's.
         split: rule that splits a chain into steps: line, sentence, or a marker.
         accept: exact or semantic.

@@ -33,8 +33,6 @@ class SuffixStrategy(SpeculativeStrategy):
         min_probability: 0 to 1.
         max_tokens: size of the history of answers, 0 to 2**28. The oldest are dropped first; the end of a longer
         answer is kept.
-        share_tokens: a running answer enters the history each time it has so many new tokens, 0 to 4096. Samples of one
-        question guess from each other that way. 0: when it has ended.
         reference: the plain Python twins in place of the native trees.
 
     Raises:
@@ -49,17 +47,15 @@ class SuffixStrategy(SpeculativeStrategy):
 
     def __init__(
         self, lookahead: int = 8, max_depth: int = 32, min_probability: float = 0.2, max_tokens: int = 100_000,
-        share_tokens: int = 0, reference: bool = False,
+        reference: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(lookahead)
         self.max_depth = check_count(self.name, "max_depth", max_depth, 2, 128)
         self.min_probability = check_number(self.name, "min_probability", min_probability, 0, 1)
         self.max_tokens = check_count(self.name, "max_tokens", max_tokens, 0, 2**28)
-        self.share_tokens = check_count(self.name, "share_tokens", share_tokens, 0, 4096)
         self._make = ReferenceSuffixIndex if reference else _core.SuffixIndex
         self._history = (ReferenceSuffixHistory if reference else _core.SuffixHistory)(self.max_depth, self.max_tokens)
         self._indices: dict[int, _core.SuffixIndex | ReferenceSuffixIndex] = {}
-        self._begins: dict[int, int] = {}  # request -> the first token that the history lacks
         self._num_prompt: dict[int, int] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
@@ -76,27 +72,18 @@ class SuffixStrategy(SpeculativeStrategy):
         index = self._indices.get(request_id)
         if index is None:
             index = self._indices[request_id] = self._make(self.max_depth)
-            self._num_prompt[request_id] = self._begins[request_id] = len(tokens)
+            self._num_prompt[request_id] = len(tokens)
         index.follow(tokens)
 
     def accept(self, request_id: int, tokens: Sequence[int]) -> None:
         if request_id in self._indices:
-            index = self._indices[request_id]
-            index.append(tokens)
-            if self.share_tokens and len(index) - self._begins[request_id] >= self.share_tokens:
-                self._share(request_id, index)
+            self._indices[request_id].append(tokens)
 
     def end(self, request_id: int) -> None:
         index = self._indices.pop(request_id, None)
         if index is not None:
-            self._share(request_id, index)
-            del self._num_prompt[request_id], self._begins[request_id]
-
-    def _share(self, request_id: int, index: "_core.SuffixIndex | ReferenceSuffixIndex") -> None:
-        """Add what is new of an answer to the history, behind tokens that are known there, so that a match leads to it."""
-        start = max(self._begins[request_id] - self.max_depth // 2, self._num_prompt[request_id])
-        self._history.add(index.tokens(min(start, len(index))))
-        self._begins[request_id] = len(index)
+            start = self._num_prompt.pop(request_id)
+            self._history.add(index.tokens(min(start, len(index))))
 
     def report(self) -> dict[str, Any]:
         """`history_tokens` of at most `max_tokens`; bytes of the native trees."""

@@ -101,7 +101,7 @@ def test_guesses_over_several_steps_are_taken_back(start_engine, tokenizer, spli
 
 def test_samples_share_the_prompt_and_vote(start_engine, tokenizer):
     alone = start(start_engine)
-    engine = start(start_engine, speculative="suffix", speculative_options={"share_tokens": 8})
+    engine = start(start_engine, speculative="chain")
     controller = CoTAccelController(engine, tokenizer, vote=lambda text: text[:6])
     params = SamplingParams(temperature=0.7, seed=11)
     answer = controller.accelerate_cot(QUESTION, samples=6, max_new_tokens=32, params=params)
