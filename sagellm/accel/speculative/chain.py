@@ -14,6 +14,7 @@ MANY = 8  # sequences of a step from which on a guess must have the full `min_pr
 MIXED = 3  # contexts, the longest that are known
 STEPS = 10  # of probabilities, whose guesses are judged together
 PRIOR, PRIOR_WEIGHT = 0.8, 3.0  # right guesses, of those that are expected, until that many were judged
+PROMPT_TOKENS = 2048  # of a prompt, its last
 CLAIM = 0.5  # within a step of probabilities
 KEPT = 0.995  # of what is known, with each guess that is judged
 RETRY = 0.98  # of what is known, with each guess that is not tried: without that it would never be tried again
@@ -25,8 +26,7 @@ class _Table:
     def __init__(self, order: int) -> None:
         self._order = order
         self.after: dict[int, int | dict[int, int]] = {}
-        self.prompts: set[int] = set()
-        self.num_tokens = 0
+        self.num_tokens = self.num_users = 0
 
     def learn(self, text: Sequence[int], start: int) -> None:
         """Count the tokens from `start` on."""
@@ -46,21 +46,23 @@ class _Table:
 
 
 class ChainStrategy(SpeculativeStrategy):
-    """Contexts of 1 to `order` tokens are counted in all prompts and answers, also in those that run. The guess is the token
-    with the highest probability: that of the longest context that is known, mixed with those of the next two shorter ones.
+    """Contexts of 1 to `order` tokens are counted in the prompt, and in all answers, also in those that run. Requests with
+    equal prompts share the counts. The guess is the token with the highest probability: that of the longest context that is
+    known, mixed with those of the next two shorter ones.
 
     How often such guesses were right corrects the probability: they are judged by length of the context and probability.
     Guesses end where all of them are right with less than `min_probability`. Below eight sequences in a step less is enough,
     in proportion, since fewer share what a step costs without guesses.
 
-    Memory: under 150 bytes for each context of a token, so under 1 kB a token with `order` 6, and `max_tokens` at most. The
-    older half is dropped when it is full.
+    Memory: under 150 bytes for each context of a token, so under 1 kB a token with `order` 6. The counts of answers hold
+    `max_tokens` tokens at most, and drop the older half when they are full. Those of a prompt hold its last 2,048 tokens, as
+    long as a request with it runs.
 
     Args:
         lookahead: see `SpeculativeStrategy`.
         order: tokens of the longest context, 1 to 16.
         min_probability: 0 to 1.
-        max_tokens: tokens that are counted, 1000 to 2**24.
+        max_tokens: tokens of answers that are counted, 1000 to 2**24.
 
     Raises:
         SpeculationError: an option out of range.
@@ -80,6 +82,8 @@ class ChainStrategy(SpeculativeStrategy):
         self.min_probability = check_number(self.name, "min_probability", min_probability, 0, 1)
         self.max_tokens = check_count(self.name, "max_tokens", max_tokens, 1000, 2**24)
         self._new, self._old = _Table(self.order), _Table(self.order)
+        self._prompts: dict[int, _Table] = {}  # by hash
+        self._prompt_of: dict[int, int] = {}  # request -> hash
         self._texts: dict[int, list[int]] = {}
         self._proposed: dict[int, list[tuple[int, int]]] = {}  # request -> its latest guesses, with what they are judged by
         self._judged = [PRIOR_WEIGHT] * (self.order * STEPS)
@@ -92,18 +96,24 @@ class ChainStrategy(SpeculativeStrategy):
             text, tail = self._texts.get(ask.request_id, ()), ask.tokens[-self.order :].tolist()
             if len(text) != len(ask.tokens) or text[-self.order :] != tail:
                 self.begin(ask.request_id, ask.tokens)
-            found = self._proposed[ask.request_id] = self._guesses(tail, ask.limit, least)
+            prompt = self._prompts[self._prompt_of[ask.request_id]]
+            found = self._proposed[ask.request_id] = self._guesses(prompt, tail, ask.limit, least)
             answers.append([token for token, _ in found])
         return answers
 
     def begin(self, request_id: int, tokens: np.ndarray) -> None:
         text, before = tokens.tolist(), self._texts.get(request_id, [])
-        known = len(before) if before and before == text[: len(before)] else 0
+        if before and before == text[: len(before)]:
+            known = len(before)
+        else:
+            self.end(request_id)
+            known = max(1, len(text) - 1)  # the last token is the first of the answer, where samples part
+            key = self._prompt_of[request_id] = hash(tuple(text[:known]))
+            if key not in self._prompts:
+                self._prompts[key] = _Table(self.order)
+                self._prompts[key].learn(text[:known], max(0, known - PROMPT_TOKENS))
+            self._prompts[key].num_users += 1
         self._texts[request_id] = text
-        if not known:
-            prompt = hash(tuple(text[:-1]))  # its last token is the first of the answer, where samples part
-            known = len(text) - 1 if prompt in self._new.prompts else 0
-            self._new.prompts.add(prompt)
         self._learn(text, known)
 
     def accept(self, request_id: int, tokens: Sequence[int]) -> None:
@@ -120,13 +130,19 @@ class ChainStrategy(SpeculativeStrategy):
         self._learn(text, start)
 
     def end(self, request_id: int) -> None:
-        self._texts.pop(request_id, None)
+        if self._texts.pop(request_id, None) is None:
+            return
         self._proposed.pop(request_id, None)
+        key = self._prompt_of.pop(request_id)
+        self._prompts[key].num_users -= 1
+        if not self._prompts[key].num_users:
+            del self._prompts[key]
 
     def report(self) -> dict[str, Any]:
-        """`contexts` of `tokens`, which are at most `max_tokens`."""
+        """`contexts` of `tokens` of answers, which are at most `max_tokens`; `prompts` of running requests."""
         return {
-            "tokens": self._new.num_tokens + self._old.num_tokens, "contexts": len(self._new.after) + len(self._old.after)
+            "tokens": self._new.num_tokens + self._old.num_tokens, "contexts": len(self._new.after) + len(self._old.after),
+            "prompts": len(self._prompts),
         }  # fmt: skip
 
     def _learn(self, text: list[int], start: int) -> None:
@@ -136,12 +152,12 @@ class ChainStrategy(SpeculativeStrategy):
             self._new, self._old = _Table(self.order), self._new
         self._new.learn(text, start)
 
-    def _guesses(self, tail: list[int], limit: int, least: float) -> list[tuple[int, int]]:
+    def _guesses(self, prompt: _Table, tail: list[int], limit: int, least: float) -> list[tuple[int, int]]:
         """Guesses behind the last tokens of a text, each with what it is judged by."""
         found: list[tuple[int, int]] = []
         chance = 1.0
         while len(found) < limit:
-            length, mixed = self._mixed(tail)
+            length, mixed = self._mixed(prompt.after, tail)
             if not length:
                 break
             token = max(mixed, key=mixed.__getitem__)
@@ -156,20 +172,20 @@ class ChainStrategy(SpeculativeStrategy):
             tail = [*tail[-self.order + 1 :], token] if self.order > 1 else [token]
         return found
 
-    def _mixed(self, tail: list[int]) -> tuple[int, dict[int, float]]:
+    def _mixed(self, prompt: dict[int, int | dict[int, int]], tail: list[int]) -> tuple[int, dict[int, float]]:
         """Length of the longest context that is known, and probabilities of the next token."""
         new, old = self._new.after, self._old.after
         known = []
         for length in range(len(tail), 0, -1):
             context = hash(tuple(tail[-length:]))
-            if context in new or context in old:
+            if context in new or context in prompt or context in old:
                 known.append(context)
                 if len(known) == MIXED:
                     break
         mixed = dict[int, float]()
         for context in reversed(known):
             counts: dict[int, int] = {}
-            for found in (new.get(context), old.get(context)):
+            for found in (new.get(context), prompt.get(context), old.get(context)):
                 if type(found) is int:
                     counts[found] = counts.get(found, 0) + 1
                 elif found is not None:
