@@ -80,10 +80,10 @@ def main(
         finally:
             for each in engines:
                 each.close()
-    result = output.save({
-        "model": model, "samples": samples, "questions": questions, "rounds": rounds, "tokens": tokens, "threads": threads,
-        "strategy": strategy, "work": {work: [_figures(told, strategy) for told in every] for work, every in found.items()},
-    })  # fmt: skip
+        result = output.save({
+            "model": model, "samples": samples, "questions": questions, "rounds": rounds, "tokens": tokens, "threads": threads,
+            "strategy": strategy, "work": {work: [_figures(told, strategy) for told in every] for work, every in found.items()},
+        })  # fmt: skip
     rows = [
         (
             work, str(number + 1), spread(told["none_tokens_per_s"], ".0f"), spread(told["times_none"]),

@@ -22,7 +22,7 @@ SHOWN = ("text", "steps")
 @click.option("--model", help="Model: name, folder, .gguf file or hub id. Default: smollm2.")
 @click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
 @click.option("--threads", type=click.IntRange(1), help="Compute threads of the CPU device [all cores].")
-@click.option("--speculative", default="chain", show_default=True, help="Strategy that guesses tokens.")
+@click.option("--speculative", default="chain", show_default=True, help="Strategy that guesses tokens, or none.")
 @click.option("--samples", type=click.IntRange(1, 128), default=1, show_default=True, help="Chains that vote.")
 @click.option("--temperature", type=click.FloatRange(0), help="Temperature [0 for one chain, 0.7 for several].")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the first chain; the next ones count up.")
@@ -66,7 +66,7 @@ def _answer(
     from sagellm.models import find_model, prepare_model
 
     find_split(split)  # a wrong one must fail before the engine starts
-    config = SageConfig(**{name: value for name, value in given.items() if value is not None})
+    config = SageConfig(**{name: value for name, value in given.items() if value not in (None, "none")})
     if temperature is None:
         temperature = TEMPERATURE if samples > 1 else 0.0
     tokenizer = AutoTokenizer.from_pretrained(prepare_model(find_model(config.model)))

@@ -262,6 +262,10 @@ def test_the_command():
     found = CliRunner().invoke(cot, [*arguments, "--samples", "3", "--json"])
     answer = json.loads(found.stdout)
     assert found.exit_code == 0 and len(answer["chains"]) == 3 and sum(answer["votes"].values()) == 3
+    assert answer["stats"]["drafted"] > 0
+    plain = CliRunner().invoke(cot, [*arguments, "--samples", "3", "--json", "--speculative", "none"])
+    alike = json.loads(plain.stdout)
+    assert alike["votes"] == answer["votes"] and alike["stats"]["drafted"] == 0
     shown = CliRunner().invoke(cot, [*arguments, "--show", "steps"])
     assert shown.exit_code == 0 and "1. " in shown.output and "guesses" in shown.output
     assert CliRunner().invoke(cot, [*arguments, "--split", " "]).exit_code == 1
