@@ -75,7 +75,7 @@ class ChainStrategy(SpeculativeStrategy):
     joins = True
 
     def __init__(
-        self, lookahead: int = 16, order: int = 6, min_probability: float = 0.25, max_tokens: int = 50_000
+        self, lookahead: int = 16, order: int = 6, min_probability: float = 0.6, max_tokens: int = 50_000
     ) -> None:
         super().__init__(lookahead)
         self.order = check_count(self.name, "order", order, 1, 16)
