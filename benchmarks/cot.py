@@ -131,7 +131,7 @@ def build(model: str, threads: int, strategy: str) -> Any:
 
 
 def _figures(told: dict[str, list[dict[str, Any]]], strategy: str) -> dict[str, Any]:
-    """Of one pass, over all rounds."""
+    """Return the figures of one pass, over all rounds."""
     ours, none = told[strategy], told["none"]
     total = {name: sum(each[name] for each in ours) for name in ("tokens", "drafted", "accepted", "passes")}
     pairs = [pair for one, other in zip(ours, none, strict=True) for pair in zip(one["chains"], other["chains"], strict=True)]

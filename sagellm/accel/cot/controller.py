@@ -28,7 +28,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(text: str) -> str:
-    """Return the last number of a chain, without commas; where there is none, its last line."""
+    """Return the last number of a chain, without commas; its last line if it has no number."""
     if found := NUMBER.findall(text):
         return found[-1].replace(",", "").rstrip(".")
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
@@ -210,7 +210,7 @@ class CoTAccelController:
         return self._chain(Generation(tuple(_tokens(steps)), reason), tuple(steps), tuple(taken_back))
 
     def _drafted(self, prompt: tuple[int, ...], steps: Sequence[CoTStep], params: SamplingParams) -> tuple[int, ...]:
-        """Tokens of a draft of the next step; none where nobody has one."""
+        """Return tokens that are a draft of the next step; empty if there is no draft."""
         if self._draft_engine is not None:
             greedy = SamplingParams(params.max_new_tokens, stop_token_ids=params.stop_token_ids)
             return tuple(_tokens(self._written(self._draft_engine, [*prompt, *_tokens(steps)], greedy)))
