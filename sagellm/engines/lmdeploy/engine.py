@@ -448,7 +448,7 @@ class LMDeployEngine(BaseEngine):
                 self.hooks.speculation.listeners.pop(session, None)
 
     async def _fork(
-        self, request: Request, prompts: Any, every: list[SamplingParams], num_tokens: int | None
+        self, request: Request, prompts: Any, every: list[SamplingParams], num_tokens: int | None = None
     ) -> Branches:  # fmt: skip
         number = request.request_id
         if request.watch is not self._watch:
