@@ -21,7 +21,7 @@ RETRY = 0.98  # of what is known, with each guess that is not tried: without tha
 
 
 class _Table:
-    """Counts of the tokens that have followed contexts of 1 to `order` tokens. Where one token has followed once, it stands alone."""
+    """Counts of tokens behind contexts of 1 to `order` tokens. Where one token has followed once, it stands alone."""
 
     def __init__(self, order: int) -> None:
         self._order = order
