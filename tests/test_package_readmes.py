@@ -52,7 +52,7 @@ def test_every_file_is_named(package: str) -> None:
         files |= set((ROOT / package / "contract").glob("*.py"))
     if package == "accel":  # its README is that of the packages in it too, and of its part of the engine
         files |= {*(ROOT / package).rglob("*.py"), *(ROOT / "engines" / "lmdeploy" / "speculative").glob("*.py")}
-    pages = [package, "accel/quantization", "accel/sparsity", "accel/sot"] if package == "accel" else [package]
+    pages = [package, "accel/quantization", "accel/sparsity", "accel/sot", "accel/cot"] if package == "accel" else [package]
     patterns = [pattern for page in pages for pattern in re.findall(r"[`/]([\w*]+\.py)`", text_of(page))]
     names = {file.name for file in files} - {"__init__.py", "__main__.py"}
     assert not {name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)}

@@ -1,4 +1,4 @@
-"""Modules that make the engine faster: speculation, quantized weights, sparse attention, and their controller."""
+"""Modules that make the engine faster, and their controller."""
 
 from sagellm.core.late_imports import late_imports
 
@@ -7,6 +7,9 @@ _HOME = {
     "AccelController": "controller",
     "BaseQuantizer": "quantization.base",
     "Calibration": "quantization.calibration",
+    "ChainStrategy": "speculative.chain",
+    "CoTAccelController": "cot.controller",
+    "CoTStep": "cot.steps",
     "DraftModelStrategy": "speculative.draft_model",
     "DynamicLookaheadStrategy": "speculative.dynamic",
     "NgramStrategy": "speculative.ngram",

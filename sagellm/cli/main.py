@@ -21,6 +21,7 @@ COMMANDS = {
     "evaluate": (at("sagellm.cli.evaluate:evaluate"), "Measure the quality of a model, or of an engine's settings."),
     "quantize": (at("sagellm.cli.quantize:quantize"), "Quantize a model's weights, or report what that cost."),
     "sot": (at("sagellm.cli.sot:sot"), "Answer a question as a plan whose points are written side by side."),
+    "cot": (at("sagellm.cli.cot:cot"), "Answer a question by chains of thought, and let them vote."),
     "plan": (at("sagellm.cli.plan:plan"), "List which weights and KV schemas of a model fit into memory."),
     "doctor": (at("sagellm.cli.doctor:doctor"), "Report what this machine can run and what is missing."),
 }

@@ -4,13 +4,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from sagellm.core.errors import EngineError
 from sagellm.core.service import ServiceRequest
 
 __all__ = [
-    "MAX_BRANCHES", "Branches", "Generation", "PaddedPrompt", "Request", "SamplingParams", "Transfer", "wait_for_news",
+    "MAX_BRANCHES", "Branches", "Draft", "Generation", "PaddedPrompt", "Request", "SamplingParams", "Transfer", "wait_for_news",
 ]  # fmt: skip
 
 MAX_BRANCHES = 128  # of one call, as many as answers that OpenAI's API allows
@@ -42,6 +42,7 @@ class SamplingParams:
     `processors` change the scores of each token before it is drawn: each gets the tokens so far, int64 [tokens], and the
     scores, [vocabulary], and returns scores. They run in the engine process. `pattern`: a regular expression of the whole text,
     to which the tokens are held; "" for none. `transfer`: of the prompt's keys and values, for an engine of a group.
+    `keep_drafts`: whether a `Request` keeps what was guessed for it.
     """
 
     max_new_tokens: int = 128
@@ -56,6 +57,7 @@ class SamplingParams:
     processors: tuple[Callable[[Any, Any], Any], ...] = ()
     pattern: str = ""
     transfer: Transfer | None = None
+    keep_drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,13 @@ class Generation:
     token_s: tuple[float, ...] = ()
 
 
+class Draft(NamedTuple):
+    """Guesses that one decode step has verified. `place`: number of new tokens before them; `tokens`: the guesses."""
+
+    place: int
+    tokens: tuple[int, ...]
+
+
 class Watch:
     """Where the callers of an engine wait for news. `check` raises EngineError if the engine works no more."""
 
@@ -129,6 +138,7 @@ class Request:
         prompt: its token ids; of a branch, with those of its parent.
         keep: whether it stays after its last token, so that it can be forked, until `cancel`.
         guesses: counts of its guesses so far, as `accel.speculative.statistics.RequestGuesses`; empty for none.
+        drafts: what was guessed for it, in order. It stays empty without `keep_drafts`, and where workers of their own compute.
     """
 
     def __init__(
@@ -141,6 +151,7 @@ class Request:
         self.state: State = "running"
         self.stop: Callable[[], None] = lambda: None  # the engine sets it
         self.watch = watch
+        self.drafts: list[Draft] = []
         self._tokens: list[int] = []
         self._times: list[float] = []
         self._start_s = time.perf_counter()

@@ -227,7 +227,7 @@ class LMDeployEngine(BaseEngine):
         self._thread.start()
         self._running = RunningRequests(
             self.engine, self._on_loop, lambda: next(self._sessions), Watch(self._check_loop), self.engine.max_session_len - 1,
-            grammars=grammars,
+            grammars=grammars, guessing=lambda: self.hooks.speculation,
         )  # fmt: skip
         self._on_loop(self._start())
         self.info = _engine_info(device, sizes, self.engine, model)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from sagellm.core.errors import EngineError
-from sagellm.core.running import MAX_BRANCHES, Branches, Request, SamplingParams, Watch
+from sagellm.core.running import MAX_BRANCHES, Branches, Draft, Request, SamplingParams, Watch
 from sagellm.core.service import NOTHING_ASKED, EngineRequest
 from sagellm.engines.lmdeploy.workers import failure_of
 
@@ -27,15 +27,16 @@ class RunningRequests:
         longest: most tokens of a prompt.
         is_remote: whether the engine is in another process.
         grammars: of an engine in this process: keeps the state of grammars by request id, and would not forget it.
+        guessing: returns the `Speculator` of an engine in this process, or None.
     """
 
     def __init__(
         self, engine: Any, on_loop: Callable[[Coroutine[Any, Any, Any]], Any], take_id: Callable[[], int], watch: Watch,
-        longest: int, is_remote: bool = False, grammars: Any = None,
+        longest: int, is_remote: bool = False, grammars: Any = None, guessing: Callable[[], Any] = lambda: None,
     ) -> None:  # fmt: skip
         self._engine, self._on_loop, self._take_id = engine, on_loop, take_id
         self._watch, self._longest = watch, longest
-        self._is_remote, self._grammars = is_remote, grammars
+        self._is_remote, self._grammars, self._guessing = is_remote, grammars, guessing
         self._requests: dict[int, Request] = {}  # those that are in the engine
 
     def start(self, prompt: Sequence[int], params: SamplingParams | None = None, keep: bool = False) -> Request:
@@ -106,6 +107,11 @@ class RunningRequests:
         stopped, loop = asyncio.Event(), asyncio.get_running_loop()
         task = loop.create_task(self._follow(request, stopped), name=f"sagellm-request-{request.request_id}")
         self._requests[request.request_id] = request
+        if request.params.keep_drafts and (guessing := self._guessing()) is not None:
+            before = len(request.prompt)
+            guessing.listeners[request.request_id] = lambda size, guesses: request.drafts.append(
+                Draft(size - before, tuple(guesses))
+            )
 
         def stop() -> None:
             stopped.set()
@@ -138,6 +144,8 @@ class RunningRequests:
         finally:
             del self._requests[number]
             await stream.aclose()
+            if (guessing := self._guessing()) is not None:
+                guessing.listeners.pop(number, None)
 
     async def _fork(
         self, request: Request, prompts: Any, every: list[SamplingParams], num_tokens: int | None = None

@@ -129,6 +129,59 @@ def test_another_text_of_the_same_length(name: str, reference: bool):
     assert guess(strategy, [1, 2, 3, 1, 2], 1) == [3] and guess(strategy, [5, 6, 7, 5, 6], 1) == [7]
 
 
+CHAIN = {"min_probability": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "limit", "expected"),
+    [
+        (CHAIN, [1, 2, 3, 4, 9, 1, 2], 2, [3, 4]),
+        (CHAIN, [1, 2, 5, 8, 1, 2, 5, 9, 1, 2, 6, 7, 1, 2], 1, [5]),  # what followed twice, and not what did last
+        (CHAIN, [3, 1, 2, 5, 4, 1, 2, 6, 8, 2, 6, 3, 1, 2], 1, [5]),  # the longest context
+        (CHAIN | {"order": 1}, [3, 1, 2, 5, 4, 1, 2, 6, 8, 2, 6, 3, 1, 2], 1, [6]),
+        ({"min_probability": 0.12}, [1, 2, 3, 4, 5, 6, 9, 1, 2], 9, [3, 4, 5, 6, 9, 1, 2, 3, 4]),  # 1/8 of it is enough for one
+        ({"min_probability": 1.0}, [1, 2, 3, 4, 5, 6, 9, 1, 2], 9, [3, 4, 5, 6, 9, 1, 2]),  # 0.76 each: 0.76**8 < 1/8
+        (CHAIN, [1, 2, 3], 4, []),
+        (CHAIN, [1], 4, []),
+    ],
+)
+def test_chain(options: dict, tokens: list[int], limit: int, expected: list[int]):
+    assert guess(make_speculator("chain", **options), tokens, limit) == expected
+
+
+def test_chains_guess_each_other_while_they_run():
+    chain, prompt = make_speculator("chain", **CHAIN), [9, 8, 1, 2]
+    for request in (1, 2):
+        chain.begin(request, np.array([*prompt, 10 + request], np.int64))
+    assert (chain.report()["tokens"], chain.report()["prompts"]) == (2, 1)
+    chain.accept(1, [3, 4, 5])
+    chain.accept(2, [3])
+    assert guess(chain, [*prompt, 12, 3], 2, request_id=2) == [4, 5]
+    chain.end(1)
+    assert guess(chain, [*prompt, 12, 3], 2, request_id=2) == [4, 5]
+    chain.end(2)
+    assert not chain._texts and not chain._proposed and not chain._prompts
+    for number in range(400):  # the older half is dropped
+        finish(chain, [500_000], list(range(1000 * number, 1000 * number + 999)), 7)
+    report = chain.report()
+    assert report["tokens"] <= chain.max_tokens and report["contexts"] <= chain.order * chain.max_tokens
+    assert guess(chain, [3, 4], 1, request_id=8) == [] and guess(chain, [399_004, 399_005], 1, request_id=9) == [399_006]
+
+
+def test_chain_learns_what_its_guesses_are_worth():
+    """Of all guesses none is right: it guesses less and less, and tries again now and then."""
+    chain = make_speculator("chain", min_probability=1.0)
+    text = [token for first in range(0, 1500, 5) for token in (first, first + 1, first + 2, 2000 + first)]
+    chain.begin(1, np.array(text, np.int64))
+    counts = []
+    for first in range(0, 1500, 5):
+        new = [3000 + first, first, first + 1]
+        chain.accept(1, new)
+        text += new
+        counts.append(len(guess(chain, text, 16)))
+    assert all(counts[:8]) and counts[100:].count(0) > 100 and any(counts[200:])
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
@@ -136,6 +189,8 @@ def test_another_text_of_the_same_length(name: str, reference: bool):
         ("ngram", {"min_n": 3, "max_n": 2}, "option max_n=2; give a number from 3 to 32"),
         ("ngram", {"max_n": "4"}, "option max_n='4'; give a number"),
         ("ngram", {"lookahead": 0}, "lookahead is 0; give a whole number from 1 to 64"),
+        ("chain", {"order": 17}, "option order=17; give a number from 1 to 16"),
+        ("chain", {"max_tokens": 999}, "option max_tokens=999; give a number from 1000"),
         ("suffix", {"max_depth": 1}, "option max_depth=1; give a number from 2 to 128"),
         ("suffix", {"max_tokens": -1}, "option max_tokens=-1; give a number from 0"),
         ("suffix", {"max_tokens": True}, "option max_tokens=True; give a number from 0"),

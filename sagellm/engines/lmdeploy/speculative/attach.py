@@ -63,6 +63,7 @@ class Speculation:
         agent = getattr(engine.executor, "model_agent", None)
         strategy = engine.model_agent_strategy if agent is None else agent.agent_strategy
         self._speculator = strategy.speculator
+        self.listeners = self._speculator.listeners
         self._latest = engine.engine_strategy.latest if agent is None else None
         if engine.scheduler.is_ssm:
             raise SpeculationError(

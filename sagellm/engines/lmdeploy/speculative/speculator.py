@@ -1,7 +1,7 @@
 """One strategy in the model agent: asks it before each decode step, and tells it after the step what was right."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class Speculator:
     `is_verifying`: the step that runs now has guesses in it. `lookahead`: as many guesses there may be, now. `prompt_tokens`:
     None where a decode step of the device takes several tokens of a sequence, of each another number. Elsewhere a step with
     guesses goes as one of prompts whose beginnings are in the cache, and has so many tokens at most. `sharing`: of a worker
-    among several, of which worker 0 guesses.
+    among several, of which worker 0 guesses. `listeners`: by request, who hears of its guesses: (tokens before, guesses).
     """
 
     def __init__(self, strategy: SpeculativeStrategy, vocab_size: int) -> None:
@@ -44,6 +44,7 @@ class Speculator:
         self.is_verifying = False
         self.prompt_tokens: int | None = None
         self.sharing: Sharing | None = None
+        self.listeners: dict[int, Callable[[int, Sequence[int]], None]] = {}
         self._guarded = GuardedStrategy(strategy, vocab_size)
         self.name, self.bind = self._guarded.name, self._guarded.bind
         self._texts: dict[int, Text] = {}
@@ -213,6 +214,9 @@ class Speculator:
                 self._judge(self._no_guesses, len(row))
             return sampled, logprobs
         drafts = self._drafts
+        for (request, text), place in zip(self._batch, self._places, strict=True) if self.listeners else ():
+            if (hear := self.listeners.get(request)) is not None and drafts[place]:
+                hear(text.size, drafts[place])
         sampled, logprobs = await sampler(logits, sampling_rows(sampling_inputs, drafts), inputs)
         kept = accepted(drafts, sampled.tolist())
         if sampling_inputs.stop_words is not None:
