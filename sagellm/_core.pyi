@@ -550,6 +550,11 @@ class SuffixIndex:
     ) -> list[int]:
         """As of `NgramIndex`; by this text and by those of `history`."""
 
+    def propose_tree(
+        self, tokens: _Tokens, limit: int, min_probability: float, history: SuffixHistory | None = None
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Return the `limit` likeliest guesses as a tree: tokens, the parent of each or -1, and the chance of its path."""
+
     def tokens(self, start: int = 0) -> Int32Array: ...
     def __len__(self) -> int: ...
     @property
