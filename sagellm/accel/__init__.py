@@ -7,15 +7,19 @@ _HOME = {
     "AccelController": "controller",
     "BaseQuantizer": "quantization.base",
     "Calibration": "quantization.calibration",
+    "DraftModel": "speculative.halves",
     "DraftModelStrategy": "speculative.draft_model",
+    "DraftTree": "speculative.tree",
     "DynamicLookaheadStrategy": "speculative.dynamic",
     "NgramStrategy": "speculative.ngram",
+    "PairStrategy": "speculative.pair",
     "QuantizationProfile": "quantization.profile",
     "SpecSoT": "sot.pipeline",
     "SparsePolicy": "sparsity.base",
     "SpeculativeRun": "controller",
     "SpeculativeStrategy": "speculative.base",
     "SuffixStrategy": "speculative.suffix",
+    "Verifier": "speculative.halves",
 }
 
 __all__ = sorted(_HOME)

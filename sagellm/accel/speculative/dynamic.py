@@ -57,7 +57,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         super().__init__(self.wrapped.lookahead if lookahead is None else lookahead)
         if not (isinstance(budget, (int, float)) and 0 < budget < 1):
             raise SpeculationError(f"budget is {budget!r}; give a share of the time above 0 and below 1, such as 0.01.")
-        self.models, self.joins = self.wrapped.models, self.wrapped.joins
+        self.models, self.joins, self.verifier = self.wrapped.models, self.wrapped.joins, self.wrapped.verifier
         self.most = min(self.lookahead, self.wrapped.lookahead)
         self.lookahead = self.most
         self.budget = float(budget)
