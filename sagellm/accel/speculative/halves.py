@@ -30,7 +30,7 @@ class DraftModel(ABC):
 
 
 class Verifier(ABC):
-    """Chooses which guesses stay. One that keeps others than `ExactVerifier` changes answers: the checks of an engine find it."""
+    """Chooses which guesses stay. One that keeps others than `ExactVerifier` changes answers; checks of an engine find it."""
 
     @abstractmethod
     def verify(self, tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) -> Sequence[int]:

@@ -101,7 +101,9 @@ class _Suffixes:
         return score, guesses
 
 
-    def followers(self, starts: list[int], length: int, max_depth: int, is_growing: bool, path: list[int]) -> dict[int, list[int]]:
+    def followers(
+        self, starts: list[int], length: int, max_depth: int, is_growing: bool, path: list[int]
+    ) -> dict[int, list[int]]:
         """By token, the starts of suffixes that go on with it behind `length` tokens. `path`: guesses behind the text."""
         if length >= max_depth:
             starts = starts[-1:] if is_growing else []

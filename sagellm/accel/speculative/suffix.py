@@ -7,9 +7,9 @@ import numpy as np
 
 from sagellm import _core
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, check_count, check_number
+from sagellm.accel.speculative.reference import ReferenceSuffixHistory, ReferenceSuffixIndex
 from sagellm.accel.speculative.tree import Draft, DraftTree
 from sagellm.core.errors import SpeculationError
-from sagellm.accel.speculative.reference import ReferenceSuffixHistory, ReferenceSuffixIndex
 
 __all__ = ["SuffixStrategy"]
 
@@ -26,8 +26,9 @@ class SuffixStrategy(SpeculativeStrategy):
     A suffix of a running request is counted from when it differs from all before it, or has `max_depth` tokens. After
     the longest strings of the request's own tree the newest place is read on; after the end of its text, the guesses.
 
-    With `tree` the guesses are the likeliest of all continuations, of all m and both trees, as a `DraftTree`. There the chance of
-    a guess is that of the guess before it, times its share, times m / (m + 1). Where two m know a guess, the higher chance counts.
+    With `tree` the guesses are the likeliest of all continuations, of all m and both trees, as a `DraftTree`. There the chance
+    of a guess is that of the guess before it, times its share, times m / (m + 1). Where two m know a guess, the higher
+    chance counts.
 
     Memory, measured on texts of 2 to 30,000 tokens: 50 to 180 bytes a token of a running request, 70 to 130 of the history.
     It stays under 200, since a token adds at most two nodes of 40 bytes. The history holds `max_tokens` tokens at most.

@@ -43,7 +43,7 @@ class DraftTree:
         self.depths: list[int] = []
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
-                raise SpeculationError(f"guess {node} of a tree has parent {parent}; give -1 to {node - 1}: parents come first.")
+                raise SpeculationError(f"guess {node} of a tree has parent {parent}; give -1 to {node - 1}.")
             self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
 
     def __len__(self) -> int:

@@ -92,7 +92,7 @@ class Speculation:
         self._reserve = Reserve(engine.scheduler, self._speculator.lookahead, engine.scheduler_config.prefill_interval)
         engine.engine_strategy.reserve = self._reserve
         engine.model_agent_strategy.choice = engine.scheduler.sage.choice
-        if hasattr(getattr(agent, "patched_model", None), "takes_trees"):
+        if self._speculator.prompt_tokens is None and hasattr(getattr(agent, "patched_model", None), "takes_trees"):
             self._speculator.trees = Trees(agent)
         self._speculator.bind(WorkersTarget(engine) if agent is None else Target(agent))
 

@@ -244,7 +244,7 @@ class Speculator:
         """Return for each sequence the guesses that stay, by number, and the tokens that it gets.
 
         Args:
-            sampled: the model's tokens, of d + 1 rows for a sequence of d guesses: behind its last token, and behind each guess.
+            sampled: the model's tokens, d + 1 for a sequence of d guesses: behind its last token, and behind each guess.
         """
         paths, kept, row = [], [], 0
         for request, draft in zip(self._request_ids, self._drafts, strict=True):
