@@ -9,8 +9,9 @@ without x (Leviathan et al., 2023; Chen et al., 2023).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -66,6 +67,7 @@ class StepOutcome(NamedTuple):
         num_context: tokens that were in the KV cache before, summed over the sequences.
         step_s: seconds from before the forward pass until the tokens were known.
         propose_s: seconds that `propose` took before.
+        paths: by request whose guesses were a tree, the numbers of the right ones. In a chain the right ones are the first.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -73,6 +75,7 @@ class StepOutcome(NamedTuple):
     num_context: int
     step_s: float
     propose_s: float
+    paths: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class ModelRunner(Protocol):

@@ -126,7 +126,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         num_right = 0
         for request, num_drafted, num_accepted in outcome.verdicts if asked else ():
             if count := asked.get(request):
-                self.acceptance.add(request, count, num_drafted, num_accepted, self._step)
+                self.acceptance.add(request, count, num_drafted, num_accepted, self._step, outcome.paths.get(request))
                 num_right += num_accepted
         if asked:
             self._ask_s += 0.1 * (outcome.propose_s / len(asked) - self._ask_s)

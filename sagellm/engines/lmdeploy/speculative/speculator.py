@@ -1,8 +1,9 @@
 """One strategy in the model agent: asks it before each decode step, and tells it after the step what was right."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,9 @@ from sagellm.engines.lmdeploy.speculative.text import FAR, Text
 from sagellm.engines.lmdeploy.speculative.verify import sampling_rows, up_to_stop
 
 __all__ = ["Speculator"]
+
+
+NO_TREES: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class _Late(NamedTuple):
@@ -232,7 +236,12 @@ class Speculator:
             Verdict(request, len(guesses), len(tokens) - 1)
             for request, guesses, tokens in zip(self._request_ids, drafts, kept, strict=True)
         ])  # fmt: skip
-        self._judge(verdicts, len(sampled))
+        trees = {
+            request: path[: len(tokens) - 1]
+            for request, draft, path, tokens in zip(self._request_ids, drafts, paths, kept, strict=True)
+            if isinstance(draft, DraftTree)
+        }
+        self._judge(verdicts, len(sampled), trees)
         if logprobs is not None:
             chosen = torch.tensor(_rows_of(drafts, paths, kept), device=logprobs.vals.device)
             logprobs = replace(logprobs, vals=logprobs.vals[chosen], indices=logprobs.indices[chosen])
@@ -292,9 +301,9 @@ class Speculator:
         for request, why in self._guarded.accept(told):
             self._blame(request, why)
 
-    def _judge(self, verdicts: tuple[Verdict, ...], num_rows: int) -> None:
+    def _judge(self, verdicts: tuple[Verdict, ...], num_rows: int, paths: Mapping[int, Sequence[int]] = NO_TREES) -> None:
         step_s = time.perf_counter() - self._start_s
-        outcome = StepOutcome(verdicts, num_rows, self._num_before, step_s, self._propose_s)
+        outcome = StepOutcome(verdicts, num_rows, self._num_before, step_s, self._propose_s, paths)
         self.statistics.add(outcome)
         self._tell_step(outcome)
         self._quiet = self._guarded.quiet()

@@ -345,9 +345,9 @@ class LeavesRejectedKeysOfAStep(judging.Speculator):
             sum_kv_seqlen=made.sum_kv_seqlen + sum(shift),
         )  # fmt: skip
 
-    def _judge(self, verdicts, num_rows):
+    def _judge(self, verdicts, num_rows, *paths):
         self._rejected = {request: drafted - right for request, drafted, right in verdicts}
-        super()._judge(verdicts, num_rows)
+        super()._judge(verdicts, num_rows, *paths)
 
 
 class LeavesRejectedKeys(SpecAgentStrategy):
