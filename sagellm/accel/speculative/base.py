@@ -107,6 +107,12 @@ class ModelRunner(Protocol):
         """As `forward`, and the probability of each of these tokens, float [sequences]."""
         ...
 
+    def forward_top(
+        self, token_ids: Sequence[np.ndarray], num_before: Sequence[int], blocks: Sequence[np.ndarray], count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `forward_scored`, of the `count` likeliest tokens, the likeliest first: [sequences, count] each."""
+        ...
+
 
 class TargetModel(Protocol):
     """The target model and its device."""

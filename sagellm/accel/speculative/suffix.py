@@ -36,7 +36,7 @@ class SuffixStrategy(SpeculativeStrategy):
     Args:
         lookahead: see `SpeculativeStrategy`.
         max_depth: tokens of match and guesses that a tree knows, 2 to 128.
-        min_probability: 0 to 1; by default 0.2, with `tree` 0.02.
+        min_probability: 0 to 1; by default 0.2, with `tree` 0.1.
         tree: guess trees of up to `lookahead` tokens.
         max_tokens: size of the history of answers, 0 to 2**28. The oldest are dropped first; the end of a longer
         answer is kept.
@@ -62,7 +62,7 @@ class SuffixStrategy(SpeculativeStrategy):
             raise SpeculationError(f"tree is {tree!r}; give true or false, and the size of a tree as lookahead.")
         self.tree = tree
         if min_probability is None:
-            min_probability = 0.02 if tree else 0.2
+            min_probability = 0.1 if tree else 0.2
         self.min_probability = check_number(self.name, "min_probability", min_probability, 0, 1)
         self.max_tokens = check_count(self.name, "max_tokens", max_tokens, 0, 2**28)
         self._make = ReferenceSuffixIndex if reference else _core.SuffixIndex

@@ -85,6 +85,14 @@ def test_a_fault_of_the_engine_shows_with_a_draft_model(trial, draft, monkeypatc
     assert set(found) - {"runs"} == {"greedy"} and says in found["greedy"], found
 
 
+def test_trees_of_a_draft_model(trial, draft):
+    """By the likeliest tokens of each place: alone, in an engine whose tokens it does not know, and beside itself."""
+    options = {"model": str(draft), "top_k": 3, "lookahead": 8}
+    assert check_speculator(lambda **tried: DraftModelStrategy(**options | tried), rounds=1).passed
+    report = check_engine(trial, Guesser("draft", options, (draft,)), only=("greedy answers", "answers in bfloat16"))
+    assert not broken(report), report
+
+
 def test_the_command(tmp_path):
     def run(folder, *words):
         options = json.dumps({"model": str(folder)})
