@@ -385,20 +385,20 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
     }
   }
   const std::size_t weights_stride = static_cast<std::size_t>(wide) * (sizeof(float) / sizeof(Input));
-  const auto add_rows = [&](int head, int first, int last, const Weight* values, std::size_t stride, int i, int here) {
+  const auto add_rows = [&](int head, int first, int last, const Weight* values, std::size_t apart, int i, int here) {
     for (int row = first; row < last; row += 4) {
       const auto* weights = reinterpret_cast<const Input*>(scores_of(head, row)) + i;
       float* to = result(out, head) + row * size;
       int part = 0;
       for (; part + T::kNumbers <= size; part += T::kNumbers) {
-        add_values<T>(last - row, weights, weights_stride, here, values + part, stride, to + part, size);
+        add_values<T>(last - row, weights, weights_stride, here, values + part, apart, to + part, size);
       }
       for (int t = 0; t < here && part < size; ++t) {
         for (int r = 0; r < std::min(4, last - row); ++r) {
           const float weight =
               T::to_float(weights[static_cast<std::size_t>(r) * weights_stride + static_cast<std::size_t>(t)]);
           if (weight == 0.f) continue;
-          const Weight* value = values + static_cast<std::size_t>(t) * stride;
+          const Weight* value = values + static_cast<std::size_t>(t) * apart;
           for (int n = part; n < size; ++n) to[r * size + n] += weight * T::to_float(value[n]);
         }
       }

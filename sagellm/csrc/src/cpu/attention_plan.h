@@ -17,7 +17,7 @@ struct Sequence {
   int seen = 0;        // tokens in the blocks that attention reads; all of them, or those of `keep` blocks
   int common = 0;      // of them, the first, which its group reads
   int num_splits = 0;  // results to merge: of the runs of its group and of its own splits
-  std::vector<int> depths, paths;  // of a tree; see `Attend`
+  std::vector<int> depths = {}, paths = {};  // of a tree; see `Attend`
 };
 
 struct AttentionTask {
