@@ -56,7 +56,9 @@ VOCABULARY = 151_936
 @click.option("--model", type=click.Choice(list(WORKS)), default="demo", show_default=True, help="Model to measure on.")
 @click.option("--work", "works", help="Kinds of work, separated by commas; default: all of the model.")
 @click.option("--batch", "batches", default="1,4,16", show_default=True, help="Batch sizes, separated by commas.")
-@click.option("--strategy", "strategies", help="Strategies, separated by commas; default: all that the model supports.")
+@click.option(
+    "--strategy", "strategies", help="Strategies, separated by commas; default: all of the model. NAME@LABEL is NAME once more."
+)
 @click.option("--options", default="{}", metavar="JSON", help='Options by strategy: {"ngram": {"lookahead": 8}}.')
 @click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Rounds of each contestant.")
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True, help="Processes of each contestant.")
@@ -75,7 +77,7 @@ def main(
     names = [NONE, *(strategies.split(",") if strategies else known)]
     given = _options(options, names)
     result: dict[str, Any] = {
-        "model": model, "threads": threads, "rounds": rounds, "processes": processes, "cells": [],
+        "model": model, "threads": threads, "rounds": rounds, "processes": processes, "options": given, "cells": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         folder = _model(model, Path(scratch))
@@ -87,7 +89,7 @@ def main(
             settings = {"tensor_parallel": num_workers}  # which share the threads
             # New engines for each, so that no strategy remembers what was said before.
             contestants = [
-                Contestant(name, build, str(folder), threads // num_workers, name, given.get(name, {}), settings)
+                Contestant(name, build, str(folder), threads // num_workers, _strategy(name), given.get(name, {}), settings)
                 for _ in range(processes)
                 for name in names
             ]
@@ -110,10 +112,15 @@ def _options(text: str, names: list[str]) -> dict[str, dict[str, Any]]:
         if not isinstance(given.setdefault(name, {}), dict):
             raise click.UsageError(f"--options: {name} has {given[name]!r}; give an object of names and values.")
         try:
-            find_speculator(name)
+            find_speculator(_strategy(name))
         except SpeculationError as error:
             raise click.UsageError(str(error)) from None
     return given
+
+
+def _strategy(name: str) -> str:
+    """Without its label: one strategy may be measured with several options."""
+    return name.partition("@")[0]
 
 
 def _model(model: str, scratch: Path) -> Path:
@@ -186,6 +193,7 @@ def _figures(rounds: list[list[dict[str, Any]]], none: list[list[dict[str, Any]]
         "processes": _by_process(rounds, none),
         "acceptance": total["accepted"] / total["drafted"] if total["drafted"] else 0.0,
         "tokens_per_step": 1 + total["accepted"] / total["sequences"] if total["sequences"] else 0.0,
+        "rows_per_step": 1 + total["drafted"] / total["sequences"] if total["sequences"] else 0.0,
         "propose_share": total["propose_s"] / (total["propose_s"] + total["step_s"]) if total["step_s"] else 0.0,
         "equal": sum(one == two for one, two in pairs) / len(pairs), "faults": total["faults"],
     }  # fmt: skip
@@ -221,11 +229,12 @@ def shown(cell: dict[str, Any]) -> str:
     rows = [
         (
             name, spread(row["times_none"]), f"{row['times_none_cpu']['median']:.2f}", f"{row['acceptance']:.1%}",
-            f"{row['tokens_per_step']:.2f}", f"{row['propose_share']:.1%}", f"{row['equal']:.1%}",
+            f"{row['tokens_per_step']:.2f}", f"{row['rows_per_step']:.2f}",
+            f"{row['propose_share']:.1%}", f"{row['equal']:.1%}",
         )
         for name, row in cell["strategies"].items()
     ]  # fmt: skip
-    heads = ("strategy", "times none", "CPU", "accepted", "tokens a step", "proposing", "equal")
+    heads = ("strategy", "times none", "CPU", "accepted", "tokens a step", "rows a step", "proposing", "equal")
     return "\n".join([*lines, table(heads, rows)])
 
 

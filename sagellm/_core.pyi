@@ -550,6 +550,11 @@ class SuffixIndex:
     ) -> list[int]:
         """As of `NgramIndex`; by this text and by those of `history`."""
 
+    def propose_tree(
+        self, tokens: _Tokens, limit: int, min_probability: float, history: SuffixHistory | None = None
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Return the `limit` likeliest guesses as a tree: tokens, the parent of each or -1, and the chance of its path."""
+
     def tokens(self, start: int = 0) -> Int32Array: ...
     def __len__(self) -> int: ...
     @property
@@ -760,6 +765,16 @@ class CpuDecoder:
     def bind(self, cache: dict[str, Any]) -> None:
         """Use this cache. `sagellm.engines.lmdeploy.cpu.cache.describe` makes the addresses, strides and names."""
 
+    @property
+    def takes_trees(self) -> bool:
+        """Whether a step may have `parents`: the cache is plain, and at most 15 heads share a key head."""
+
+    def move(self, slots: list[tuple[int, int]]) -> None:
+        """Copy keys and values of all layers from slot to slot, in order. Token t of block b is slot b * block_size + t.
+
+        Raises ValueError: a slot outside of the cache, or numbers of few bits.
+        """
+
     def run(
         self, team: CpuTeam, tensors: dict[str, int], wishes: dict[str, Any] | None = None,
         sparse: dict[str, Any] | None = None,
@@ -773,6 +788,8 @@ class CpuDecoder:
                 float32 `angles` [num_angles][cos and sin][head size] and of `hidden`, or 0. `is_decoding`: the new tokens
                 are last ones and guesses, not parts of prompts. Both get the same numbers in any batch. `share_prefixes`: read
                 keys that sequences have in common, by their first blocks, once.
+                `parents`: address of int64 [tokens], the parent of each new token among those of its sequence, -1 of the first
+                one. It comes before them. A token sees the cache and its ancestors. Without it, a token sees all before it.
             wishes: as `CpuKernels.sample` has them, to draw a token behind each new one; the first result is then the same.
             sparse: how the blocks that attention reads are chosen, as `SparseSteps.of_layers` makes it.
             exchanges: of ranks that split the model: for each layer, who adds up its parts, and in how many pieces.

@@ -10,15 +10,19 @@ _HOME = {
     "ChainStrategy": "speculative.chain",
     "CoTAccelController": "cot.controller",
     "CoTStep": "cot.steps",
+    "DraftModel": "speculative.halves",
     "DraftModelStrategy": "speculative.draft_model",
+    "DraftTree": "speculative.tree",
     "DynamicLookaheadStrategy": "speculative.dynamic",
     "NgramStrategy": "speculative.ngram",
+    "PairStrategy": "speculative.pair",
     "QuantizationProfile": "quantization.profile",
     "SpecSoT": "sot.pipeline",
     "SparsePolicy": "sparsity.base",
     "SpeculativeRun": "controller",
     "SpeculativeStrategy": "speculative.base",
     "SuffixStrategy": "speculative.suffix",
+    "Verifier": "speculative.halves",
 }
 
 __all__ = sorted(_HOME)

@@ -9,12 +9,15 @@ without x (Leviathan et al., 2023; Chen et al., 2023).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
+from sagellm.accel.speculative.halves import EXACT, Verifier
+from sagellm.accel.speculative.tree import Draft
 from sagellm.core.errors import SpeculationError
 from sagellm.core.options import option_checks
 
@@ -64,6 +67,7 @@ class StepOutcome(NamedTuple):
         num_context: tokens that were in the KV cache before, summed over the sequences.
         step_s: seconds from before the forward pass until the tokens were known.
         propose_s: seconds that `propose` took before.
+        paths: by request whose guesses were a tree, the numbers of the right ones. In a chain the right ones are the first.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -71,6 +75,7 @@ class StepOutcome(NamedTuple):
     num_context: int
     step_s: float
     propose_s: float
+    paths: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class ModelRunner(Protocol):
@@ -102,6 +107,12 @@ class ModelRunner(Protocol):
         """As `forward`, and the probability of each of these tokens, float [sequences]."""
         ...
 
+    def forward_top(
+        self, token_ids: Sequence[np.ndarray], num_before: Sequence[int], blocks: Sequence[np.ndarray], count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `forward_scored`, of the `count` likeliest tokens, the likeliest first: [sequences, count] each."""
+        ...
+
 
 class TargetModel(Protocol):
     """The target model and its device."""
@@ -130,6 +141,7 @@ class SpeculativeStrategy(ABC):
             `quiet` are read again after `step_done`. This saves most of the cost of a step without guesses.
         models: folders that `bind` loads beside the target. They are checked and counted before anything is loaded. A
             strategy that wraps another one returns the other's.
+        verifier: judges its guesses. Any but the exact one may change answers.
 
     Args:
         lookahead: largest number of guesses for a sequence and step, 1 to 64.
@@ -142,6 +154,7 @@ class SpeculativeStrategy(ABC):
     joins: bool = False
     models: tuple[Path, ...] = ()
     quiet: int = 0
+    verifier: Verifier = EXACT
 
     def __init__(self, lookahead: int = 4) -> None:
         if type(lookahead) is not int or not 1 <= lookahead <= MAX_LOOKAHEAD:
@@ -151,8 +164,12 @@ class SpeculativeStrategy(ABC):
         self.lookahead = lookahead
 
     @abstractmethod
-    def propose(self, asks: Sequence[Ask]) -> Sequence[Sequence[int]]:
-        """Return for each of `asks`, in order, up to `limit` guesses of the tokens that follow; empty for none."""
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Draft]:
+        """Return for each of `asks`, in order, up to `limit` guesses of the tokens that follow; empty for none.
+
+        They are a list of tokens, each behind the one before it, or a `DraftTree`. Where the device computes no trees, the
+        engine takes the best chain of it.
+        """
 
     def bind(self, target: TargetModel) -> None:  # noqa: B027, those that keep no accounts need not
         """Take the target model of the engine. Raises SpeculationError if the strategy cannot work with it."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from sagellm.accel.speculative.base import Ask, ModelRunner, SpeculativeStrategy, TargetModel
+from sagellm.accel.speculative.base import Ask, ModelRunner, SpeculativeStrategy, TargetModel, check_count
+from sagellm.accel.speculative.tree import Draft, DraftTree
 from sagellm.core.errors import SpeculationError
 
 __all__ = ["DraftModelStrategy"]
@@ -23,13 +24,38 @@ class _Known:
         size: tokens of the text at the last proposal.
         valid: so many of them have keys and values.
         guesses: computed after them, all but the last.
+        others: at each place beside a guess, other tokens.
+        chances: of the guess at each place, and of each other token there.
         blocks: that hold it all, in order.
     """
 
     def __init__(self) -> None:
         self.size = self.valid = 0
         self.guesses: list[int] = []
+        self.others: list[list[int]] = []
+        self.chances: list[list[float]] = []
         self.blocks = np.empty(0, np.int64)
+
+    def forget_guesses(self) -> None:
+        self.guesses, self.others, self.chances = [], [], []
+
+    def draft(self, limit: int) -> Draft:
+        """The `limit` likeliest of all guesses. Others than the likeliest of a place have no guesses behind them."""
+        if not any(self.others):
+            return list(self.guesses)
+        nodes, chance = [], 1.0  # minus chance, place, rank, token
+        for place, (guess, others) in enumerate(zip(self.guesses, self.others, strict=True)):
+            for rank, (token, share) in enumerate(zip((guess, *others), self.chances[place], strict=True)):
+                nodes.append((-chance * share, place, rank, token))
+            chance *= self.chances[place][0]
+        numbers, tokens, parents, chances = {-1: -1}, [], [], []
+        for minus, place, rank, token in sorted(nodes)[:limit]:
+            if not rank:
+                numbers[place] = len(tokens)
+            tokens.append(token)
+            parents.append(numbers[place - 1])
+            chances.append(-minus)
+        return DraftTree(tokens, parents, chances)
 
     def keep(self, ask: Ask, block_size: int) -> None:
         """Forget what `ask` shows to be wrong; at least its last token is to be computed anew."""
@@ -42,7 +68,8 @@ class _Known:
         differs = self.blocks[:num] != ask.blocks[:num]
         same = int(differs.argmax()) if differs.any() else num
         self.valid = min(self.valid, same * block_size, len(ask.tokens) - 1)
-        self.size, self.guesses, self.blocks = len(ask.tokens), [], np.array(ask.blocks)
+        self.size, self.blocks = len(ask.tokens), np.array(ask.blocks)
+        self.forget_guesses()
 
 
 class DraftModelStrategy(SpeculativeStrategy):
@@ -58,6 +85,8 @@ class DraftModelStrategy(SpeculativeStrategy):
         min_probability: guesses end at a token that is less likely for the draft model.
         step_tokens: largest number of unread tokens to compute before a step of the target. A text gets no guesses until it is
             read to its end.
+        top_k: likeliest tokens at each place, 1 to 8. Above 1 the guesses are a tree of up to `lookahead` tokens: the likeliest
+            token is followed further, the others are leaves.
 
     Raises:
         SpeculationError: options out of range.
@@ -67,8 +96,9 @@ class DraftModelStrategy(SpeculativeStrategy):
     joins = True  # it looks at what it is asked about alone
 
     def __init__(
-        self, model: str | Path | None = None, lookahead: int = 4, min_probability: float = 0.0, step_tokens: int = 512
-    ) -> None:
+        self, model: str | Path | None = None, lookahead: int = 4, min_probability: float = 0.0, step_tokens: int = 512,
+        top_k: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__(lookahead)
         if model is None:
             raise SpeculationError(
@@ -81,6 +111,7 @@ class DraftModelStrategy(SpeculativeStrategy):
             raise SpeculationError(f"min_probability is {min_probability!r}; give a number from 0 to below 1.")
         if type(step_tokens) is not int or step_tokens < 1:
             raise SpeculationError(f"step_tokens is {step_tokens!r}; give a whole number of 1 or more.")
+        self._top_k = check_count(self.name, "top_k", top_k, 1, 8)
         self.models = (Path(model),)
         self._min_probability, self._step_tokens = min_probability, step_tokens
         self._runner: ModelRunner | None = None
@@ -97,7 +128,7 @@ class DraftModelStrategy(SpeculativeStrategy):
     def end(self, request_id: int) -> None:
         self._known.pop(request_id, None)
 
-    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         known = [self._known.setdefault(ask.request_id, _Known()) for ask in asks]
         for ask, state in zip(asks, known, strict=True):
             state.keep(ask, self._block_size)
@@ -105,7 +136,7 @@ class DraftModelStrategy(SpeculativeStrategy):
         num = 1
         while places:
             # The token that a text has got last is not computed yet: it comes after `size` and the guesses before it.
-            places = [place for place in places if known[place].guesses and asks[place].limit > num]
+            places = [place for place in places if known[place].guesses and asks[place].limit > num * self._top_k]
             if places:
                 self._guess(
                     asks, known, places, [np.array(known[place].guesses[-1:]) for place in places],
@@ -113,7 +144,7 @@ class DraftModelStrategy(SpeculativeStrategy):
                 )  # fmt: skip
                 places = [place for place in places if len(known[place].guesses) > num]
             num += 1
-        return [list(state.guesses) for state in known]
+        return [state.draft(ask.limit) for ask, state in zip(asks, known, strict=True)]
 
     def _catch_up(self, asks: Sequence[Ask], known: list[_Known]) -> list[int]:
         """Compute what is missing, within the bound; places of the texts that lack nothing, with a first guess each."""
@@ -137,7 +168,7 @@ class DraftModelStrategy(SpeculativeStrategy):
             state = known[place]
             state.valid = end
             if end < state.size:
-                state.guesses = []
+                state.forget_guesses()
         return [place for place in places if known[place].guesses]
 
     def _guess(
@@ -147,6 +178,15 @@ class DraftModelStrategy(SpeculativeStrategy):
         blocks = [asks[place].blocks for place in places]
         self._num_forwards += 1
         self._num_tokens += sum(map(len, rows))
+        if self._top_k > 1:
+            best, shares = self._runner.forward_top(rows, num_before, blocks, self._top_k)
+            for place, found, chances in zip(places, best.tolist(), shares.tolist(), strict=True):
+                likely = sum([chance >= self._min_probability for chance in chances])
+                if likely:
+                    known[place].guesses.append(found[0])
+                    known[place].others.append(found[1:likely])
+                    known[place].chances.append(chances[:likely])
+            return
         if self._min_probability:
             tokens, probabilities = self._runner.forward_scored(rows, num_before, blocks)
             likely = (probabilities >= self._min_probability).tolist()

@@ -57,7 +57,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         super().__init__(self.wrapped.lookahead if lookahead is None else lookahead)
         if not (isinstance(budget, (int, float)) and 0 < budget < 1):
             raise SpeculationError(f"budget is {budget!r}; give a share of the time above 0 and below 1, such as 0.01.")
-        self.models, self.joins = self.wrapped.models, self.wrapped.joins
+        self.models, self.joins, self.verifier = self.wrapped.models, self.wrapped.joins, self.wrapped.verifier
         self.most = min(self.lookahead, self.wrapped.lookahead)
         self.lookahead = self.most
         self.budget = float(budget)
@@ -126,7 +126,7 @@ class DynamicLookaheadStrategy(SpeculativeStrategy):
         num_right = 0
         for request, num_drafted, num_accepted in outcome.verdicts if asked else ():
             if count := asked.get(request):
-                self.acceptance.add(request, count, num_drafted, num_accepted, self._step)
+                self.acceptance.add(request, count, num_drafted, num_accepted, self._step, outcome.paths.get(request))
                 num_right += num_accepted
         if asked:
             self._ask_s += 0.1 * (outcome.propose_s / len(asked) - self._ask_s)

@@ -83,27 +83,36 @@ class _Suffixes:
         """Return the most frequent continuation, and how many of its guesses are expected to be right."""
         starts, matched = self.beginning_with(pattern), len(pattern)
         guesses: list[int] = []
-        probability, score, virtual = 1.0, 0.0, self.text.copy()
+        probability, score = 1.0, 0.0
         while starts and len(guesses) < limit:
             length = matched + len(guesses)
-            if length >= max_depth:
-                starts = starts[-1:] if is_growing else []
-            followers: dict[int, list[int]] = defaultdict(list)
-            for start in starts:
-                if is_growing or self.lengths[start] > length:
-                    followers[virtual[start + length]].append(start)
+            total = 1 if length >= max_depth else len(starts)
+            followers = self.followers(starts, length, max_depth, is_growing, guesses)
             if not followers:
                 break
             token = max(followers, key=lambda token: (len(followers[token]), followers[token][-1]))
-            probability *= len(followers[token]) / len(starts)
+            probability *= len(followers[token]) / total
             estimate = probability * (matched / (matched + len(guesses) + 1))
             if estimate < min_probability:
                 break
             starts = followers[token]
             guesses.append(token)
-            virtual.append(token)
             score += estimate
         return score, guesses
+
+
+    def followers(
+        self, starts: list[int], length: int, max_depth: int, is_growing: bool, path: list[int]
+    ) -> dict[int, list[int]]:
+        """By token, the starts of suffixes that go on with it behind `length` tokens. `path`: guesses behind the text."""
+        if length >= max_depth:
+            starts = starts[-1:] if is_growing else []
+        found: dict[int, list[int]] = defaultdict(list)
+        for start in starts:
+            if is_growing or self.lengths[start] > length:
+                place = start + length
+                found[self.text[place] if place < len(self.text) else path[place - len(self.text)]].append(start)
+        return found
 
 
 class ReferenceSuffixHistory:
@@ -156,10 +165,51 @@ class ReferenceSuffixIndex(_Text):
         if history is not None:
             sources.append((history.suffixes, history.max_depth, False))
         for suffixes, max_depth, is_growing in sources:
-            own = len(self.text) - self._next if is_growing else min(max_depth, len(self.text))
+            own = self._longest(max_depth, is_growing)
             for matched in range(own, 0, -1):
                 pattern = self.text[-matched:]
                 found = suffixes.guess(pattern, max_depth, is_growing, limit, min_probability)
                 if found[0] > best[0]:
                     best = found
         return best[1]
+
+    def _longest(self, max_depth: int, is_growing: bool) -> int:
+        return len(self.text) - self._next if is_growing else min(max_depth, len(self.text))
+
+    def propose_tree(
+        self, tokens: Iterable[int], limit: int, min_probability: float, history: ReferenceSuffixHistory | None = None
+    ) -> tuple[list[int], list[int], list[float]]:
+        self.follow(tokens)
+        sources = [(self._suffixes, self._max_depth, True)]
+        if history is not None:
+            sources.append((history.suffixes, history.max_depth, False))
+        # Chance, match, whether it is of the running text, newest place; then its path, and the starts that go on like this.
+        open_branches: list[tuple[float, int, bool, int, tuple[int, ...], list[int]]] = []
+
+        def expand(chance: float, matched: int, is_growing: bool, path: tuple[int, ...], starts: list[int]) -> None:
+            suffixes, max_depth, _ = sources[0 if is_growing else 1]
+            length = matched + len(path)
+            followers = suffixes.followers(starts, length, max_depth, is_growing, list(path))
+            total = 1 if length >= max_depth else len(starts)
+            for token, those in followers.items():
+                found = chance * (len(those) / total) * (matched / (matched + 1))
+                if found >= min_probability:
+                    open_branches.append((found, matched, is_growing, those[-1], (*path, token), those))
+
+        for number, (suffixes, max_depth, is_growing) in enumerate(sources):
+            count = 0
+            for matched in range(self._longest(max_depth, number == 0), 0, -1):
+                starts = suffixes.beginning_with(self.text[-matched:])
+                if len(starts) != count:
+                    count = len(starts)
+                    expand(1.0, matched, is_growing, (), starts)
+        chances: dict[tuple[int, ...], float] = {}
+        while open_branches and len(chances) < limit:
+            branch = max(open_branches, key=lambda each: each[:4])
+            open_branches.remove(branch)
+            chance, matched, is_growing, _, path, starts = branch
+            chances.setdefault(path, chance)
+            expand(chance, matched, is_growing, path, starts)
+        paths = list(chances)
+        parents = [paths.index(path[:-1]) if len(path) > 1 else -1 for path in paths]
+        return [path[-1] for path in paths], parents, list(chances.values())

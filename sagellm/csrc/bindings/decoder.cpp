@@ -238,6 +238,8 @@ class BoundDecoder {
   }
 
   int prompt_tile() const { return decoder_.prompt_tile(); }
+  bool takes_trees() const { return decoder_.takes_trees(cache_); }
+  void move(const std::vector<std::pair<std::int64_t, std::int64_t>>& slots) const { decoder_.move(cache_, slots); }
 
   // `tensors`: addresses and sizes, as `DecoderStep` has them. Draws tokens if there are wishes. Returns them, and
   // `StepReport`'s fields.
@@ -276,6 +278,7 @@ class BoundDecoder {
       without_sums = cache_;
       without_sums.key_sums = nullptr;
     }
+    if (tensors.contains("parents")) step.parents = numbers("parents");
     if (tensors.contains("prompts")) step.sparse_prompts = sparse_prompts_of(tensors["prompts"]);
     if (tensors.contains("observed")) step.observed = observed_of(tensors["observed"]);
     StepReport report;
@@ -375,6 +378,8 @@ void bind_decoder(py::module_& module) {
            py::arg("head"), py::keep_alive<1, 2>())
       .def("bind", &BoundDecoder::bind, py::arg("cache"))
       .def_property_readonly("prompt_tile", &BoundDecoder::prompt_tile)
+      .def_property_readonly("takes_trees", &BoundDecoder::takes_trees)
+      .def("move", &BoundDecoder::move, py::arg("slots"), Release())
       .def("run", &BoundDecoder::run, py::arg("team"), py::arg("tensors"), py::arg("wishes") = py::none(),
            py::arg("sparse") = py::none(), py::arg("exchanges") = py::none());
 }

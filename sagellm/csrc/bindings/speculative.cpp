@@ -148,6 +148,16 @@ py::list propose_suffixes(Suffixes& self, const TokenArray& tokens, std::int64_t
   return to_list(best.tokens);
 }
 
+// (tokens, parents, chances)
+py::tuple propose_suffix_tree(Suffixes& self, const TokenArray& tokens, std::int64_t limit, double min_probability,
+                              const History* history) {
+  ensure(self, tokens);
+  if (history != nullptr) history->require_idle();
+  SuffixGuessTree found;
+  self.index.propose_tree(checked("limit", limit, 0, kMaxLimit), min_probability, history ? &history->index : nullptr, found);
+  return py::make_tuple(to_list(found.tokens), to_list(found.parents), py::cast(found.chances));
+}
+
 template <typename Index>
 void bind_text(py::class_<Guarded<Index>>& type) {
   type.def("append", &append<Index>, py::arg("tokens"))
@@ -167,6 +177,8 @@ void bind_speculative(py::module_& module) {
   py::class_<Suffixes> suffixes(module, "SuffixIndex");
   suffixes.def(py::init(&make_suffixes), py::arg("max_depth"))
       .def("propose", &propose_suffixes, py::arg("tokens"), py::arg("limit"), py::arg("min_probability"),
+           py::arg("history") = nullptr)
+      .def("propose_tree", &propose_suffix_tree, py::arg("tokens"), py::arg("limit"), py::arg("min_probability"),
            py::arg("history") = nullptr);
   bind_text(suffixes);
   py::class_<History>(module, "SuffixHistory")

@@ -1,6 +1,7 @@
 #include "sagellm/suffix_index.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace sage {
@@ -45,6 +46,94 @@ void guess_along(const SuffixTree& tree, SuffixTree::Spot spot, bool is_growing,
     guess.score += estimate;
   }
 }
+
+// A tree of guesses that grows by the likeliest branch of all.
+class GuessTree {
+ public:
+  GuessTree(std::size_t limit, double min_probability, SuffixGuessTree& found)
+      : limit_(limit), min_probability_(min_probability), found_(found) {}
+
+  // The branches behind a match that ends at `spot`.
+  void add(const SuffixTree& tree, SuffixTree::Spot spot, bool is_growing) {
+    expand({1.0, spot.length, is_growing, 0, &tree, spot, -1, 0}, -1);
+  }
+
+  void grow() {
+    while (!branches_.empty() && found_.tokens.size() < limit_) {
+      std::pop_heap(branches_.begin(), branches_.end(), is_less);
+      const Branch branch = branches_.back();
+      branches_.pop_back();
+      expand(branch, node_of(branch));
+    }
+  }
+
+ private:
+  // A token behind the node `parent` of the result, and where it ends in the tree that says so.
+  struct Branch {
+    double chance;
+    std::size_t matched;
+    bool is_growing;
+    std::uint64_t newest;
+    const SuffixTree* tree;
+    SuffixTree::Spot spot;
+    std::int32_t parent, token;
+  };
+
+  // Of equals the one of a longer match comes first, then of the running text, then the newest. No two of one match and tree have
+  // the same newest place and chance.
+  static bool is_less(const Branch& one, const Branch& other) {
+    return std::tie(one.chance, one.matched, one.is_growing, one.newest) <
+           std::tie(other.chance, other.matched, other.is_growing, other.newest);
+  }
+
+  // A branch of another match may have made the node before.
+  std::int32_t node_of(const Branch& branch) {
+    for (std::size_t node = 0; node < found_.tokens.size(); ++node) {
+      if (found_.parents[node] == branch.parent && found_.tokens[node] == branch.token) return static_cast<std::int32_t>(node);
+    }
+    found_.tokens.push_back(branch.token);
+    found_.parents.push_back(branch.parent);
+    found_.chances.push_back(branch.chance);
+    return static_cast<std::int32_t>(found_.tokens.size()) - 1;
+  }
+
+  // A guess by its place on the way to `node`, from 0 on.
+  std::int32_t guess_at(std::int32_t node, std::size_t place) const {
+    std::size_t depth = 0;
+    for (std::int32_t at = node; at >= 0; at = found_.parents[static_cast<std::size_t>(at)]) ++depth;
+    for (; depth > place + 1; --depth) node = found_.parents[static_cast<std::size_t>(node)];
+    return found_.tokens[static_cast<std::size_t>(node)];
+  }
+
+  void expand(const Branch& from, std::int32_t node) {
+    const SuffixTree& tree = *from.tree;
+    const SuffixTree::Node at = from.spot.node;
+    const double trust = static_cast<double>(from.matched) / static_cast<double>(from.matched + 1);
+    const auto push = [&](SuffixTree::Node next, double share) {
+      const double chance = from.chance * share * trust;
+      if (chance < min_probability_) return;
+      const std::uint64_t place = tree.newest(next) + from.spot.length;
+      const std::int32_t token =
+          place < tree.end() ? tree.token(place) : guess_at(node, static_cast<std::size_t>(place - tree.end()));
+      branches_.push_back({chance, from.matched, from.is_growing, tree.newest(next), from.tree,
+                           SuffixTree::Spot{next, from.spot.length + 1}, node, token});
+      std::push_heap(branches_.begin(), branches_.end(), is_less);
+    };
+    if (from.spot.length < tree.depth(at)) return push(at, 1.0);
+    if (tree.first(at) == SuffixTree::kNone) {
+      if (from.is_growing) push(at, 1.0);  // as `guess_along` reads on
+      return;
+    }
+    for (SuffixTree::Node next = tree.first(at); next != SuffixTree::kNone; next = tree.next(next)) {
+      push(next, static_cast<double>(tree.count(next)) / static_cast<double>(tree.count(at)));
+    }
+  }
+
+  const std::size_t limit_;
+  const double min_probability_;
+  SuffixGuessTree& found_;
+  std::vector<Branch> branches_;  // a heap
+};
 
 }  // namespace
 
@@ -123,13 +212,37 @@ void SuffixIndex::propose(std::size_t limit, double min_probability, const Suffi
   // What the text ends with, and what occurred before, is what is not in the tree on its own account.
   consider(tree_, active_.length, true);
   if (history == nullptr) return;
-  // If a pattern does not occur, no longer one does.
-  std::size_t known = 0, beyond = std::min(history->max_depth_, text().size()) + 1;
+  consider(history->tree_, known_to(*history), false);
+}
+
+// Tokens of the longest end of the text that occurs in the history. If a pattern does not occur, no longer one does.
+std::size_t SuffixIndex::known_to(const SuffixHistory& history) const {
+  const std::int32_t* const text_end = text().data() + text().size();
+  std::size_t known = 0, beyond = std::min(history.max_depth_, text().size()) + 1;
   while (beyond - known > 1) {
     const std::size_t middle = known + (beyond - known) / 2;
-    (history->tree_.find(text_end - middle, middle).node == SuffixTree::kNone ? beyond : known) = middle;
+    (history.tree_.find(text_end - middle, middle).node == SuffixTree::kNone ? beyond : known) = middle;
   }
-  consider(history->tree_, known, false);
+  return known;
+}
+
+void SuffixIndex::propose_tree(std::size_t limit, double min_probability, const SuffixHistory* history,
+                               SuffixGuessTree& found) const {
+  found = SuffixGuessTree{};
+  GuessTree guesses(limit, min_probability, found);
+  const std::int32_t* const text_end = text().data() + text().size();
+  const auto add = [&](const SuffixTree& tree, std::size_t matched, bool is_growing) {
+    std::uint32_t count = 0;
+    for (; matched > 0; --matched) {
+      const SuffixTree::Spot spot = tree.locate(text_end - matched, matched);
+      if (tree.count(spot.node) == count) continue;  // the longer match has the same places, and is trusted more
+      count = tree.count(spot.node);
+      guesses.add(tree, spot, is_growing);
+    }
+  };
+  add(tree_, active_.length, true);
+  if (history != nullptr) add(history->tree_, known_to(*history), false);
+  guesses.grow();
 }
 
 }  // namespace sage

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -62,6 +62,8 @@ class Model {
   void choose_prompts(std::shared_ptr<const sage::SparsePrompts> sparse) { sparse_prompts_ = std::move(sparse); }
   // Looks at what the last `queries` of each sequence give to blocks.
   void observe(std::vector<int> queries) { observed_queries_ = std::move(queries); }
+  // The new tokens of steps with as many are trees.
+  void branch(std::vector<std::int64_t> parents) { parents_ = std::move(parents); }
   void share_where_it_pays() { sharing_ = sage::Sharing::kWhereItPays; }
   const std::vector<float>& observed() const { return observed_; }
   void share(std::size_t common, bool together) {
@@ -135,6 +137,7 @@ class Model {
       step.sampling = std::make_shared<const sage::Sampling>(wishes);
       step.sampled = &sampled;
     }
+    if (parents_.size() == tokens.size()) step.parents = parents_.data();
     if (step.is_decoding) step.sparse = sparse_;
     if (!step.is_decoding) step.sparse_prompts = sparse_prompts_;
     step.sharing = together_ ? sharing_ : sage::Sharing::kNever;
@@ -194,6 +197,7 @@ class Model {
   std::shared_ptr<const sage::Sparse> sparse_;
   std::shared_ptr<const sage::SparsePrompts> sparse_prompts_;
   std::vector<int> observed_queries_;
+  std::vector<std::int64_t> parents_;
   std::vector<float> observed_;
   std::size_t common_ = 0;
   bool together_ = false;
@@ -327,6 +331,39 @@ void common_blocks_are_read_once() {
   }
 }
 
+// A tree beside a chain: its branches get the numbers that chains of their tokens get, since all positions are the same here.
+void trees_run() {
+  for (const auto dtype : {sage::Dtype::kFloat32, sage::Dtype::kBFloat16}) {
+    const auto weights = sage::Format::kLevels8;
+    Model one(dtype, weights), several(dtype, weights), chain(dtype, weights);
+    sage::Team alone(1), together(3);
+    const std::vector<std::int64_t> parents{-1, 0, 1, 0, 3, 0, -1, 0, 1};
+    for (Model* each : {&one, &several}) each->branch(parents);
+    for (Model* each : {&one, &several, &chain}) each->run(alone, {260, 9}, {260, 9});
+    const auto found = one.run(alone, {6, 3}, {266, 12});
+    EXPECT(found == several.run(together, {6, 3}, {266, 12}));
+    const auto plain = chain.run(alone, {6, 3}, {266, 12});
+    const auto same = [&](std::size_t token) {
+      const std::size_t bytes = kHidden * (dtype == sage::Dtype::kFloat32 ? 4 : 2);
+      const auto of = [&](const std::vector<float>& all) { return reinterpret_cast<const char*>(all.data()) + token * bytes; };
+      return std::memcmp(of(found), of(plain), bytes) == 0;
+    };
+    for (const std::size_t token : {0, 1, 2, 6, 7, 8}) EXPECT(same(token));  // no branch stands before them
+    if (dtype == sage::Dtype::kBFloat16) continue;  // all tokens have the same numbers, rounded
+    for (const std::size_t token : {3, 4, 5}) EXPECT(!same(token));
+  }
+  Model odd;
+  sage::Team team(1);
+  odd.branch({-1, 0, 2});
+  bool is_refused = false;
+  try {
+    odd.run(team, {3}, {5});
+  } catch (const std::invalid_argument&) {
+    is_refused = true;
+  }
+  EXPECT(is_refused);
+}
+
 void steps_that_cannot_be_are_refused() {
   Model model;
   sage::Team team(2);
@@ -351,6 +388,7 @@ int main() {
   choices_of_blocks_run();
   choices_of_prompts_run();
   common_blocks_are_read_once();
+  trees_run();
   steps_that_cannot_be_are_refused();
   std::puts("decoder: passed");
 }

@@ -67,6 +67,7 @@ void guesses_come_from_the_text(std::uint32_t vocab_size) {
   sage::SuffixHistory history(8, 100);
   sage::NgramIndex ngrams(1, 4);
   sage::SuffixGuess guess;
+  sage::SuffixGuessTree tree;
   Tokens grams;
   for (int step = 0; step < 300; ++step) {
     const Tokens text = random_text(dice() % 9, vocab_size);
@@ -74,6 +75,13 @@ void guesses_come_from_the_text(std::uint32_t vocab_size) {
     ngrams.append(text.data(), text.size());
     if (step % 9 == 0) history.add(text.data(), text.size());
     suffixes.propose(9, 0.0, step % 2 == 0 ? &history : nullptr, guess);
+    suffixes.propose_tree(9, 0.0, step % 2 == 0 ? &history : nullptr, tree);
+    EXPECT(tree.tokens.size() <= 9 && tree.parents.size() == tree.tokens.size() && tree.tokens.empty() == guess.tokens.empty());
+    for (std::size_t node = 0; node < tree.tokens.size(); ++node) {
+      const auto parent = tree.parents[node];
+      EXPECT(parent >= -1 && parent < static_cast<std::int32_t>(node));
+      EXPECT(parent < 0 || tree.chances[node] <= tree.chances[static_cast<std::size_t>(parent)]);
+    }
     ngrams.propose(9, grams);
     EXPECT(guess.tokens.size() <= 9 && (grams.empty() || grams.size() == 9));
     EXPECT(history.num_tokens() <= 100);

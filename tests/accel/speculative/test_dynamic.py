@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from sagellm.accel.speculative.acceptance import SUREST
+from sagellm.accel.speculative.acceptance import SUREST, Acceptance
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, Verdict
 from sagellm.accel.speculative.dynamic import DynamicLookaheadStrategy
 from sagellm.accel.speculative.ngram import NgramStrategy
@@ -277,3 +277,15 @@ def test_a_fault_of_the_wrapped_one_is_no_fault_in_the_books():
     assert sum(sizes) > 1 and strategy.report()["acceptance"]["requests"] == 2
     strategy.end(0), strategy.end(1), strategy.end(7)
     assert strategy.report()["acceptance"]["requests"] == 0
+
+
+def test_shares_of_a_tree_are_those_of_its_guesses():
+    """The third guess is right as often as the second is wrong: a chain would count it as never reached."""
+    acceptance = Acceptance(4)
+    for step in range(400):
+        path = (0, 1) if step % 4 else (0, 2)
+        acceptance.add(1, 4, 4, 2, step, path)
+    shares = np.cumprod(acceptance.by_place())
+    assert shares[0] == pytest.approx(1, abs=0.02) and shares[1] == pytest.approx(0.75, abs=0.05)
+    assert shares[2] == pytest.approx(0.25, abs=0.05) and shares[3] < 0.05
+    assert acceptance.scales([1, 2], 400) == [pytest.approx(1, abs=0.05), 1.0]

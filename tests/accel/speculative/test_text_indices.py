@@ -28,7 +28,7 @@ def grown(rng: random.Random, text: list[int], vocab_size: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_native_indices_guess_as_their_twins(seed: int):
-    rng, num_guessed, num_by_history = random.Random(seed), 0, 0
+    rng, num_guessed, num_by_history, num_branches = random.Random(seed), 0, 0, 0
     for _ in range(25):
         vocab_size, depth = rng.choice([1, 2, 3, 8, 40]), rng.choice([2, 3, 5, 8, 32])
         low, room = rng.randint(1, 3), rng.choice([0, 5, 30, 80])
@@ -56,10 +56,14 @@ def test_native_indices_guess_as_their_twins(seed: int):
             assert alone == plain_suffixes.propose(tokens, limit, least)
             both = suffixes.propose(tokens, limit, least, history)
             assert both == plain_suffixes.propose(tokens, limit, least, plain_history)
+            for other in ((), (history, plain_history)):
+                tree = suffixes.propose_tree(tokens, limit, least, *other[:1])
+                assert tree == plain_suffixes.propose_tree(tokens, limit, least, *other[1:])
+            num_branches += sum(map(bool, (parent != node - 1 for node, parent in enumerate(tree[1]))))
             num_guessed, num_by_history = num_guessed + bool(both), num_by_history + (both != alone)
         assert ngrams.tokens().tolist() == suffixes.tokens().tolist() == text and len(suffixes) == len(ngrams) == len(text)
         assert suffixes.tokens(len(text) - 1).tolist() == text[-1:]
-    assert num_guessed > 100 and num_by_history > 10
+    assert num_guessed > 100 and num_by_history > 10 and num_branches > 100
 
 
 def test_memory_of_trees_is_bounded_by_tokens():

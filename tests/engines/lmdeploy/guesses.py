@@ -4,11 +4,13 @@ import asyncio
 import random
 
 from sagellm.accel.speculative.base import SpeculativeStrategy
+from sagellm.accel.speculative.tree import DraftTree
 from sagellm.engines.base import SamplingParams
 from tests.pool import settle
 from tests.reference import make_prompts
 
 KNOWING = "tests.engines.lmdeploy.guesses:Knowing"
+KNOWING_TREES = KNOWING + "Trees"
 NEW = 24
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 # Together they want far more than 30 blocks of 16 tokens.
@@ -49,6 +51,33 @@ class Knowing(SpeculativeStrategy):
         text = next((each for each in WHOLE if each[:size] == tuple(self.texts[ask.request_id])), ())
         guesses = text[size : size + self.draw.randint(0, ask.limit)]
         return [(token + 1) % 300 if self.draw.random() < self.wrong else token for token in guesses]
+
+
+class KnowingTrees(Knowing):
+    """Trees: what `Knowing` guesses, and other tokens beside and behind it, in any order that a tree allows."""
+
+    name = "knowing_trees"
+
+    def __init__(self, lookahead=10, wrong=0.2, seed=0):
+        super().__init__(lookahead, wrong, seed)
+
+    def one(self, ask):
+        chain = super().one(ask)
+        if not chain:
+            return chain
+        # Children of each node, then an order in which parents come first.
+        nodes = [(token, place - 1) for place, token in enumerate(chain)]
+        while len(nodes) < ask.limit:
+            nodes.append((self.draw.randrange(10, 250), self.draw.randrange(-1, len(nodes))))
+        open_nodes, numbers, tokens, parents = [node for node, (_, up) in enumerate(nodes) if up < 0], {-1: -1}, [], []
+        while open_nodes:
+            node = open_nodes.pop(self.draw.randrange(len(open_nodes)))
+            token, parent = nodes[node]
+            numbers[node] = len(tokens)
+            tokens.append(token)
+            parents.append(numbers[parent])
+            open_nodes += [other for other, (_, up) in enumerate(nodes) if up == node]
+        return DraftTree(tokens, parents)
 
 
 def tell(prompts, answers):

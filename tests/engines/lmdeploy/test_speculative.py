@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from sagellm.core.hooks import Phase
-from tests.engines.lmdeploy.guesses import CROWD, GREEDY, KNOWING, NEW, Knowing, ask, counts, tell, tokens_of
+from tests.engines.lmdeploy.guesses import (
+    CROWD,
+    GREEDY,
+    KNOWING,
+    KNOWING_TREES,
+    NEW,
+    Knowing,
+    ask,
+    counts,
+    tell,
+    tokens_of,
+)
 from tests.engines.lmdeploy.test_chunks import chunked, of_request, plugin_of
 from tests.engines.lmdeploy.test_exactness import cancelled
 from tests.pool import check_pool, settle
@@ -64,8 +75,8 @@ def likes_another_token(seen):
     return process
 
 
-@pytest.mark.parametrize("decode_round", [1, 4])
-def test_every_way_to_sample_gives_the_same_tokens(start_engine, decode_round):
+@pytest.mark.parametrize(("decode_round", "strategy"), [(1, KNOWING), (4, KNOWING), (1, KNOWING_TREES), (4, KNOWING_TREES)])
+def test_every_way_to_sample_gives_the_same_tokens(start_engine, decode_round, strategy):
     """All of them in one batch, so that the rows of one stand beside those of another."""
     prompts = make_prompts((20, 35, 50, 12, 28, 17, 40, 22), seed=8)
     sampled = dict(top_k=0, temperature=1.2)
@@ -94,7 +105,7 @@ def test_every_way_to_sample_gives_the_same_tokens(start_engine, decode_round):
     expected_stopped = ask(plain, prompts, with_stops)
     assert sum(len(tokens) < NEW for tokens in tokens_of(expected_stopped)) >= 4
 
-    engine = start_engine(decode_round=decode_round, speculative=KNOWING, speculative_options={"wrong": 0.2})
+    engine = start_engine(decode_round=decode_round, speculative=strategy, speculative_options={"wrong": 0.2})
     for every, wanted in ((ways, expected), (with_stops, expected_stopped)):
         seen.clear()
         tell(prompts, tokens_of(expected))
@@ -110,7 +121,7 @@ def test_every_way_to_sample_gives_the_same_tokens(start_engine, decode_round):
             assert [sorted(each) for each in ours] == [sorted(each) for each in theirs]
             for one, other in zip(ours, theirs, strict=True):
                 assert one == pytest.approx(other, abs=1e-3)
-    assert all(sum(counts(engine)["accepted_at"][place:]) for place in range(4))
+    assert all(sum(counts(engine)["accepted_at"][place:]) for place in range(4 if strategy == KNOWING else 2))
     strategy = engine.engine.executor.model_agent.agent_strategy.speculator.strategy
     told = strategy.ended | strategy.texts
     for number, (prompt, tokens) in enumerate(zip(prompts, tokens_of(expected_stopped), strict=True)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -78,18 +78,20 @@ def _prompts(seed: int) -> list[list[int]]:
 
 def _partly_right(
     trial: Trial, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], seed: int,
-    kind: str = "PartlyRightStrategy",
+    kind: str = "PartlyRightStrategy", **options: Any,
 ) -> Guesser:
     """Its errors are the second likeliest tokens: those that a careless check lets pass."""
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     second = np.argsort(trial.logits(texts), axis=-1)[..., -2]
     likely = [[0, *row[:-1]] for row in second.tolist()]  # the logits at a place are for the token behind it
-    return Guesser(GUESSERS + kind, {"texts": texts, "likely": likely, "seed": seed})
+    return Guesser(GUESSERS + kind, {"texts": texts, "likely": likely, "seed": seed} | options)
 
 
 def greedy(trial: Trial, guesser: Guesser, seed: int, report: Report) -> Played:
     """Tokens as those of the same engine without guesses, greedy and drawn with seeds: with this strategy, and with one that is
     right now and then.
+
+    Trees of guesses are among these.
 
     One with models of its own guesses for a target that they know nothing of, and for themselves: there its guesses are right,
     and where tokens are drawn some are.
@@ -97,14 +99,17 @@ def greedy(trial: Trial, guesser: Guesser, seed: int, report: Report) -> Played:
     prompts = _prompts(seed)
     seeds = [seed * NUM_PROMPTS + number + 1 for number in range(NUM_PROMPTS)]
     answers, drawn = (trial.generate(prompts, NUM_NEW, guesser=None, seeds=each) for each in (None, seeds))
-    partly_right, right_of_drawn = (_partly_right(trial, prompts, each, seed) for each in (answers, drawn))
+    judged = {"verifier": guesser.options.get("verifier")}
+    partly_right, right_of_drawn = (_partly_right(trial, prompts, each, seed, **judged) for each in (answers, drawn))
+    kind = "PartlyRightTreeStrategy"
+    trees = [_partly_right(trial, prompts, each, seed, kind, lookahead=12, **judged) for each in (answers, drawn)]
     pausing = _partly_right(trial, prompts, answers, seed, "PausingStrategy")
     model = trial.fellow(guesser.models[0]) if guesser.models else None
     tries = [_Try(guesser, model), _Try(guesser, model, seeds=seeds)]
     for folder in guesser.models:
         tries += [_Try(guesser, folder), _Try(guesser, folder, 4, seeds)]
     tries += [_Try(each, decode_round=steps) for each, steps in ((partly_right, 1), (partly_right, 4), (pausing, 3))]
-    tries.append(_Try(right_of_drawn, seeds=seeds))
+    tries += [_Try(right_of_drawn, seeds=seeds), _Try(trees[0], decode_round=3), _Try(trees[1], seeds=seeds)]
     for each in tries:
         expected = trial.generate(prompts, NUM_NEW, guesser=None, model=each.model, seeds=each.seeds)
         try:

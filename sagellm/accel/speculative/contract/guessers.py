@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome
+from sagellm.accel.speculative.halves import EXACT, Verifier, load_half
+from sagellm.accel.speculative.tree import Draft, DraftTree
 
-__all__ = ["ConstantStrategy", "PartlyRightStrategy", "PausingStrategy"]
+__all__ = ["ConstantStrategy", "PartlyRightStrategy", "PartlyRightTreeStrategy", "PausingStrategy"]
 
 
 class PartlyRightStrategy(SpeculativeStrategy):
@@ -17,28 +19,61 @@ class PartlyRightStrategy(SpeculativeStrategy):
         texts: prompts with their right answers.
         wrong: the share of guesses that are another token, one that the model thinks likely there.
         likely: for each text and place, the tokens that come into question for an error.
+        verifier: of the strategy that is checked, as module:Class; None: the exact one.
     """
 
     name = "partly_right"
 
     def __init__(
         self, texts: Sequence[Sequence[int]], likely: Sequence[Sequence[int]], lookahead: int = 4, wrong: float = 0.3,
-        seed: int = 0,
+        seed: int = 0, verifier: str | Verifier | None = None,
     ) -> None:  # fmt: skip
         super().__init__(lookahead)
+        self.verifier = EXACT if verifier is None else load_half(verifier, Verifier)
         self._texts, self._likely = [tuple(text) for text in texts], likely
         self._wrong, self._draw = wrong, random.Random(seed)
 
-    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         return [self._one(ask) for ask in asks]
 
-    def _one(self, ask: Ask) -> list[int]:
+    def _one(self, ask: Ask) -> Draft:
         size, known = len(ask.tokens), tuple(ask.tokens.tolist())
         for text, likely in zip(self._texts, self._likely, strict=True):
             if text[:size] == known:
                 places = range(size, min(size + self._draw.randint(0, ask.limit), len(text)))
                 return [likely[place] if self._draw.random() < self._wrong else text[place] for place in places]
         return []
+
+
+class PartlyRightTreeStrategy(PartlyRightStrategy):
+    """Trees of what it knows and of errors: a right guess may stand before or behind wrong ones."""
+
+    name = "partly_right_tree"
+
+    def _one(self, ask: Ask) -> Draft:
+        size, known = len(ask.tokens), tuple(ask.tokens.tolist())
+        for text, likely in zip(self._texts, self._likely, strict=True):
+            if text[:size] == known and len(text) > size:
+                return self._tree(text[size:], likely[size:], self._draw.randint(1, ask.limit))
+        return []
+
+    def _tree(self, right: Sequence[int], likely: Sequence[int], num: int) -> DraftTree:
+        tokens: list[int] = []
+        parents: list[int] = []
+        places: list[int] = []
+        for _ in range(num):
+            parent = self._draw.randrange(max(-1, len(tokens) - 5), len(tokens))
+            place = places[parent] + 1 if parent >= 0 else 0
+            if place >= len(right):
+                continue
+            wanted = likely[place] if self._draw.random() < self._wrong else right[place]
+            siblings = [token for token, other in zip(tokens, parents, strict=True) if other == parent]
+            while wanted in siblings:
+                wanted = self._draw.randrange(10, 250)
+            tokens.append(wanted)
+            parents.append(parent)
+            places.append(place)
+        return DraftTree(tokens, parents)
 
 
 class PausingStrategy(PartlyRightStrategy):
@@ -65,7 +100,7 @@ class PausingStrategy(PartlyRightStrategy):
         self._known.pop(request_id, None)
         self._loose.pop(request_id, None)
 
-    def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
+    def propose(self, asks: Sequence[Ask]) -> list[Draft]:
         if self.quiet:
             raise RuntimeError(f"it was asked with {self.quiet} quiet steps to go")
         for ask in asks:

@@ -3,7 +3,7 @@
 import gc
 import random
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from sagellm.accel.speculative.base import MAX_LOOKAHEAD, MAX_QUIET, Ask, SpeculativeStrategy, StepOutcome, Verdict
 from sagellm.accel.speculative.contract.small_model import BLOCK_SIZE, VOCAB_SIZE, SmallTarget
+from sagellm.accel.speculative.tree import Draft, DraftTree
 from sagellm.core.contract import Broke, Played, Report, Scenario
 from sagellm.core.errors import SpeculationError
 
@@ -36,7 +37,7 @@ class Play:
         self._report, self._draw = report, random.Random(seed)
         self.seen: set[str] = set()
         self.num_events = 0
-        self.guesses: list[list[int]] = []
+        self.guesses: list[Draft] = []
         self.texts: dict[int, list[int]] = {}
         self._target = SmallTarget(lambda why: report("models", f"a model was asked for nonsense: {why}"))
         self._free = list(range(self._target.num_blocks))
@@ -88,15 +89,16 @@ class Play:
         self.guesses += drafts
         self._decoded(requests, drafts, is_told)
 
-    def _decoded(self, requests: list[int], drafts: list[list[int]], is_told: bool) -> None:
+    def _decoded(self, requests: list[int], drafts: Sequence[Draft], is_told: bool) -> None:
         verdicts, context = [], sum(len(self.texts[request]) for request in requests)
         for request, draft in zip(requests, drafts, strict=True):
-            right = self._draw.randint(0, len(draft))
-            given = (*draft[:right], self._draw.randrange(3, 40))
+            kept = self._draw.randint(0, len(draft))
+            right = draft.path_tokens(kept - 1) if isinstance(draft, DraftTree) else draft[:kept]
+            given = (*right, self._draw.randrange(3, 40))
             self.texts[request] += given
             if is_told:
                 self._late_tokens[request] = self._late_tokens.get(request, ()) + given
-            verdicts.append(Verdict(request, len(draft), right))
+            verdicts.append(Verdict(request, len(draft), len(right)))
         rows = sum(len(draft) + 1 for draft in drafts)
         self._late.append(StepOutcome(tuple(verdicts), rows, context, 0.01 + rows * 1e-4, 1e-4))
         self._quiet -= 1
@@ -172,13 +174,13 @@ class Play:
         self._report("lookahead", f"lookahead is {shown!r}; keep a whole number from 0 to {MAX_LOOKAHEAD}.")
         raise Broke
 
-    def _judged(self, asks: tuple[Ask, ...], answers: Any) -> list[list[int]]:
+    def _judged(self, asks: tuple[Ask, ...], answers: Any) -> list[Draft]:
         self.seen |= {"answers", "limits", "vocabulary"}
         try:
-            lists = [[index(token) for token in answer] for answer in answers]
+            lists = [answer if isinstance(answer, DraftTree) else [index(token) for token in answer] for answer in answers]
         except TypeError as error:
             self._report(
-                "answers", f"propose returned {answers!r}"[:200] + f" ({error}); return lists of whole numbers."
+                "answers", f"propose returned {answers!r}"[:200] + f" ({error}); return lists of whole numbers, or trees."
             )
             return [[] for _ in asks]
         if len(lists) != len(asks):
@@ -189,8 +191,10 @@ class Play:
                 self._report("limits", f"{len(guesses)} guesses where {ask.limit} were allowed; give no more.")
             if odd := [token for token in guesses if not 0 <= token < VOCAB_SIZE]:
                 self._report("vocabulary", f"token {odd[0]}; the vocabulary has 0 to {VOCAB_SIZE - 1}.")
-        return [[token for token in guesses[: ask.limit] if 0 <= token < VOCAB_SIZE]
-                for ask, guesses in zip(asks, lists, strict=True)]  # fmt: skip
+        return [
+            guesses if len(guesses) <= ask.limit and all(0 <= token < VOCAB_SIZE for token in guesses) else []
+            for ask, guesses in zip(asks, lists, strict=True)
+        ]
 
     def crowd(self) -> "Play":
         """Requests that come, go, come back after they lost their place, and are left out of steps."""

@@ -75,6 +75,13 @@ class SmallRunner:
         tokens = np.array([(each >> 40) % NUM_LIKELY for each in sums], np.int64)
         return tokens, np.array([(1 + (each >> 20) % 256) / 256 for each in sums])
 
+    def forward_top(
+        self, token_ids: Sequence[np.ndarray], num_before: Sequence[int], blocks: Sequence[np.ndarray], count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        tokens, best = self.forward_scored(token_ids, num_before, blocks)
+        ranks = np.arange(count)
+        return (tokens[:, None] + ranks) % NUM_LIKELY, best[:, None] / 2**ranks
+
     def _one(self, token_ids: np.ndarray, num_before: int, blocks: np.ndarray) -> int:
         """The sum of a text with its new tokens; 0 where nothing can be computed."""
         token_ids, blocks = np.asarray(token_ids), np.asarray(blocks)

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sagellm/exchange.h"
@@ -194,6 +195,10 @@ struct DecoderStep {
   const float* angles = nullptr;                                    // [num_angles][cos and sin][head size]
   int num_angles = 0;
   const std::int64_t* positions = nullptr;  // rows of the angles, [tokens]
+  // Guesses in trees: the parent of each new token among its sequence's new tokens, which comes before it; -1 of the first one. A
+  // token sees the tokens before the step and its ancestors, and `positions` count these. Keys lie in the order of the tokens.
+  // Null: a token sees all tokens before it. [tokens]
+  const std::int64_t* parents = nullptr;
   void* hidden = nullptr;                   // result, [tokens][hidden] of the weights' dtype
   // What tokens are drawn by, if the step draws one for each of its tokens; the result has as many entries then.
   std::shared_ptr<const Sampling> sampling;
@@ -230,6 +235,11 @@ class Decoder {
   // Throws std::invalid_argument for tokens, lengths, positions or blocks outside of the model and the cache, and what the
   // exchange throws. A step whose choice of blocks failed may be run again.
   StepReport run(Team& team, const PagedCache& cache, const DecoderStep& step);
+  // Whether sequences may have trees of guesses: numbers in the cache are plain, and the queries of a token are few.
+  bool takes_trees(const PagedCache& cache) const;
+  // Copies keys and values of tokens to other slots of a plain cache, in order. Slot s of block b is b * block_size + s. Throws
+  // std::invalid_argument for slots outside of the cache.
+  void move(const PagedCache& cache, const std::vector<std::pair<std::int64_t, std::int64_t>>& slots) const;
   int prompt_tile() const;  // tokens of a tile of a prompt; the last one of a sequence may have fewer
 
   struct Model;

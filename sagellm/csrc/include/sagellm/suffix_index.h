@@ -18,6 +18,13 @@ struct SuffixGuess {
   double score = 0.0;
 };
 
+// Guesses in a tree, parents before children, and the chance of each that it and its ancestors are right. The parent of a first
+// token is -1.
+struct SuffixGuessTree {
+  std::vector<std::int32_t> tokens, parents;
+  std::vector<double> chances;
+};
+
 // Texts that have ended, the oldest dropped first where they are more than `max_tokens` together.
 class SuffixHistory {
  public:
@@ -47,12 +54,15 @@ class SuffixIndex {
   void clear();
   // Up to `limit` tokens; the best that the text itself or `history`, which may be null, knows.
   void propose(std::size_t limit, double min_probability, const SuffixHistory* history, SuffixGuess& best) const;
+  // The `limit` likeliest guesses of all that the two know, as a tree.
+  void propose_tree(std::size_t limit, double min_probability, const SuffixHistory* history, SuffixGuessTree& found) const;
   const std::vector<std::int32_t>& text() const { return tree_.text(); }
   std::size_t num_bytes() const { return tree_.num_bytes(); }
 
  private:
   bool step(std::int32_t token);
   void add_next();
+  std::size_t known_to(const SuffixHistory& history) const;
 
   std::size_t max_depth_;
   SuffixTree tree_;

@@ -50,6 +50,9 @@ class SuffixTree {
   std::uint64_t newest(Node node) const { return nodes_[node].newest; }
   // The child with the highest count, of equals the one with the newest suffix; kNone: a leaf. Not of the root.
   Node best(Node node) const { return nodes_[node].best; }
+  // The children of a node, in any order; kNone behind the last one.
+  Node first(Node node) const { return nodes_[node].first; }
+  Node next(Node node) const { return nodes_[node].next; }
 
   std::size_t num_nodes() const { return num_nodes_; }
   std::size_t num_bytes() const;

@@ -124,11 +124,20 @@ void pack_groups(const Attend& task, int begin, int last, typename T::Weight* ti
   }
 }
 
+// In a tree a token's ancestors are the keys before it, whatever slots they are in.
+inline int position_of(const Attend& task, int token) {
+  return task.depths == nullptr ? task.first_position + token : task.first_new + task.depths[token];
+}
+inline int slot_of(const Attend& task, int token, int key) {
+  if (key < task.first_new) return key;
+  return task.first_new + task.paths[token * task.path_stride + std::min(key - task.first_new, task.depths[token])];
+}
+
 // The keys that a row sees are [first, last).
 inline int first_seen(const Attend& task, int token) {
-  return task.window > 0 ? std::max(task.begin, task.first_position + token + 1 - task.window) : task.begin;
+  return task.window > 0 ? std::max(task.begin, position_of(task, token) + 1 - task.window) : task.begin;
 }
-inline int last_seen(const Attend& task, int token) { return std::min(task.end, task.first_position + token + 1); }
+inline int last_seen(const Attend& task, int token) { return std::min(task.end, position_of(task, token) + 1); }
 
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
@@ -317,7 +326,9 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
     std::fill_n(result(max, head), rows, kNone);
     std::fill_n(result(sums, head), rows, 0.f);
   }
-  if (first_seen(task, 0) >= task.end) return;  // the window has passed these keys
+  if (task.depths == nullptr && first_seen(task, 0) >= task.end) return;  // the window has passed these keys
+  // Keys that lie elsewhere for each token: those of a tree, and what is computed together with its first ones.
+  const auto differ = [&](int first, int last) { return task.depths != nullptr && last > task.first_new && first < task.end; };
   for (int each = 0; each < task.heads * rows; ++each) {
     const int head = each / rows, row = each % rows;
     const auto* query = static_cast<const Input*>(task.query) +
@@ -326,9 +337,29 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
     T::arrange(query, size, queries + each * size);
   }
   const auto score = size == 64 ? score_keys<T, 64> : size == 128 ? score_keys<T, 128> : score_keys<T, 0>;
+  const auto score_rows = [&](int head, int first, int last, const Weight* const(&keys)[WIDTH], int i) {
+    for (int row = first; row < last; row += 4) {
+      const Input* of_rows[4];
+      for (int r = 0; r < 4; ++r) of_rows[r] = queries + (head * rows + std::min(row + r, last - 1)) * size;
+      score(last - row, of_rows, keys, size, scores_of(head, row) + i, wide);
+    }
+  };
   read_ahead(task, task.keys, slot_bytes);
   for (int i = 0; i < wide; i += WIDTH) {
     const Weight* keys[WIDTH];
+    if (differ(task.begin + i, task.begin + i + WIDTH)) {
+      for (int t = 0; t < task.tokens; ++t) {
+        for (int j = 0; j < WIDTH; ++j) {
+          const int key = slot_of(task, t, std::min(task.begin + i + j, task.end - 1));
+          keys[j] = reinterpret_cast<const Weight*>(slot(task, task.keys, key));
+        }
+        for (int head = 0; head < task.heads; ++head) {
+          score_rows(head, t * task.share, (t + 1) * task.share, keys, i);
+          for (auto& key : keys) key += size;
+        }
+      }
+      continue;
+    }
     const auto token = [&](int j) { return std::min(task.begin + i + j, task.end - 1); };
     for (int j = 0; j < WIDTH; ++j) {
       keys[j] = is_plain ? reinterpret_cast<const Weight*>(slot(task, task.keys, token(j))) : decoded + j * size;
@@ -337,11 +368,7 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
       for (int j = 0; j < WIDTH && !is_plain; ++j) {
         decode_key<T>(task, token(j), head, decoded + j * size);
       }
-      for (int row = 0; row < rows; row += 4) {
-        const Input* of_rows[4];
-        for (int r = 0; r < 4; ++r) of_rows[r] = queries + (head * rows + std::min(row + r, rows - 1)) * size;
-        score(rows - row, of_rows, keys, size, scores_of(head, row) + i, wide);
-      }
+      score_rows(head, 0, rows, keys, i);
       for (auto& key : keys) key += is_plain ? size : 0;
     }
   }
@@ -358,30 +385,45 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
     }
   }
   const std::size_t weights_stride = static_cast<std::size_t>(wide) * (sizeof(float) / sizeof(Input));
+  const auto add_rows = [&](int head, int first, int last, const Weight* values, std::size_t apart, int i, int here) {
+    for (int row = first; row < last; row += 4) {
+      const auto* weights = reinterpret_cast<const Input*>(scores_of(head, row)) + i;
+      float* to = result(out, head) + row * size;
+      int part = 0;
+      for (; part + T::kNumbers <= size; part += T::kNumbers) {
+        add_values<T>(last - row, weights, weights_stride, here, values + part, apart, to + part, size);
+      }
+      for (int t = 0; t < here && part < size; ++t) {
+        for (int r = 0; r < std::min(4, last - row); ++r) {
+          const float weight =
+              T::to_float(weights[static_cast<std::size_t>(r) * weights_stride + static_cast<std::size_t>(t)]);
+          if (weight == 0.f) continue;
+          const Weight* value = values + static_cast<std::size_t>(t) * apart;
+          for (int n = part; n < size; ++n) to[r * size + n] += weight * T::to_float(value[n]);
+        }
+      }
+    }
+  };
   for (int i = 0; i < count; i += group) {
     const int here = std::min(group, count - i);
+    if (differ(task.begin + i, task.begin + i + here)) {
+      for (int t = 0; t < task.tokens; ++t) {
+        for (int head = 0; head < task.heads; ++head) {
+          for (int j = 0; j < here; ++j) {
+            const char* value = slot(task, task.values, slot_of(task, t, task.begin + i + j));
+            std::copy_n(reinterpret_cast<const Weight*>(value) + head * size, size, decoded + j * size);
+          }
+          add_rows(head, t * task.share, (t + 1) * task.share, decoded, static_cast<std::size_t>(size), i, here);
+        }
+      }
+      continue;
+    }
     const auto* values = is_plain ? reinterpret_cast<const Weight*>(slot(task, task.values, task.begin + i)) : decoded;
     for (int head = 0; head < task.heads; ++head, values += is_plain ? size : 0) {
       for (int t = 0; t < here && !is_plain; ++t) {
         decode_token<T>(task, task.values, task.value_scales, task.begin + i + t, head, decoded + t * size);
       }
-      for (int row = 0; row < rows; row += 4) {
-        const auto* weights = reinterpret_cast<const Input*>(scores_of(head, row)) + i;
-        float* to = result(out, head) + row * size;
-        int part = 0;
-        for (; part + T::kNumbers <= size; part += T::kNumbers) {
-          add_values<T>(rows - row, weights, weights_stride, here, values + part, stride, to + part, size);
-        }
-        for (int t = 0; t < here && part < size; ++t) {
-          for (int r = 0; r < std::min(4, rows - row); ++r) {
-            const float weight =
-                T::to_float(weights[static_cast<std::size_t>(r) * weights_stride + static_cast<std::size_t>(t)]);
-            if (weight == 0.f) continue;
-            const Weight* value = values + static_cast<std::size_t>(t) * stride;
-            for (int n = part; n < size; ++n) to[r * size + n] += weight * T::to_float(value[n]);
-          }
-        }
-      }
+      add_rows(head, 0, rows, values, stride, i, here);
     }
   }
   for (int head = 0; head < task.heads; ++head) {

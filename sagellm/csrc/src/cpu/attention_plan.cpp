@@ -13,9 +13,28 @@ namespace sage::cpu {
 
 namespace {
 
-constexpr int kFewRows = 15;    // query rows of a sequence that decodes, computed together
 constexpr int kGroupRows = 96;  // of sequences that share keys
 constexpr int kGroupSplits = 4;  // of keys that many of these rows read in a run
+
+// Depths and paths of new tokens, if they are no chain.
+void read_tree(const std::int64_t* parents, Sequence* one) {
+  const int tokens = one->tokens;
+  bool is_chain = true;
+  for (int i = 0; i < tokens; ++i) {
+    const bool has_parent = i > 0 && parents[i] >= 0 && parents[i] < i;
+    if (!has_parent && !(i == 0 && parents[i] == -1)) throw std::invalid_argument("a token of a tree comes after its parent");
+    is_chain = is_chain && parents[i] == i - 1;
+  }
+  if (is_chain) return;
+  one->depths.assign(size(tokens), 0);
+  one->paths.assign(size(tokens) * size(tokens), 0);
+  for (int i = 1; i < tokens; ++i) {
+    const int parent = static_cast<int>(parents[i]), depth = one->depths[size(parent)] + 1;
+    one->depths[size(i)] = depth;
+    std::copy_n(one->paths.begin() + parent * tokens, depth, one->paths.begin() + i * tokens);
+    one->paths[size(i * tokens + depth)] = i;
+  }
+}
 
 std::vector<Sequence> read_sequences(const PagedCache& cache, const DecoderStep& step) {
   const auto fail = [](const std::string& words) { throw std::invalid_argument(words); };
@@ -38,6 +57,7 @@ std::vector<Sequence> read_sequences(const PagedCache& cache, const DecoderStep&
     for (const std::int64_t block : one.table) {
       if (block < 0 || block >= cache.num_blocks) fail("a block is outside of the cache");
     }
+    if (step.parents != nullptr && one.has_cache) read_tree(step.parents + row, &one);
     row += one.tokens;
     found.push_back(std::move(one));
   }

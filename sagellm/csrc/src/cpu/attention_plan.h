@@ -17,6 +17,7 @@ struct Sequence {
   int seen = 0;        // tokens in the blocks that attention reads; all of them, or those of `keep` blocks
   int common = 0;      // of them, the first, which its group reads
   int num_splits = 0;  // results to merge: of the runs of its group and of its own splits
+  std::vector<int> depths = {}, paths = {};  // of a tree; see `Attend`
 };
 
 struct AttentionTask {
@@ -46,6 +47,7 @@ struct AttentionPlan {
   std::int64_t num_partials = 0;
 };
 
+constexpr int kFewRows = 15;     // query rows of a sequence that decodes, computed together
 constexpr int kPromptRows = 96;  // query rows of a chunk of a prompt, computed together
 // Adjacent tokens of a prompt that are computed together.
 inline int prompt_tile(const DecoderShape& shape) { return std::max(1, kPromptRows * shape.kv_heads / shape.heads); }

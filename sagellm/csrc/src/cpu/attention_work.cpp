@@ -157,6 +157,12 @@ Attend AttentionWork::attend_of(const AttentionTask& task, int index) const {
   wanted.table = one.seen < one.length ? choice_.table(task.sequence, task.head) : one.table.data();
   wanted.block_shift = block_shift_;
   wanted.first_position = task.group >= 0 ? task.end : one.seen - one.tokens + task.first;  // all of a group see all
+  if (!one.depths.empty()) {
+    wanted.depths = one.depths.data() + task.first;
+    wanted.paths = one.paths.data() + size(task.first) * size(one.tokens);
+    wanted.first_new = one.length - one.tokens;
+    wanted.path_stride = one.tokens;
+  }
   wanted.begin = task.begin;
   wanted.end = task.end;
   wanted.few = is_decoding_;

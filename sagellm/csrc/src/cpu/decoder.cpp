@@ -923,6 +923,28 @@ Decoder::Decoder(const CpuKernels& kernels, const DecoderShape& shape, std::vect
 
 Decoder::~Decoder() = default;
 
+bool Decoder::takes_trees(const PagedCache& cache) const {
+  const auto& shape = model_->shape;
+  return cache.format == Format::kPlain && shape.heads / shape.kv_heads <= cpu::kFewRows;
+}
+
+void Decoder::move(const PagedCache& cache, const std::vector<std::pair<std::int64_t, std::int64_t>>& slots) const {
+  require(cache.format == Format::kPlain, "keys and values of few bits stay where they are");
+  const Size bytes = size(model_->shape.kv_heads * model_->shape.head_size) * (cache.dtype == Dtype::kFloat32 ? 4 : 2);
+  const auto place = [&](std::int64_t slot) {
+    require(slot >= 0 && slot / cache.block_size < cache.num_blocks, "a slot is outside of the cache");
+    return static_cast<Size>(slot / cache.block_size) * cache.block_stride +
+           static_cast<Size>(slot % cache.block_size) * cache.slot_stride;
+  };
+  std::vector<std::pair<Size, Size>> places;
+  for (const auto& [from, to] : slots) places.emplace_back(place(from), place(to));
+  for (const auto* caches : {&cache.keys, &cache.values}) {
+    for (char* const layer : *caches) {
+      for (const auto& [from, to] : places) std::memmove(layer + to, layer + from, bytes);
+    }
+  }
+}
+
 int Decoder::prompt_tile() const { return cpu::prompt_tile(model_->shape); }
 
 StepReport Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& given) {
@@ -954,6 +976,8 @@ StepReport Decoder::run(Team& team, const PagedCache& cache, const DecoderStep& 
   if (step.sharing == Sharing::kWhereItPays && !(buffers_->costs && buffers_->costs->is_of(cache))) {
     buffers_->costs = std::make_shared<const cpu::AttentionCosts>(*model_->kernels, model_->shape, cache);
   }
+  require(step.parents == nullptr || (step.is_decoding && step.sparse == nullptr && takes_trees(cache)),
+          "trees of guesses need a decode step that reads all blocks, a plain cache, and at most 15 heads to a key head");
   auto work = std::make_shared<StepWork>(model_, buffers_, cache, step, team.threads());
   if (step.num_tokens > buffers_->capacity || work->num_partials() > buffers_->partials.size() ||
       work->num_logits() > buffers_->logits.size()) {

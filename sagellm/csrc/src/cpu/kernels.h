@@ -51,6 +51,10 @@ struct Attend {
   const std::int64_t* table;              // the sequence's blocks
   int block_shift;                        // log2 of the block size
   int first_position;                     // of the first query token
+  // Query tokens of a tree, each with its number of ancestors among the new tokens, and these with itself, by depth, as numbers
+  // from `first_new` on: [tokens][path_stride]. Null: a token sees all before it.
+  const int *depths, *paths;
+  int first_new, path_stride;
   int begin, end;                         // keys; `begin` is a multiple of the block size or of kSplit
   bool few;                               // few rows that decode: keys are read as they lie, not packed first
   int window;                             // keys that a token sees, itself included; 0: all

@@ -4,6 +4,7 @@
 eagerly, over the same packed weights.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from lmdeploy.pytorch.engine.logits_process import SamplingInputs
 from torch import nn
 
 from sagellm import _core
+from sagellm.accel.speculative.tree import Draft, depths_of, parents_of
 from sagellm.core.config import HookConfig
 from sagellm.engines.lmdeploy.cpu.cache import describe as describe_cache
 from sagellm.engines.lmdeploy.cpu.operators import prepare
@@ -197,6 +199,7 @@ class CpuRunner(GraphRunner):
             self._exchanges = Exchanges(self.native.ranks, self.native.layers, self.native.hidden)
         self._sharing = "where it pays" if hooks.prefix_attention == "auto" else "never"  # keys of common prefixes
         self._bound: Any = None
+        self._trees: Sequence[Any] | None = None  # guesses of the sequences of the next step
         self._bounds: torch.Tensor | None = None
         self._codes: torch.Tensor | None = None
         self._key_sums: torch.Tensor | None = None
@@ -215,12 +218,35 @@ class CpuRunner(GraphRunner):
                 input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, attn_metadata=attn_metadata,
                 inputs_embeds=inputs_embeds, **more,
             )  # fmt: skip
+        trees, self._trees = self._trees, None
+        if trees is not None:
+            parents = torch.tensor([row for draft in trees for row in (-1, *[parent + 1 for parent in parents_of(draft)])])
+            places = torch.tensor([row for draft in trees for row in (0, *[depth + 1 for depth in depths_of(draft)])])
+            queries = attn_metadata.q_seqlens
+            position_ids = torch.repeat_interleave(attn_metadata.kv_seqlens - queries, queries) + places
         hidden = torch.empty(1, input_ids.numel(), self.native.hidden, dtype=self.native.dtype)
         self._run(
             past_key_values, attn_metadata.is_decoding, input_ids, position_ids, int(position_ids.max()) + 1,
             attn_metadata.q_seqlens, attn_metadata.kv_seqlens, attn_metadata.block_offsets, hidden,
+            parents=None if trees is None else parents,
         )  # fmt: skip
         return hidden
+
+    def takes_trees(self, caches: Any) -> bool:
+        """Whether a decode step over these caches may have trees of guesses."""
+        if self.native is None or self._sparse is not None or self._exchanges is not None:
+            return False
+        if self._bound is not caches:
+            self._bind(caches)
+        return self.native.decoder.takes_trees
+
+    def plant(self, drafts: Sequence[Draft] | None) -> None:
+        """Take the guesses of the next step, of each of its sequences. None: there are no trees among them."""
+        self._trees = drafts
+
+    def move(self, slots: list[tuple[int, int]]) -> None:
+        """Copy keys and values from slot to slot, as `CpuDecoder.move`."""
+        self.native.decoder.move(slots)
 
     def decode(self, caches: Any, inputs: Any, sampling: SamplingInputs) -> list[Sampled]:
         """Run a decode step of one token a sequence, and draw the next ones.
@@ -239,7 +265,7 @@ class CpuRunner(GraphRunner):
     def _run(
         self, caches: Any, is_decoding: bool, tokens: torch.Tensor, positions: torch.Tensor, num_positions: int,
         queries: torch.Tensor, lengths: torch.Tensor, tables: torch.Tensor, hidden: torch.Tensor | None,
-        wishes: dict[str, Any] | None = None,
+        wishes: dict[str, Any] | None = None, parents: torch.Tensor | None = None,
     ) -> list[Sampled]:  # fmt: skip
         if self._bound is not caches:
             self._bind(caches)
@@ -253,6 +279,8 @@ class CpuRunner(GraphRunner):
             "table_width": tables.shape[1], "angles": angles.data_ptr(), "num_angles": len(angles),
             "hidden": 0 if hidden is None else hidden.data_ptr(), "sharing": self._sharing,
         }  # fmt: skip
+        if parents is not None:
+            tensors["parents"] = parents.data_ptr()
         if self._sparse is None:
             return self.native.decoder.run(team(), tensors, wishes, exchanges=self._exchanged(tokens.numel(), is_decoding))[0]
         return self._run_sparse(is_decoding, whole[2], whole[3], whole[4], tensors, wishes)

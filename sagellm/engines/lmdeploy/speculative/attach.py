@@ -30,6 +30,18 @@ class Target:
         return DraftRunner(self._agent, folder)
 
 
+class Trees:
+    """Trees of guesses in the steps of a model agent of this process, whose runner computes them."""
+
+    def __init__(self, agent: Any) -> None:
+        self._runner, self._cache = agent.patched_model, agent.cache_engine
+        self.plant, self.move = self._runner.plant, self._runner.move
+
+    @property
+    def takes_trees(self) -> bool:
+        return self._runner.takes_trees(self._cache.gpu_cache)
+
+
 class WorkersTarget:
     """The same where the model is in worker processes. A model to load is checked; worker 0 loads it."""
 
@@ -81,6 +93,8 @@ class Speculation:
         self._reserve = Reserve(engine.scheduler, self._speculator.lookahead, engine.scheduler_config.prefill_interval)
         engine.engine_strategy.reserve = self._reserve
         engine.model_agent_strategy.choice = engine.scheduler.sage.choice
+        if self._speculator.prompt_tokens is None and hasattr(getattr(agent, "patched_model", None), "takes_trees"):
+            self._speculator.trees = Trees(agent)
         self._speculator.bind(WorkersTarget(engine) if agent is None else Target(agent))
 
     def give_back(self, running: list[Any]) -> None:

@@ -85,7 +85,13 @@ class DraftRunner:
     def forward_scored(
         self, token_ids: Sequence[np.ndarray], num_before: Sequence[int], blocks: Sequence[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        best, tokens = self._logits(token_ids, num_before, blocks).float().softmax(-1).max(-1)
+        tokens, best = self.forward_top(token_ids, num_before, blocks, 1)
+        return tokens[:, 0], best[:, 0]
+
+    def forward_top(
+        self, token_ids: Sequence[np.ndarray], num_before: Sequence[int], blocks: Sequence[np.ndarray], count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        best, tokens = self._logits(token_ids, num_before, blocks).float().softmax(-1).topk(count)
         return tokens.cpu().numpy(), best.cpu().numpy()
 
     @torch.inference_mode()

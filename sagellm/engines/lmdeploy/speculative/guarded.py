@@ -8,6 +8,8 @@ from operator import index
 from typing import Any
 
 from sagellm.accel.speculative.base import MAX_LOOKAHEAD, MAX_QUIET, Ask, SpeculativeStrategy
+from sagellm.accel.speculative.halves import EXACT
+from sagellm.accel.speculative.tree import Draft, DraftTree, parents_of
 from sagellm.core.errors import SageError, SpeculationError
 
 __all__ = ["GuardedStrategy"]
@@ -64,7 +66,7 @@ class GuardedStrategy:
                 faults.append((request, f"accept: {_text_of(error)}"))
         return faults
 
-    def propose(self, asks: Sequence[Ask]) -> list[tuple[list[int], str]]:
+    def propose(self, asks: Sequence[Ask]) -> list[tuple[Draft, str]]:
         """Return for each ask its guesses, and what is wrong with them. Wrong ones are left out."""
         answers, why = self._propose(asks)
         if not why:
@@ -73,6 +75,22 @@ class GuardedStrategy:
             return [([], why)]
         found = [self.propose((ask,))[0] for ask in asks]  # one of them is at fault; the others keep their guesses
         return found if any(fault for _, fault in found) else [([], why)] * len(asks)
+
+    def verify(self, draft: Draft, sampled: Sequence[int]) -> tuple[list[int], str]:
+        """Return the guesses that stay, see `Verifier.verify`, and what is wrong with the strategy's choice. The exact one
+        replaces a wrong one."""
+        tokens, parents = list(draft), parents_of(draft)
+        verifier = getattr(self.strategy, "verifier", EXACT)
+        if verifier is EXACT:
+            return EXACT.verify(tokens, parents, sampled), ""
+        try:
+            kept = [index(node) for node in verifier.verify(tuple(tokens), tuple(parents), tuple(sampled))]
+            if [parents[node] for node in kept] == [-1, *kept][: len(kept)]:
+                return kept, ""
+            why = f"verify: {kept} is no path of guesses from the first token on"
+        except RAISED as error:
+            why = f"verify: {_text_of(error)}"
+        return EXACT.verify(tokens, parents, sampled), why
 
     def count(self, why: str, request: int | None = None) -> None:
         """Something went wrong; the first time it is said, too."""
@@ -117,9 +135,10 @@ class GuardedStrategy:
             return answers, ""
         return [], f"propose: it answered {len(answers)} proposals, or more, for {len(asks)} sequences"
 
-    def _checked(self, ask: Ask, answer: Any) -> tuple[list[int], str]:
+    def _checked(self, ask: Ask, answer: Any) -> tuple[Draft, str]:
+        is_tree = isinstance(answer, DraftTree)
         try:
-            guesses = [index(token) for token in islice(iter(answer), ask.limit + 1)]
+            guesses = answer.tokens if is_tree else [index(token) for token in islice(iter(answer), ask.limit + 1)]
         except RAISED as error:
             return [], f"propose: a proposal is a list of whole numbers ({_text_of(error)})"
         if len(guesses) > ask.limit:
@@ -127,7 +146,7 @@ class GuardedStrategy:
         for token in guesses:
             if not 0 <= token < self._vocab_size:
                 return [], f"propose: token {token}; the vocabulary has 0 to {self._vocab_size - 1}"
-        return guesses, ""
+        return (answer if is_tree and not answer.is_chain else guesses), ""
 
 
 def _text_of(error: BaseException) -> str:

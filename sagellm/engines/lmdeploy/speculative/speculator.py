@@ -1,8 +1,9 @@
 """One strategy in the model agent: asks it before each decode step, and tells it after the step what was right."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,13 +11,17 @@ import torch
 
 from sagellm.accel.speculative.base import Ask, SpeculativeStrategy, StepOutcome, Verdict
 from sagellm.accel.speculative.statistics import Statistics
+from sagellm.accel.speculative.tree import Draft, DraftTree
 from sagellm.engines.lmdeploy.speculative.exchange import SpecExtraInputs
 from sagellm.engines.lmdeploy.speculative.guarded import GuardedStrategy
 from sagellm.engines.lmdeploy.speculative.sharing import Sharing
 from sagellm.engines.lmdeploy.speculative.text import FAR, Text
-from sagellm.engines.lmdeploy.speculative.verify import accepted, sampling_rows, up_to_stop
+from sagellm.engines.lmdeploy.speculative.verify import sampling_rows, up_to_stop
 
 __all__ = ["Speculator"]
+
+
+NO_TREES: Mapping[int, Sequence[int]] = MappingProxyType({})
 
 
 class _Late(NamedTuple):
@@ -36,6 +41,7 @@ class Speculator:
     None where a decode step of the device takes several tokens of a sequence, of each another number. Elsewhere a step with
     guesses goes as one of prompts whose beginnings are in the cache, and has so many tokens at most. `sharing`: of a worker
     among several, of which worker 0 guesses. `listeners`: by request, who hears of its guesses: (tokens before, guesses).
+    `trees`: computes trees of guesses, see `CpuRunner`; None: they become chains.
     """
 
     def __init__(self, strategy: SpeculativeStrategy, vocab_size: int) -> None:
@@ -45,6 +51,7 @@ class Speculator:
         self.prompt_tokens: int | None = None
         self.sharing: Sharing | None = None
         self.listeners: dict[int, Callable[[int, Sequence[int]], None]] = {}
+        self.trees: Any = None
         self._guarded = GuardedStrategy(strategy, vocab_size)
         self.name, self.bind = self._guarded.name, self._guarded.bind
         self._texts: dict[int, Text] = {}
@@ -54,7 +61,8 @@ class Speculator:
         self._request_ids: list[int] = []  # of all of them
         self._no_guesses: tuple[Verdict, ...] = ()
         self._tables: np.ndarray | None = None
-        self._drafts: list[list[int]] = []
+        self._drafts: list[Draft] = []
+        self._num_history: list[int] = []  # tokens of each sequence before the step
         self._is_decoding = self._has_floor = False
         self._quiet = 0  # so many further steps the strategy need not be told of at once
         self._late: list[_Late] = []  # those that it has not been told of, all of the same batch
@@ -150,9 +158,10 @@ class Speculator:
         self._has_floor = any([text.floor < FAR for _, text in self._batch])
         self._look_again()
 
-    def _proposed(self, lookahead: int, tables: torch.Tensor) -> dict[int, list[int]]:
+    def _proposed(self, lookahead: int, tables: torch.Tensor) -> dict[int, Draft]:
         """Guesses by request."""
         extra, asks = self._extra, []
+        takes_trees = self.trees is not None and self.trees.takes_trees
         if self._tables is None:
             self._tables = tables.cpu().numpy().astype(np.int64)  # a copy: the engine owns its table
             self._tables.flags.writeable = False
@@ -166,7 +175,8 @@ class Speculator:
                     asks.append(Ask(request, text.tokens, limit, table[:held]))
         drafts = {}
         for ask, (guesses, why) in zip(asks, self._guarded.propose(asks) if asks else (), strict=True):
-            drafts[ask.request_id] = guesses
+            is_cut = isinstance(guesses, DraftTree) and not takes_trees
+            drafts[ask.request_id] = guesses.best_chain() if is_cut else guesses
             if why:
                 self._blame(ask.request_id, why)
         return drafts
@@ -176,7 +186,10 @@ class Speculator:
         last = inputs.input_ids[0].tolist()
         tokens = [token for first, guesses in zip(last, self._drafts, strict=True) for token in (first, *guesses)]
         lengths = [len(guesses) + 1 for guesses in self._drafts]
-        num_kv = [new + old for new, old in zip(lengths, inputs.history_lengths.tolist(), strict=True)]
+        self._num_history = inputs.history_lengths.tolist()
+        num_kv = [new + old for new, old in zip(lengths, self._num_history, strict=True)]
+        if self.trees is not None:
+            self.trees.plant(self._drafts if any([isinstance(draft, DraftTree) for draft in self._drafts]) else None)
         return replace(
             inputs,
             input_ids=torch.tensor([tokens], dtype=inputs.input_ids.dtype, device=device),
@@ -214,26 +227,65 @@ class Speculator:
                 self._judge(self._no_guesses, len(row))
             return sampled, logprobs
         drafts = self._drafts
+        sampled, logprobs = await sampler(logits, sampling_rows(sampling_inputs, drafts), inputs)
+        paths, kept = self._verified(sampled.tolist())
         for (request, text), place in zip(self._batch, self._places, strict=True) if self.listeners else ():
             if (hear := self.listeners.get(request)) is not None and drafts[place]:
-                hear(text.size, drafts[place])
-        sampled, logprobs = await sampler(logits, sampling_rows(sampling_inputs, drafts), inputs)
-        kept = accepted(drafts, sampled.tolist())
+                hear(text.size, _chain_of(drafts[place], paths[place]))
         if sampling_inputs.stop_words is not None:
             stops = sampling_inputs.stop_words.tolist()
             kept = [up_to_stop(tokens, words) for tokens, words in zip(kept, stops, strict=True)]
+        self._move_keys(paths, kept)
         self._tell_all([tuple(tokens) for tokens in kept], sampling_inputs.stop_words)
         verdicts = tuple([
             Verdict(request, len(guesses), len(tokens) - 1)
             for request, guesses, tokens in zip(self._request_ids, drafts, kept, strict=True)
         ])  # fmt: skip
-        self._judge(verdicts, len(sampled))
+        trees = {
+            request: path[: len(tokens) - 1]
+            for request, draft, path, tokens in zip(self._request_ids, drafts, paths, kept, strict=True)
+            if isinstance(draft, DraftTree)
+        }
+        self._judge(verdicts, len(sampled), trees)
         if logprobs is not None:
-            chosen = torch.tensor(_rows_of(drafts, kept), device=logprobs.vals.device)
+            chosen = torch.tensor(_rows_of(drafts, paths, kept), device=logprobs.vals.device)
             logprobs = replace(logprobs, vals=logprobs.vals[chosen], indices=logprobs.indices[chosen])
         longest = max(map(len, kept))
         table = [[*tokens, *[-1] * (longest - len(tokens))] for tokens in kept]
         return torch.tensor(table, dtype=sampled.dtype, device=sampled.device), logprobs
+
+    def _verified(self, sampled: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+        """Return for each sequence the guesses that stay, by number, and the tokens that it gets.
+
+        Args:
+            sampled: the model's tokens, d + 1 for a sequence of d guesses: behind its last token, and behind each guess.
+        """
+        paths, kept, row = [], [], 0
+        for request, draft in zip(self._request_ids, self._drafts, strict=True):
+            own = sampled[row : row + len(draft) + 1]
+            path, why = self._guarded.verify(draft, own)
+            if why:
+                self._blame(request, why)
+            tokens = list(draft)
+            paths.append(path)
+            kept.append([*[tokens[node] for node in path], own[path[-1] + 1 if path else 0]])
+            row += len(own)
+        return paths, kept
+
+    def _move_keys(self, paths: list[list[int]], kept: list[list[int]]) -> None:
+        """Keys and values of a tree's right guesses to where those of a chain would be."""
+        moves: list[tuple[int, int]] = []
+        size = self._extra.block_size
+        for number, (draft, path, tokens) in enumerate(zip(self._drafts, paths, kept, strict=True)):
+            if not isinstance(draft, DraftTree):
+                continue
+            table, first = self._tables[number], self._num_history[number] + 1
+            for place, node in enumerate(path[: len(tokens) - 1]):
+                if node != place:
+                    pair = [int(table[at // size]) * size + at % size for at in (first + node, first + place)]
+                    moves.append((pair[0], pair[1]))
+        if moves:
+            self.trees.move(moves)
 
     def num_drafted(self) -> torch.Tensor | None:
         """int64 [sequences] of the step that was sampled last; None if it had no guesses."""
@@ -254,9 +306,9 @@ class Speculator:
         for request, why in self._guarded.accept(told):
             self._blame(request, why)
 
-    def _judge(self, verdicts: tuple[Verdict, ...], num_rows: int) -> None:
+    def _judge(self, verdicts: tuple[Verdict, ...], num_rows: int, paths: Mapping[int, Sequence[int]] = NO_TREES) -> None:
         step_s = time.perf_counter() - self._start_s
-        outcome = StepOutcome(verdicts, num_rows, self._num_before, step_s, self._propose_s)
+        outcome = StepOutcome(verdicts, num_rows, self._num_before, step_s, self._propose_s, paths)
         self.statistics.add(outcome)
         self._tell_step(outcome)
         self._quiet = self._guarded.quiet()
@@ -341,12 +393,19 @@ def _until_stop(tokens: Sequence[int], late: Sequence[_Late], place: int) -> int
     return 0
 
 
-def _rows_of(drafts: Sequence[Sequence[int]], kept: list[list[int]]) -> list[int]:
+def _chain_of(draft: Draft, path: Sequence[int]) -> Sequence[int]:
+    """Return the guesses of a list; of a tree those that were right, or the likeliest ones if none was."""
+    if not isinstance(draft, DraftTree):
+        return draft
+    return [draft.tokens[node] for node in path] if path else draft.best_chain()
+
+
+def _rows_of(drafts: Sequence[Draft], paths: list[list[int]], kept: list[list[int]]) -> list[int]:
     """The rows of the forward pass that gave the tokens which were kept."""
     rows, start = [], 0
-    for guesses, tokens in zip(drafts, kept, strict=True):
-        rows += range(start, start + len(tokens))
-        start += len(guesses) + 1
+    for draft, path, tokens in zip(drafts, paths, kept, strict=True):
+        rows += [start, *[start + 1 + node for node in path[: len(tokens) - 1]]]
+        start += len(draft) + 1
     return rows
 
 

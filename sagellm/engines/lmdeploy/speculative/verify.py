@@ -1,4 +1,4 @@
-"""Checking guesses: rows of one forward pass in, tokens out."""
+"""Rows of one forward pass that checks guesses: what each is sampled by, and where an answer ends."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["accepted", "sampling_rows", "up_to_stop", "with_tails"]
+from sagellm.accel.speculative.tree import Draft, DraftTree, depths_of
+
+__all__ = ["sampling_rows", "up_to_stop", "with_tails"]
 
 
 PER_ROW = (
@@ -15,29 +17,11 @@ PER_ROW = (
 )  # fmt: skip
 
 
-def accepted(drafts: Sequence[Sequence[int]], sampled: Sequence[int]) -> list[list[int]]:
-    """The tokens that each sequence gets.
-
-    Args:
-        drafts: by sequence, its d guesses.
-        sampled: the model's own tokens, of d + 1 rows a sequence: behind its last token, and behind each guess.
-
-    Returns:
-        By sequence the guesses that agree with the model, up to the first that does not, and the model's token there.
-    """
-    found, row = [], 0
-    for guesses in drafts:
-        kept = []
-        for offset, guess in enumerate(guesses):
-            token = sampled[row + offset]
-            kept.append(token)
-            if token != guess:
-                break
-        else:
-            kept.append(sampled[row + len(guesses)])
-        found.append(kept)
-        row += len(guesses) + 1
-    return found
+def tails_of(draft: Draft) -> list[list[int]]:
+    """The guesses before each row."""
+    if isinstance(draft, DraftTree):
+        return [draft.path_tokens(node) for node in range(-1, len(draft))]
+    return [list(draft[:place]) for place in range(len(draft) + 1)]
 
 
 def up_to_stop(tokens: list[int], stop_words: Sequence[int]) -> list[int]:
@@ -49,10 +33,10 @@ def up_to_stop(tokens: list[int], stop_words: Sequence[int]) -> list[int]:
     return tokens
 
 
-def sampling_rows(inputs: Any, drafts: Sequence[Sequence[int]]) -> Any:
+def sampling_rows(inputs: Any, drafts: Sequence[Draft]) -> Any:
     """LMDeploy's `SamplingInputs` of B sequences, for the rows of all their guesses: each row as if it stood alone, the guesses
     before it being part of its text. A draw depends on the seed and the number of tokens before, so a row draws what the
-    sequence would have drawn there without guesses.
+    sequence would have drawn there without guesses. In a tree a row's text has the guesses on its path.
     """
     index = [number for number, guesses in enumerate(drafts) for _ in range(len(guesses) + 1)]
     changed: dict[str, Any] = {}
@@ -63,7 +47,7 @@ def sampling_rows(inputs: Any, drafts: Sequence[Sequence[int]]) -> Any:
     per_row = [name for name in PER_ROW if getattr(inputs, name) is not None]
     if per_row or inputs.random_offsets is not None or inputs.all_ids is not None:
         rows = torch.tensor(index)
-        offset = torch.tensor([place for guesses in drafts for place in range(len(guesses) + 1)])
+        offset = torch.tensor([place for draft in drafts for place in (0, *[depth + 1 for depth in depths_of(draft)])])
         for name in per_row:
             value = getattr(inputs, name)
             changed[name] = value.index_select(0, rows.to(value.device))
@@ -82,9 +66,9 @@ def _plus(values: torch.Tensor, rows: torch.Tensor, offset: torch.Tensor) -> tor
     return values.index_select(0, rows.to(values.device)) + offset.to(values.device)
 
 
-def _texts(all_ids: torch.Tensor, rows: torch.Tensor, drafts: Sequence[Sequence[int]]) -> torch.Tensor:
+def _texts(all_ids: torch.Tensor, rows: torch.Tensor, drafts: Sequence[Draft]) -> torch.Tensor:
     texts = all_ids.index_select(0, rows.to(all_ids.device))
-    return with_tails(texts, [guesses[:place] for guesses in drafts for place in range(len(guesses) + 1)])
+    return with_tails(texts, [tail for draft in drafts for tail in tails_of(draft)])
 
 
 def with_tails(texts: torch.Tensor, tails: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -13,11 +13,13 @@ from sagellm.accel.speculative.base import SpeculativeStrategy
 from sagellm.accel.speculative.contract.exactness import Guesser
 from sagellm.accel.speculative.contract.fit import BROKEN_SIGMAS, deviation
 from sagellm.accel.speculative.contract.rules import ENGINE_RULES, RULES, check_engine, check_speculator
+from sagellm.accel.speculative.halves import DraftModel, ExactVerifier
 from sagellm.accel.speculative.ngram import NgramStrategy
 from sagellm.cli.kinds import check
+from sagellm.engines.lmdeploy.cpu.compiled import CpuRunner
 from sagellm.engines.lmdeploy.speculative import speculator as judging
 from sagellm.engines.lmdeploy.speculative.factory import SpecAgentStrategy
-from sagellm.engines.lmdeploy.speculative.verify import accepted
+from sagellm.engines.lmdeploy.speculative.verify import sampling_rows
 
 HERE = "tests.accel.speculative.contract.test_contract:"
 
@@ -186,37 +188,95 @@ def test_an_engine_without_float32_is_held_against_the_rules_of_bfloat16(trial, 
     assert set(asked) == {"bfloat16"}
 
 
-def first_unverified(drafts, sampled):
+class FirstUnverified(ExactVerifier):
     """The first guess stands without a look at it."""
-    found, row = [], 0
-    for guesses in drafts:
-        own = list(sampled[row : row + len(guesses) + 1])
-        own[:1] = guesses[:1] or own[:1]
-        found += accepted([guesses], own)
-        row += len(guesses) + 1
-    return found
+
+    def verify(self, tokens, parents, sampled):
+        return super().verify(tokens, parents, [*tokens[:1], *sampled][: len(sampled)] if tokens else sampled)
 
 
-def bonus_of_another_row(drafts, sampled):
-    """The last token is the one of the row before, where there is one."""
-    found, row = [], 0
-    for guesses, kept in zip(drafts, accepted(drafts, sampled), strict=True):
-        if len(kept) > 1:
-            kept[-1] = sampled[row + len(kept) - 2]
-        found.append(kept)
-        row += len(guesses) + 1
-    return found
-
-
-def rest_unverified(drafts, sampled):
+class RestUnverified(ExactVerifier):
     """Behind a right first guess all others stand without a look at them."""
-    found, row = [], 0
-    for guesses in drafts:
-        own = list(sampled[row : row + len(guesses) + 1])
-        own[1:-1] = guesses[1:]
-        found += accepted([guesses], own)
-        row += len(guesses) + 1
-    return found
+
+    def verify(self, tokens, parents, sampled):
+        return super().verify(tokens, parents, [*sampled[:1], *tokens[1:], sampled[-1]][: len(sampled)])
+
+
+class OtherBranch(ExactVerifier):
+    """It goes on at the next guess of the same parent, if there is one."""
+
+    def verify(self, tokens, parents, sampled):
+        kept = super().verify(tokens, parents, sampled)
+        for node in range(kept[-1] + 1 if kept else 0, len(tokens)):
+            if kept and parents[node] == parents[kept[-1]]:
+                return [*kept[:-1], node]
+        return kept
+
+
+class NoPath(ExactVerifier):
+    """It keeps guesses that do not follow each other."""
+
+    def verify(self, tokens, parents, sampled):
+        return [len(tokens)]
+
+
+class Guesses(DraftModel):
+    """The last tokens of a text again."""
+
+    def generate_draft(self, texts, limits):
+        return [text[-limit:].tolist() for text, limit in zip(texts, limits, strict=True)]
+
+
+class BonusOfAnotherRow(judging.Speculator):
+    """The last token is the one of the row before, where there is one."""
+
+    def _verified(self, sampled):
+        paths, kept = super()._verified(sampled)
+        row = 0
+        for draft, path, tokens in zip(self._drafts, paths, kept, strict=True):
+            if path:
+                tokens[-1] = sampled[row + path[-1]]
+            row += len(draft) + 1
+        return paths, kept
+
+
+class SeesSiblings(CpuRunner):
+    """A token of a tree sees the guess before it, of whatever branch that is."""
+
+    def _run(self, *args, parents=None, **more):
+        if parents is not None:
+            starts = (parents < 0).nonzero()[:, 0]
+            parents = torch.cat([torch.arange(-1, len(part) - 1) for part in parents.tensor_split(starts[1:])])
+        return super()._run(*args, parents=parents, **more)
+
+
+class WrongPositions(CpuRunner):
+    """Tokens of a tree count the guesses before them, as in a chain."""
+
+    def _run(self, caches, is_decoding, tokens, positions, *args, parents=None, **more):
+        if parents is not None:
+            starts = (parents < 0).nonzero()[:, 0]
+            parts = positions.flatten().tensor_split(starts[1:])
+            positions = torch.cat([part[0] + torch.arange(len(part)) for part in parts])
+            args = (max(args[0], int(positions.max()) + 1), *args[1:])
+        return super()._run(caches, is_decoding, tokens, positions, *args, parents=parents, **more)
+
+
+class LeavesKeys(CpuRunner):
+    """Keys of right guesses stay where they were computed."""
+
+    def move(self, slots):
+        pass
+
+
+class FirstText(judging.Speculator):
+    """Every row of a tree is sampled as if it stood behind the first guesses."""
+
+    async def sample(self, sampler, logits, sampling_inputs, inputs):
+        drafts = self._drafts
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(judging, "sampling_rows", lambda given, _: sampling_rows(given, [list(draft) for draft in drafts]))
+            return await super().sample(sampler, logits, sampling_inputs, inputs)
 
 
 class LenientSpeculator(judging.Speculator):
@@ -285,9 +345,9 @@ class LeavesRejectedKeysOfAStep(judging.Speculator):
             sum_kv_seqlen=made.sum_kv_seqlen + sum(shift),
         )  # fmt: skip
 
-    def _judge(self, verdicts, num_rows):
+    def _judge(self, verdicts, num_rows, *paths):
         self._rejected = {request: drafted - right for request, drafted, right in verdicts}
-        super()._judge(verdicts, num_rows)
+        super()._judge(verdicts, num_rows, *paths)
 
 
 class LeavesRejectedKeys(SpecAgentStrategy):
@@ -308,9 +368,7 @@ SLOW = pytest.mark.slow  # an engine in each; the others are one of each sort
 
 
 @pytest.mark.parametrize(("module", "name", "fault", "rules"), [
-    ("speculator", "accepted", first_unverified, {"greedy", "near_argmax", "distribution"}),
-    pytest.param(*("speculator", "accepted", rest_unverified, {"greedy", "near_argmax", "distribution"}), marks=SLOW),
-    pytest.param(*("speculator", "accepted", bonus_of_another_row, {"greedy", "near_argmax", "distribution"}), marks=SLOW),
+    pytest.param(*("factory", "Speculator", BonusOfAnotherRow, {"greedy", "near_argmax", "distribution"}), marks=SLOW),
     pytest.param(*("factory", "Speculator", LenientSpeculator, {"greedy", "near_argmax", "distribution"}), marks=SLOW),
     ("factory", "SpecAgentStrategy", LeavesRejectedKeys, {"greedy"}),
     pytest.param(*("factory", "Speculator", LeavesRejectedKeysOfAStep, {"greedy", "near_argmax"}), marks=SLOW),
@@ -323,6 +381,27 @@ def test_each_fault_of_an_engine_is_caught(trial, monkeypatch, module, name, fau
     found = broken(check_engine(trial, Guesser("ngram", {})))
     # One of its guessers says so, too, where it is asked about an answer that is wrong.
     assert set(found) - {"runs"} == rules - {"runs"} and rules <= set(found), found
+
+
+@pytest.mark.parametrize(("name", "fault"), [
+    ("cpu.backend.CpuRunner", SeesSiblings), ("cpu.backend.CpuRunner", WrongPositions),
+    ("cpu.backend.CpuRunner", LeavesKeys), ("speculative.factory.Speculator", FirstText),
+], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+def test_each_fault_of_trees_is_caught(trial, monkeypatch, name, fault):
+    monkeypatch.setattr(f"sagellm.engines.lmdeploy.{name}", fault)
+    found = broken(check_engine(trial, Guesser("ngram", {}), only=("greedy answers",)))
+    assert set(found) - {"runs"} == {"greedy"} and "PartlyRightTreeStrategy" in found["greedy"], found
+
+
+@pytest.mark.parametrize(("verifier", "rules"), [
+    (FirstUnverified, {"greedy"}), (RestUnverified, {"greedy"}), (OtherBranch, {"greedy"}), (NoPath, {"runs"}),
+    (ExactVerifier, set()),
+], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
+def test_a_verifier_that_changes_answers_is_caught(trial, verifier, rules):
+    module = HERE if verifier is not ExactVerifier else "sagellm.accel.speculative.halves:"
+    options = {"draft": f"{HERE}Guesses", "verifier": module + verifier.__name__}
+    found = broken(check_engine(trial, Guesser("pair", options), only=("greedy answers",)))
+    assert rules <= set(found) <= rules | {"runs"} and ("runs" not in found or rules), found
 
 
 def test_the_fit():

@@ -14,10 +14,10 @@ from sagellm.cli.kinds import check
 from sagellm.demo_model.random_model import write_random_model
 from tests.accel.speculative.contract.bad_drafts import BAD, MODEL
 from tests.accel.speculative.contract.test_contract import (
+    FirstUnverified,
     LeavesRejectedKeys,
     LeavesRejectedKeysOfAStep,
     broken,
-    first_unverified,
 )
 from tests.conftest import SHAPE
 
@@ -75,14 +75,22 @@ def test_an_engine_in_which_guesses_are_wrong_right_and_both(trial, draft):
 
 
 @pytest.mark.parametrize(("module", "name", "fault", "says"), [
-    ("speculator", "accepted", first_unverified, "with draft, 1 decode steps a round"),
-    ("factory", "SpecAgentStrategy", LeavesRejectedKeys, "with draft, 4 decode steps a round"),
-    ("factory", "Speculator", LeavesRejectedKeysOfAStep, "with draft, 1 decode steps a round"),
+    ("accel.speculative.base", "SpeculativeStrategy.verifier", FirstUnverified(), "with draft, 1 decode steps a round"),
+    ("engines.lmdeploy.speculative.factory", "SpecAgentStrategy", LeavesRejectedKeys, "with draft, 4 decode steps a round"),
+    ("engines.lmdeploy.speculative.factory", "Speculator", LeavesRejectedKeysOfAStep, "with draft, 1 decode steps a round"),
 ], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
 def test_a_fault_of_the_engine_shows_with_a_draft_model(trial, draft, monkeypatch, module, name, fault, says):
-    monkeypatch.setattr(f"sagellm.engines.lmdeploy.speculative.{module}.{name}", fault)
+    monkeypatch.setattr(f"sagellm.{module}.{name}", fault)
     found = broken(check_engine(trial, guesser(draft), only=("greedy answers",)))
     assert set(found) - {"runs"} == {"greedy"} and says in found["greedy"], found
+
+
+def test_trees_of_a_draft_model(trial, draft):
+    """By the likeliest tokens of each place: alone, in an engine whose tokens it does not know, and beside itself."""
+    options = {"model": str(draft), "top_k": 3, "lookahead": 8}
+    assert check_speculator(lambda **tried: DraftModelStrategy(**options | tried), rounds=1).passed
+    report = check_engine(trial, Guesser("draft", options, (draft,)), only=("greedy answers", "answers in bfloat16"))
+    assert not broken(report), report
 
 
 def test_the_command(tmp_path):
