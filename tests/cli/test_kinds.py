@@ -209,7 +209,7 @@ def test_an_option_that_the_ranks_refuse():
         ("strategy", ["fifo", "--options", '{"size": 1}'], "cannot be built with options"),
         ("strategy", ["priority", "--options", '{"ageing_s": -1}'], "give a number of at least"),
         ("strategy", ["mine_of_a_test:SizedStrategy", "--options", '{"size": 0}'], "cannot be built with options"),
-        ("speculative", ["nothing"], "known are: draft, dynamic"),
+        ("speculative", ["nothing"], "known are: chain, draft, dynamic"),
         ("speculative", ["eagle"], "start a server on a GPU"),
         ("backend", ["nothing"], "known are: memory, gloo"),
         ("backend", ["memory", "--ranks", "1"], "1 is not in the range"),

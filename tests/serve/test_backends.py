@@ -118,4 +118,4 @@ def test_limits_of_a_prompt_come_from_turbominds_own_configuration():
         engine=SimpleNamespace(config=SimpleNamespace(vocab_size=321)),
     )  # fmt: skip
     prompts = Prompts(engine)
-    assert (prompts.vocab_size, prompts._context, prompts._most_chars) == (321, 512, 2048)
+    assert (prompts.vocab_size, prompts.context, prompts._most_chars) == (321, 512, 2048)

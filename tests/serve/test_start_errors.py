@@ -111,7 +111,7 @@ def test_the_temporary_directory_is_too_deep_for_sockets(refused, tmp_path):
         (["--kv-disk", "/no/such/disk"], ["/no/such/disk", "give --host-kv-blocks"]),
         (["--kv-policy-options", "{"], ["--kv-policy-options", "is not JSON"]),
         (["--strategy", "nonsense"], ["known are: adaptive", "slo_aware"]),
-        (["--speculative", "nonsense"], ["known are: draft", "suffix"]),
+        (["--speculative", "nonsense"], ["known are: chain, draft", "suffix"]),
         (["--speculative", "eagle3", "--device", "cpu"], ["eagle3"]),
         (
             ["--speculative", "ngram", "--speculative-options", '{"lookahead": 64}', "--kv-blocks", 16, "--decode-round", 4],

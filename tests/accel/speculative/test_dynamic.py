@@ -238,7 +238,7 @@ def test_by_name_with_options_of_both():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("dynamic:", {}, "names no strategy"), ("dynamic:nothing", {}, "known are: draft"),
+        ("dynamic:", {}, "names no strategy"), ("dynamic:nothing", {}, "known are: chain, draft"),
         ("dynamic:ngram", {"strategy": "ngram"}, "name it in one place"), ("dynamic:dynamic", {}, "the strategy that guesses"),
         ("dynamic:dynamic:ngram", {}, "the strategy that guesses"), ("dynamic:ngram", {"lookahead": 0}, "from 1 to 64"),
         ("dynamic:ngram", {"budget": 0}, "above 0 and below 1"), ("dynamic:ngram", {"options": {"max_n": 0}}, "max_n=0"),

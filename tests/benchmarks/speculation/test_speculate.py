@@ -176,7 +176,7 @@ def test_several_processes_of_each():
     ("words", "message"),
     [
         (["--work", "copy,sing"], "sing: no work of demo; known are copy, fresh, random"),
-        (["--strategy", "nobody"], "known are: draft"),
+        (["--strategy", "nobody"], "known are: chain, draft"),
         (["--strategy", "ngram", "--options", '{"suffix": {}}'], "names suffix; measured are ngram"),
         (["--options", '{"ngram": 3}'], "ngram has 3"),
         (["--options", "{"], "JSON"),
