@@ -1,6 +1,6 @@
 """Skeleton-of-thought beside plain decoding: seconds of an answer, of eight at once, and plans that are of use.
 
-    python -m benchmarks.sot [--model smollm2] [--points 8] [--tokens 64] [--questions 100] [--out FILE]
+    python -m benchmarks.sot [--model smollm2] [--points 8] [--tokens 64] [--questions 100] [--only-two] [--out FILE]
 
 Lengths are forced: a plan of `PLAN` tokens is written, then `--points` points of `--tokens` tokens, whatever the model would
 say. Plain decoding writes as many tokens, those of the plan included. All answers come from one engine. Repetitive points ask
@@ -40,12 +40,22 @@ NAMES = ("plain", "sot")
 @click.option("--points", default=POINTS, show_default=True, help="Points of a plan.")
 @click.option("--tokens", default=TOKENS, show_default=True, help="Tokens of a point.")
 @click.option("--questions", default=100, show_default=True, help="Questions whose plans are read; 0 for none.")
+@click.option("--only-two", is_flag=True, help="Measure two engines beside one, and nothing else.")
 @click.option("--rounds", default=3, show_default=True, help="Measured rounds.")
 @click.option("--threads", default=2, show_default=True, help="Compute threads of an engine.")
 @with_output
-def main(model: str, points: int, tokens: int, questions: int, rounds: int, threads: int, output: Output) -> None:
+def main(
+    model: str, points: int, tokens: int, questions: int, only_two: bool, rounds: int, threads: int, output: Output
+) -> None:
     """Measure, print a table, and write the result."""
     folder = model_folder(model)
+    if only_two:
+        by_two = _two_engines(str(folder), rounds)
+        size = {"points": POINTS, "tokens": TOKENS, "plan_tokens": PLAN}
+        result = output.save({"model": model, **size, "rounds": rounds, "two_engines_times_one": by_two})
+        output.say(table(("", "seen"), _rows_of_two(by_two)))
+        output.finish(result)
+        return
     engines = {name: Contestant(name, build, str(folder), threads, name) for name in ("none", "suffix")}
     size = {"points": points, "tokens": tokens}
     seconds: dict[str, dict[str, list[float]]] = {}
@@ -77,8 +87,7 @@ def main(model: str, points: int, tokens: int, questions: int, rounds: int, thre
         ("one answer, relative to plain decoding", spread(result["times_plain"]["one"])),
         (f"{AT_ONCE} answers at once, relative to plain decoding", spread(result["times_plain"]["at once"])),
         ("repetitive points with `suffix`, relative to no guesses", spread(result["repetitive_times_no_guesses"])),
-        ("one answer by two engines of one thread, relative to one engine", spread(by_two["one"])),
-        (f"{AT_ONCE_BY_TWO} answers at once, the same", spread(by_two["at once"])),
+        *_rows_of_two(by_two),
         *((f"plans: {name}", f"{value:.0%}") for name, value in plans.items()),
     ]
     output.say(table(("", "seen"), rows))
@@ -119,6 +128,13 @@ def _two_engines(model: str, rounds: int) -> dict[str, Any]:
         for contestant in contestants:
             contestant.close()
     return found
+
+
+def _rows_of_two(by_two: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("one answer by two engines of one thread, relative to one engine", spread(by_two["one"])),
+        (f"{AT_ONCE_BY_TWO} answers at once, the same", spread(by_two["at once"])),
+    ]
 
 
 def build(model: str, threads: int, speculative: str, workers: int = 0) -> Any:
