@@ -1,15 +1,13 @@
 """`sagellm cot`: answer a question by chains of thought, and let them vote."""
 
-import contextlib
 import json
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sagellm.core.config import DEVICES, SageConfig
-from sagellm.core.errors import SageError
+from sagellm.cli.values import answering, engine_options
+from sagellm.core.config import SageConfig
 
 if TYPE_CHECKING:
     from sagellm.accel.cot.controller import CoTAnswer
@@ -19,9 +17,7 @@ SHOWN = ("text", "steps")
 
 @click.command()
 @click.argument("question")
-@click.option("--model", help="Model: name, folder, .gguf file or hub id. Default: smollm2.")
-@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
-@click.option("--threads", type=click.IntRange(1), help="Compute threads of the CPU device [all cores].")
+@engine_options
 @click.option("--speculative", default="chain", show_default=True, help="Strategy that guesses tokens, or none.")
 @click.option("--samples", type=click.IntRange(1, 128), default=1, show_default=True, help="Chains that vote.")
 @click.option("--temperature", type=click.FloatRange(0), help="Temperature [0 for one chain, 0.7 for several].")
@@ -38,12 +34,8 @@ def cot(
 
     Exit code 0: answered; 1: the engine could not; 2: misuse.
     """
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # LMDeploy logs to stdout
-            answer = _answer(question, given, samples, temperature, seed, split, max_tokens)
-    except SageError as error:
-        click.echo(json.dumps({"error": str(error)}) if as_json else f"error: {error}", err=not as_json)
-        sys.exit(1)
+    with answering(as_json):
+        answer = _answer(question, given, samples, temperature, seed, split, max_tokens)
     if as_json:
         click.echo(json.dumps(asdict(answer)))
     elif show == "steps":

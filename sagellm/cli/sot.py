@@ -2,14 +2,13 @@
 
 import contextlib
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from sagellm.core.config import DEVICES, SageConfig
-from sagellm.core.errors import SageError
+from sagellm.cli.values import answering, engine_options
+from sagellm.core.config import SageConfig
 
 if TYPE_CHECKING:
     from sagellm.accel.sot.figure import Timeline
@@ -20,9 +19,7 @@ SHOWN = ("text", "tree")
 
 @click.command()
 @click.argument("question")
-@click.option("--model", help="Model: name, folder, .gguf file or hub id. Default: smollm2.")
-@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
-@click.option("--threads", type=click.IntRange(1), help="Compute threads of the CPU device [all cores].")
+@engine_options
 @click.option("--speculative", help="Strategy that guesses tokens, in the plan and in the points.")
 @click.option("--max-parallel", type=click.IntRange(1, 128), default=16, show_default=True, help="Points written at once.")
 @click.option("--max-tokens", type=click.IntRange(1), default=512, show_default=True, help="Most tokens of a point.")
@@ -40,16 +37,12 @@ def sot(
     Exit code 0: answered; 1: the engine could not; 2: misuse.
     """
     options = {"max_new_tokens": max_tokens, "max_parallel": max_parallel}
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # LMDeploy logs to stdout
-            answer, tokenizer, timeline = _answer(question, given, not always_plan, options, workers)
-            if plot is not None:
-                from sagellm.accel.sot.figure import draw
+    with answering(as_json):
+        answer, tokenizer, timeline = _answer(question, given, not always_plan, options, workers)
+        if plot is not None:
+            from sagellm.accel.sot.figure import draw
 
-                draw(timeline, question, plot)
-    except SageError as error:
-        click.echo(json.dumps({"error": str(error)}) if as_json else f"error: {error}", err=not as_json)
-        sys.exit(1)
+            draw(timeline, question, plot)
     if as_json:
         click.echo(json.dumps(_plain(answer)))
     elif show == "tree":

@@ -1,14 +1,19 @@
-"""Values on the command line that several commands take: finite numbers, and options as JSON."""
+"""Parts of the command line that several commands share: finite numbers, options as JSON, and those of an engine."""
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import click
 
-__all__ = ["LONGEST_LIMIT_S", "Bytes", "Finite", "options_by_name", "read_options"]
+from sagellm.core.config import DEVICES
+from sagellm.core.errors import SageError
+
+__all__ = ["LONGEST_LIMIT_S", "Bytes", "Finite", "answering", "engine_options", "options_by_name", "read_options"]
 
 LONGEST_LIMIT_S = 1e9  # 30 years; system timers take no more
 MAX_SHOWN = 100  # characters of a value in a message
@@ -79,3 +84,25 @@ def options_by_name(
     if len(set(names)) > 1 and given:
         raise click.UsageError(f"{flag} with several names goes by name: {json.dumps({names[0]: dict(example)})}.")
     return {name: given for name in names}
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of the engine that answers: model, device, threads."""
+    for option in (
+        click.option("--threads", type=click.IntRange(1), help="Compute threads of the CPU device [all cores]."),
+        click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine."),
+        click.option("--model", help="Model: name, folder, .gguf file or hub id. Default: smollm2."),
+    ):
+        command = option(command)
+    return command
+
+
+@contextlib.contextmanager
+def answering(as_json: bool) -> Iterator[None]:
+    """Keep what LMDeploy logs out of standard output. Print an error of the engine, and exit with code 1."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except SageError as error:
+        click.echo(json.dumps({"error": str(error)}) if as_json else f"error: {error}", err=not as_json)
+        sys.exit(1)

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -373,11 +374,11 @@ class SpecSoT:
 
     def _write_answer(self, worker: Worker, asked: Question) -> None:
         self._may_be_direct = asked.may_be_direct
-        ended: dict[int, tuple[int, ...]] = {}
+        tokens: defaultdict[int, list[int]] = defaultdict(list)
 
         class Kept(Listener):
             def token(self, branch_id: int, token: int) -> None:
-                ended[branch_id] = (*ended.get(branch_id, ()), token)
+                tokens[branch_id].append(token)
 
         try:
             found = self.generate(asked.question, history=asked.history, listener=Kept(), **asked.options)
@@ -385,7 +386,7 @@ class SpecSoT:
             self._give_up()
         for each, reason in found.finish_reasons.items():
             worker.send_results_to_master(
-                WorkerResult(answer=asked.answer, branch_id=each, token_ids=ended.get(each, ()), finish_reason=reason)
+                WorkerResult(answer=asked.answer, branch_id=each, token_ids=tuple(tokens[each]), finish_reason=reason)
             )
         tasks = tuple((each.branch_id, each.title, each.num_tokens) for each in found.tasks)
         worker.send_results_to_master(

@@ -6,23 +6,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sagellm import _core
-from sagellm.engines.lmdeploy.cpu import packed
-from sagellm.engines.lmdeploy.cpu.packed import kernels_of
 from sagellm.models.levels import LEVELS4
-from tests.engines.lmdeploy.cpu.test_compiled import BLOCK, DTYPES, ISAS, MODELS, TOLERANCE, Model, Step, plain
+from tests.engines.lmdeploy.cpu.test_compiled import (
+    BLOCK,
+    DTYPES,
+    ISAS,
+    MODELS,
+    TOLERANCE,
+    Model,
+    Step,
+    isa,
+    plain,
+    seed,
+)
+
+__all__ = ["isa", "seed"]
 
 KINDS = ["llama", "qwen3", "windows", "gemma2", "one key head", "odd sizes", "mixtral"]
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-@pytest.fixture
-def isa(request, monkeypatch):
-    monkeypatch.setattr(packed, "kernels", lambda dtype: kernels_of(dtype, request.param))
-    return request.param
 
 
 def path_of(parents: list[int], node: int) -> list[int]:
