@@ -1,6 +1,8 @@
-"""The wait of LMDeploy's engine process for the calls of its server."""
+"""The wait of LMDeploy's engine process for the calls of its server, and its end."""
 
 import asyncio
+import signal
+import threading
 from typing import Any
 
 import zmq
@@ -16,6 +18,9 @@ class CallPoller:
     The file descriptor of a ZeroMQ socket reports a message once, and a send on the same socket takes the report away. A
     call that comes while an answer goes out would not be seen until the time is over. So every send ends the wait as well.
 
+    LMDeploy's handler of SIGTERM raises `SystemExit` wherever the process happens to be, for example while a task sends an
+    answer. This one raises it between two callbacks of the loop, once. Answers that come after the end are dropped.
+
     Args:
         server: An `AsyncRPCServer` of LMDeploy. Its `send_multipart` is wrapped.
     """
@@ -25,6 +30,9 @@ class CallPoller:
         self._send = server.send_multipart
         self._news = asyncio.Event()
         server.send_multipart = self._send_and_wake
+        self._ending = False
+        if threading.current_thread() is threading.main_thread():  # only there can signals be handled
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._end)
 
     async def poll(self, timeout: float | None = None) -> list[tuple[zmq.Socket, int]]:
         """The socket if a call has come; empty after a send, and after `LOOK_S` seconds. `timeout` is not used."""
@@ -46,5 +54,12 @@ class CallPoller:
         return [(self._socket, events)] if events else []
 
     def _send_and_wake(self, *args: Any) -> None:
+        if self._socket.closed:
+            return
         self._send(*args)
         self._news.set()
+
+    def _end(self) -> None:
+        if not self._ending:
+            self._ending = True
+            raise SystemExit(0)

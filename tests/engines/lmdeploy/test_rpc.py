@@ -2,6 +2,8 @@
 
 import asyncio
 import multiprocessing
+import subprocess
+import sys
 import threading
 from multiprocessing.shared_memory import SharedMemory
 
@@ -12,6 +14,46 @@ from lmdeploy.pytorch.engine.mp_engine.zmq_rpc import AsyncRPCClient, AsyncRPCSe
 from sagellm.engines.lmdeploy import rpc
 
 LIMIT_S = 30.0
+# An engine process in small. SIGTERM comes while its only task makes the bytes of an answer. The task `late` answers when the
+# socket has been closed, as a call does that an engine ends.
+ENDED = """
+import asyncio, os, signal, time
+from lmdeploy.pytorch.engine.mp_engine import zmq_rpc
+
+zmq_rpc.logger.setLevel("WARNING")
+
+class Answer:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            pass
+        print("whole", flush=True)
+        return int, ()
+
+async def slow():
+    return Answer()
+
+async def late():
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        return None
+
+server, loop = zmq_rpc.AsyncRPCServer(), asyncio.new_event_loop()
+signal.signal(signal.SIGTERM, lambda *_: exit(0))
+server.register_method("slow", slow)
+server.register_method("late", late)
+print(server.port, flush=True)
+try:
+    loop.run_until_complete(server.run())
+finally:
+    left = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name().startswith("late"))  # the socket closes first
+    for task in left:
+        task.cancel()
+    loop.run_until_complete(asyncio.wait(left))
+    print([task.exception() for task in left if not task.cancelled()], flush=True)
+"""
 
 
 class Server(AsyncRPCServer):
@@ -59,6 +101,26 @@ def test_a_call_that_comes_while_an_answer_goes_out_is_heard(server: Server):
             client.stop()
 
     assert asyncio.run(ask()) == ["slow", "quick"]
+
+
+def test_sigterm_interrupts_no_answer():
+    async def ask(client: AsyncRPCClient) -> int:
+        late = asyncio.create_task(client.async_call("late"))
+        await asyncio.sleep(0)
+        answer = await asyncio.wait_for(client.async_call("slow"), LIMIT_S)
+        late.cancel()
+        return answer
+
+    command = [sys.executable, "-c", ENDED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            client = AsyncRPCClient(int(process.stdout.readline()))
+            assert asyncio.run(ask(client)) == 0
+            client.stop()
+            out, err = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (0, "whole\n[None]\n", "")
 
 
 def test_a_buffer_closes_while_a_message_waits_in_it():
