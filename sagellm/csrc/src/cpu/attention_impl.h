@@ -304,6 +304,19 @@ void each_round(const Attend& task, int first, int last, int round, std::size_t 
   }
 }
 
+// Scores [rows][wide] to weights of the input type, in place: an input is not larger than a float.
+template <class T>
+void weigh_rows(const Attend& task, int rows, float* scores, int wide, float* max, float* sums) {
+  for (int row = 0; row < rows; ++row, scores += wide) {
+    max[row] = mask(task, row, scores, task.begin, wide);
+    if (max[row] == kNone)
+      std::fill_n(scores, wide, 0.f);
+    else
+      sums[row] = weigh(scores, wide, max[row]);
+    to_input<T>(scores, nullptr, wide, scores);
+  }
+}
+
 // The heads of a group of tokens lie side by side and are read one after the other: memory is read in one run.
 template <class T>
 void attend_few(const Attend& task, float* out, float* max, float* sums, char* scratch) {
@@ -374,15 +387,7 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
   }
   read_ahead(task, task.values, slot_bytes);
   for (int head = 0; head < task.heads; ++head) {
-    for (int row = 0; row < rows; ++row) {
-      float* of_row = scores_of(head, row);
-      const float top = result(max, head)[row] = mask(task, row, of_row, task.begin, wide);
-      if (top == kNone)
-        std::fill_n(of_row, wide, 0.f);
-      else
-        result(sums, head)[row] = weigh(of_row, wide, top);
-      to_input<T>(of_row, nullptr, wide, of_row);  // in place: an input is not larger than a float
-    }
+    weigh_rows<T>(task, rows, scores_of(head, 0), wide, result(max, head), result(sums, head));
   }
   const std::size_t weights_stride = static_cast<std::size_t>(wide) * (sizeof(float) / sizeof(Input));
   const auto add_rows = [&](int head, int first, int last, const Weight* values, std::size_t apart, int i, int here) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention_columns_impl.h"
+#include "attention_unit_impl.h"
 
 namespace sage::cpu::NAMESPACE {
 
@@ -325,6 +326,9 @@ void attend_whole(const Attend& task, float* out, float* max, float* sums, char*
 
 inline std::size_t attend_bytes(int rows, int heads, int head_size, bool few) {
   const std::size_t bytes = attend_rows_bytes(rows, heads, head_size, few);
+#ifdef MATRIX_UNIT
+  if (is_few(rows, few)) return std::max(bytes, attend_unit_bytes(rows, heads, head_size));
+#endif
 #ifdef DOT_BF16
   if (!is_few(rows, few)) return std::max(bytes, attend_columns_bytes(rows, heads, head_size));
 #endif
@@ -347,6 +351,11 @@ void attend(const Attend& task, float* out, float* max, float* sums, char* scrat
       const auto attend_of = task.format == Format::kLevels4 ? attend_whole<Format::kLevels4> : attend_whole<Format::kLevels8>;
       return attend_of(task, out, max, sums, scratch);
     }
+  }
+#endif
+#ifdef MATRIX_UNIT
+  if constexpr (T::kInputs == Type::kBFloat16) {
+    if (takes_unit(task)) return attend_in_unit(task, out, max, sums, scratch);
   }
 #endif
   attend_few<T>(task, out, max, sums, scratch);

@@ -11,16 +11,16 @@ namespace sage::cpu::NAMESPACE {
 
 #ifdef MATRIX_UNIT
 
-constexpr int kUnitRows = 16, kUnitPairs = 16;
+constexpr int kUnitRows = 16, kUnitPairs = 16, kUnitColumns = 16;
 
 // Shapes of the tile registers, as `ldtilecfg` reads them. Results: 0 and 1 of the first rows, 2 and 3 of the second ones;
-// inputs of both: 4 and 5; weights: 6 and 7. Loading it clears the registers.
+// inputs of both: 4 and 5; weights: 6 and 7, of `columns` outputs each. Loading it clears the registers.
 class UnitShapes {
  public:
-  UnitShapes(int first_rows, int second_rows, int pairs) {
-    for (const int tile : {0, 1, 4}) set(tile, first_rows, tile == 4 ? pairs * 4 : 64);
-    for (const int tile : {2, 3, 5}) set(tile, second_rows, tile == 5 ? pairs * 4 : 64);
-    for (const int tile : {6, 7}) set(tile, pairs, 64);
+  UnitShapes(int first_rows, int second_rows, int pairs, int columns = kUnitColumns) {
+    for (const int tile : {0, 1, 4}) set(tile, first_rows, tile == 4 ? pairs : columns);
+    for (const int tile : {2, 3, 5}) set(tile, second_rows, tile == 5 ? pairs : columns);
+    for (const int tile : {6, 7}) set(tile, pairs, columns);
     _tile_loadconfig(&config_);
   }
   // What a processor keeps of a thread grows by 8 KiB as long as registers are in use.
@@ -29,10 +29,10 @@ class UnitShapes {
   UnitShapes& operator=(const UnitShapes&) = delete;
 
  private:
-  void set(int tile, int rows, int bytes) {
+  void set(int tile, int rows, int words) {
     if (rows == 0) return;
     config_.rows[tile] = static_cast<std::uint8_t>(rows);
-    config_.bytes[tile] = static_cast<std::uint16_t>(bytes);
+    config_.bytes[tile] = static_cast<std::uint16_t>(words * 4);
   }
   struct alignas(64) {
     std::uint8_t palette = 1, start = 0, reserved[14] = {};

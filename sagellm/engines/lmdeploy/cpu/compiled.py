@@ -218,19 +218,26 @@ class CpuRunner(GraphRunner):
                 input_ids=input_ids, position_ids=position_ids, past_key_values=past_key_values, attn_metadata=attn_metadata,
                 inputs_embeds=inputs_embeds, **more,
             )  # fmt: skip
-        trees, self._trees = self._trees, None
-        if trees is not None:
-            parents = torch.tensor([row for draft in trees for row in (-1, *[parent + 1 for parent in parents_of(draft)])])
-            places = torch.tensor([row for draft in trees for row in (0, *[depth + 1 for depth in depths_of(draft)])])
-            queries = attn_metadata.q_seqlens
-            position_ids = torch.repeat_interleave(attn_metadata.kv_seqlens - queries, queries) + places
+        queries, parents = attn_metadata.q_seqlens, None
+        if self._trees is not None:
+            position_ids, parents = self._tree_rows(attn_metadata.kv_seqlens - queries, queries)
         hidden = torch.empty(1, input_ids.numel(), self.native.hidden, dtype=self.native.dtype)
         self._run(
             past_key_values, attn_metadata.is_decoding, input_ids, position_ids, int(position_ids.max()) + 1,
-            attn_metadata.q_seqlens, attn_metadata.kv_seqlens, attn_metadata.block_offsets, hidden,
-            parents=None if trees is None else parents,
+            queries, attn_metadata.kv_seqlens, attn_metadata.block_offsets, hidden, parents=parents,
         )  # fmt: skip
         return hidden
+
+    def _tree_rows(self, before: torch.Tensor, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return position and parent of each row of the planted guesses, int64 [rows].
+
+        Args:
+            before, queries: tokens of each sequence before the step, and in it.
+        """
+        trees, self._trees = self._trees, None
+        parents = torch.tensor([row for draft in trees for row in (-1, *[parent + 1 for parent in parents_of(draft)])])
+        places = torch.tensor([row for draft in trees for row in (0, *[depth + 1 for depth in depths_of(draft)])])
+        return torch.repeat_interleave(before, queries) + places, parents
 
     def takes_trees(self, caches: Any) -> bool:
         """Whether a decode step over these caches may have trees of guesses."""
@@ -249,17 +256,25 @@ class CpuRunner(GraphRunner):
         self.native.decoder.move(slots)
 
     def decode(self, caches: Any, inputs: Any, sampling: SamplingInputs) -> list[Sampled]:
-        """Run a decode step of one token a sequence, and draw the next ones.
+        """Run a decode step, and draw the token that comes after each row.
 
         Args:
-            inputs: LMDeploy's `ModelInputs`.
-            sampling: without response formats and logits processors.
+            inputs: LMDeploy's `ModelInputs`; a sequence has a row for its last token, and one for each guess.
+            sampling: of each row, without response formats and logits processors.
         """
-        wishes = wishes_of(sampling, len(inputs.seq_length), self.native.logits)
-        lengths = inputs.history_lengths + inputs.seq_length - inputs.num_ignored_history
+        before, queries, parents = inputs.history_lengths, inputs.seq_length, None
+        rows = inputs.input_ids.numel()
+        wishes = wishes_of(sampling, rows, self.native.logits)
+        if self._trees is not None:
+            positions, parents = self._tree_rows(before, queries)
+        elif rows > len(queries):
+            first = torch.repeat_interleave(before - (queries.cumsum(0) - queries), queries)
+            positions = first + torch.arange(rows)
+        else:
+            positions = before
         return self._run(
-            caches, True, inputs.input_ids, inputs.history_lengths, inputs.max_kv_seqlen, inputs.seq_length, lengths,
-            inputs.block_offsets, None, wishes,
+            caches, True, inputs.input_ids, positions, inputs.max_kv_seqlen, queries,
+            before + queries - inputs.num_ignored_history, inputs.block_offsets, None, wishes, parents,
         )  # fmt: skip
 
     def _run(

@@ -1,4 +1,7 @@
-"""Decode steps without LMDeploy's modules in between: each is one native call, from the last tokens to the next ones."""
+"""Decode steps without LMDeploy's modules in between: each is one native call, from the last tokens to the next ones.
+
+Guesses are computed and sampled in the same call.
+"""
 
 from typing import Any
 
@@ -19,8 +22,8 @@ def run_round(
 ) -> bool:  # fmt: skip
     """Run a round of decode steps as LMDeploy's agent does. Returns False, with nothing done, if it is not a plain one.
 
-    A round is plain if its model runs natively, without speculation, and no request wants logits, a response format
-    or a processor of its own.
+    A round is plain if its model runs natively, and no request wants logits, a response format or a processor of its own.
+    With guesses the model is in one process.
     """
     if any(more.values()) or not _is_plain(agent, inputs, sampling_inputs):
         return False
@@ -29,13 +32,24 @@ def run_round(
         if agent.guided_decoding_manager:
             agent.guided_decoding_manager.remove_processor(session)
     cache_swapping(agent.cache_engine, swap_in_map=swap_in_map, swap_out_map=swap_out_map)
+    speculator = getattr(strategy, "speculator", None)  # patch 0006 may be there alone
     for step in range(loop_count):
         is_last = step == loop_count - 1
+        wishes = sampling_inputs
+        if speculator is not None:
+            ended = sampling_inputs.session_to_cleanup
+            inputs = speculator.extend(inputs, extra_inputs, loop_count - 1 - step, False, ended)
+            wishes = speculator.rows_of(sampling_inputs)
         chosen = reading(agent.cache_engine.cache_config, inputs)
-        drawn = runner.decode(agent.cache_engine.gpu_cache, chosen, sampling_inputs)
+        drawn = runner.decode(agent.cache_engine.gpu_cache, chosen, wishes)
         tokens = torch.tensor([token for token, _, _ in drawn])
+        logprobs = _logprobs(drawn) if sampling_inputs.max_num_logprobs >= 0 else None
+        if speculator is not None:
+            tokens, logprobs = speculator.settle(tokens, logprobs, sampling_inputs)
         if agent.need_output:  # every worker draws the tokens, one tells them
-            stopping_criteria = _tell(agent, inputs, drawn, tokens, stopping_criteria, sampling_inputs, extra_inputs, is_last)
+            stopping_criteria = _tell(
+                agent, inputs, tokens, logprobs, stopping_criteria, sampling_inputs, extra_inputs, is_last
+            )
         if not is_last:
             inputs, extra_inputs = strategy.update_inputs_for_next_step(
                 inputs, sampling_inputs, next_token_ids=tokens, model_metas=None, extra_inputs=extra_inputs
@@ -44,7 +58,7 @@ def run_round(
 
 
 def _tell(
-    agent: Any, inputs: Any, drawn: list[Sampled], tokens: torch.Tensor, stopping_criteria: Any, sampling_inputs: Any,
+    agent: Any, inputs: Any, tokens: torch.Tensor, logprobs: Any, stopping_criteria: Any, sampling_inputs: Any,
     extra_inputs: Any, is_last: bool,
 ) -> Any:  # fmt: skip
     """Hand a step's tokens over, and return the criteria for the next one."""
@@ -53,8 +67,7 @@ def _tell(
     )
     agent._push_output(
         BatchedOutputs(
-            next_token_ids=tokens, stopped=stopped, stop_pos=stop_pos,
-            logprobs=_logprobs(drawn) if sampling_inputs.max_num_logprobs >= 0 else None,
+            next_token_ids=tokens, stopped=stopped, stop_pos=stop_pos, logprobs=logprobs,
             extra_outputs=agent.agent_strategy.make_extra_outputs(extra_inputs, last_loop_step=is_last),
         )
     )  # fmt: skip
@@ -67,8 +80,7 @@ def _is_plain(agent: Any, inputs: Any, sampling: Any) -> bool:
         inputs.is_decoding
         and isinstance(runner, CpuRunner)
         and runner.native is not None
-        and type(agent.agent_strategy) is ARModelAgentStrategy
-        and getattr(agent.agent_strategy, "speculator", None) is None  # patch 0006 may be there alone
+        and _is_known(agent.agent_strategy)
         and not agent.spec_agent.is_enabled()
         and agent.dist_config.dp == 1
         and inputs.max_q_seqlen == 1
@@ -76,6 +88,15 @@ def _is_plain(agent: Any, inputs: Any, sampling: Any) -> bool:
         and (sampling.max_num_logprobs < 0 or agent.misc_config.logprobs_mode == "raw_logprobs")
         and not any(sampling.logits_processors)
         and not any(sampling.response_formats)
+    )
+
+
+def _is_known(strategy: Any) -> bool:
+    """LMDeploy's own strategy, or ours with guesses in one process."""
+    if type(strategy) is ARModelAgentStrategy:
+        return True
+    return isinstance(strategy, ARModelAgentStrategy) and getattr(strategy, "speculator", None) is not None and (
+        strategy.speculator.sharing is None
     )
 
 

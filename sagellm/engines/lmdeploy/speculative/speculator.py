@@ -207,17 +207,33 @@ class Speculator:
     ) -> tuple[torch.Tensor, Any]:
         """Sample a step as LMDeploy does.
 
-        Returns:
-            Without guesses int64 [sequences] and log probabilities. With guesses int64 [sequences, longest], padded
-            with -1, and log probabilities of each token that is not -1.
-        
-
         Args:
             sampler: LMDeploy's own; `(logits, sampling_inputs, inputs)` -> (token of each row, log probabilities).
             logits: [rows, vocabulary].
+
+        Returns:
+            As `settle`.
+        """
+        sampled, logprobs = await sampler(logits, self.rows_of(sampling_inputs), inputs)
+        return self.settle(sampled, logprobs, sampling_inputs)
+
+    def rows_of(self, sampling_inputs: Any) -> Any:
+        """LMDeploy's `SamplingInputs` of the step's sequences, for each of its rows."""
+        return sampling_rows(sampling_inputs, self._drafts) if self.is_verifying else sampling_inputs
+
+    def settle(self, sampled: torch.Tensor, logprobs: Any, sampling_inputs: Any) -> tuple[torch.Tensor, Any]:
+        """Decide which tokens each sequence gets.
+
+        Args:
+            sampled: int64 [rows], the model's token of each row.
+            logprobs: LMDeploy's log probabilities of each row, or None.
+            sampling_inputs: of the sequences.
+
+        Returns:
+            Without guesses int64 [sequences] and log probabilities. With guesses int64 [sequences, longest], padded
+            with -1, and log probabilities of each token that is not -1.
         """
         if not self.is_verifying:
-            sampled, logprobs = await sampler(logits, sampling_inputs, inputs)
             row = sampled.tolist()
             if self._quiet and self._is_decoding:
                 self._note(row, sampling_inputs.stop_words)
@@ -227,7 +243,6 @@ class Speculator:
                 self._judge(self._no_guesses, len(row))
             return sampled, logprobs
         drafts = self._drafts
-        sampled, logprobs = await sampler(logits, sampling_rows(sampling_inputs, drafts), inputs)
         paths, kept = self._verified(sampled.tolist())
         for (request, text), place in zip(self._batch, self._places, strict=True) if self.listeners else ():
             if (hear := self.listeners.get(request)) is not None and drafts[place]:

@@ -3,7 +3,7 @@
 import pytest
 
 from sagellm.engines.lmdeploy.cpu import decode_round
-from tests.engines.lmdeploy.guesses import KNOWING, ask, tokens_of
+from tests.engines.lmdeploy.guesses import ask, tokens_of
 from tests.reference import make_prompts
 
 SAMPLED = dict(top_k=0, temperature=1.2)
@@ -40,19 +40,32 @@ def rounds(monkeypatch):
     return Counted
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2"])
-@pytest.mark.parametrize("steps", [1, 4])
-def test_answers_and_log_probabilities_are_those_of_lmdeploys_own_steps(start_engine, rounds, model, steps):
+def check_rounds(engine, rounds, least: int) -> None:
+    """Answers and log probabilities are those of LMDeploy's own steps."""
     prompts = make_prompts((20, 35, 50, 12, 28), seed=8)
-    engine = start_engine(model=model, decode_round=steps)
     found = ask(engine, prompts, PLAIN)
-    assert rounds.native >= 20 / steps
+    assert rounds.native >= least
     rounds.is_off = True
     expected = ask(engine, prompts, PLAIN)
     assert tokens_of(found) == tokens_of(expected)
     for (_, ours), (_, theirs) in zip(found[:2], expected[:2], strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert one == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_answers_and_log_probabilities_are_those_of_lmdeploys_own_steps(start_engine, rounds, model, steps):
+    check_rounds(start_engine(model=model, decode_round=steps), rounds, 20 // steps)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("strategy", ["ngram", ("suffix", {"tree": True})], ids=["chains", "trees"])
+def test_guesses_are_computed_and_sampled_in_the_same_rounds(start_engine, rounds, strategy, steps):
+    name, options = strategy if isinstance(strategy, tuple) else (strategy, {})
+    engine = start_engine(speculative=name, speculative_options=options, decode_round=steps)
+    check_rounds(engine, rounds, 1)
+    assert engine.hooks.report()["speculation"]["drafted"] > 0
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=["processor", "grammar"])
@@ -63,8 +76,3 @@ def test_a_request_of_another_kind_changes_no_answer_beside_it(start_engine, rou
     rounds.native = rounds.others = 0
     found = tokens_of(ask(engine, [*prompts, *make_prompts((17,), seed=9)], [*PLAIN, other]))
     assert found[: len(PLAIN)] == expected and rounds.others > 0
-
-
-def test_guesses_take_lmdeploys_own_steps(start_engine, rounds):
-    ask(start_engine(speculative=KNOWING), make_prompts((20,)))
-    assert not rounds.native
