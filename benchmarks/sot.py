@@ -1,6 +1,7 @@
 """Skeleton-of-thought beside plain decoding: seconds of an answer, of eight at once, and plans that are of use.
 
     python -m benchmarks.sot [--model smollm2] [--points 8] [--tokens 64] [--questions 100] [--only-two] [--out FILE]
+    python -m benchmarks.sot --model 0.5B        # random weights of Qwen2.5-0.5B's shape; no plans are read
 
 Lengths are forced: a plan of `PLAN` tokens is written, then `--points` points of `--tokens` tokens, whatever the model would
 say. Plain decoding writes as many tokens, those of the plan included. All answers come from one engine. Repetitive points ask
@@ -9,14 +10,18 @@ cut off. Two engines of one thread each, a master and a worker, stand beside one
 """
 
 import contextlib
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
 from benchmarks.contestants import Contestant, interleave, paired_ratio, summary
+from benchmarks.cpu_engine import write_half_billion
 from benchmarks.models.real_text import model_folder
 from benchmarks.output import Output, spread, table, with_output
 from sagellm.accel.sot.pipeline import PLAN_TOKENS, SpecSoT
@@ -33,10 +38,11 @@ THINGS = (
 )  # fmt: skip
 QUESTIONS = [f"How do I {verb} {thing}?" for verb in VERBS for thing in THINGS]
 NAMES = ("plain", "sot")
+HALF_BILLION = "0.5B"
 
 
 @click.command()
-@click.option("--model", default="smollm2", show_default=True, help="Name or folder of a model with a chat template.")
+@click.option("--model", default="smollm2", show_default=True, help="Name or folder of a model with a chat template, or 0.5B.")
 @click.option("--points", default=POINTS, show_default=True, help="Points of a plan.")
 @click.option("--tokens", default=TOKENS, show_default=True, help="Tokens of a point.")
 @click.option("--questions", default=100, show_default=True, help="Questions whose plans are read; 0 for none.")
@@ -48,7 +54,15 @@ def main(
     model: str, points: int, tokens: int, questions: int, only_two: bool, rounds: int, threads: int, output: Output
 ) -> None:
     """Measure, print a table, and write the result."""
-    folder = model_folder(model)
+    with tempfile.TemporaryDirectory() as scratch:
+        questions = 0 if model == HALF_BILLION else questions
+        _measure(model, _folder(model, Path(scratch)), points, tokens, questions, only_two, rounds, threads, output)
+
+
+def _measure(
+    model: str, folder: Path, points: int, tokens: int, questions: int, only_two: bool, rounds: int, threads: int,
+    output: Output,
+) -> None:  # fmt: skip
     if only_two:
         by_two = _two_engines(str(folder), rounds)
         size = {"points": POINTS, "tokens": TOKENS, "plan_tokens": PLAN}
@@ -92,6 +106,15 @@ def main(
     ]
     output.say(table(("", "seen"), rows))
     output.finish(result)
+
+
+def _folder(model: str, scratch: Path) -> Path:
+    if model != HALF_BILLION:
+        return model_folder(model)
+    found = write_half_billion(scratch)
+    for file in model_folder("smollm2").glob("*token*"):
+        shutil.copy(file, found)
+    return found
 
 
 class Forced(SpecSoT):
