@@ -61,7 +61,7 @@ def open_group(config: SageConfig, num_workers: int, pipeline: str = PIPELINE) -
         stack.callback(engine.close)
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, processes)  # once the master has gone
-        master = Master(engine, "sot://master", key_file)
+        master = Master(engine.group_address, "sot://master", key_file)
         stack.callback(master.close)
         for number in range(num_workers):
             words = (master.address, str(key_file), config.model_dump_json(), f"sot://worker-{number}", pipeline)
