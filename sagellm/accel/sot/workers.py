@@ -20,11 +20,13 @@ from sagellm.core.config import SageConfig
 from sagellm.core.engines import GroupEngine, open_engine
 from sagellm.core.errors import ConfigError, EngineError, PeerError
 
-__all__ = ["Group", "open_group"]
+__all__ = ["KEY", "MASTER", "Group", "open_group", "share_cores", "start_workers", "write_key"]
 
 START_S = 120.0
 END_S = 10.0
 MAX_WORKERS = 64
+MASTER = "sot://master"  # id of the engine that plans
+KEY = "sot-key"  # file
 PIPELINE = "sagellm.accel.sot.pipeline:SpecSoT"
 
 
@@ -50,25 +52,55 @@ def open_group(config: SageConfig, num_workers: int, pipeline: str = PIPELINE) -
     """
     if not 1 <= num_workers <= MAX_WORKERS:
         raise ConfigError(f"workers is {num_workers}; allowed are 1 to {MAX_WORKERS}.")
-    if config.threads is None:
-        share = max(1, len(os.sched_getaffinity(0)) // (1 + num_workers))
-        config = config.model_copy(update={"threads": share})
-    with contextlib.ExitStack() as stack:
-        key_file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sagellm-sot-")), "key")
-        key_file.touch(0o600)
-        key_file.write_bytes(new_key())
-        engine = _opened(config, "sot://master", key_file)
-        stack.callback(engine.close)
-        processes: list[subprocess.Popen[bytes]] = []
-        stack.callback(_end, processes)  # once the master has gone
-        master = Master(engine.group_address, "sot://master", key_file)
-        stack.callback(master.close)
+    config = share_cores(config, num_workers)
+    with tempfile.TemporaryDirectory(prefix="sagellm-sot-") as folder:
+        key_file = write_key(Path(folder))
+        engine = _opened(config, MASTER, key_file)
+        try:
+            with start_workers(engine.group_address, key_file, config, num_workers, pipeline) as (master, processes):
+                yield Group(engine, master, processes)
+        finally:
+            engine.close()
+
+
+def share_cores(config: SageConfig, num_workers: int) -> SageConfig:
+    """Return settings of one of so many engines and one more: without `threads` each gets as many cores."""
+    share = max(1, len(os.sched_getaffinity(0)) // ((1 + num_workers) * config.tensor_parallel))
+    return config.model_copy(update={"threads": config.threads or share})
+
+
+def write_key(folder: Path) -> Path:
+    """Write a new key of a group, and return its file."""
+    key_file = folder / KEY
+    key_file.touch(0o600)
+    key_file.write_bytes(new_key())
+    return key_file
+
+
+@contextlib.contextmanager
+def start_workers(
+    group_address: str, key_file: Path, config: SageConfig, num_workers: int, pipeline: str = PIPELINE
+) -> Iterator[tuple[Master, list["subprocess.Popen[bytes]"]]]:
+    """Start workers for an engine that was opened with `group_hooks(MASTER, key_file)`, and end them after the context.
+
+    Args:
+        group_address: of that engine.
+
+    Raises:
+        PeerError: a worker did not start.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    master = Master(group_address, MASTER, key_file)
+    try:
         for number in range(num_workers):
             words = (master.address, str(key_file), config.model_dump_json(), f"sot://worker-{number}", pipeline)
             # Standard output is the caller's.
             processes.append(subprocess.Popen([sys.executable, "-m", __name__, *words], stdout=2))
         _wait(master, processes)
-        yield Group(engine, master, processes)
+        yield master, processes
+    finally:
+        master.close()
+        _end(processes)
 
 
 def work(address: str, key_file: Path, config: SageConfig, engine_id: str, pipeline: str = PIPELINE) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import threading
 
 import psutil
@@ -9,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 from transformers import AutoTokenizer
 
+from sagellm.accel.sot import group as groups
+from sagellm.accel.sot import workers
 from sagellm.accel.sot.group import Master, Worker, WorkerResult, group_hooks
 from sagellm.accel.sot.pipeline import SpecSoT
 from sagellm.accel.sot.results import SkeletonParseResult, TaskData
@@ -292,6 +295,20 @@ def test_worker_processes(tokenizer, alone):
         assert answer.branches == alone.branches
         family = [process.pid for process in processes]
     assert not any(psutil.pid_exists(pid) for pid in family)
+
+
+def test_a_worker_process_that_hangs_is_given_up(tokenizer, alone, monkeypatch):
+    """While it writes points; it does not keep the master from its end."""
+    monkeypatch.setattr(groups, "SILENCE_S", 2.0)
+    monkeypatch.setattr(workers, "END_S", 1.0)
+    config = SageConfig(device="cpu", model=str(ensure_demo_model()), **SIZES | {"kv_blocks": 100})
+    with open_group(config, 1) as (engine, master, (process,)):
+        answer = Six(engine, tokenizer, group=master).generate(
+            QUESTION, max_new_tokens=24, listener=Telling(lambda *_: process.send_signal(signal.SIGSTOP))
+        )
+        assert answer.branches == alone.branches and answer.stats["by_workers"] < 3
+        assert master.num_workers == 0 and psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    assert not psutil.pid_exists(process.pid)
 
 
 def test_the_command_with_workers():
