@@ -55,13 +55,8 @@ def _write_points(sot: "SpecSoT", worker: Worker, tasks: Tasks) -> None:
     class Sending(Listener):
         def ended(self, branch_id: int, reason: str) -> None:
             request = sot.by_branch[branch_id]
-            drafted, accepted = request.guesses[:2] or (0, 0)
-            worker.send_results_to_master(
-                WorkerResult(
-                    answer=tasks.answer, branch_id=branch_id, token_ids=request.token_ids, finish_reason=reason,
-                    drafted=drafted, accepted=accepted,
-                )
-            )  # fmt: skip
+            found = {"token_ids": request.token_ids, "finish_reason": reason, "guesses": request.guesses[:2] or (0, 0)}
+            worker.send_results_to_master(WorkerResult(answer=tasks.answer, branch_id=branch_id, **found))
 
     plan = sot.take_plan(tasks.prefix, Transfer(tasks.source, tasks.transfer_id))
     ids = tuple(info.branch_id for info in tasks.branches)

@@ -15,6 +15,7 @@ import logging
 import queue
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,14 +77,14 @@ class Tasks(Model):
 
 
 class WorkerResult(Model):
-    """From a worker: a point, or the whole answer. `error`: why it writes no more of the answer. Reply: `Taken`."""
+    """From a worker: a point, with its guesses that were computed and right; or the whole answer. `error`: why it writes no
+    more of it. Reply: `Taken`."""
 
     answer: int
     branch_id: int = WHOLE
     token_ids: tuple[int, ...] = ()
     finish_reason: str = ""
-    drafted: int = 0
-    accepted: int = 0
+    guesses: tuple[int, int] = (0, 0)
     whole: SoTAnswer | None = None
     error: str = ""
 
@@ -149,14 +150,10 @@ class Master:
     def num_workers(self) -> int:
         return len(self._names)
 
-    def _idle(self) -> list[ControlConnection]:
-        return [each for each in self._names if not self._at_work[each]]
-
-    @property
-    def num_idle(self) -> int:
-        """Workers that write no whole answer."""
+    def idle(self) -> list[tuple[ControlConnection, str]]:
+        """Return workers that write no whole answer, and the ids of their engines."""
         with self._changed:
-            return len(self._idle())
+            return [each for each in self._names.items() if not self._at_work[each[0]]]
 
     @contextlib.contextmanager
     def placed(self, may_be_worker: bool = True) -> Iterator[ControlConnection | None]:
@@ -170,14 +167,21 @@ class Master:
             with self._changed:
                 self._at_work[where] -= 1
 
-    def wait_for_workers(self, count: int, timeout_s: float) -> None:
+    def wait_for_workers(self, count: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         """
+        Args:
+            check: as in `collect_worker_results`.
+
         Raises:
             PeerError: fewer have joined after `timeout_s`.
         """
+        end_s = time.monotonic() + timeout_s
         with self._changed:
-            if not self._changed.wait_for(lambda: self.num_workers >= count, timeout_s):
-                raise PeerError(f"{self.num_workers} of {count} workers have joined at {self.address} after {timeout_s:g} s.")
+            while not self._changed.wait_for(lambda: self.num_workers >= count, LOOK_S):
+                check()
+                if time.monotonic() > end_s:
+                    has = f"{self.num_workers} of {count} workers have joined"
+                    raise PeerError(f"{has} at {self.address} after {timeout_s:g} s.")
 
     def close(self) -> None:
         """End all connections."""
@@ -206,8 +210,7 @@ class Master:
         sent, tasks = Sent(next(self._numbers)), {}
         infos = {info.branch_id: info for info in schedule.branch_infos}
         devices = [ids for ids in schedule.schedule_plan.devices[1:] if ids]
-        with self._changed:
-            workers = [(each, self._names[each]) for each in self._idle()][: len(devices)]
+        workers = self.idle()[: len(devices)]
         for (worker, engine_id), ids in zip(workers, devices, strict=False):
             transfer = Transfer(engine_id, secrets.randbits(62) | 1 << 40, gives=True)
             engine.fork(plan, [[]], replace(SamplingParams(1), transfer=transfer))

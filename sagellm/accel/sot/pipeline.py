@@ -74,8 +74,6 @@ class SpecSoT:
         self._params = params or SamplingParams()
         self._group = group
         self._ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self._plan: Request | None = None  # the request that branches are forked from
-        self._num_tokens: int | None = None  # new ones of it that branches have; None: all
         self.is_cancelled = False
         self._begin()
 
@@ -121,7 +119,7 @@ class SpecSoT:
             distributed: the workers of the group write some.
             max_parallel: branches at once on an engine.
         """
-        devices = 1 + (self._group.num_idle if distributed and self._group is not None else 0)
+        devices = 1 + (len(self._group.idle()) if distributed and self._group is not None else 0)
         plan = (schedules.longest_first if use_scheduling else schedules.even)(branch_infos, devices, max_parallel)
         return ScheduleResult(plan, plan.devices[0], tuple(branch_infos))
 
@@ -183,10 +181,9 @@ class SpecSoT:
                 for each, request in list(running.items()):
                     has_ended = request.state != "running"  # asked first: its last tokens come before
                     if request.num_tokens > told[each]:
-                        tokens = request.token_ids
-                        for token in tokens[told[each] :]:
+                        for token in request.token_ids[told[each] :]:
                             listener.token(each, token)
-                        told[each] = len(tokens)
+                            told[each] += 1
                     if has_ended:
                         del running[each]
                         found = _result(request)
@@ -256,7 +253,7 @@ class SpecSoT:
         found = _result(request)
         listener.ended(0, found.finish_reason)
         ids = self._without_end(found.token_ids)
-        stats = {"total_s": time.perf_counter() - start_s, "tokens": len(ids), **self._counts()}
+        stats = {"total_s": time.perf_counter() - start_s, "tokens": len(ids), "by_workers": 0, **self._counts()}
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return SoTAnswer("direct", ids, text, (), {}, stats, {0: found.finish_reason})
 
@@ -306,7 +303,7 @@ class SpecSoT:
                 self._group.notify_workers_complete(sent, mode)
         stats = {
             "skeleton_s": skeleton.decode_time, "skeleton_tokens": len(skeleton.skeleton_ids),
-            "total_s": time.perf_counter() - start_s, **found.stats, **self._counts(),
+            "total_s": time.perf_counter() - start_s, "by_workers": len(self._of_workers), **found.stats, **self._counts(),
         }  # fmt: skip
         text = self.tokenizer.decode(merged, skip_special_tokens=True)
         return SoTAnswer("plan", tuple(merged), text, parsed.tasks, found.branch_outputs, stats, found.finish_reasons)
@@ -408,14 +405,14 @@ class SpecSoT:
         """The next branches that may begin, in their order."""
         sizes = {each: len(info.prompt) + info.num_tokens for each, info in infos.items()}
         used, ready = num_common + sum(sizes[each] for each in running), list[int]()
-        for each in waiting:
+        for each in waiting[: max(0, max_parallel - len(running))]:
             alone = num_common + sizes[each]
-            if max_kv_len is not None and alone > max_kv_len:
+            if alone > (max_kv_len or alone):
                 raise ConfigError(
                     f"branch {each} needs {alone} tokens with the {num_common} that are common; max_kv_len is {max_kv_len}. "
                     "Raise it, or ask for shorter points."
                 )
-            if len(running) + len(ready) == max_parallel or (max_kv_len is not None and used + sizes[each] > max_kv_len):
+            if max_kv_len is not None and used + sizes[each] > max_kv_len:
                 break
             used += sizes[each]
             ready.append(each)
@@ -445,18 +442,12 @@ class SpecSoT:
 
     def _counts(self) -> dict[str, int]:
         """Tokens of the answer's requests; those that branches have of the plan's request count once. And their guesses."""
-        prompts = [
-            len(each.prompt) - (0 if each.parent is None else len(each.parent.prompt) + each.parent.num_tokens)
-            for each in self._requests
-        ]
-        guesses = [each.guesses[:2] for each in self._requests if each.guesses]
-        guesses += [(result.drafted, result.accepted) for result, _ in self._of_workers]
-        prompts += [len(info.prompt) for _, info in self._of_workers]
-        tokens = [each.num_tokens for each in self._requests] + [len(result.token_ids) for result, _ in self._of_workers]
-        return {
-            "prompt_tokens": sum(prompts), "completion_tokens": sum(tokens), "by_workers": len(self._of_workers),
-            "drafted": sum(drafted for drafted, _ in guesses), "accepted": sum(accepted for _, accepted in guesses),
-        }  # fmt: skip
+        rows = [(len(info.prompt), len(result.token_ids), *result.guesses) for result, info in self._of_workers]
+        for each in self._requests:
+            common = 0 if each.parent is None else len(each.parent.prompt) + each.parent.num_tokens
+            rows.append((len(each.prompt) - common, each.num_tokens, *(each.guesses[:2] or (0, 0))))
+        names = ("prompt_tokens", "completion_tokens", "drafted", "accepted")
+        return {name: sum(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
 def _result(request: Request) -> Generation:
