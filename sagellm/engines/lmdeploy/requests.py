@@ -44,6 +44,21 @@ def tenant_of(seq: Any) -> str:
     return service_of(seq).tenant_id
 
 
+def release_caller(seq: Any) -> None:
+    """A request leaves the engine: let a caller go that still waits for its tokens.
+
+    Of calls that come in one turn of its loop, LMDeploy carries out the one that cancels a request before the one that brings
+    it. The caller of such a request got no answer. It held one of the instances of the engine process, until there was none
+    left to cancel other requests with.
+    """
+    from lmdeploy.messages import ResponseType
+
+    response = getattr(seq, "resp", None)
+    if response is not None and response.type is not ResponseType.FINISH:
+        response.type = ResponseType.CANCEL
+        response.event.set()
+
+
 def note_tokens(running: list[Any], cut: set[int], end_s: float) -> None:
     """A step of these requests ended then: all but those that were `cut` have got a token."""
     for seq in running:

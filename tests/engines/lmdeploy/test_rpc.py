@@ -8,6 +8,7 @@ import threading
 from multiprocessing.shared_memory import SharedMemory
 
 import pytest
+from lmdeploy.messages import GenerationConfig, ResponseType
 from lmdeploy.pytorch.engine.executor.mp_executor import Notifier, SharedBuffer
 from lmdeploy.pytorch.engine.mp_engine.zmq_rpc import AsyncRPCClient, AsyncRPCServer
 
@@ -131,3 +132,22 @@ def test_a_buffer_closes_while_a_message_waits_in_it():
     buffer.close()
     with pytest.raises(FileNotFoundError):
         SharedMemory(buffer.name())
+
+
+def test_a_request_that_is_cancelled_in_the_turn_that_brings_it_answers_its_caller(start_engine):
+    """LMDeploy carries the cancellation out first. A caller that waits for ever would hold an instance for ever."""
+    engine = start_engine()
+
+    async def leave() -> list[ResponseType]:
+        asking, leaving = engine.engine.create_instance(), engine.engine.create_instance()
+
+        async def ask() -> list[ResponseType]:
+            answer = asking.async_stream_infer(7, [5, 6, 7], GenerationConfig(ignore_eos=True))
+            return [output.status async for output in answer]
+
+        asked = asyncio.create_task(ask())
+        await asyncio.create_task(leaving.async_cancel(7))
+        await leaving.async_end(7)
+        return await asyncio.wait_for(asked, LIMIT_S)
+
+    assert engine._on_loop(leave())[-1] is ResponseType.CANCEL
