@@ -1,23 +1,24 @@
-"""What a worker does for a master: points behind a plan that the master has written, or whole answers."""
+"""Work of a worker for a master: points behind a plan that the master has written, or whole answers."""
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING
+from typing import Any
 
 from sagellm.accel.sot.group import Complete, Tasks, Worker, WorkerResult
 from sagellm.accel.sot.results import Listener, SchedulePlan, ScheduleResult
 from sagellm.core.errors import PeerError
 from sagellm.core.running import Transfer
 
-if TYPE_CHECKING:
-    from sagellm.accel.sot.pipeline import SpecSoT
-
 __all__ = ["write_for_master"]
 
 
-def write_for_master(sot: "SpecSoT", worker: Worker) -> None:
-    """Write what a master wants until it has gone. Several answers at once, each on a thread with a copy of `sot`."""
-    running: dict[int, tuple[threading.Thread, SpecSoT]] = {}
+def write_for_master(sot: Any, worker: Worker) -> None:
+    """Write what a master wants until it has gone. Several answers at once, each on a thread with a copy of `sot`.
+
+    Args:
+        sot: a `SpecSoT`.
+    """
+    running: dict[int, tuple[threading.Thread, Any]] = {}
     while (message := worker.receive_tasks_from_master()) is not None:
         if isinstance(message, Complete):
             _, at_work = running.pop(message.answer, (None, None))
@@ -33,7 +34,7 @@ def write_for_master(sot: "SpecSoT", worker: Worker) -> None:
         thread.join()
 
 
-def _write(sot: "SpecSoT", worker: Worker, tasks: Tasks) -> None:
+def _write(sot: Any, worker: Worker, tasks: Tasks) -> None:
     """Send what comes of the tasks, unless the master has ended them."""
     try:
         if tasks.branches:
@@ -51,7 +52,7 @@ def _write(sot: "SpecSoT", worker: Worker, tasks: Tasks) -> None:
         sot.cancel()
 
 
-def _write_points(sot: "SpecSoT", worker: Worker, tasks: Tasks) -> None:
+def _write_points(sot: Any, worker: Worker, tasks: Tasks) -> None:
     class Sending(Listener):
         def ended(self, branch_id: int, reason: str) -> None:
             request = sot.by_branch[branch_id]
