@@ -317,7 +317,7 @@ class Master:
 
     def _lost(self, connection: ControlConnection) -> None:
         with self._changed:
-            name = self._names.pop(connection, None)
+            name, _ = self._names.pop(connection, None), self._beats.pop(connection, None)
             for sent in self._answers.values():
                 if due := sent.due.pop(connection, None):
                     logger.warning("worker %s is lost; its points %s are written again", name, sorted(due))
