@@ -1,11 +1,11 @@
 """Counters of the engine process, among LMDeploy's own Prometheus metrics."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate, islice
 from typing import Any
 
-from prometheus_client import REGISTRY, Gauge
+from prometheus_client import REGISTRY
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -34,11 +34,6 @@ _CUT: set[str] = set()  # plug-ins that were said to report more
 def register(engine: Any) -> None:
     """Add a collector that asks LMDeploy's `AsyncEngine` at every scrape."""
     REGISTRY.register(EngineCollector(engine))
-
-
-def register_sot_workers(num_workers: Callable[[], int]) -> None:
-    """Add the number of workers of skeleton-of-thought that live."""
-    Gauge("sagellm_sot_workers", "Workers of skeleton-of-thought that live.").set_function(num_workers)
 
 
 class EngineCollector:

@@ -9,8 +9,8 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 
 RUN_PREFIX = "sagellm-"
 ENDING = "the server is shutting down"
-NOT_OF_WORKERS = {  # settings of the server alone, its workers of skeleton-of-thought go without
-    "sot_workers": 0, "api_key": (), "record": None, "plugins": (), "kv": None, "host_kv_blocks": 0, "comm_metrics": False,
-}  # fmt: skip
 LAST_WORDS_S = 2.0  # for error events on their way to clients
 MAX_SOCKET_NAME = 107  # bytes that the kernel takes for the path of a local socket
 
@@ -65,10 +62,10 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     config = config.model_copy(update={"model_name": config.model_name or source.name})
     backend = backend_of(config)
     device = backend.require()
-    if config.sot_workers and device == "cpu":
-        from sagellm.accel.sot.workers import share_cores
+    if config.sot_workers:
+        from sagellm.serve.sot_workers import for_each_engine
 
-        config = share_cores(config, config.sot_workers)
+        config = for_each_engine(config, device)
     _check_plugins(config)
     run_dir = _run_dir(config)
     listener = _listen(config.host, config.port)
@@ -85,8 +82,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         remove_abandoned(f"{RUN_PREFIX}????????")
         model = prepare_weights(config, prepare_model(source))
         sizes = size_engine(config, model, device)
-        hooks = _sot_hooks(run_dir) if config.sot_workers else member.hooks if member else None
-        engine_config = backend.engine_config(model, sizes, device, run_dir, hooks)
+        engine_config = backend.engine_config(model, sizes, device, run_dir, _hooks(config, member, run_dir))
         banner = _Banner(config, device, sizes, as_json, claim_stdout())
         watch = EngineWatch(clean_up, run_dir)
         has_forks = device == "cpu" and executor_of(config, device) == "mp"
@@ -169,12 +165,13 @@ def _membership(config: SageConfig, device: str) -> "Membership | None":
     return join_group(config, config.pd, device, config.model_name)
 
 
-def _sot_hooks(run_dir: Path) -> PDHooks:
-    """Settings that let the engine keep keys and values for workers of skeleton-of-thought."""
-    from sagellm.accel.sot.group import group_hooks
-    from sagellm.accel.sot.workers import MASTER, write_key
+def _hooks(config: SageConfig, member: "Membership | None", run_dir: Path) -> PDHooks | None:
+    """Settings of an engine that exchanges keys and values with others; None for all others."""
+    if config.sot_workers:
+        from sagellm.serve.sot_workers import sot_hooks
 
-    return group_hooks(MASTER, write_key(run_dir))
+        return sot_hooks(run_dir)
+    return member.hooks if member else None
 
 
 def _policies(config: SageConfig) -> tuple[str, ...]:
@@ -250,26 +247,13 @@ class _Launch:
             self.loading.done()
             self._serve_app(app, engine)
 
-    @contextmanager
-    def _sot_group(self, engine: Any) -> "Iterator[Master | None]":
-        """Workers of skeleton-of-thought, as long as the context lasts. Started now: they do not hear of Ctrl-C either.
-
-        Raises:
-            PeerError: a worker did not start.
-        """
+    def _sot_group(self, engine: Any) -> "AbstractContextManager[Master | None]":
+        """Workers of skeleton-of-thought. Started while SIGINT is blocked, so that they do not hear of Ctrl-C either."""
         if not self.config.sot_workers:
-            yield None
-            return
-        from sagellm.accel.sot.workers import KEY, start_workers
-        from sagellm.serve.metrics import register_sot_workers
+            return nullcontext()
+        from sagellm.serve.sot_workers import sot_workers
 
-        address = ""
-        while not address:  # its control connections come with the first turn of its loop
-            address = engine.get_schedule_metrics().sage["pd"]["address"]
-        config = self.config.model_copy(update=NOT_OF_WORKERS)
-        with start_workers(address, self.run_dir / KEY, config, self.config.sot_workers) as (master, _):
-            register_sot_workers(lambda: master.num_workers)
-            yield master
+        return sot_workers(self.config, engine, self.run_dir)
 
     def _serve_app(self, app: Any, engine: Any) -> None:
         log_level = "info" if self.config.log_level in ("DEBUG", "INFO") else "warning"

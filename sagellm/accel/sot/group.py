@@ -133,9 +133,7 @@ class Master:
         address: host:port.
     """
 
-    def __init__(
-        self, group_address: str, engine_id: str, key_file: Path, host: str = "127.0.0.1", port: int = 0
-    ) -> None:  # fmt: skip
+    def __init__(self, group_address: str, engine_id: str, key_file: Path, host: str = "127.0.0.1", port: int = 0) -> None:
         self._joined = Joined(engine_id=engine_id, address=group_address)
         self._names: dict[ControlConnection, str] = {}  # of the workers' engines
         self._beats: Counter[ControlConnection] = Counter()  # that each has missed
