@@ -127,7 +127,7 @@ class Forced(SpecSoT):
         self._size, self._repeats = (points, tokens), repeats
 
     def skeleton_prefill(self, input_ids: Any, *_: Any) -> Any:
-        found = self._started(self.engine.start(input_ids, SamplingParams(PLAN, ignore_eos=True), keep=True))
+        found = self._start(input_ids, SamplingParams(PLAN, ignore_eos=True), keep=True)
         return SkeletonPrefillResult(input_ids=tuple(input_ids), input_len=len(input_ids), request=found)
 
     def skeleton_parse(self, skeleton_text: str, task_prompt: str) -> Any:

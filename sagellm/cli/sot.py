@@ -11,8 +11,8 @@ from sagellm.cli.values import answering, engine_options
 from sagellm.core.config import SageConfig
 
 if TYPE_CHECKING:
-    from sagellm.accel.sot.figure import Timeline
     from sagellm.accel.sot.results import SoTAnswer
+    from sagellm.cli.sot_figure import Timeline
 
 SHOWN = ("text", "tree")
 
@@ -40,7 +40,7 @@ def sot(
     with answering(as_json):
         answer, tokenizer, timeline = _answer(question, given, not always_plan, options, workers)
         if plot is not None:
-            from sagellm.accel.sot.figure import draw
+            from sagellm.cli.sot_figure import draw
 
             draw(timeline, question, plot)
     if as_json:
@@ -57,9 +57,9 @@ def _answer(
     """Return the answer, the tokenizer of its tokens, and when they came."""
     from transformers import AutoTokenizer
 
-    from sagellm.accel.sot.figure import Timeline
     from sagellm.accel.sot.pipeline import SpecSoT
     from sagellm.accel.sot.workers import open_group
+    from sagellm.cli.sot_figure import Timeline
     from sagellm.core.engines import open_engine
     from sagellm.models import find_model, prepare_model
 

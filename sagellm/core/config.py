@@ -264,6 +264,7 @@ class SageConfig(Model):
         pd: settings of a server in a prefill/decode group.
         max_body_mib: size of the largest body of a request, in MiB; a larger one is answered with 413.
         hold_limit_s: seconds that a plug-in may hold or not admit a request; longer is a fault of the plug-in.
+        sot_workers: further engines, each in a process of its own, that write points of skeleton-of-thought answers.
     """
 
     model: Path | None = None
@@ -311,6 +312,7 @@ class SageConfig(Model):
     hold_limit_s: float = Field(60.0, gt=0, le=3600)
     drain_timeout_s: float = Field(10.0, ge=0)
     restart_workers: bool = False
+    sot_workers: int = Field(0, ge=0, le=64)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
 
     @model_validator(mode="before")
@@ -361,6 +363,14 @@ class SageConfig(Model):
     def _one_pool_size(self) -> "SageConfig":
         if self.kv_blocks is not None and self.kv_memory_share is not None:
             raise ValueError("kv_blocks and kv_memory_share both size the KV pool; give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _sot_workers_fit(self) -> "SageConfig":
+        if self.sot_workers and self.pd is not None:
+            raise ValueError("sot_workers and a role in a prefill/decode group exclude each other; give one of them")
+        if self.sot_workers and self.engine == "turbomind":
+            raise ValueError("sot_workers needs the engine pytorch; leave it out, or use --engine pytorch")
         return self
 
     @model_validator(mode="after")

@@ -64,6 +64,7 @@ from sagellm.serve.objects import with_objects
 )
 @click.option("--ray-address", help="Head of the Ray cluster, host:port, or auto (of this machine).")
 @click.option("--restart-workers", is_flag=True, default=None, help="Start again after the engine or a worker has died.")
+@click.option("--sot-workers", type=int, help="Further engines that write points of skeleton-of-thought. Default: 0.")
 @click.option("--threads", type=int, help="Compute threads of a CPU worker. Default: all cores.")
 @click.option(
     "--plugin", "plugins", multiple=True, help="Plug-in: module:Class or an entry point; may be given several times."

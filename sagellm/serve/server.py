@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import uvicorn
 
-from sagellm.core.config import SageConfig
+from sagellm.core.config import PDHooks, SageConfig
 from sagellm.core.early import skip_teardown
 from sagellm.core.errors import ConfigError, PeerError, PluginError
 from sagellm.core.registry import check_owners, find_plugin
@@ -39,6 +40,7 @@ from sagellm.serve.logs import claim_stdout, quiet_disconnects
 from sagellm.serve.speculation import with_guesses
 
 if TYPE_CHECKING:
+    from sagellm.accel.sot.group import Master
     from sagellm.serve.generation import GuardedGeneration
     from sagellm.serve.group import Membership
     from sagellm.serve.registration import Registration
@@ -60,6 +62,10 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     config = config.model_copy(update={"model_name": config.model_name or source.name})
     backend = backend_of(config)
     device = backend.require()
+    if config.sot_workers:
+        from sagellm.serve.sot_workers import for_each_engine
+
+        config = for_each_engine(config, device)
     _check_plugins(config)
     run_dir = _run_dir(config)
     listener = _listen(config.host, config.port)
@@ -76,7 +82,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         remove_abandoned(f"{RUN_PREFIX}????????")
         model = prepare_weights(config, prepare_model(source))
         sizes = size_engine(config, model, device)
-        engine_config = backend.engine_config(model, sizes, device, run_dir, member.hooks if member else None)
+        engine_config = backend.engine_config(model, sizes, device, run_dir, _hooks(config, member, run_dir))
         banner = _Banner(config, device, sizes, as_json, claim_stdout())
         watch = EngineWatch(clean_up, run_dir)
         has_forks = device == "cpu" and executor_of(config, device) == "mp"
@@ -159,6 +165,15 @@ def _membership(config: SageConfig, device: str) -> "Membership | None":
     return join_group(config, config.pd, device, config.model_name)
 
 
+def _hooks(config: SageConfig, member: "Membership | None", run_dir: Path) -> PDHooks | None:
+    """Settings of an engine that exchanges keys and values with others; None for all others."""
+    if config.sot_workers:
+        from sagellm.serve.sot_workers import sot_hooks
+
+        return sot_hooks(run_dir)
+    return member.hooks if member else None
+
+
 def _policies(config: SageConfig) -> tuple[str, ...]:
     """Eviction policies that clients may exchange: those known by name, and those that the server was started with."""
     kv = config.kv
@@ -227,8 +242,20 @@ class _Launch:
 
     def _run_app(self, app: Any, engine: Any) -> None:
         """Run LMDeploy's application, in place of `uvicorn.run` at the end of LMDeploy's `serve`."""
-        self._extend(app, engine)
-        self.loading.done()
+        with self._sot_group(engine) as sot_group:
+            self._extend(app, engine, sot_group)
+            self.loading.done()
+            self._serve_app(app, engine)
+
+    def _sot_group(self, engine: Any) -> "AbstractContextManager[Master | None]":
+        """Workers of skeleton-of-thought. Started while SIGINT is blocked, so that they do not hear of Ctrl-C either."""
+        if not self.config.sot_workers:
+            return nullcontext()
+        from sagellm.serve.sot_workers import sot_workers
+
+        return sot_workers(self.config, engine, self.run_dir)
+
+    def _serve_app(self, app: Any, engine: Any) -> None:
         log_level = "info" if self.config.log_level in ("DEBUG", "INFO") else "warning"
         # uvicorn's annotation says int; it hands the value to asyncio, which takes fractions. Answers are ended before.
         longest_s = self.config.drain_timeout_s + LAST_WORDS_S
@@ -247,7 +274,7 @@ class _Launch:
         if server.registration is not None and server.registration.refusal:
             raise PeerError(server.registration.refusal)
 
-    def _extend(self, app: Any, engine: Any) -> None:
+    def _extend(self, app: Any, engine: Any, sot_group: "Master | None") -> None:
         """Add our checks in front of LMDeploy's handlers, our generation after them, and our numbers to its metrics."""
         from lmdeploy.serve.openai.api_server import VariableInterface
         from starlette.middleware import Middleware
@@ -260,7 +287,7 @@ class _Launch:
         middleware = Middleware(
             RequestValidation, engine=engine, interface=VariableInterface, member=self.member,
             policies=_policies(self.config), command=partial(self.backend.command, engine), trouble=lambda: self.watch.reason,
-            max_body_bytes=int(self.config.max_body_mib * 2**20), sampling=self.sampling,
+            max_body_bytes=int(self.config.max_body_mib * 2**20), sampling=self.sampling, sot_group=sot_group,
         )  # fmt: skip
         app.user_middleware.append(middleware)
         engine.tokenizer.detokenize_incrementally = by_token(engine.tokenizer.detokenize_incrementally)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sagellm.accel.sot.pipeline import Listener, SpecSoT
-from sagellm.accel.sot.results import SoTAnswer, TaskData
+from sagellm.accel.sot.group import Master
+from sagellm.accel.sot.pipeline import SpecSoT
+from sagellm.accel.sot.results import Listener, SoTAnswer, TaskData
 from sagellm.accel.sot.skeleton import heading, lead
 from sagellm.core.errors import ConfigError, EngineError
-from sagellm.core.running import MAX_BRANCHES, Branches, Request, SamplingParams, Watch
+from sagellm.core.running import MAX_BRANCHES, SamplingParams, Watch
 from sagellm.core.service import ServiceRequest
 from sagellm.engines.lmdeploy.running import RunningRequests
 from sagellm.serve.echo import TokenTexts
@@ -75,12 +76,15 @@ class SkeletonAnswers:
         engine: LMDeploy's `AsyncEngine`.
         next_session: takes so many session ids that follow each other, and returns the first.
         trouble: why the engine does not work any more, or nothing.
+        group: workers that write some of the points.
     """
 
     def __init__(
-        self, engine: Any, prompts: "Prompts", next_session: Callable[[int], int], trouble: Callable[[], str]
-    ) -> None:
+        self, engine: Any, prompts: "Prompts", next_session: Callable[[int], int], trouble: Callable[[], str],
+        group: Master | None = None,
+    ) -> None:  # fmt: skip
         self._engine, self._prompts, self._next_session, self._trouble = engine, prompts, next_session, trouble
+        self._group = group
         self._tokenizer = engine.tokenizer.model.model
         self._threads = ThreadPoolExecutor(MAX_THREADS, "sagellm-sot")  # makes a thread when one is needed
         self._running: RunningRequests | None = None
@@ -126,7 +130,7 @@ class SkeletonAnswers:
         """
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._engine.model_name}
         if not asked.stream:
-            answer = await run(self._write(asked, Listener()), left)
+            answer = await run(self._write(asked), left)
             return None if answer is None else head | {"object": "chat.completion"} | _whole(answer, self._tokenizer)
         stream = _Stream(asked, TokenTexts(self._tokenizer, True), send, head | {"object": "chat.completion.chunk"})
         try:
@@ -149,18 +153,18 @@ class SkeletonAnswers:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
-    async def _write(self, asked: Asked, listener: Listener) -> SoTAnswer:
+    async def _write(self, asked: Asked, listener: Listener | None = None) -> SoTAnswer:
         """
         Raises:
             Refused: the engine gave it up, or a limit of the request does not allow it.
         """
         loop = asyncio.get_running_loop()
-        engine = _OneAnswer(self._requests(loop))
         wish, params = asked.wish, asked.params
         limit = min(params.max_new_tokens, self._prompts.context - 1)
 
+        sot = SpecSoT(self._requests(loop), self._tokenizer, wish.plan == "auto", params, self._group)
+
         def generate() -> SoTAnswer:
-            sot = SpecSoT(engine, self._tokenizer, wish.plan == "auto", params)
             return sot.generate(
                 asked.question, max_new_tokens=limit, max_parallel=wish.max_parallel, max_kv_len=wish.max_kv_len,
                 use_scheduling=wish.schedule == "longest", listener=listener, history=asked.history,
@@ -173,7 +177,7 @@ class SkeletonAnswers:
         except EngineError as error:
             raise Refused(str(error), 500) from None
         finally:
-            engine.close()
+            sot.cancel()
 
     def _requests(self, loop: asyncio.AbstractEventLoop) -> RunningRequests:
         def check() -> None:
@@ -189,36 +193,6 @@ class SkeletonAnswers:
                 is_remote=True,
             )  # fmt: skip
         return self._running
-
-
-class _OneAnswer:
-    """The engine as one answer sees it. Once it is closed, its requests end and it takes no more."""
-
-    def __init__(self, running: RunningRequests) -> None:
-        self._running, self._requests, self._is_closed = running, list[Request](), False
-
-    def start(self, prompt: Sequence[int], params: SamplingParams | None = None, keep: bool = False) -> Request:
-        return self._taken([self._running.start(prompt, params, keep)])[0]
-
-    def fork(
-        self, request: Request, prompts: Sequence[Sequence[int]], params: Any = None, num_tokens: int | None = None
-    ) -> Branches:
-        branches = self._running.fork(request, prompts, params, num_tokens)
-        self._taken(branches)
-        return branches
-
-    def close(self) -> None:
-        self._is_closed = True
-        for each in self._requests:
-            each.cancel()
-
-    def _taken(self, requests: Sequence[Request]) -> Sequence[Request]:
-        """Raises EngineError: it was closed in the meantime."""
-        self._requests += requests
-        if self._is_closed:
-            self.close()
-            raise EngineError("the client has left.")
-        return requests
 
 
 class _Stream(Listener):

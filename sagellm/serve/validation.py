@@ -17,6 +17,7 @@ from fastapi.security.utils import get_authorization_scheme_param
 from pydantic import ValidationError
 from starlette.datastructures import Headers
 
+from sagellm.accel.sot.group import Master
 from sagellm.serve.choices import Plan, answer_several, wait_left
 from sagellm.serve.echo import Echo, echo_of
 from sagellm.serve.embeddings import embed_with
@@ -46,12 +47,13 @@ class RequestValidation:
         max_body_bytes: size of the largest body that is read.
         sampling: fields that a request for an answer gets where it does not have them.
         trouble: why no request is worked on any more, or nothing; `/health` asks it.
+        sot_group: workers of skeleton-of-thought.
     """
 
     def __init__(
         self, app: Callable[..., Awaitable[None]], engine: Any, interface: Any, member: Membership | None = None,
         policies: tuple[str, ...] = (), command: Callable[..., Awaitable[Any]] | None = None, max_body_bytes: int = 8 << 20,
-        sampling: dict[str, float] | None = None, trouble: Callable[[], str] = str,
+        sampling: dict[str, float] | None = None, trouble: Callable[[], str] = str, sot_group: Master | None = None,
     ) -> None:  # fmt: skip
         self._trouble = trouble
         self._app, self._engine, self._interface = app, engine, interface
@@ -59,7 +61,7 @@ class RequestValidation:
         self._max_body_bytes, self._sampling = max_body_bytes, sampling or {}
         embed = embed_with(engine, self._next_session)
         self._server = Server(engine.model_name, Prompts(engine), member, policies, command, embed)
-        self._sot = SkeletonAnswers(engine, self._server.prompts, self._next_session, trouble)
+        self._sot = SkeletonAnswers(engine, self._server.prompts, self._next_session, trouble, sot_group)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["type"] != "http":

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import threading
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lmdeploy.serve.openai.protocol import CompletionRequest
 
+from sagellm.core.config import SageConfig
+from sagellm.core.errors import ConfigError
 from sagellm.core.host import START_REFUSED
 from sagellm.serve.generation import GuardedGeneration, StopStrings
 from sagellm.serve.lifecycle import EngineWatch
@@ -18,6 +21,7 @@ from sagellm.serve.logs import ClientLeft
 from sagellm.serve.metrics import MAX_REPORTED, _reported
 from sagellm.serve.parameters import Refused, check_parameters
 from sagellm.serve.prompts import Prompts
+from sagellm.serve.sot_workers import for_each_engine
 from sagellm.serve.wishes import take_wishes
 
 TEXT = st.text(alphabet="ab", max_size=30)
@@ -278,3 +282,11 @@ def test_a_prompt_alone_may_have_the_limits_of_its_client():
     check_parameters(CompletionRequest(**raw), raw | {"preserve_cache": True}, 10**6)
     with pytest.raises(Refused, match="max_tokens is 1 and max_completion_tokens is 9"):
         check_parameters(CompletionRequest(**raw), raw, 10**6)
+
+
+def test_workers_of_skeleton_of_thought_need_the_cpu_device_and_share_the_cores():
+    cores, config = len(os.sched_getaffinity(0)), SageConfig(sot_workers=1)
+    assert for_each_engine(config, "cpu").threads == max(1, cores // 2)
+    assert for_each_engine(config.model_copy(update={"threads": 1}), "cpu").threads == 1
+    with pytest.raises(ConfigError, match="--sot-workers needs the CPU device; this is cuda"):
+        for_each_engine(config, "cuda")

@@ -1,9 +1,9 @@
 """Answers on several engines: a master that plans, and workers that write some of the points, or whole answers.
 
 Workers connect to the master. The master's engine keeps the keys and values of a plan until each worker's engine has read them
-(`Transfer`), so they travel once. Tasks go to the workers as events; each point comes back as a call. The master writes the
-points of a worker that is lost, or that fails. While it writes an answer, others go to workers with fewer answers as a whole:
-a plan is written token by token, so it gains nothing from a second engine.
+(`Transfer`), so they travel once. Tasks go to the workers as events; each result comes back as a call. The master writes what
+a worker owes that is lost, that fails, or that says nothing for `SILENCE_S`. While it writes an answer, others go to workers
+with fewer answers as a whole: a plan is written token by token, so it gains nothing from a second engine.
 
 Both sides prove that they have the group's key (`comm_backend.control`).
 """
@@ -15,28 +15,31 @@ import logging
 import queue
 import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
-from sagellm.accel.sot.results import BranchInfo, ScheduleResult
+from sagellm.accel.sot.results import BranchInfo, Mode, ScheduleResult, SoTAnswer
 from sagellm.comm_backend.control import ControlConnection, ControlServer, connect, read_key, register
 from sagellm.core.config import Model, PDHooks
-from sagellm.core.engines import GroupEngine
+from sagellm.core.engines import GroupEngine, TextEngine
 from sagellm.core.errors import PeerError
 from sagellm.core.running import Request, SamplingParams, Transfer
+from sagellm.core.tasks import end_tasks, within
 
-__all__ = ["Answered", "Complete", "Master", "Question", "Sent", "Tasks", "Worker", "WorkerResult", "group_hooks"]
+__all__ = ["Complete", "Master", "Sent", "Tasks", "Worker", "WorkerResult", "group_hooks"]
 
 logger = logging.getLogger("sagellm")
 
 CALL_S = 10.0
-SAMPLING = ("temperature", "top_k", "top_p", "seed", "ignore_eos", "stop_token_ids")  # of `SamplingParams`, which travel
-Mode = Literal["plan", "direct", "error"]
+BEAT_S, SILENCE_S = 1.0, 15.0  # how often a worker says that it lives; when it is given up
+LOOK_S = 0.5  # how often a caller that waits for workers looks whether it still should
+WHOLE = -1  # in place of a branch: the whole answer
 
 
 class Join(Model):
@@ -52,65 +55,42 @@ class Joined(Model):
     address: str
 
 
-class Branch(Model):
-    """As `BranchInfo`."""
-
-    branch_id: int
-    title: str
-    prompt: tuple[int, ...]
-    num_tokens: int
-
-
 class Tasks(Model):
-    """To a worker: write these points behind `prefix`, whose keys and values the master's engine `source` keeps."""
-
-    answer: int
-    source: str
-    transfer_id: int
-    prefix: tuple[int, ...]
-    branches: tuple[Branch, ...]
-    max_new_tokens: int
-    max_parallel: int
-    max_kv_len: int | None = None
-    sampling: dict[str, Any] = Field(default_factory=dict)
-
-
-class Question(Model):
-    """To a worker: write this answer as a whole. `options`: of `SpecSoT.generate`."""
-
-    answer: int
-    question: str
-    history: tuple[dict[str, str], ...]
-    may_be_direct: bool
-    options: dict[str, Any]
-    sampling: dict[str, Any] = Field(default_factory=dict)
-
-
-class WorkerResult(Model):
-    """From a worker: a point is written. `error`: why it writes no more of the answer. Reply: `Taken`."""
-
-    answer: int
-    branch_id: int = -1
-    token_ids: tuple[int, ...] = ()
-    finish_reason: str = ""
-    drafted: int = 0
-    accepted: int = 0
-    error: str = ""
-
-
-class Answered(Model):
-    """From a worker: an answer is written, after all of its points. Reply: `Taken`.
+    """To a worker: write these points behind `prefix`; without points, the whole answer.
 
     Attributes:
-        tasks: the points, as `TaskData`; none of an answer as one text, which is point 0.
-        stats: as in `SoTAnswer`.
+        options: of `SpecSoT.generate`, or of its stages.
+        prefix: question and plan, whose keys and values the master's engine `source` keeps as `transfer_id`.
     """
 
     answer: int
-    mode: Mode
-    error_msg: str
-    tasks: tuple[tuple[int, str, int], ...]
-    stats: dict[str, float]
+    params: SamplingParams
+    options: dict[str, Any]
+    question: str = ""
+    history: tuple[dict[str, str], ...] = ()
+    may_be_direct: bool = True
+    source: str = ""
+    transfer_id: int = 0
+    prefix: tuple[int, ...] = ()
+    branches: tuple[BranchInfo, ...] = ()
+    max_parallel: int = 1
+
+
+class WorkerResult(Model):
+    """From a worker: a point, with its guesses that were computed and right; or the whole answer. `error`: why it writes no
+    more of it. Reply: `Taken`."""
+
+    answer: int
+    branch_id: int = WHOLE
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str = ""
+    guesses: tuple[int, int] = (0, 0)
+    whole: SoTAnswer | None = None
+    error: str = ""
+
+
+class Beat(Model):
+    """From a worker: it lives. Reply: `Taken`."""
 
 
 class Taken(Model):
@@ -118,13 +98,13 @@ class Taken(Model):
 
 
 class Complete(Model):
-    """To a worker: the answer is over, in this mode. The worker ends the points that it still writes."""
+    """To a worker: the answer is over, in this mode. The worker ends what it still writes of it."""
 
     answer: int
     mode: Mode
 
 
-register(Joined, Taken, Tasks, Question, Complete)
+register(Joined, Taken, Tasks, Complete)
 
 
 def group_hooks(engine_id: str, key_file: Path, **values: Any) -> PDHooks:
@@ -139,50 +119,45 @@ class Sent:
     answer: int
     due: dict[ControlConnection, set[int]] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
-    arrived: "queue.SimpleQueue[WorkerResult | Answered | None]" = field(default_factory=queue.SimpleQueue)
+    arrived: "queue.SimpleQueue[WorkerResult | None]" = field(default_factory=queue.SimpleQueue)
 
 
 class Master:
     """The side that plans. Serves several answers at once, each from its own thread.
 
     Args:
-        engine: opened with `group_hooks(engine_id, key_file)`.
+        group_address: of the engine that plans; it was opened with `group_hooks(engine_id, key_file)`.
         host, port: where workers connect; port 0 is any free one.
 
     Attributes:
         address: host:port.
     """
 
-    def __init__(self, engine: GroupEngine, engine_id: str, key_file: Path, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.engine, self._engine_id = engine, engine_id
+    def __init__(self, group_address: str, engine_id: str, key_file: Path, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._joined = Joined(engine_id=engine_id, address=group_address)
         self._names: dict[ControlConnection, str] = {}  # of the workers' engines
+        self._beats: Counter[ControlConnection] = Counter()  # that each has missed
         self._at_work: Counter[ControlConnection | None] = Counter()  # whole answers of each; None: the master's
         self._answers: dict[int, Sent] = {}
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._loop = _Loop("sagellm-sot-master")
-        handlers = {Join: self._join, WorkerResult: self._take, Answered: self._take}
-        self._server = self._loop.run(_served(read_key(key_file), handlers, self._lost))
-        self.address = self._loop.run(self._server.start(host, port))
+        self._server, self.address = self._loop.run(self._serve(read_key(key_file), host, port))
 
     @property
     def num_workers(self) -> int:
         return len(self._names)
 
-    @property
-    def num_idle(self) -> int:
-        """Workers that write no whole answer."""
+    def idle(self) -> list[tuple[ControlConnection, str]]:
+        """Return workers that write no whole answer, and the ids of their engines."""
         with self._changed:
-            return len(self._idle())
-
-    def _idle(self) -> list[ControlConnection]:
-        return [each for each in self._names if not self._at_work[each]]
+            return [each for each in self._names.items() if not self._at_work[each[0]]]
 
     @contextlib.contextmanager
-    def placed(self) -> Iterator[ControlConnection | None]:
+    def placed(self, may_be_worker: bool = True) -> Iterator[ControlConnection | None]:
         """Choose who writes an answer, as long as the context lasts: a worker, or None for the master, which comes first."""
         with self._changed:
-            where = min((None, *self._names), key=lambda each: self._at_work[each])
+            where = min((None, *(self._names if may_be_worker else ())), key=lambda each: self._at_work[each])
             self._at_work[where] += 1
         try:
             yield where
@@ -190,95 +165,82 @@ class Master:
             with self._changed:
                 self._at_work[where] -= 1
 
-    def wait_for_workers(self, count: int, timeout_s: float) -> None:
+    def wait_for_workers(self, count: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         """
+        Args:
+            check: as in `collect_worker_results`.
+
         Raises:
             PeerError: fewer have joined after `timeout_s`.
         """
+        end_s = time.monotonic() + timeout_s
         with self._changed:
-            if not self._changed.wait_for(lambda: self.num_workers >= count, timeout_s):
-                raise PeerError(f"{self.num_workers} of {count} workers have joined at {self.address} after {timeout_s:g} s.")
+            while not self._changed.wait_for(lambda: self.num_workers >= count, LOOK_S):
+                check()
+                if time.monotonic() > end_s:
+                    has = f"{self.num_workers} of {count} workers have joined"
+                    raise PeerError(f"{has} at {self.address} after {timeout_s:g} s.")
 
     def close(self) -> None:
-        """End all connections. The engine stays open."""
+        """End all connections."""
         self._loop.run(self._server.close())
         self._loop.close()
 
     # ---- exchange
 
-    def delegate(
-        self, worker: ControlConnection, question: str, history: Sequence[dict[str, str]], may_be_direct: bool,
-        options: dict[str, Any], params: SamplingParams,
-    ) -> tuple[Answered, list[WorkerResult]] | None:  # fmt: skip
-        """Let a worker write an answer, and wait for it. None: the worker was lost, or failed."""
-        sent, points = Sent(next(self._numbers)), list[WorkerResult]()
-        with self._changed:
-            if worker not in self._names:
-                return None
-            sent.due = {worker: {-1}}
-            self._answers[sent.answer] = sent
-        try:
-            self._tell(
-                worker,
-                Question(
-                    answer=sent.answer, question=question, history=tuple(history), may_be_direct=may_be_direct, options=options,
-                    sampling=_sampling(params),
-                ),
-            )  # fmt: skip
-            while isinstance(found := sent.arrived.get(), WorkerResult):
-                points.append(found)
-            return None if found is None else (found, points)
-        finally:
-            with self._changed:
-                self._answers.pop(sent.answer, None)
-            if worker in self._names:
-                self._tell(worker, Complete(answer=sent.answer, mode="plan"))
+    def delegate(self, worker: ControlConnection, params: SamplingParams, **task: Any) -> Sent:
+        """Let a worker write a whole answer. `task`: fields of `Tasks`."""
+        sent = Sent(next(self._numbers))
+        return self._send(sent, {worker: Tasks(answer=sent.answer, params=params, **task)})
 
     def distribute_tasks_to_workers(
-        self, plan: Request, prefix: Sequence[int], schedule: ScheduleResult, max_new_tokens: int, max_kv_len: int | None,
-        params: SamplingParams,
+        self, engine: TextEngine, plan: Request, prefix: Sequence[int], schedule: ScheduleResult, params: SamplingParams,
+        **options: Any,
     ) -> Sent:  # fmt: skip
         """Send each worker the points of its device in the schedule, the first of which is the master's.
 
         Args:
+            engine: the master's.
             plan: the request whose keys and values workers read; it is kept.
             prefix: its tokens.
+            options: of `SpecSoT.parallel_decode`.
         """
-        sent = Sent(next(self._numbers))
+        sent, tasks = Sent(next(self._numbers)), {}
         infos = {info.branch_id: info for info in schedule.branch_infos}
         devices = [ids for ids in schedule.schedule_plan.devices[1:] if ids]
-        with self._changed:
-            self._answers[sent.answer] = sent
-            workers = [(each, self._names[each]) for each in self._idle()][: len(devices)]
-            sent.due = {connection: set(ids) for (connection, _), ids in zip(workers, devices, strict=False)}
-            sent.lost = {each for ids in devices[len(workers) :] for each in ids}
-        for (connection, engine_id), ids in zip(workers, devices, strict=False):
+        workers = self.idle()[: len(devices)]
+        for (worker, engine_id), ids in zip(workers, devices, strict=False):
             transfer = Transfer(engine_id, secrets.randbits(62) | 1 << 40, gives=True)
-            self.engine.fork(plan, [[]], replace(SamplingParams(1), transfer=transfer))
-            tasks = Tasks(
-                answer=sent.answer, source=self._engine_id, transfer_id=transfer.transfer_id, prefix=tuple(prefix),
-                branches=tuple(Branch(**asdict(infos[each])) for each in ids), max_new_tokens=max_new_tokens,
-                max_parallel=schedule.schedule_plan.max_parallel, max_kv_len=max_kv_len,
-                sampling=_sampling(params),
+            engine.fork(plan, [[]], replace(SamplingParams(1), transfer=transfer))
+            tasks[worker] = Tasks(
+                answer=sent.answer, params=params, options=options, source=self._joined.engine_id,
+                transfer_id=transfer.transfer_id, prefix=tuple(prefix), branches=tuple(infos[each] for each in ids),
+                max_parallel=schedule.schedule_plan.max_parallel,
             )  # fmt: skip
-            self._tell(connection, tasks)
-        return sent
+        sent.lost = {each for ids in devices[len(workers) :] for each in ids}
+        return self._send(sent, tasks)
 
-    def collect_worker_results(self, sent: Sent, on_result: Callable[[WorkerResult], None]) -> set[int]:
-        """Wait until no worker owes a point. Return those that are left: their workers were lost, or failed.
+    def collect_worker_results(
+        self, sent: Sent, on_result: Callable[[WorkerResult], None], check: Callable[[], None] = lambda: None
+    ) -> set[int]:
+        """Wait until no worker owes anything. Return what is left: its workers were lost, or failed.
 
         Args:
-            on_result: called with each point, on this thread.
+            on_result: called with each result, on this thread.
+            check: called again and again; ends the wait with what it raises.
         """
         while True:
             with self._changed:
                 is_over = not any(sent.due.values())
             try:
-                result = sent.arrived.get(block=not is_over)
+                result = sent.arrived.get(not is_over, LOOK_S)
             except queue.Empty:
-                return sent.lost
-            if result is not None:
-                on_result(result)
+                if is_over:
+                    return sent.lost
+                check()
+            else:
+                if result is not None:
+                    on_result(result)
 
     def notify_workers_complete(self, sent: Sent | None, mode: Mode) -> None:
         """Tell all workers that an answer is over. `sent`: None for an answer that they had no part in."""
@@ -289,48 +251,81 @@ class Master:
         for connection in workers:
             self._tell(connection, Complete(answer=number, mode=mode))
 
-    # ---- on the loop
-
-    async def _join(self, connection: ControlConnection, message: Join) -> Joined:
+    def _send(self, sent: Sent, tasks: dict[ControlConnection, Tasks]) -> Sent:
         with self._changed:
-            self._names[connection] = message.engine_id
-            self._changed.notify_all()
-        return Joined(engine_id=self._engine_id, address=self.engine.group_address)
-
-    async def _take(self, connection: ControlConnection, message: WorkerResult | Answered) -> Taken:
-        with self._changed:
-            sent = self._answers.get(message.answer)
-            due = sent.due.get(connection) if sent is not None else None
-            if sent is None or due is None:
-                return Taken()
-            if isinstance(message, Answered):
-                due.clear()
-                sent.arrived.put(message)
-            elif message.error:
-                logger.warning("a worker gives points %s up: %s", sorted(due), message.error)
-                sent.lost |= due
-                due.clear()
-                sent.arrived.put(None)
-            elif message.branch_id in due or -1 in due:  # of a whole answer
-                due.discard(message.branch_id)
-                sent.arrived.put(message)
-        return Taken()
-
-    def _lost(self, connection: ControlConnection) -> None:
-        with self._changed:
-            name = self._names.pop(connection, None)
-            for sent in self._answers.values():
-                if due := sent.due.pop(connection, None):
-                    logger.warning("worker %s is lost; its points %s are written again", name, sorted(due))
-                    sent.lost |= due
-                    sent.arrived.put(None)
-            self._changed.notify_all()
+            self._answers[sent.answer] = sent
+            for worker, task in tasks.items():
+                owed = {each.branch_id for each in task.branches} or {WHOLE}
+                if worker in self._names:
+                    sent.due[worker] = owed
+                else:
+                    sent.lost |= owed
+        for worker in list(sent.due):
+            self._tell(worker, tasks[worker])
+        return sent
 
     def _tell(self, connection: ControlConnection, message: Model) -> None:
         try:
             self._loop.run(connection.tell(message))
         except PeerError:
             self._lost(connection)
+
+    # ---- on the loop
+
+    async def _serve(self, key: bytes, host: str, port: int) -> tuple[ControlServer, str]:
+        server = ControlServer(key, {Join: self._join, WorkerResult: self._take, Beat: self._beat}, self._lost)
+        address = await server.start(host, port)
+        self._loop.start(self._listen())
+        return server, address
+
+    async def _join(self, connection: ControlConnection, message: Join) -> Joined:
+        with self._changed:
+            self._names[connection] = message.engine_id
+            self._changed.notify_all()
+        return self._joined
+
+    async def _beat(self, connection: ControlConnection, _: Beat) -> Taken:
+        self._beats[connection] = 0
+        return Taken()
+
+    async def _listen(self) -> None:
+        """Give workers up that say nothing. Counts own turns, so that workers outlast a master that was stopped."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for connection, name in list(self._names.items()):
+                self._beats[connection] += 1
+                if self._beats[connection] > SILENCE_S / BEAT_S:
+                    logger.warning("worker %s has said nothing for %g s, and is given up", name, SILENCE_S)
+                    self._lost(connection)
+                    await connection.close()
+
+    async def _take(self, connection: ControlConnection, message: WorkerResult) -> Taken:
+        with self._changed:
+            sent = self._answers.get(message.answer)
+            due = sent.due.get(connection) if sent is not None else None
+            if sent is None or due is None:
+                return Taken()
+            if message.error:
+                logger.warning("a worker gives points %s up: %s", sorted(due), message.error)
+                self._give_back(sent, due)
+            elif message.branch_id in due:
+                due.discard(message.branch_id)
+                sent.arrived.put(message)
+        return Taken()
+
+    def _lost(self, connection: ControlConnection) -> None:
+        with self._changed:
+            name, _ = self._names.pop(connection, None), self._beats.pop(connection, None)
+            for sent in self._answers.values():
+                if due := sent.due.pop(connection, None):
+                    logger.warning("worker %s is lost; its points %s are written again", name, sorted(due))
+                    self._give_back(sent, due)
+            self._changed.notify_all()
+
+    def _give_back(self, sent: Sent, due: set[int]) -> None:
+        sent.lost |= due
+        due.clear()
+        sent.arrived.put(None)
 
 
 class Worker:
@@ -346,22 +341,22 @@ class Worker:
 
     def __init__(self, engine: GroupEngine, engine_id: str, key_file: Path, address: str) -> None:
         self.engine = engine
-        self._messages: queue.SimpleQueue[Tasks | Question | Complete | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Tasks | Complete | None] = queue.SimpleQueue()
         self._loop = _Loop("sagellm-sot-worker")
         try:
             self._connection = self._loop.run(connect(address, read_key(key_file), on_event=self._heard))
             joined = self._loop.run(self._connection.call(Join(engine_id=engine_id), CALL_S, Joined))
+            self._loop.start(self._beat())
             engine.connect_peer(joined.engine_id, joined.address)
         except BaseException:
             self.close()
             raise
-        self._loop.start(self._watch())
 
-    def receive_tasks_from_master(self) -> Tasks | Question | Complete | None:
+    def receive_tasks_from_master(self) -> Tasks | Complete | None:
         """Wait for the next message; None once the master has gone."""
         return self._messages.get()
 
-    def send_results_to_master(self, result: WorkerResult | Answered) -> None:
+    def send_results_to_master(self, result: WorkerResult) -> None:
         """
         Raises:
             PeerError: the master has gone.
@@ -377,8 +372,11 @@ class Worker:
     def _heard(self, _: ControlConnection, event: Any) -> None:
         self._messages.put(event)
 
-    async def _watch(self) -> None:
-        await self._connection.wait_closed()
+    async def _beat(self) -> None:
+        while not self._connection.is_closed:
+            with contextlib.suppress(PeerError, asyncio.TimeoutError):
+                await self._connection.call(Beat(), CALL_S, Taken)
+                await within(self._connection.wait_closed(), BEAT_S)
         self._messages.put(None)
 
 
@@ -397,18 +395,7 @@ class _Loop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
+        self.run(end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def _served(key: bytes, handlers: Any, on_closed: Any) -> ControlServer:
-    return ControlServer(key, handlers, on_closed)
-
-
-def _sampling(params: SamplingParams) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in SAMPLING}
-
-
-def info_of(branch: Branch) -> BranchInfo:
-    return BranchInfo(branch.branch_id, branch.title, branch.prompt, branch.num_tokens)

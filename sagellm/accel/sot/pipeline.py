@@ -7,22 +7,20 @@ They are decoded in the steps of the engine beside each other and beside other r
 Source: skeleton-of-thought (Ning et al., 2024); stages and names of SpecSoT.
 """
 
-import contextlib
 import copy
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sagellm.accel.sot import schedules
-from sagellm.accel.sot.group import Answered, Complete, Master, Question, Sent, Tasks, Worker, WorkerResult, info_of
+from sagellm.accel.sot.delegated import write_for_master
+from sagellm.accel.sot.group import Master, Sent, Worker, WorkerResult
 from sagellm.accel.sot.results import (
     BranchInfo,
+    Listener,
     ParallelDecodeResult,
     ParallelPrefillResult,
-    SchedulePlan,
     ScheduleResult,
     SkeletonDecodeResult,
     SkeletonParseResult,
@@ -40,30 +38,14 @@ from sagellm.accel.sot.skeleton import (
     plan_tokens,
 )
 from sagellm.core.engines import TextEngine
-from sagellm.core.errors import ConfigError, EngineError, PeerError
-from sagellm.core.running import Request, SamplingParams, Transfer, wait_for_news
+from sagellm.core.errors import ConfigError, EngineError
+from sagellm.core.running import Generation, Request, SamplingParams, Transfer, wait_for_news
 
 __all__ = ["Listener", "SpecSoT"]
 
 MARK = "\u2402"  # stands for the plan where a chat template is asked what follows it
 PLAN_TOKENS = 256
 Processor = Callable[[Any, Any], Any]
-
-
-class Listener:
-    """Hears of an answer while it is written, on the thread of its caller. A subclass takes what it needs.
-
-    An answer as one text has one branch, 0, and no points.
-    """
-
-    def planned(self, tasks: Sequence[TaskData]) -> None:
-        """The plan is read; empty for an answer as one text. Comes once, before any token."""
-
-    def token(self, branch_id: int, token: int) -> None:
-        """A branch has one more token."""
-
-    def ended(self, branch_id: int, reason: str) -> None:
-        """A branch has its last token. `reason`: stop or length."""
 
 
 class SpecSoT:
@@ -75,6 +57,10 @@ class SpecSoT:
         may_be_direct: whether the model may answer without a plan.
         params: how branches and direct answers are sampled; the plan is greedy. Limits of length are those of the calls.
         group: workers that write some of the points, with `engine` as the master's.
+
+    Attributes:
+        by_branch: requests of the answer's branches, by their ids.
+        is_cancelled: after `cancel`.
     """
 
     def __init__(
@@ -88,12 +74,8 @@ class SpecSoT:
         self._params = params or SamplingParams()
         self._group = group
         self._ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self._plan: Request | None = None  # the request that branches are forked from
-        self._num_tokens: int | None = None  # new ones of it that branches have; None: all
-        self._history: list[dict[str, str]] = []  # messages before the question
-        self._requests: list[Request] = []  # of the answer that is being written
-        self._by_branch: dict[int, Request] = {}
-        self._of_workers: list[tuple[WorkerResult, BranchInfo]] = []  # points of it that workers have written
+        self.is_cancelled = False
+        self._begin()
 
     # ---- stages
 
@@ -101,11 +83,10 @@ class SpecSoT:
         self, input_ids: Sequence[int], logits_processor: Processor | None, max_new_tokens: int, distributed: bool = False
     ) -> SkeletonPrefillResult:
         """Stage 1: start the plan, and wait for its first token. It is the same with workers (`distributed`)."""
-        params = SamplingParams(
-            max_new_tokens, stop_token_ids=self._ends, pattern=plan_pattern(self._may_be_direct),
-            processors=(DistinctPoints(self._plan_tokens, input_ids), *_processors(logits_processor)),
-        )  # fmt: skip
-        request = self._started(self.engine.start(input_ids, params, keep=True))
+        distinct = DistinctPoints(self._plan_tokens, input_ids)
+        pattern = plan_pattern(self._may_be_direct)
+        params = SamplingParams(pattern=pattern, processors=(distinct,), service=self._params.service)
+        request = self._start(input_ids, self._limited(params, max_new_tokens, logits_processor), keep=True)
         next(iter(request), None)
         return SkeletonPrefillResult(
             input_ids=tuple(input_ids), input_len=len(input_ids), max_kv_len=len(input_ids) + max_new_tokens, request=request
@@ -138,7 +119,7 @@ class SpecSoT:
             distributed: the workers of the group write some.
             max_parallel: branches at once on an engine.
         """
-        devices = 1 + (self._group.num_idle if distributed and self._group is not None else 0)
+        devices = 1 + (len(self._group.idle()) if distributed and self._group is not None else 0)
         plan = (schedules.longest_first if use_scheduling else schedules.even)(branch_infos, devices, max_parallel)
         return ScheduleResult(plan, plan.devices[0], tuple(branch_infos))
 
@@ -150,16 +131,10 @@ class SpecSoT:
         if self._plan is None:
             raise EngineError("there is no plan to fork; parallel_prefill runs within generate.")
         limits = [max_new_tokens] * len(branch_ids) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        params = [
-            replace(
-                self._params, max_new_tokens=limit, stop_token_ids=(*self._params.stop_token_ids, *self._ends),
-                processors=(*self._params.processors, *_processors(logits_processor)),
-            )
-            for limit in limits
-        ]  # fmt: skip
+        params = [self._limited(self._params, limit, logits_processor) for limit in limits]
         branches = self.engine.fork(self._plan, branch_prompts, params, self._num_tokens)
-        self._requests += branches
-        self._by_branch |= dict(zip(branch_ids, branches, strict=True))
+        self._keep(branches)
+        self.by_branch |= dict(zip(branch_ids, branches, strict=True))
         begins, ids = [], list(prefix_ids)
         for prompt in branch_prompts:
             begins.append(len(ids))
@@ -182,7 +157,7 @@ class SpecSoT:
             listener: hears of each token as it comes.
 
         Raises:
-            EngineError: the engine gave a branch up; the others are cancelled.
+            EngineError: a branch was cancelled, or the engine gave it up; the others are cancelled.
             ConfigError: one alone does not fit into `max_kv_len`.
         """
         infos, listener = {each.branch_id: each for each in branch_infos}, listener or Listener()
@@ -206,13 +181,12 @@ class SpecSoT:
                 for each, request in list(running.items()):
                     has_ended = request.state != "running"  # asked first: its last tokens come before
                     if request.num_tokens > told[each]:
-                        tokens = request.token_ids
-                        for token in tokens[told[each] :]:
+                        for token in request.token_ids[told[each] :]:
                             listener.token(each, token)
-                        told[each] = len(tokens)
+                            told[each] += 1
                     if has_ended:
                         del running[each]
-                        found = request.result()
+                        found = _result(request)
                         outputs.add(each, self._without_end(found.token_ids), found.finish_reason)
                         listener.ended(each, found.finish_reason)
         finally:
@@ -244,44 +218,42 @@ class SpecSoT:
             enable_parallel: with a plan whose points are written side by side; else as one text.
             max_new_tokens: of the answer as one text, and of each branch.
             max_parallel: branches at once.
-            max_kv_len, listener: as in `parallel_decode`.
+            max_kv_len, listener: as in `parallel_decode`. An answer with a listener is never a worker's as a whole.
             history: messages before the question, each with `role` and `content`.
 
         Raises:
-            EngineError: the question is too long, or the engine gave up.
+            EngineError: the question is too long, the answer was cancelled, or the engine gave up.
             ConfigError: the question is empty, or a branch does not fit into `max_kv_len`.
         """
         if not question.strip():
             raise ConfigError("the question is empty; give some text.")
-        self._history = [dict(each) for each in history]
-        self._requests, self._by_branch, self._of_workers = [], {}, []
+        self._begin(history)
         if not enable_parallel:
             return self.generate_eagle(question, max_new_tokens, logits_processor, listener)
-        options = (question, max_new_tokens, max_parallel, use_scheduling, max_kv_len)
+        options = dict(
+            max_new_tokens=max_new_tokens, max_parallel=max_parallel, use_scheduling=use_scheduling, max_kv_len=max_kv_len
+        )
         if self._group is None or logits_processor is not None or self._params.processors:  # these do not travel
-            return self.run_specsot_pipeline(*options, logits_processor, listener)
-        with self._group.placed() as worker:
-            if worker is not None and (answer := self._delegated(worker, *options, listener or Listener())) is not None:
+            return self.run_specsot_pipeline(question, **options, logits_processor=logits_processor, listener=listener)
+        with self._group.placed(may_be_worker=listener is None) as worker:
+            if worker is not None and (answer := self._delegated(worker, question, options)) is not None:
                 return answer
-            return self.run_specsot_pipeline(*options, None, listener, distributed=True)
+            return self.run_specsot_pipeline(question, **options, listener=listener, distributed=True)
 
     def generate_eagle(
         self, question: str, max_new_tokens: int, logits_processor: Processor | None = None, listener: Listener | None = None
     ) -> SoTAnswer:  # fmt: skip
         """Answer as one text, by the engine's speculative strategy, which need not be EAGLE."""
         start_s, listener = time.perf_counter(), listener or Listener()
-        params = replace(
-            self._params, max_new_tokens=max_new_tokens, stop_token_ids=(*self._params.stop_token_ids, *self._ends),
-            processors=(*self._params.processors, *_processors(logits_processor)),
-        )  # fmt: skip
+        params = self._limited(self._params, max_new_tokens, logits_processor)
         listener.planned(())
-        request = self._started(self.engine.start(self._chat([question]), params))
+        request = self._start(self._chat([question]), params)
         for token in request:
             listener.token(0, token)
-        found = request.result()
+        found = _result(request)
         listener.ended(0, found.finish_reason)
         ids = self._without_end(found.token_ids)
-        stats = {"total_s": time.perf_counter() - start_s, "tokens": len(ids), **self._counts()}
+        stats = {"total_s": time.perf_counter() - start_s, "tokens": len(ids), "by_workers": 0, **self._counts()}
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         return SoTAnswer("direct", ids, text, (), {}, stats, {0: found.finish_reason})
 
@@ -295,6 +267,7 @@ class SpecSoT:
             distributed: workers of the group write some of the points.
         """
         start_s, listener = time.perf_counter(), listener or Listener()
+        limits = {"max_new_tokens": max_new_tokens, "max_kv_len": max_kv_len}
         sent, mode = None, "error"
         asked = self._chat(ask_for_plan(question))
         started = self.skeleton_prefill(asked, logits_processor, PLAN_TOKENS, distributed)
@@ -312,150 +285,76 @@ class SpecSoT:
             planned = self.schedule_branches(infos, use_scheduling, distributed, max_parallel)
             if distributed:
                 sent = self._group.distribute_tasks_to_workers(
-                    self._plan, prefix, planned, max_new_tokens, max_kv_len, self._params
+                    self.engine, self._plan, prefix, planned, self._params, **limits
                 )
             empty = ParallelPrefillResult(input_ids=tuple(prefix), tips_indices=len(prefix) - 1)
-            found = self.parallel_decode(
-                empty, infos, planned, max_new_tokens, max_kv_len, use_scheduling, logits_processor, listener
-            )
+            options = {**limits, "logits_processor": logits_processor, "listener": listener}
+            found = self.parallel_decode(empty, infos, planned, use_scheduling=use_scheduling, **options)
             if sent is not None:
-                again = self._collect(sent, infos, found, listener)
-                planned = replace(planned, my_branch_ids=tuple(sorted(again)))
-                more = self.parallel_decode(empty, infos, planned, max_new_tokens, max_kv_len, listener=listener)
-                for each in again:
-                    found.add(each, more.branch_outputs[each], more.finish_reasons[each])
+                left = self._collect(sent, infos, found, listener)
+                more = self.parallel_decode(empty, infos, replace(planned, my_branch_ids=left), **options)
+                found.branch_outputs.update(more.branch_outputs)
+                found.finish_reasons.update(more.finish_reasons)
             merged = self.merge_results(skeleton.skeleton_ids, found.branch_outputs, parsed.tasks, parsed.instruction_len)
         finally:
-            if self._plan is not None:
-                self._plan.cancel()
+            self._plan.cancel()
             self._plan = None
             if distributed:
                 self._group.notify_workers_complete(sent, mode)
         stats = {
             "skeleton_s": skeleton.decode_time, "skeleton_tokens": len(skeleton.skeleton_ids),
-            "total_s": time.perf_counter() - start_s, **found.stats, **self._counts(),
+            "total_s": time.perf_counter() - start_s, "by_workers": len(self._of_workers), **found.stats, **self._counts(),
         }  # fmt: skip
         text = self.tokenizer.decode(merged, skip_special_tokens=True)
         return SoTAnswer("plan", tuple(merged), text, parsed.tasks, found.branch_outputs, stats, found.finish_reasons)
 
     def worker_pipeline(self, worker: Worker) -> None:
         """Write points for a master until it has gone. Several answers at once."""
-        running: dict[int, tuple[threading.Thread, SpecSoT]] = {}
-        while (message := worker.receive_tasks_from_master()) is not None:
-            if isinstance(message, Complete):
-                _, at_work = running.pop(message.answer, (None, None))
-                if at_work is not None:
-                    at_work._give_up()
-                continue
-            sot = copy.copy(self)
-            sot._params = replace(self._params, **message.sampling)
-            sot._requests, sot._by_branch, sot._of_workers = [], {}, []
-            thread = threading.Thread(target=sot._work, args=(worker, message), name=f"sagellm-sot-{message.answer}")
-            running[message.answer] = thread, sot
-            thread.start()
-        for thread, sot in running.values():
-            sot._give_up()
-            thread.join()
+        write_for_master(self, worker)
+
+    def cancel(self) -> None:
+        """End the answer that is being written, and take no other one. From any thread."""
+        self.is_cancelled = True
+        for each in list(self._requests):
+            each.cancel()
+
+    # ---- for a worker
+
+    def anew(self, may_be_direct: bool, params: SamplingParams) -> "SpecSoT":
+        """Return one more, for an answer at the same time."""
+        other = copy.copy(self)
+        other._may_be_direct, other._params = may_be_direct, params
+        other._begin()
+        return other
+
+    def take_plan(self, prefix_ids: Sequence[int], transfer: Transfer) -> ParallelPrefillResult:
+        """Take the question and the plan over from another engine; without their keys and values they are computed here."""
+        self._plan = self._start(prefix_ids, SamplingParams(1, ignore_eos=True, transfer=transfer), keep=True)
+        _result(self._plan)
+        self._num_tokens = 0
+        return ParallelPrefillResult(input_ids=tuple(prefix_ids), tips_indices=len(prefix_ids) - 1)
 
     # ---- parts
 
-    def _work(self, worker: Worker, tasks: Tasks | Question) -> None:
-        """Write an answer, or points of one, for a master."""
+    def _delegated(self, worker: Any, question: str, options: dict[str, Any]) -> SoTAnswer | None:
+        """Let a worker write the whole answer. None: it did not."""
+        start_s, found = time.perf_counter(), list[WorkerResult]()
+        sent = self._group.delegate(
+            worker, self._params, question=question, history=self._history, may_be_direct=self._may_be_direct, options=options
+        )
         try:
-            if isinstance(tasks, Question):
-                self._write_answer(worker, tasks)
-            else:
-                self._write_points(worker, tasks)
-        except PeerError:
-            pass  # the master has gone
-        except Exception as error:  # whatever it is, the master must not wait for it
-            with contextlib.suppress(PeerError):
-                worker.send_results_to_master(WorkerResult(answer=tasks.answer, error=f"{type(error).__name__}: {error}"))
-
-    def _write_answer(self, worker: Worker, asked: Question) -> None:
-        self._may_be_direct = asked.may_be_direct
-        tokens: defaultdict[int, list[int]] = defaultdict(list)
-
-        class Kept(Listener):
-            def token(self, branch_id: int, token: int) -> None:
-                tokens[branch_id].append(token)
-
-        try:
-            found = self.generate(asked.question, history=asked.history, listener=Kept(), **asked.options)
+            self._group.collect_worker_results(sent, found.append, self._check)
         finally:
-            self._give_up()
-        for each, reason in found.finish_reasons.items():
-            worker.send_results_to_master(
-                WorkerResult(answer=asked.answer, branch_id=each, token_ids=tuple(tokens[each]), finish_reason=reason)
-            )
-        tasks = tuple((each.branch_id, each.title, each.num_tokens) for each in found.tasks)
-        worker.send_results_to_master(
-            Answered(answer=asked.answer, mode=found.mode, error_msg=found.error_msg, tasks=tasks, stats=found.stats)
-        )
-
-    def _delegated(
-        self, worker: Any, question: str, max_new_tokens: int, max_parallel: int, use_scheduling: bool, max_kv_len: int | None,
-        listener: Listener,
-    ) -> SoTAnswer | None:  # fmt: skip
-        """Let a worker write the whole answer; `listener` hears of it at the end. None: the worker did not."""
-        start_s = time.perf_counter()
-        options = dict(
-            max_new_tokens=max_new_tokens, max_parallel=max_parallel, use_scheduling=use_scheduling, max_kv_len=max_kv_len
-        )
-        found = self._group.delegate(worker, question, self._history, self._may_be_direct, options, self._params)
-        if found is None:
+            self._group.notify_workers_complete(sent, "plan")
+        if not found:
             return None
-        answer, points = found
-        tasks, written = tuple(TaskData(*each) for each in answer.tasks), ParallelDecodeResult()
-        listener.planned(tasks)
-        for each in points:
-            for token in each.token_ids:
-                listener.token(each.branch_id, token)
-            listener.ended(each.branch_id, each.finish_reason)
-            written.add(each.branch_id, self._without_end(each.token_ids), each.finish_reason)
-        ids = tuple(self.merge_results((), written.branch_outputs, tasks, 0)) if tasks else written.branch_outputs[0]
-        stats = answer.stats | {"by_workers": len(points), "total_s": time.perf_counter() - start_s}
-        return SoTAnswer(
-            answer.mode, ids, self.tokenizer.decode(ids, skip_special_tokens=True), tasks,
-            written.branch_outputs if tasks else {}, stats, written.finish_reasons, answer.error_msg,
-        )  # fmt: skip
-
-    def _write_points(self, worker: Worker, tasks: Tasks) -> None:
-        send, sot = worker.send_results_to_master, self
-
-        class Sending(Listener):
-            def ended(self, branch_id: int, reason: str) -> None:
-                request = sot._by_branch[branch_id]
-                guesses = request.guesses[:2] or (0, 0)
-                send(
-                    WorkerResult(
-                        answer=tasks.answer, branch_id=branch_id, token_ids=request.token_ids, finish_reason=reason,
-                        drafted=guesses[0], accepted=guesses[1],
-                    )
-                )
-
-        transfer = Transfer(tasks.source, tasks.transfer_id)
-        self._plan = self.engine.start(tasks.prefix, SamplingParams(1, ignore_eos=True, transfer=transfer), keep=True)
-        try:
-            self._plan.result()
-            self._num_tokens = 0
-            infos = [info_of(each) for each in tasks.branches]
-            ids = tuple(info.branch_id for info in infos)
-            planned = ScheduleResult(SchedulePlan((ids,), tasks.max_parallel), ids, tuple(infos))
-            empty = ParallelPrefillResult(input_ids=tasks.prefix, tips_indices=len(tasks.prefix) - 1)
-            self.parallel_decode(empty, infos, planned, tasks.max_new_tokens, tasks.max_kv_len, listener=Sending())
-        finally:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """End the requests of an answer, from any thread."""
-        for each in (self._plan, *self._requests):
-            if each is not None:
-                each.cancel()
+        answer = found[0].whole
+        stats = {"by_workers": len(answer.finish_reasons), "total_s": time.perf_counter() - start_s}
+        return replace(answer, stats=answer.stats | stats)
 
     def _collect(
         self, sent: Sent, infos: Sequence[BranchInfo], found: ParallelDecodeResult, listener: Listener
-    ) -> set[int]:
+    ) -> tuple[int, ...]:
         """Add the points of workers to `found`; return those that are to be written here."""
         by_id = {info.branch_id: info for info in infos}
 
@@ -466,7 +365,38 @@ class SpecSoT:
             self._of_workers.append((result, by_id[result.branch_id]))
             listener.ended(result.branch_id, result.finish_reason)
 
-        return self._group.collect_worker_results(sent, take)
+        return tuple(sorted(self._group.collect_worker_results(sent, take, self._check)))
+
+    def _begin(self, history: Sequence[Mapping[str, str]] = ()) -> None:
+        self._plan: Request | None = None  # the request that branches are forked from
+        self._num_tokens: int | None = None  # new ones of it that branches have; None: all
+        self._history = [dict(each) for each in history]  # messages before the question
+        self._requests: list[Request] = []  # of the answer that is being written
+        self.by_branch: dict[int, Request] = {}
+        self._of_workers: list[tuple[WorkerResult, BranchInfo]] = []  # points of it that workers have written
+
+    def _start(self, prompt: Sequence[int], params: SamplingParams, keep: bool = False) -> Request:
+        self._check()
+        request = self.engine.start(prompt, params, keep)
+        self._keep([request])
+        return request
+
+    def _keep(self, requests: Sequence[Request]) -> None:
+        self._requests += requests
+        if self.is_cancelled:  # in the meantime
+            self.cancel()
+        self._check()
+
+    def _check(self) -> None:
+        if self.is_cancelled:
+            raise EngineError("the answer was cancelled.")
+
+    def _limited(self, params: SamplingParams, max_new_tokens: int, logits_processor: Processor | None) -> SamplingParams:
+        more = () if logits_processor is None else (logits_processor,)
+        return replace(
+            params, max_new_tokens=max_new_tokens, stop_token_ids=(*params.stop_token_ids, *self._ends),
+            processors=(*params.processors, *more),
+        )  # fmt: skip
 
     def _that_fit(
         self, waiting: Sequence[int], running: dict[int, Request], infos: dict[int, BranchInfo], max_parallel: int,
@@ -475,14 +405,14 @@ class SpecSoT:
         """The next branches that may begin, in their order."""
         sizes = {each: len(info.prompt) + info.num_tokens for each, info in infos.items()}
         used, ready = num_common + sum(sizes[each] for each in running), list[int]()
-        for each in waiting:
+        for each in waiting[: max(0, max_parallel - len(running))]:
             alone = num_common + sizes[each]
-            if max_kv_len is not None and alone > max_kv_len:
+            if alone > (max_kv_len or alone):
                 raise ConfigError(
                     f"branch {each} needs {alone} tokens with the {num_common} that are common; max_kv_len is {max_kv_len}. "
                     "Raise it, or ask for shorter points."
                 )
-            if len(running) + len(ready) == max_parallel or (max_kv_len is not None and used + sizes[each] > max_kv_len):
+            if max_kv_len is not None and used + sizes[each] > max_kv_len:
                 break
             used += sizes[each]
             ready.append(each)
@@ -510,25 +440,19 @@ class SpecSoT:
     def _without_end(self, tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
 
-    def _started(self, request: Request) -> Request:
-        self._requests.append(request)
-        return request
-
     def _counts(self) -> dict[str, int]:
         """Tokens of the answer's requests; those that branches have of the plan's request count once. And their guesses."""
-        prompts = [
-            len(each.prompt) - (0 if each.parent is None else len(each.parent.prompt) + each.parent.num_tokens)
-            for each in self._requests
-        ]
-        guesses = [each.guesses[:2] for each in self._requests if each.guesses]
-        guesses += [(result.drafted, result.accepted) for result, _ in self._of_workers]
-        prompts += [len(info.prompt) for _, info in self._of_workers]
-        tokens = [each.num_tokens for each in self._requests] + [len(result.token_ids) for result, _ in self._of_workers]
-        return {
-            "prompt_tokens": sum(prompts), "completion_tokens": sum(tokens), "by_workers": len(self._of_workers),
-            "drafted": sum(drafted for drafted, _ in guesses), "accepted": sum(accepted for _, accepted in guesses),
-        }  # fmt: skip
+        rows = [(len(info.prompt), len(result.token_ids), *result.guesses) for result, info in self._of_workers]
+        for each in self._requests:
+            common = 0 if each.parent is None else len(each.parent.prompt) + each.parent.num_tokens
+            rows.append((len(each.prompt) - common, each.num_tokens, *(each.guesses[:2] or (0, 0))))
+        names = ("prompt_tokens", "completion_tokens", "drafted", "accepted")
+        return {name: sum(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
-def _processors(logits_processor: Processor | None) -> tuple[Processor, ...]:
-    return () if logits_processor is None else (logits_processor,)
+def _result(request: Request) -> Generation:
+    """Wait for a request's last token. Raises EngineError: it was cancelled, or the engine gave it up."""
+    found = request.result()
+    if found.finish_reason == "cancelled":
+        raise EngineError(f"request {request.request_id} was cancelled.")
+    return found

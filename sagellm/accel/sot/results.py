@@ -4,14 +4,15 @@ Names and fields are those of SpecSoT. Speculation happens inside the engine's s
 empty.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sagellm.core.running import Branches, Request
 
 __all__ = [
-    "BranchInfo", "ParallelDecodeResult", "ParallelPrefillResult", "SchedulePlan", "ScheduleResult", "SkeletonDecodeResult",
-    "SkeletonParseResult", "SkeletonPrefillResult", "SoTAnswer", "TaskData",
+    "BranchInfo", "Listener", "ParallelDecodeResult", "ParallelPrefillResult", "SchedulePlan", "ScheduleResult",
+    "SkeletonDecodeResult", "SkeletonParseResult", "SkeletonPrefillResult", "SoTAnswer", "TaskData",
 ]  # fmt: skip
 
 Mode = Literal["plan", "direct", "error"]
@@ -146,3 +147,19 @@ class SoTAnswer:
     stats: dict[str, Any]
     finish_reasons: dict[int, str]
     error_msg: str = ""
+
+
+class Listener:
+    """Hears of an answer while it is written, on the thread of its caller. A subclass takes what it needs.
+
+    An answer as one text has one branch, 0, and no points.
+    """
+
+    def planned(self, tasks: Sequence[TaskData]) -> None:
+        """The plan is read; empty for an answer as one text. Comes once, before any token."""
+
+    def token(self, branch_id: int, token: int) -> None:
+        """A branch has one more token."""
+
+    def ended(self, branch_id: int, reason: str) -> None:
+        """A branch has its last token. `reason`: stop or length."""

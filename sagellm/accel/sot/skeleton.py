@@ -135,7 +135,7 @@ def plan_pattern(may_be_direct: bool = True) -> str:
     return f"({first}{more})|(direct)" if may_be_direct else f"{first}{more}"
 
 
-def parse_plan(skeleton_text: str, task_prompt: str, instruction_len: int = 0) -> SkeletonParseResult:
+def parse_plan(skeleton_text: str, task_prompt: str) -> SkeletonParseResult:
     """Read a plan. A point that comes again is left out, and numbers of words beyond the limits are moved to them.
 
     Args:
@@ -143,14 +143,14 @@ def parse_plan(skeleton_text: str, task_prompt: str, instruction_len: int = 0) -
     """
     text = skeleton_text.strip()
     if text == "direct":
-        return SkeletonParseResult("direct", instruction_len=instruction_len)
+        return SkeletonParseResult("direct")
     tasks: list[TaskData] = []
     seen: set[str] = set()
     lines = [line for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines, 1):
         found = LINE.fullmatch(line.strip())
         if found is None or int(found[1]) != number:
-            return _error(f"line {number} of the plan is {line[:60]!r}; a point is `{number}. Title (words)`", instruction_len)
+            return _error(f"line {number} of the plan is {line[:60]!r}; a point is `{number}. Title (words)`")
         title = found[2].strip()
         if title.lower() not in seen:
             seen.add(title.lower())
@@ -158,10 +158,9 @@ def parse_plan(skeleton_text: str, task_prompt: str, instruction_len: int = 0) -
             tasks.append(TaskData(len(tasks), title, round(words * TOKENS_PER_WORD)))
     if not MIN_POINTS <= len(tasks) <= MAX_POINTS or len(lines) > MAX_POINTS:
         what = f"the plan for {task_prompt[:60]!r} has {len(lines)} points, {len(tasks)} of them different"
-        return _error(f"{what}; allowed are {MIN_POINTS} to {MAX_POINTS}", instruction_len)
-    wanted = tuple(map(ask_for_point, tasks))
-    return SkeletonParseResult("plan", tuple(tasks), wanted, instruction_len)
+        return _error(f"{what}; allowed are {MIN_POINTS} to {MAX_POINTS}")
+    return SkeletonParseResult("plan", tuple(tasks), tuple(map(ask_for_point, tasks)))
 
 
-def _error(message: str, instruction_len: int) -> SkeletonParseResult:
-    return SkeletonParseResult("error", instruction_len=instruction_len, error_msg=message)
+def _error(message: str) -> SkeletonParseResult:
+    return SkeletonParseResult("error", error_msg=message)

@@ -12,33 +12,28 @@ import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from sagellm.accel.sot.group import Master, Worker, group_hooks
 from sagellm.comm_backend.control import new_key
 from sagellm.core.config import SageConfig
 from sagellm.core.engines import GroupEngine, open_engine
-from sagellm.core.errors import ConfigError, EngineError, PeerError
+from sagellm.core.errors import ConfigError, PeerError
 
-__all__ = ["Group", "open_group"]
+__all__ = ["KEY", "MASTER", "open_group", "share_cores", "start_workers", "write_key"]
 
 START_S = 120.0
 END_S = 10.0
 MAX_WORKERS = 64
+MASTER = "sot://master"  # id of the engine that plans
+KEY = "sot-key"  # file
+Processes = list["subprocess.Popen[bytes]"]
+Group = tuple[GroupEngine, Master, Processes]
 PIPELINE = "sagellm.accel.sot.pipeline:SpecSoT"
-
-
-class Group(NamedTuple):
-    """`engine`: the master's. `processes`: of the workers."""
-
-    engine: GroupEngine
-    master: Master
-    processes: list["subprocess.Popen[bytes]"]
 
 
 @contextlib.contextmanager
 def open_group(config: SageConfig, num_workers: int, pipeline: str = PIPELINE) -> Iterator[Group]:
-    """Open an engine in this process and one in each worker's.
+    """Open an engine in this process and one in each worker's: the master's engine, the master, and the processes.
 
     Args:
         config: of every engine. Without `threads` they share the cores.
@@ -50,25 +45,55 @@ def open_group(config: SageConfig, num_workers: int, pipeline: str = PIPELINE) -
     """
     if not 1 <= num_workers <= MAX_WORKERS:
         raise ConfigError(f"workers is {num_workers}; allowed are 1 to {MAX_WORKERS}.")
-    if config.threads is None:
-        share = max(1, len(os.sched_getaffinity(0)) // (1 + num_workers))
-        config = config.model_copy(update={"threads": share})
-    with contextlib.ExitStack() as stack:
-        key_file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sagellm-sot-")), "key")
-        key_file.touch(0o600)
-        key_file.write_bytes(new_key())
-        engine = _opened(config, "sot://master", key_file)
-        stack.callback(engine.close)
-        processes: list[subprocess.Popen[bytes]] = []
-        stack.callback(_end, processes)  # once the master has gone
-        master = Master(engine, "sot://master", key_file)
-        stack.callback(master.close)
+    config = share_cores(config, num_workers)
+    with tempfile.TemporaryDirectory(prefix="sagellm-sot-") as folder:
+        key_file = write_key(Path(folder))
+        engine = open_engine(config, group_hooks(MASTER, key_file))
+        try:
+            with start_workers(engine.group_address, key_file, config, num_workers, pipeline) as (master, processes):
+                yield engine, master, processes
+        finally:
+            engine.close()
+
+
+def share_cores(config: SageConfig, num_workers: int) -> SageConfig:
+    """Return settings of one of so many engines and one more: without `threads` each gets as many cores."""
+    share = max(1, len(os.sched_getaffinity(0)) // ((1 + num_workers) * config.tensor_parallel))
+    return config.model_copy(update={"threads": config.threads or share})
+
+
+def write_key(folder: Path) -> Path:
+    """Write a new key of a group, and return its file."""
+    key_file = folder / KEY
+    key_file.touch(0o600)
+    key_file.write_bytes(new_key())
+    return key_file
+
+
+@contextlib.contextmanager
+def start_workers(
+    group_address: str, key_file: Path, config: SageConfig, num_workers: int, pipeline: str = PIPELINE
+) -> Iterator[tuple[Master, Processes]]:
+    """Start workers for an engine that was opened with `group_hooks(MASTER, key_file)`, and end them after the context.
+
+    Args:
+        group_address: of that engine.
+
+    Raises:
+        PeerError: a worker did not start.
+    """
+    processes: Processes = []
+    master = Master(group_address, MASTER, key_file)
+    try:
         for number in range(num_workers):
             words = (master.address, str(key_file), config.model_dump_json(), f"sot://worker-{number}", pipeline)
             # Standard output is the caller's.
             processes.append(subprocess.Popen([sys.executable, "-m", __name__, *words], stdout=2))
-        _wait(master, processes)
-        yield Group(engine, master, processes)
+        master.wait_for_workers(num_workers, START_S, lambda: _check(processes))
+        yield master, processes
+    finally:
+        master.close()
+        _end(processes)
 
 
 def work(address: str, key_file: Path, config: SageConfig, engine_id: str, pipeline: str = PIPELINE) -> None:
@@ -79,7 +104,7 @@ def work(address: str, key_file: Path, config: SageConfig, engine_id: str, pipel
 
     module, _, name = pipeline.partition(":")
     make = getattr(import_module(module), name)
-    engine = _opened(config, engine_id, key_file)
+    engine = open_engine(config, group_hooks(engine_id, key_file))
     try:
         worker = Worker(engine, engine_id, key_file, address)
         tokenizer = AutoTokenizer.from_pretrained(prepare_model(find_model(config.model)))
@@ -91,30 +116,13 @@ def work(address: str, key_file: Path, config: SageConfig, engine_id: str, pipel
         engine.close()
 
 
-def _opened(config: SageConfig, engine_id: str, key_file: Path) -> Any:
-    engine = open_engine(config, group_hooks(engine_id, key_file))
-    end_s = time.monotonic() + END_S
-    while not engine.group_address:  # its control connections come with the first turn of its loop
-        if time.monotonic() > end_s:
-            engine.close()
-            raise EngineError(f"the engine {engine_id} takes no control connections; its log says why.")
-        time.sleep(0.01)
-    return engine
+def _check(processes: Processes) -> None:
+    ended = [process.returncode for process in processes if process.poll() is not None]
+    if ended:
+        raise PeerError(f"a worker ended at its start with exit code {ended[0]}; its log is above.")
 
 
-def _wait(master: Master, processes: "list[subprocess.Popen[bytes]]") -> None:
-    end_s = time.monotonic() + START_S
-    while master.num_workers < len(processes):
-        ended = [process.returncode for process in processes if process.poll() is not None]
-        if ended:
-            raise PeerError(f"a worker ended at its start with exit code {ended[0]}; its log is above.")
-        with contextlib.suppress(PeerError):
-            master.wait_for_workers(len(processes), 0.2)
-        if time.monotonic() > end_s:
-            raise PeerError(f"{master.num_workers} of {len(processes)} workers have started after {START_S:g} s.")
-
-
-def _end(processes: "list[subprocess.Popen[bytes]]") -> None:
+def _end(processes: Processes) -> None:
     """Wait for workers that end by themselves, once the master has gone."""
     end_s = time.monotonic() + END_S
     for process in processes:

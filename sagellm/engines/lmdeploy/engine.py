@@ -294,7 +294,14 @@ class LMDeployEngine(BaseEngine):
 
     @property
     def group_address(self) -> str:
-        """Address of the control connections of this engine, host:port; it must be one of a group."""
+        """Address of the control connections of this engine, host:port; it must be one of a group.
+
+        Raises:
+            EngineError: it takes none; its log says why.
+        """
+        while not self.hooks.pd.address:  # they come with the first turn of its loop
+            self._check_loop()
+            time.sleep(0.01)
         return self.hooks.pd.address
 
     def connect_peer(self, engine_id: str, address: str) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
@@ -42,6 +43,30 @@ def parent_of(seq: Any) -> int | None:
 
 def tenant_of(seq: Any) -> str:
     return service_of(seq).tenant_id
+
+
+def release_caller(seq: Any) -> None:
+    """A request leaves the engine: let a caller go that still waits for its tokens, with the answer that it was cancelled.
+
+    LMDeploy answers no caller in two cases. A request may be cancelled in the turn of the loop that brings it: the cancellation
+    is carried out first. Or a step that runs meanwhile may overwrite the answer. Such a caller held one of the instances of
+    the engine process, until there was none left to cancel other requests with.
+    """
+    from lmdeploy.messages import ResponseType
+
+    response = getattr(seq, "resp", None)
+    if response is not None and response.type is not ResponseType.FINISH:
+        response.__class__ = _cancelled()
+        response.event.set()
+
+
+@cache
+def _cancelled() -> type:
+    """Return a class of LMDeploy's responses that stay cancelled, whatever a step writes into them."""
+    from lmdeploy.messages import ResponseType
+    from lmdeploy.pytorch.engine.request import Response
+
+    return type("CancelledResponse", (Response,), {"type": property(lambda _: ResponseType.CANCEL, lambda *_: None)})
 
 
 def note_tokens(running: list[Any], cut: set[int], end_s: float) -> None:

@@ -31,7 +31,7 @@ from sagellm.engines.lmdeploy.kv_manager import BUILT_IN, KVManager
 from sagellm.engines.lmdeploy.lines import arrive_line, end_line, open_line
 from sagellm.engines.lmdeploy.prefix import PrefixHooks
 from sagellm.engines.lmdeploy.prefix_cache import PrefixCache, namespace_of, num_shareable
-from sagellm.engines.lmdeploy.requests import note_tokens, service_of
+from sagellm.engines.lmdeploy.requests import note_tokens, release_caller, service_of
 from sagellm.engines.lmdeploy.step_choice import StepChoice
 from sagellm.engines.lmdeploy.steps import Steps
 
@@ -336,6 +336,7 @@ class SchedulerHooks:
         self.branches.ended(session_id)
         session = self._scheduler.sessions[session_id]
         for seq in session.sequences.values():
+            release_caller(seq)
             if self._host.plugins:
                 self.choice.ended(seq)
             if self._drops is not None:

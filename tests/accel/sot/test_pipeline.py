@@ -174,13 +174,14 @@ def test_bad_input(start_engine, tokenizer):
         SpecSoT(engine, tokenizer)
 
 
-def test_the_command():
+def test_the_command(tmp_path):
     from sagellm.cli.sot import sot
 
     arguments = [QUESTION, "--model", "demo", "--device", "cpu", "--threads", "1", "--always-plan", "--max-tokens", "8"]
-    found = CliRunner().invoke(sot, [*arguments, "--json"])
+    found = CliRunner().invoke(sot, [*arguments, "--json", "--plot", tmp_path / "answer.png"])
     answer = json.loads(found.stdout)
     assert found.exit_code == 0 and answer["mode"] == "plan" and len(answer["branches"]) == len(answer["tasks"])
+    assert (tmp_path / "answer.png").read_bytes().startswith(b"\x89PNG")
     shown = CliRunner().invoke(sot, [*arguments, "--show", "tree"])
     heads = [f"{task['branch_id'] + 1}. {task['title'][:20]}" for task in answer["tasks"]]
     assert shown.exit_code == 0 and all(head in shown.output for head in heads)

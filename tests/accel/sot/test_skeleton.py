@@ -20,8 +20,8 @@ def lines(count: int) -> str:
 
 
 def test_a_plan():
-    found = parse_plan(GOOD, QUESTION, instruction_len=7)
-    assert (found.mode, found.instruction_len, found.error_msg) == ("plan", 7, "")
+    found = parse_plan(GOOD, QUESTION)
+    assert (found.mode, found.error_msg) == ("plan", "")
     assert [(task.branch_id, task.title, task.num_tokens) for task in found.tasks] == [
         (0, "Eat well", 60), (1, "Move every day", 45), (2, "Sleep", 45),
     ]  # fmt: skip

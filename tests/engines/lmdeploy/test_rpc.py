@@ -7,7 +7,9 @@ import sys
 import threading
 from multiprocessing.shared_memory import SharedMemory
 
+import numpy as np
 import pytest
+from lmdeploy.messages import GenerationConfig, ResponseType
 from lmdeploy.pytorch.engine.executor.mp_executor import Notifier, SharedBuffer
 from lmdeploy.pytorch.engine.mp_engine.zmq_rpc import AsyncRPCClient, AsyncRPCServer
 
@@ -131,3 +133,30 @@ def test_a_buffer_closes_while_a_message_waits_in_it():
     buffer.close()
     with pytest.raises(FileNotFoundError):
         SharedMemory(buffer.name())
+
+
+@pytest.mark.parametrize("moment", ["the turn that brings it", "before a late step"])
+def test_a_request_that_is_cancelled_answers_its_caller(start_engine, moment):
+    """LMDeploy may forget to. A caller that waits for ever would hold an instance for ever."""
+    engine = start_engine()
+
+    async def leave() -> list[ResponseType]:
+        asking, leaving = engine.engine.create_instance(), engine.engine.create_instance()
+
+        async def ask() -> list[ResponseType]:
+            answer = asking.async_stream_infer(7, [5, 6, 7], GenerationConfig(ignore_eos=True, max_new_tokens=10_000))
+            return [output.status async for output in answer]
+
+        asked = asyncio.create_task(ask())
+        if moment == "the turn that brings it":  # the cancellation is carried out first
+            await asyncio.create_task(leaving.async_cancel(7))
+            await leaving.async_end(7)
+        else:
+            while 7 not in (sessions := engine.engine.scheduler.sessions) or not sessions[7].sequences:
+                await asyncio.sleep(0)
+            (response,) = [seq.resp for seq in sessions[7].sequences.values()]
+            engine.engine.end_session(7)
+            engine.engine._response(response, ResponseType.SUCCESS, data={"token_ids": np.array([5]), "logits": None})
+        return await asyncio.wait_for(asked, LIMIT_S)
+
+    assert engine._on_loop(leave())[-1] is ResponseType.CANCEL

@@ -260,7 +260,8 @@ class PrefillDecode(DistServe):
     def report(self) -> dict[str, Any]:
         """Numbers for `/metrics`."""
         return {
-            "offers": dict(self.offers.counts), "held": len(self.offers), "arrivals": dict(self.arrivals.counts),
+            "address": self._address, "offers": dict(self.offers.counts), "held": len(self.offers),
+            "arrivals": dict(self.arrivals.counts),
             "arriving": len(self.arrivals), "seconds": dict(self.arrivals.seconds), "bytes": self.arrivals.num_bytes,
             "channel": self._workers.report(), "peers": self._peers.names(),
         } | {name: _quantiles(getattr(self.arrivals, name)) for name in TIMES}  # fmt: skip

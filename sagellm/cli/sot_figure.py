@@ -4,8 +4,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sagellm.accel.sot.pipeline import Listener
-from sagellm.accel.sot.results import TaskData
+from sagellm.accel.sot.results import Listener, TaskData
 from sagellm.core.errors import ConfigError
 
 __all__ = ["Timeline", "draw"]
