@@ -1,4 +1,4 @@
-"""Ports of this host: taken at once, or free ones."""
+"""Ports of this host: the defaults of servers, ports taken at once, and free ones."""
 
 import contextlib
 import secrets
@@ -6,9 +6,16 @@ import socket
 
 from sagellm.core.errors import ConfigError
 
-__all__ = ["free_ports", "listen"]
+__all__ = ["SagePorts", "free_ports", "listen"]
 
-FIXED_PORTS = range(12000, 20000)  # Linux takes 32768 and above for itself, IANA suggests 49152 and above
+
+class SagePorts:
+    """Default ports. `engines`: engines that a supervisor starts take free ones of these."""
+
+    serve = 23333
+    gateway = 23300
+    proxy = 8000
+    engines = range(12000, 20000)  # Linux takes 32768 and above for itself, IANA suggests 49152 and above
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -35,14 +42,15 @@ def free_ports(num: int, host: str = "127.0.0.1") -> list[int]:
     A port of that range could be gone before its server listens: a control connection of one engine has taken the
     HTTP port of another.
     """
-    start = secrets.randbelow(len(FIXED_PORTS))
+    ports = SagePorts.engines
+    start = secrets.randbelow(len(ports))
     found = []
-    for port in (*FIXED_PORTS[start:], *FIXED_PORTS[:start]):
+    for port in (*ports[start:], *ports[:start]):
         if len(found) == num:
             break
         with contextlib.suppress(ConfigError):
             listen(host, port).close()
             found.append(port)
     if len(found) < num:
-        raise ConfigError(f"only {len(found)} of the ports {FIXED_PORTS[0]} to {FIXED_PORTS[-1]} are free; {num} are needed.")
+        raise ConfigError(f"only {len(found)} of the ports {ports[0]} to {ports[-1]} are free; {num} are needed.")
     return found
