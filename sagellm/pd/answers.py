@@ -13,13 +13,18 @@ from starlette.responses import Response
 from sagellm.pd.bodies import BadBody, Body, error_body, read_body
 
 __all__ = [
-    "ClientLeft", "Failed", "ProxiedResponse", "cause_of", "relay_answer", "send_whole", "unless_hanging", "words_of",
+    "ClientLeft", "Ending", "Failed", "ProxiedResponse", "cause_of", "relay_answer", "send_whole", "unless_hanging", "words_of",
 ]  # fmt: skip
 
 DONE = b"data: [DONE]"
 ERROR_EVENT = b'data: {"error":'  # of an engine's server that ends a stream; quotes of generated text are escaped
-HANGS = "it does not answer any more"
 Answer = tuple[int, bytes, str]  # status, content, media type
+
+
+class Ending(asyncio.Event):
+    """Is set when the requests of an engine must end: it lives and answers nothing, or as `words` say."""
+
+    words = "it does not answer any more"
 
 
 class Failed(Exception):
@@ -109,7 +114,7 @@ class ProxiedResponse(Response):
 
 
 async def relay_answer(
-    posting: Any, stream: bool, send: Any, *, who: str, hangs: asyncio.Event, on_first: Callable[[], None],
+    posting: Any, stream: bool, send: Any, *, who: str, hangs: Ending, on_first: Callable[[], None],
     reworded: Callable[[int, bytes, str], Answer] = lambda *answer: answer,
 ) -> tuple[str, str]:  # fmt: skip
     """Pass the answer of an engine on to a client, byte for byte.
@@ -167,10 +172,10 @@ async def relay_answer(
     except asyncio.CancelledError:
         if shown or not hangs.is_set():
             raise
-        raise Failed("hangs", HANGS) from None
+        raise Failed("hangs", hangs.words) from None
 
 
-async def _send_pieces(piece: bytes, pieces: AsyncIterator[bytes], send: Any, hangs: asyncio.Event) -> str:
+async def _send_pieces(piece: bytes, pieces: AsyncIterator[bytes], send: Any, hangs: Ending) -> str:
     """Send a stream up to its end; returns what broke it."""
     tail = b""
     while piece:
@@ -186,11 +191,11 @@ async def _send_pieces(piece: bytes, pieces: AsyncIterator[bytes], send: Any, ha
         except asyncio.CancelledError:
             if not hangs.is_set():
                 raise
-            return HANGS
+            return hangs.words
     return "" if DONE in tail else "its answer ended without [DONE]"
 
 
-async def unless_hanging(hangs: asyncio.Event, work: Any) -> Any:
+async def unless_hanging(hangs: Ending, work: Any) -> Any:
     """The result of the work, which is cancelled when its engine is found to hang."""
     task, hanging = asyncio.ensure_future(work), asyncio.ensure_future(hangs.wait())
     try:
