@@ -123,6 +123,8 @@ class GatewayResponse(ProxiedResponse):
             if self._gateway.is_closing:
                 return 503, "the gateway is ending; try again later."
             found = fleet.candidates(model, self._path)
+            if model is None and (refusal := self._refusal(model)):
+                return refusal
             if fresh := [one for one in found if one.name not in failed]:
                 return fresh
             if refusal := self._refusal(model):
