@@ -1,4 +1,4 @@
-"""An OpenAI endpoint that sends tokens at a fixed pace and computes nothing: what stands behind it is measured alone.
+"""An OpenAI endpoint that sends tokens at a fixed pace and computes nothing, to measure a gateway in front of it.
 
     python -m benchmarks.paced --port 9000 [--pace-ms 20] [--model paced]
 

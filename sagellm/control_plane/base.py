@@ -56,6 +56,7 @@ class EngineKind(BaseService):
         device: type of its device; empty where it is not known.
         api_key: key that the server wants.
         metrics: our name of a figure -> name of the sample in the server's /metrics.
+        is_ours: whether it is a process below the manager.
     """
 
     name: ClassVar[str]
@@ -64,6 +65,7 @@ class EngineKind(BaseService):
     device: str = ""
     api_key: str | None = None
     metrics: ClassVar[Mapping[str, str]] = {}
+    is_ours: ClassVar[bool] = False
     http: aiohttp.ClientSession  # the manager's; set before `start`
 
     @abstractmethod

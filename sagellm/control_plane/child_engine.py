@@ -28,6 +28,7 @@ class ChildEngine(EngineKind):
         ready_timeout_s: longest time to get ready.
     """
 
+    is_ours = True
     announces = True
     ready_timeout_s = 600.0
     _child: Child | None = None

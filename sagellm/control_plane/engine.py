@@ -20,6 +20,7 @@ logger = logging.getLogger("sagellm.control")
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 HEALTHY_S = 10.0  # an engine that served for so long is started again soon
+WORDS_S = 2.0  # the end of a process may be seen later than that of its port, and says more
 FAILED_CHECKS = 2  # in a row; a single one may be an accident of the network
 NOTHING = NoView("", "hybrid")  # its costs and capabilities are those of all views, since a view is made for each request
 
@@ -144,6 +145,9 @@ class ManagedEngine:
         ended, sick = asyncio.create_task(self.kind.ended()), asyncio.create_task(self._until_it_is_sick())
         try:
             await asyncio.wait({ended, sick}, return_when=asyncio.FIRST_COMPLETED)
+            if self.kind.is_ours and not ended.done() and self.state is EngineState.READY:
+                self._become(EngineState.FAILED)
+                await asyncio.wait({ended}, timeout=WORDS_S)
             return ended.result() if ended.done() else sick.result()
         finally:
             for task in (ended, sick):

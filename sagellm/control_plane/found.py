@@ -1,17 +1,19 @@
-"""Find the running manager: by argument, by environment, or by the file that it leaves for its user."""
+"""Find the running manager, by argument, by environment or by the file that it leaves for its user; and ask it."""
 
 import json
 import os
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sagellm.core.cached_folder import default_cache_dir
+from sagellm.core.errors import ConfigError, EngineError
 
-__all__ = ["KEY_VARIABLE", "URL_VARIABLE", "FoundManager", "find_manager", "run_folder"]
+__all__ = ["CONTROL_HEADER", "KEY_VARIABLE", "URL_VARIABLE", "FoundManager", "ask", "find_manager", "run_folder"]
 
 URL_VARIABLE, KEY_VARIABLE = "SAGELLM_URL", "SAGELLM_API_KEY"
+CONTROL_HEADER = "x-sagellm-control"  # a page of another site cannot send it
 LOOK_S = 5.0
 
 
@@ -58,3 +60,34 @@ def _answers(url: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def ask(
+    manager: FoundManager, method: str, path: str, body: dict[str, Any] | None = None, *, api_key: str | None = None,
+    timeout_s: float | None = None,
+) -> Any:  # fmt: skip
+    """Return the JSON that a control route answers.
+
+    Raises:
+        ConfigError: it refuses, in its own words.
+        EngineError: nothing answers there, or an engine could not do it.
+    """
+    headers = {"content-type": "application/json"}
+    if manager.control_key is not None:
+        headers[CONTROL_HEADER] = manager.control_key
+    if api_key := api_key or os.environ.get(KEY_VARIABLE):
+        headers["authorization"] = f"Bearer {api_key}"
+    content = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(manager.url + path, content, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        try:
+            words = json.load(error)["error"]["message"]
+        except (ValueError, TypeError, KeyError):
+            words = f"{manager.url}{path} answers {error.code}; is it a manager's gateway?"
+        raise (EngineError if error.code >= 500 else ConfigError)(words) from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", error)
+        raise EngineError(f"{manager.url} does not answer as a manager: {why}. Start one with `sagellm up`.") from None

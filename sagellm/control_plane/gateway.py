@@ -16,6 +16,7 @@ from starlette.routing import Route
 from sagellm.control_plane.base import BaseService
 from sagellm.control_plane.config import ManagerConfig
 from sagellm.control_plane.fleet import Fleet
+from sagellm.control_plane.found import CONTROL_HEADER
 from sagellm.control_plane.probe import ROUTES
 from sagellm.control_plane.registry import make_engine
 from sagellm.control_plane.relay import GatewayResponse
@@ -24,9 +25,8 @@ from sagellm.core.tasks import within
 from sagellm.pd.bodies import error_body
 from sagellm.pd.proxy_metrics import RequestLines
 
-__all__ = ["CONTROL_HEADER", "Gateway"]
+__all__ = ["Gateway"]
 
-CONTROL_HEADER = "x-sagellm-control"  # a page of another site cannot send it
 PAGE = Path(__file__).with_name("ui.html")
 LAST_WORDS_S = 5.0  # of streams that are ended
 

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -17,9 +17,6 @@ from sagellm.pd.answers import Answer, Failed, ProxiedResponse, relay_answer, se
 from sagellm.pd.bodies import Body, error_body, relayed_headers
 from sagellm.pd.tokens import guess_tokens
 
-if TYPE_CHECKING:
-    from sagellm.control_plane.gateway import Gateway
-
 __all__ = ["GatewayResponse", "as_openai"]
 
 logger = logging.getLogger("sagellm.control")
@@ -30,9 +27,14 @@ JSON = "application/json"
 
 
 class GatewayResponse(ProxiedResponse):
-    """Serves one request from its arrival to its end. A client that leaves ends it, at the engine too."""
+    """Serves one request from its arrival to its end. A client that leaves ends it, at the engine too.
 
-    def __init__(self, gateway: "Gateway", path: str, key: str | None) -> None:
+    Args:
+        gateway: the `Gateway`.
+        key: API key of the client, if the gateway has keys.
+    """
+
+    def __init__(self, gateway: Any, path: str, key: str | None) -> None:
         super().__init__()
         self._gateway, self._fleet, self._path, self._key = gateway, gateway.fleet, path, key
         self._engine = "none"
