@@ -8,7 +8,9 @@ import pytest
 from openai import APIError, OpenAI
 
 from benchmarks.processes import wait_until
+from sagellm import UnifiedInferenceClient
 from sagellm.control_plane.manager import ControlPlaneManager
+from tests.conftest import SHAPE
 from tests.control_plane.test_gateway import metric
 
 NUM_PROMPTS, NUM_TOKENS = 6, 24
@@ -85,3 +87,10 @@ def test_an_engine_that_is_killed_under_load_loses_no_request_that_had_sent_noth
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda prompt: complete(client, prompt), PROMPTS)) == list(expected.values())
     assert manager.engines()[0]["served"] > served
+
+
+def test_the_client_embeds_and_chats(manager):
+    with UnifiedInferenceClient(manager.url) as client:
+        vectors = client.embed(["a", "b"])
+        assert len(vectors) == 2 and len(vectors[0]) == SHAPE["hidden_size"] and vectors[0] != vectors[1]
+        assert isinstance(client.chat("hello", max_tokens=4), str)
