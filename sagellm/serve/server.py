@@ -21,6 +21,7 @@ import uvicorn
 from sagellm.core.config import SageConfig
 from sagellm.core.early import skip_teardown
 from sagellm.core.errors import ConfigError, PeerError, PluginError
+from sagellm.core.ports import listen
 from sagellm.core.registry import check_owners, find_plugin
 from sagellm.core.run_folder import hold, remove_abandoned
 from sagellm.engines.lmdeploy.device_settings import executor_of
@@ -62,7 +63,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
     device = backend.require()
     _check_plugins(config)
     run_dir = _run_dir(config)
-    listener = _listen(config.host, config.port)
+    listener = listen(config.host, config.port)
     clean_up = partial(shutil.rmtree, run_dir, ignore_errors=True)
     try:
         member = _membership(config, device)
@@ -134,21 +135,6 @@ def _check_plugins(config: SageConfig) -> None:
             config.record.open("a").close()
         except OSError as error:
             raise ConfigError(f"cannot write --record {config.record}: {error.strerror}.") from None
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Take the port before a model is loaded for minutes."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        # A second server must fail here and not later; binding alone would let two of them share the port.
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port.") from None
-    return listener
 
 
 def _membership(config: SageConfig, device: str) -> "Membership | None":
