@@ -1,11 +1,16 @@
 """One engine of a manager: its state, its health, its load, and its restarts."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
+
+from sagellm.comm_backend.group_messages import Capabilities
 from sagellm.control_plane.base import EngineKind, EngineState, EngineView
 from sagellm.control_plane.metrics import GatewayMetrics
 from sagellm.control_plane.probe import EngineFacts
@@ -54,6 +59,7 @@ class ManagedEngine:
         self._accept, self._changed = accept, changed
         self._life: asyncio.Task | None = None
         self._ready_at = 0.0
+        self._capabilities = NOTHING.capabilities
 
     async def start(self) -> None:
         """Start it for the first time. Raises SageError: it cannot be, and is ended again."""
@@ -75,10 +81,14 @@ class ManagedEngine:
     def serves(self, model: str | None, path: str) -> bool:
         return self.state is EngineState.READY and path in self.facts.routes and model in (None, *self.facts.models)
 
+    @property
+    def device(self) -> str:
+        return self.kind.device or self.facts.device
+
     def view(self) -> EngineView:
         return EngineView(
-            self.name, "hybrid", num_running=self.num_running, costs=NOTHING.costs, capabilities=NOTHING.capabilities,
-            kind=self.kind.name, device=self.kind.device, num_waiting=int(self.load.get("waiting", 0)),
+            self.name, "hybrid", num_running=self.num_running, costs=NOTHING.costs, capabilities=self._capabilities,
+            kind=self.kind.name, device=self.device, num_waiting=int(self.load.get("waiting", 0)),
             kv_use=self.load.get("kv_use"),
         )  # fmt: skip
 
@@ -86,7 +96,8 @@ class ManagedEngine:
         checks = self._metrics.checks
         return {
             "name": self.name, "kind": self.kind.name, "state": self.state, "url": self.kind.url,
-            "models": list(self.facts.models), "routes": list(self.facts.routes), "device": self.kind.device,
+            "models": list(self.facts.models), "routes": list(self.facts.routes), "device": self.device,
+            "capabilities": dict(self.facts.capabilities),
             "running": self.num_running, "load": self.load, "served": self.num_served, "failed": self.num_failed,
             "starts": self.num_starts, "why": self.why, "register_s": round(self.register_s, 3),
             "ready_s": round(time.monotonic() - self._ready_at, 1) if self.state is EngineState.READY else None,
@@ -105,9 +116,12 @@ class ManagedEngine:
                     f"engine {self.name} has no model {wanted!r}: its server at {self.kind.url} serves "
                     f"{', '.join(facts.models)}."
                 )
-            facts = EngineFacts((wanted,), facts.routes, facts.tokens)
+            facts = replace(facts, models=(wanted,))
         self._accept(self, facts)
         self.facts = facts
+        known = {name: value for name, value in facts.capabilities.items() if name in Capabilities.model_fields}
+        with contextlib.suppress(ValidationError):  # of another version
+            self._capabilities = Capabilities(**known)
         self.hangs = Ending()
         self._ready_at = time.monotonic()
         if self.state is not EngineState.DRAINING:

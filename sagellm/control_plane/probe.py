@@ -5,7 +5,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -16,6 +16,7 @@ __all__ = ["ROUTES", "EngineFacts", "base_url", "facts", "health", "load"]
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+INFO = "/sagellm/info"
 NO_ROUTE = (404, 405, 501)
 # Its tokens differ between vocabularies. Byte tokens of digits and signs do not.
 SAMPLE = "Ünïcode and CamelCase, 12345 tokens;\n\tfor each in range(10): naïveté 东京"
@@ -34,11 +35,15 @@ class EngineFacts:
         models: names of its models.
         routes: those of `ROUTES` that it has.
         tokens: ids of a sample text; None where it does not tokenize on request.
+        device: type of its device; empty where it does not say.
+        capabilities: as a `CapabilityDescriptor` of `sagellm.engines`; empty where it does not say.
     """
 
     models: tuple[str, ...]
     routes: tuple[str, ...]
     tokens: tuple[int, ...] | None = None
+    device: str = ""
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
 
 
 def base_url(url: str) -> str:
@@ -94,7 +99,8 @@ async def facts(http: aiohttp.ClientSession, url: str, key: str | None) -> Engin
                 routes.append(path)
         if not routes:
             raise ConfigError(f"{url} is no OpenAI server: it has none of {', '.join(ROUTES)}.")
-        return EngineFacts(models, tuple(routes), await _tokens(http, url, key, models[0]))
+        device, capabilities = await _abilities(http, url, key)
+        return EngineFacts(models, tuple(routes), await _tokens(http, url, key, models[0]), device, capabilities)
     except asyncio.TimeoutError:
         raise EngineError(f"{url} does not answer within {TIMEOUT.total:g} s.") from None
     except (aiohttp.ClientError, OSError) as error:
@@ -112,6 +118,16 @@ async def load(http: aiohttp.ClientSession, url: str, names: Mapping[str, str]) 
             if values:
                 found[name] = sum(map(float, values))
     return found
+
+
+async def _abilities(http: aiohttp.ClientSession, url: str, key: str | None) -> tuple[str, dict[str, Any]]:
+    """Device and capabilities, of a server of this project."""
+    status, said = await _ask(http, "GET", url + INFO, key)
+    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+        if status == 200:
+            found = json.loads(said)
+            return str(found["device"]), dict(found.get("capabilities", {}))
+    return "", {}
 
 
 async def _tokens(http: aiohttp.ClientSession, url: str, key: str | None, model: str) -> tuple[int, ...] | None:

@@ -247,6 +247,7 @@ class _Launch:
             RequestValidation, engine=engine, interface=VariableInterface, member=self.member,
             policies=_policies(self.config), command=partial(self.backend.command, engine), trouble=lambda: self.watch.reason,
             max_body_bytes=int(self.config.max_body_mib * 2**20), sampling=self.sampling,
+            describe=partial(self.backend.describe, self.banner.device),
         )  # fmt: skip
         app.user_middleware.append(middleware)
         engine.tokenizer.detokenize_incrementally = by_token(engine.tokenizer.detokenize_incrementally)
@@ -318,14 +319,14 @@ class _Banner:
     """The message of a server that is ready."""
 
     def __init__(self, config: SageConfig, device: str, sizes: Sizes, as_json: bool, out: TextIO) -> None:
-        self._config, self._name, self._device, self._sizes = config, config.model_name, device, sizes
+        self._config, self._name, self.device, self._sizes = config, config.model_name, device, sizes
         self._as_json, self._out = as_json, out
 
     def show(self) -> None:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         url = f"http://{host}:{self._config.port}/v1"
         if self._as_json:
-            facts = {"device": self._device, "dtype": self._sizes.dtype, "kv_blocks": self._sizes.num_blocks}
+            facts = {"device": self.device, "dtype": self._sizes.dtype, "kv_blocks": self._sizes.num_blocks}
             facts["context_length"] = self._sizes.context_length
             self._say(json.dumps({"ready": True, "url": url, "model": self._name, "pid": os.getpid()} | facts))
         else:
@@ -337,7 +338,7 @@ class _Banner:
                     "messages": [{"role": "user", "content": "What is the capital of France?"}],
                 }
             )
-            self._say(f"\nReady: {self._name} on {self._device} at {url}")
+            self._say(f"\nReady: {self._name} on {self.device} at {url}")
             self._say(
                 f"KV pool: {self._sizes.num_blocks or 'chosen by LMDeploy'} blocks of {self._config.block_size} tokens, "
                 f"{self._sizes.dtype}; plug-ins: {', '.join(spec.name for spec in all_plugins(self._config)) or 'none'}"
