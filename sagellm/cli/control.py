@@ -47,7 +47,16 @@ def up(config: Path | None, empty: bool, as_json: bool, **flags: Any) -> None:
     from sagellm.control_plane.manager import ControlPlaneManager
 
     look_in_current_folder()
-    stop = threading.Event()
+    stop, is_ready = threading.Event(), threading.Event()
+
+    def on_signal(*_: Any) -> None:
+        """Ends the wait, or the start. A second signal ends the process at once, and the engines with it."""
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+        if not is_ready.is_set():
+            raise KeyboardInterrupt
+
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     try:
         if empty and config is not None:
@@ -55,12 +64,14 @@ def up(config: Path | None, empty: bool, as_json: bool, **flags: Any) -> None:
         settings = read_model(ManagerConfig, None if empty else config or SHIPPED, given)
         _log_to_stderr(settings.log_level)
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: _interrupt(stop))
+            signal.signal(number, on_signal)
         manager = ControlPlaneManager(settings)
         try:
             manager.start()
+            is_ready.set()
             _announce(manager, as_json)
-            stop.wait()
+            while not stop.wait(0.5):  # in turns, or a signal that comes to another thread is not seen
+                pass
         except KeyboardInterrupt:  # while engines start
             pass
         finally:
@@ -71,21 +82,7 @@ def up(config: Path | None, empty: bool, as_json: bool, **flags: Any) -> None:
         sys.exit(2)
 
 
-def _interrupt(stop: threading.Event) -> None:
-    """The first signal ends the wait, or the start; a second one ends at once, and the engines with the process."""
-    if stop.is_set():
-        os._exit(1)
-    is_waiting = _is_ready.is_set()
-    stop.set()
-    if not is_waiting:
-        raise KeyboardInterrupt
-
-
-_is_ready = threading.Event()
-
-
 def _announce(manager: Any, as_json: bool) -> None:
-    _is_ready.set()
     models = sorted(manager.status()["models"])
     if as_json:
         engines = [{"name": one["name"], "url": one["url"], "pid": one.get("pid")} for one in manager.engines()]

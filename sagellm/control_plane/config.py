@@ -14,7 +14,7 @@ __all__ = ["ApiKey", "ManagerConfig"]
 class ApiKey(Model):
     """A key of clients. `max_running`: requests that it may have at once; None: as many as it likes."""
 
-    key: str = Field(min_length=1)
+    key: str = Field(pattern="^[!-~]+$")  # a header carries such text alone
     max_running: int | None = Field(None, ge=1)
 
 

@@ -14,7 +14,7 @@ from sagellm.comm_backend.group_messages import Capabilities
 from sagellm.control_plane.base import EngineKind, EngineState, EngineView
 from sagellm.control_plane.metrics import GatewayMetrics
 from sagellm.control_plane.probe import EngineFacts
-from sagellm.core.errors import ConfigError, SageError
+from sagellm.core.errors import ConfigError, EngineError, SageError
 from sagellm.core.tasks import within
 from sagellm.pd.answers import Ending
 from sagellm.pd.base import EngineView as NoView
@@ -64,9 +64,15 @@ class ManagedEngine:
     async def start(self) -> None:
         """Start it for the first time. Raises SageError: it cannot be, and is ended again."""
         begun = time.monotonic()
+        self._life = asyncio.create_task(self._start())
         try:
-            await self._start()
+            await asyncio.wait({self._life})
+            if self._life.cancelled():
+                raise EngineError("it was stopped while it started.")
+            self._life.result()
         except BaseException:
+            self._life.cancel()
+            await asyncio.gather(self._life, return_exceptions=True)
             await self.kind.stop(0.0)
             raise
         self.register_s = time.monotonic() - begun

@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextlib
 import json
 import logging
@@ -32,6 +33,7 @@ __all__ = ["ControlPlaneManager"]
 logger = logging.getLogger("sagellm.control")
 
 STOP_S = 60.0  # beyond the drain
+TURN_S = 0.5
 
 
 class ControlPlaneManager:
@@ -218,7 +220,11 @@ class ControlPlaneManager:
         if self._loop is None:
             work.close()
             raise EngineError("the manager has stopped.")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        # In turns: a signal that the system gives to another thread does not wake a thread that waits for a lock.
+        while not concurrent.futures.wait([future], timeout=TURN_S).done:
+            pass
+        return future.result()
 
     def _write_file(self) -> None:
         """Leave the address and the control key where `found` looks, for this user alone."""

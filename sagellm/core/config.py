@@ -436,7 +436,8 @@ def _explain(kind: type[Model], error: ValidationError, file: Path | None) -> st
         if item["type"] == "extra_forbidden":
             part = PARTS.get(item["loc"][0]) if len(item["loc"]) > 1 else None
             known = (part or kind).model_fields
-            lines.append(f"{name}: unknown key; known are {', '.join(sorted(known))}.")
+            is_known = part is not None or len(item["loc"]) == 1
+            lines.append(f"{name}: unknown key; " + (f"known are {', '.join(sorted(known))}." if is_known else "leave it out."))
         elif not name or (name in PARTS and item["type"] == "value_error"):  # a combination of values
             lines.append(f"{item['msg'].removeprefix('Value error, ')}.")
         else:

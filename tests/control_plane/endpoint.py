@@ -8,7 +8,7 @@ import threading
 
 from aiohttp import web
 
-from benchmarks.paced import MEDIA, paced_app
+from benchmarks.paced import MEDIA
 from benchmarks.processes import free_port
 from sagellm.control_plane.child_engine import ChildEngine
 from sagellm.core.tasks import end_tasks
@@ -25,6 +25,13 @@ class Paced(ChildEngine):
     def command(self, port: int) -> list[str]:
         return [sys.executable, "-m", "benchmarks.paced", "--port", str(port), "--model", self.model,
                 "--pace-ms", str(self._pace_ms)]  # fmt: skip
+
+
+class Never(Paced):
+    """A process that does not get ready."""
+
+    def command(self, port):
+        return [sys.executable, "-c", "import time; time.sleep(600)", "never ready"]
 
 
 class Endpoint:
@@ -52,6 +59,7 @@ class Endpoint:
     def __exit__(self, *exception):
         self.down()
         self._on_loop(end_tasks())
+        self._on_loop(asyncio.sleep(0.02))  # connections that were cut are closed in the next rounds of the loop
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
@@ -133,4 +141,4 @@ class Endpoint:
         return answer
 
 
-__all__ = ["Endpoint", "Paced", "paced_app"]
+__all__ = ["Endpoint", "Never", "Paced"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import sys
 
@@ -10,7 +9,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from benchmarks.processes import ServerProcess, free_port
+from benchmarks.processes import ServerProcess, free_port, wait_until
 from sagellm import UnifiedInferenceClient
 from sagellm.cli.control import SHIPPED
 from sagellm.cli.main import main
@@ -95,9 +94,9 @@ def test_a_file_that_cannot_work_ends_with_words(start_up, settings, says):
 
 
 def test_a_signal_during_the_start_ends_it(start_up):
-    server = start_up({"a": {"kind": PACED, "pace_ms": 1}})
-    os.kill(server.process.pid, signal.SIGTERM)
-    server.process.wait(60)
+    server = start_up({"a": {"kind": "tests.control_plane.endpoint:Never"}})
+    wait_until("the engine", lambda: any("never ready" in one.cmdline() for one in server.family()))
+    server.end(signal.SIGTERM)
     assert "Traceback" not in server.stderr
 
 

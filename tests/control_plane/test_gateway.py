@@ -286,3 +286,15 @@ def test_the_page_and_its_figures(start_manager):
         for name in ("sagellm_control_start_seconds", 'sagellm_control_register_seconds{engine="a"}',
                      "sagellm_control_health_share 1.0", 'sagellm_control_engines{state="ready"} 1.0'):  # fmt: skip
             assert name in text
+
+
+def test_decisions_and_ends_are_recorded(start_manager, tmp_path):
+    file = tmp_path / "lines.jsonl"
+    manager = start_manager(record=file)
+    with Endpoint() as engine:
+        manager.register_engine("a", "openai", url=engine.url)
+        ask(manager)
+        wait_for_outcome(manager, "a", "served")
+    route, end = (json.loads(line) for line in file.read_text().splitlines())
+    assert (route["event"], route["engine"], route["reason"]) == ("route", "a", "least load")
+    assert (end["event"], end["outcome"], end["attempts"]) == ("end", "served", 1) and end["first_byte_s"] > 0

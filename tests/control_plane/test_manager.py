@@ -1,5 +1,6 @@
 """The manager: engines that are not what they should be, restarts, settings, and what is left when it is killed."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -14,7 +15,7 @@ from sagellm.control_plane.base import Router
 from sagellm.control_plane.found import find_manager, run_folder
 from sagellm.control_plane.manager import ControlPlaneManager
 from sagellm.core.errors import ConfigError, EngineError, PolicyError
-from tests.control_plane.endpoint import Endpoint, Paced
+from tests.control_plane.endpoint import Endpoint, Never, Paced
 from tests.control_plane.test_gateway import ask
 
 
@@ -97,6 +98,18 @@ def test_restarts_are_tried_later_each_time(start_manager):
     assert manager.engines() == []
 
 
+def test_an_engine_that_is_starting_can_be_stopped(start_manager):
+    manager = start_manager()
+    never = Never()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        registering = pool.submit(manager.register_engine, "a", never)
+        pid = wait_until("its process", lambda: manager.engines() and manager.engines()[0].get("pid"))
+        manager.unregister_engine("a")
+        with pytest.raises(EngineError, match="engine a cannot start: it was stopped while it started"):
+            registering.result()
+    assert manager.engines() == [] and not psutil.pid_exists(pid)
+
+
 class Faulty(Router):
     name = "faulty"
 
@@ -115,6 +128,8 @@ def test_a_faulty_router_is_replaced(start_manager):
 def test_settings_are_checked_before_anything_starts(start_manager):
     for settings, says in (
         ({"prot": 3}, "prot: unknown key; known are .*port"), ({"port": 70000}, "port: "),
+        ({"api_key": [{"key": "k", "limit": 3}]}, "api_key.0.limit: unknown key; leave it out"),
+        ({"api_key": "a b"}, "api_key.0.key: "),
         ({"engines": {"a": {"kind": "nothing"}}}, "engine a: unknown engine kind 'nothing'"),
         ({"engines": {"a": {"kind": "openai"}}}, "engine a: .* cannot be built with options"),
     ):  # fmt: skip
@@ -159,6 +174,9 @@ def test_it_is_found_by_its_user_until_it_stops(start_manager, monkeypatch):
     monkeypatch.delenv("SAGELLM_URL")
     manager.stop()
     assert find_manager() is None
+    manager.start()
+    assert find_manager() == (manager.url, manager.control_key) and manager.engines() == []
+    manager.stop()
     stale = run_folder() / "1.json"
     stale.write_text(json.dumps({"url": manager.url, "pid": os.getpid(), "control_key": "x"}))
     assert find_manager() is None
