@@ -1,6 +1,9 @@
 """The contracts hold for our routers and kinds, and see what is broken."""
 
+import itertools
+from collections import Counter, OrderedDict, deque
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -10,6 +13,7 @@ from sagellm.control_plane.contract import ENGINE_SUITE, ROUTER_SUITE
 from sagellm.control_plane.kinds.openai import OpenAIEndpoint
 from sagellm.control_plane.registry import ROUTERS, make_router
 from sagellm.core.errors import PolicyError
+from sagellm.replay.generate import generate
 from tests.control_plane.endpoint import Endpoint, Paced
 
 
@@ -154,3 +158,30 @@ def test_prefix_forgets_the_oldest_prompts():
     assert router.choose(RouteRequest(5, prompt=b"%4d" % 3 * 64), views(a=0)).reason == "least load"
 
 
+
+
+def hit_share(router, num_engines=4, capacity=1000, num_running=16):
+    """Share of blocks of conversations that engines with small caches have where the router sends them."""
+    trace = generate("conversation:requests=3000,seed=1")
+    caches = {f"e{number}": OrderedDict() for number in range(num_engines)}
+    running = deque(maxlen=num_running)
+    num_hits = 0
+    for start, end in itertools.pairwise(trace.offsets.tolist()):
+        keys = trace.keys[start:end]
+        prompt = np.repeat(keys, 8).tobytes()  # 64 bytes for each block of 64 tokens
+        loads = Counter(running)
+        name = router.choose(RouteRequest(len(prompt), prompt=prompt), views(**{one: loads[one] for one in caches})).engine
+        running.append(name)
+        cache, is_cached = caches[name], True
+        for key in keys.tolist():
+            is_cached = is_cached and key in cache
+            num_hits += is_cached
+            cache[key] = None
+            cache.move_to_end(key)
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+    return num_hits / len(trace.keys)
+
+
+def test_prefix_finds_more_of_conversations_than_turns():
+    assert hit_share(make_router("prefix")) >= 1.4 * hit_share(make_router("round-robin")) > 0

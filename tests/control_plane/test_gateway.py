@@ -172,6 +172,7 @@ def test_keys_and_their_limits(start_manager):
             refused = ask(manager, "narrow")
             assert refused.status_code == 429 and "1 requests of this key" in refused.json()["error"]["message"]
             assert ask(manager, "open").status_code == 200
+            assert not any("authorization" in one["headers"] for one in engine.seen), "keys of clients are not the engine's"
         assert ask(manager, "narrow").status_code == 200  # its first one has ended
         assert httpx.get(manager.url + "/v1/models", headers=headers).json()["data"][0]["id"] == "m"
 
@@ -234,6 +235,8 @@ def test_a_drained_engine_finishes_and_gets_nothing_new(start_manager):
         assert state(manager, "a") == "draining" and ask(manager).status_code == 503
         ending = threading.Thread(target=manager.unregister_engine, args=("a", 30.0))
         ending.start()
+        ending.join(0.3)
+        assert ending.is_alive(), "the engine is ended while it has a request"
         engine.gate()
         engine.gate()
         task.join()
