@@ -150,6 +150,8 @@ def start(
     given = {key: value for key, value in given.items() if value is not None} | read_options(
         "--options", options, {"kv_blocks": 256}
     )  # fmt: skip
+    if model is not None and Path(model).exists():  # the manager may run in another folder
+        given["model"] = str(Path(model).resolve())
     name = name or (Path(model).name if model else engine_kind)
     found = ask("POST", "/control/engines", {"name": name, "kind": engine_kind, "options": given})
     click.echo(json.dumps(found) if as_json else f"{name} serves {', '.join(found['models'])} after {found['register_s']} s")

@@ -1,11 +1,13 @@
 """The manager: engines that are not what they should be, restarts, settings, and what is left when it is killed."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +16,8 @@ from benchmarks.processes import can_listen, free_port, wait_until
 from sagellm.control_plane.base import Router
 from sagellm.control_plane.found import find_manager, run_folder
 from sagellm.control_plane.manager import ControlPlaneManager
+from sagellm.control_plane.registry import make_engine
+from sagellm.core.config import read_config
 from sagellm.core.errors import ConfigError, EngineError, PolicyError
 from tests.control_plane.endpoint import Endpoint, Never, Paced
 from tests.control_plane.test_gateway import ask
@@ -84,6 +88,18 @@ class Stubborn(Paced):
         self.num = getattr(self, "num", 0) + 1
         good = super().command(port)
         return good if self.num == 1 else [sys.executable, "-c", "import sys; sys.exit('error: no memory is left')"]
+
+
+def test_an_engine_of_ours_gets_the_settings_that_were_given(tmp_path):
+    given = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "plugins": "mine:Mine", "kv_blocks": 64,
+             "kv": {"policy": "arc", "quotas": {"a": {"gpu": 0.5}}}, "device": "cpu"}  # fmt: skip
+    engine = make_engine("sagellm", model=str(tmp_path), **given)
+    command = engine.command(12345)
+    file = Path(command[command.index("--config") + 1])
+    assert read_config(file, {}) == read_config(None, given | {"model": str(tmp_path)})
+    assert file.parent.stat().st_mode & 0o777 == 0o700 and command[command.index("--port") + 1] == "12345"
+    asyncio.run(engine.stop())
+    assert not file.parent.exists()
 
 
 def test_restarts_are_tried_later_each_time(start_manager):

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_it_answers_and_leaves_nothing(model_folder):
     folder = model_folder("llama")
     words = ["--model", str(folder), "--device", "cpu", "--threads", "1", "--max-tokens", "8"]

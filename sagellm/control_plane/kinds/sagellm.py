@@ -1,6 +1,7 @@
 """`sagellm serve` as a process of the manager, with any of its settings."""
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -10,9 +11,11 @@ from typing import Any
 from sagellm.control_plane.child_engine import HOST, ChildEngine
 from sagellm.core.config import read_config
 from sagellm.core.errors import ConfigError
+from sagellm.core.run_folder import hold, remove_abandoned
 
 __all__ = ["SageLLM"]
 
+FOLDER = "sagellm-engine-"
 OURS = ("host", "port", "api_key", "pd")  # set by the manager
 
 
@@ -43,9 +46,13 @@ class SageLLM(ChildEngine):
         self.device = "" if (asked := given.get("device", "auto")) == "auto" else asked
         self.model = given.get("model_name")
         self._folder: Path | None = None
+        self._mark = -1  # file descriptor
 
     def command(self, port: int) -> list[str]:
-        self._folder = self._folder or Path(tempfile.mkdtemp(prefix="sagellm-engine-"))  # mode 700: it may hold paths and keys
+        if self._folder is None:
+            remove_abandoned(f"{FOLDER}*")
+            self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))  # mode 700: it may hold paths and keys
+            self._mark = hold(self._folder)
         file = self._folder / "serve.yaml"
         file.write_text(json.dumps(self._settings))  # JSON is YAML
         return [sys.executable, "-m", "sagellm.serve", "--config", str(file), "--host", HOST, "--port", str(port), "--json"]
@@ -57,6 +64,7 @@ class SageLLM(ChildEngine):
         await super().stop(grace_s)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._mark)
             self._folder = None
 
 
