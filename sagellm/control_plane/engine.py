@@ -60,6 +60,7 @@ class ManagedEngine:
         self._life: asyncio.Task | None = None
         self._ready_at = 0.0
         self._capabilities = NOTHING.capabilities
+        self._num_checks = {"ok": 0, "failed": 0}
 
     async def start(self) -> None:
         """Start it for the first time. Raises SageError: it cannot be, and is ended again."""
@@ -99,7 +100,6 @@ class ManagedEngine:
         )  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        checks = self._metrics.checks
         return {
             "name": self.name, "kind": self.kind.name, "state": self.state, "url": self.kind.url,
             "models": list(self.facts.models), "routes": list(self.facts.routes), "device": self.device,
@@ -107,8 +107,7 @@ class ManagedEngine:
             "running": self.num_running, "load": self.load, "served": self.num_served, "failed": self.num_failed,
             "starts": self.num_starts, "why": self.why, "register_s": round(self.register_s, 3),
             "ready_s": round(time.monotonic() - self._ready_at, 1) if self.state is EngineState.READY else None,
-            "healthy_checks": checks.labels(self.name, "ok")._value.get(),
-            "failed_checks": checks.labels(self.name, "failed")._value.get(),
+            "healthy_checks": self._num_checks["ok"], "failed_checks": self._num_checks["failed"],
         } | self.kind.describe()  # fmt: skip
 
     async def _start(self) -> None:
@@ -183,7 +182,9 @@ class ManagedEngine:
                 why = await self.kind.health()
             except asyncio.TimeoutError:
                 why, is_silent = "it does not answer any more.", True
-            self._metrics.checks.labels(self.name, "failed" if why else "ok").inc()
+            result = "failed" if why else "ok"
+            self._num_checks[result] += 1
+            self._metrics.checks.labels(self.name, result).inc()
             num_failed = num_failed + 1 if why else 0
             if num_failed >= FAILED_CHECKS:
                 if is_silent:

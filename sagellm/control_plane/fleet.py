@@ -55,6 +55,10 @@ class Fleet(BaseService):
 
     Args:
         interval_s: seconds between two health checks of an engine.
+
+    Attributes:
+        decisions: the last ones, the newest at the end.
+        start_s: seconds that the manager took to start.
     """
 
     def __init__(self, router: Router, metrics: GatewayMetrics, interval_s: float = 1.0) -> None:
@@ -63,6 +67,7 @@ class Fleet(BaseService):
         self.decisions: deque[dict[str, Any]] = deque(maxlen=KEPT_DECISIONS)
         self.engines: dict[str, ManagedEngine] = {}
         self.http: aiohttp.ClientSession
+        self.start_s = 0.0
         self._interval_s = interval_s
         self._changed = asyncio.Event()
         self._num_faults = 0
@@ -172,7 +177,7 @@ class Fleet(BaseService):
         return {
             "engines": [one.status() for one in self.engines.values()], "models": self.models(),
             "router": self.router.policy.name, "health_share": self.metrics.health_share(),
-            "start_s": self.metrics.start_s._value.get(),
+            "start_s": round(self.start_s, 3),
         }  # fmt: skip
 
     def _accept(self, engine: ManagedEngine, facts: EngineFacts) -> None:
@@ -198,4 +203,6 @@ class Fleet(BaseService):
 
     def _remove(self, engine: ManagedEngine) -> None:
         self.engines.pop(engine.name, None)
+        with contextlib.suppress(KeyError):  # it never served
+            self.metrics.register_s.remove(engine.name)
         self._note_change(engine)

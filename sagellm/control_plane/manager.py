@@ -97,6 +97,7 @@ class ControlPlaneManager:
 
             self._run(start())
             self.start_s = time.monotonic() - begun
+            self._fleet.start_s = self.start_s
             self._fleet.metrics.start_s.set(self.start_s)
             self._run(self._register_all(engines))
         except BaseException:

@@ -106,7 +106,7 @@ def test_a_stream_that_has_begun_ends_with_an_error(start_manager, trouble, says
 def test_an_engine_that_hangs_loses_its_requests_to_others(start_manager, monkeypatch):
     import aiohttp
 
-    monkeypatch.setattr("sagellm.control_plane.probe.TIMEOUT", aiohttp.ClientTimeout(total=0.3))
+    monkeypatch.setattr("sagellm.control_plane.probe.TIMEOUT", aiohttp.ClientTimeout(total=1.0))
     manager = start_manager()
     with Endpoint() as one, Endpoint() as other:
         manager.register_engine("a", "openai", url=one.url)
