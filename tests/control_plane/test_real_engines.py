@@ -90,7 +90,11 @@ def test_an_engine_that_is_killed_under_load_loses_no_request_that_had_sent_noth
 def test_an_engine_comes_back(manager, client, expected):
     first = manager.engines()[0]
     os.kill(first["pid"], signal.SIGKILL)
-    wait_until("the engine is there again", lambda: manager.engines()[0]["starts"] == 2 and manager.health()["healthy"], 120)
+    def is_back():
+        engine = manager.engines()[0]
+        return engine["starts"] == 2 and engine["state"] == "ready"
+
+    wait_until("the engine is there again", is_back, 120)
     again = manager.engines()[0]
     assert again["starts"] == 2 and again["pid"] != first["pid"] and "signal 9" in again["why"]
     served = again["served"]
