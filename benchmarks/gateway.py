@@ -28,8 +28,8 @@ UP = "from sagellm.cli import main; main()"
 @click.command()
 @click.option("--requests", "num_requests", type=click.IntRange(10), default=2000, show_default=True, help="Requests each way.")
 @click.option("--concurrency", type=click.IntRange(1), default=64, show_default=True, help="Requests at once.")
-@click.option("--tokens", type=click.IntRange(2), default=16, show_default=True, help="Tokens of an answer.")
-@click.option("--pace-ms", type=float, default=20.0, show_default=True, help="Milliseconds between two tokens.")
+@click.option("--tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens of an answer.")
+@click.option("--pace-ms", type=float, default=50.0, show_default=True, help="Milliseconds between two tokens.")
 @click.option("--turns", type=click.IntRange(1), default=10, show_default=True, help="Turns of each way.")
 @click.option("--router", default="least-load", show_default=True, help="Router of the gateway.")
 @with_output

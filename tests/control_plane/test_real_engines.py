@@ -90,6 +90,7 @@ def test_an_engine_that_is_killed_under_load_loses_no_request_that_had_sent_noth
 def test_an_engine_comes_back(manager, client, expected):
     first = manager.engines()[0]
     os.kill(first["pid"], signal.SIGKILL)
+
     def is_back():
         engine = manager.engines()[0]
         return engine["starts"] == 2 and engine["state"] == "ready"
