@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AccelConfig": "accel.controller",
     "AccelController": "accel.controller",
+    "ControlPlaneManager": "control_plane.manager",
     "EvictionPolicy": "kv_policy.base",
     "KINDS": "core.kinds",
     "KVTransferChannel": "comm_backend.kv_transfer.base",
@@ -20,6 +21,7 @@ _HOME = {
     "SamplingParams": "engines.base",
     "SchedulingStrategy": "scheduler_ir.strategies.base",
     "SpeculativeStrategy": "accel.speculative.base",
+    "UnifiedInferenceClient": "control_plane.client",
 }
 
 __all__ = sorted(_HOME)

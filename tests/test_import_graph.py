@@ -23,6 +23,7 @@ LAYERS = (
     {"engines"},
     {"serve", "evaluate"},
     {"pd"},
+    {"control_plane"},
     {"cli"},
 )
 LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}

@@ -13,6 +13,7 @@ from sagellm.accel.speculative.contract.rules import check_speculator
 from sagellm.accel.speculative.registry import speculator_names
 from sagellm.comm_backend.kv_transfer.registry import channel_names
 from sagellm.comm_backend.registry import backend_names
+from sagellm.control_plane.registry import ENGINE_KINDS, ROUTERS
 
 ROOT = Path(__file__).parents[1] / "sagellm"
 NUM_PRINTS = {
@@ -44,7 +45,7 @@ def test_demos_print_what_they_say(package: str, tmp_path: Path) -> None:
         assert words == line or words.startswith(f"{line}: "), f"{words!r} is promised, {line!r} printed"
 
 
-@pytest.mark.parametrize("package", [*NUM_PRINTS, "accel", "engines/lmdeploy/kernels"])
+@pytest.mark.parametrize("package", [*NUM_PRINTS, "accel", "control_plane", "engines/lmdeploy/kernels"])
 def test_every_file_is_named(package: str) -> None:
     """By its name, by a pattern such as `disk_store*.py`, or with its folder (`contract/`)."""
     files = set((ROOT / package).glob("*.py"))
@@ -60,7 +61,10 @@ def test_every_file_is_named(package: str) -> None:
 
 @pytest.mark.parametrize(
     ("package", "names"),
-    [("accel", speculator_names), ("comm_backend", backend_names), ("comm_backend/kv_transfer", channel_names)],
+    [
+        ("accel", speculator_names), ("comm_backend", backend_names), ("comm_backend/kv_transfer", channel_names),
+        ("control_plane", ENGINE_KINDS.names), ("control_plane", ROUTERS.names),
+    ],
 )
 def test_every_plugin_is_named(package, names):
     assert not [name for name in names() if not re.search(rf"`{name}[`:]", text_of(package))]

@@ -6,6 +6,9 @@ from sagellm.cli.lazy import LazyGroup, at
 
 COMMANDS = {
     "serve": (at("sagellm.serve.command:serve"), "Serve a model over the OpenAI API."),
+    "up": (at("sagellm.cli.control:up"), "Start a manager: many engines behind one address."),
+    "engine": (at("sagellm.cli.control:engine"), "Start, list, drain and stop engines of the running manager."),
+    "infer": (at("sagellm.cli.control:infer"), "Answer a prompt through the running manager."),
     "patches": (at("sagellm.cli.patches:patches"), "Apply, check, show or reverse the patches on LMDeploy."),
     "model": (at("sagellm.cli.model:model"), "List, get, describe and remove models."),
     "demo-model": (at("sagellm.demo_model.command:demo_model"), "Build the demo model, or print its folder."),

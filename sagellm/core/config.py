@@ -1,7 +1,7 @@
 """Configuration: frozen pydantic models. `SageConfig` is what the server reads from file and flags."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from sagellm.core.errors import ConfigError
+from sagellm.core.ports import SagePorts
 
 MAX_CACHED_BLOCK_SIZE = 256  # tokens
 DEVICES = ("auto", "cpu", "cuda", "ascend", "maca", "camb")
@@ -32,6 +33,9 @@ ROLES = ("prefill", "decode", "hybrid")
 
 class Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="constants")
+
+
+Settings = TypeVar("Settings", bound=Model)
 
 
 class PluginSpec(Model):
@@ -277,7 +281,7 @@ class SageConfig(Model):
     quantization_options: dict[str, Any] = Field(default_factory=dict)
     compute: Literal[COMPUTES] = "auto"
     host: str = Field("127.0.0.1", min_length=1)
-    port: int = Field(23333, ge=1, le=65535)
+    port: int = Field(SagePorts.serve, ge=1, le=65535)
     api_key: tuple[str, ...] = ()
     kv_schema: Literal[KV_SCHEMAS] = "auto"
     prefix_attention: Literal[PREFIX_ATTENTION] = "off"
@@ -394,7 +398,12 @@ PARTS: dict[str, type[Model]] = {"kv": KVConfig, "pd": PDConfig}  # of `SageConf
 
 
 def read_config(file: Path | None, overrides: dict[str, Any]) -> SageConfig:
-    """Return a `SageConfig` from a YAML file and `overrides`, which replace values of the file.
+    """Return a `SageConfig`, see `read_model`."""
+    return read_model(SageConfig, file, overrides)
+
+
+def read_model(kind: type[Settings], file: Path | None, overrides: dict[str, Any]) -> Settings:
+    """Return a model from a YAML file and `overrides`, which replace values of the file.
 
     Raises:
         ConfigError: an unreadable file, an unknown key, or an invalid value; one line for each.
@@ -404,9 +413,9 @@ def read_config(file: Path | None, overrides: dict[str, Any]) -> SageConfig:
         if isinstance(of_file.get(part), dict) and isinstance(overrides.get(part), dict):
             values[part] = {**of_file[part], **overrides[part]}
     try:
-        return SageConfig(**values)
+        return kind(**values)
     except ValidationError as error:
-        raise ConfigError(_explain(error, file)) from None
+        raise ConfigError(_explain(kind, error, file)) from None
 
 
 def _read_yaml(file: Path | None) -> dict[str, Any]:
@@ -430,14 +439,15 @@ def _read_yaml(file: Path | None) -> dict[str, Any]:
     return content
 
 
-def _explain(error: ValidationError, file: Path | None) -> str:
+def _explain(kind: type[Model], error: ValidationError, file: Path | None) -> str:
     lines = []
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             part = PARTS.get(item["loc"][0]) if len(item["loc"]) > 1 else None
-            known = (part or SageConfig).model_fields
-            lines.append(f"{name}: unknown key; known are {', '.join(sorted(known))}.")
+            known = (part or kind).model_fields
+            is_known = part is not None or len(item["loc"]) == 1
+            lines.append(f"{name}: unknown key; " + (f"known are {', '.join(sorted(known))}." if is_known else "leave it out."))
         elif not name or (name in PARTS and item["type"] == "value_error"):  # a combination of values
             lines.append(f"{item['msg'].removeprefix('Value error, ')}.")
         else:

@@ -81,6 +81,20 @@ KINDS = (
         example="sagellm.pd.routing:PDPolicy",
     ),
     Kind(
+        name="engine-kind", what="engine kind of the control plane", key="kind", docs="sagellm/control_plane/README.md",
+        base="sagellm.control_plane.base:EngineKind",
+        registry="sagellm.control_plane.registry:ENGINE_KINDS",
+        suite="sagellm.control_plane.contract:ENGINE_SUITE",
+        example="sagellm.control_plane.kinds.vllm:VLLM",
+    ),
+    Kind(
+        name="router", what="router of the control plane", key="router", docs="sagellm/control_plane/README.md",
+        base="sagellm.control_plane.base:Router",
+        registry="sagellm.control_plane.registry:ROUTERS",
+        suite="sagellm.control_plane.contract:ROUTER_SUITE",
+        example="sagellm.control_plane.routers.least_load:LeastLoad",
+    ),
+    Kind(
         name="strategy", what="scheduling strategy", key="strategy", docs="sagellm/scheduler_ir/README.md",
         base="sagellm.scheduler_ir.strategies.base:SchedulingStrategy",
         registry="sagellm.scheduler_ir.strategies.registry:STRATEGIES",

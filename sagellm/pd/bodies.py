@@ -118,10 +118,13 @@ def relayed_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return found
 
 
-def error_body(words: str, status: int) -> bytes:
-    """As the engines' servers word an error: with the fields at the top and in `error`, which clients differ in reading."""
+def error_body(words: str, status: int, **known: Any) -> bytes:
+    """As the engines' servers word an error: with the fields at the top and in `error`, which clients differ in reading.
+
+    `known`: type, param and code, where an engine gave them.
+    """
     kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": words, "type": kind, "param": None, "code": status}
+    error = {"message": words, "type": kind, "param": None, "code": status} | known
     return json.dumps({"object": "error", **error, "error": error}).encode()
 
 

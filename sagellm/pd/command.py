@@ -10,6 +10,7 @@ import click
 from pydantic import ValidationError
 
 from sagellm.core.errors import ConfigError, SageError
+from sagellm.core.ports import SagePorts
 
 LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR"]
 SHARED = (
@@ -57,7 +58,7 @@ def pd() -> None:
 
 @pd.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=int, default=8000, show_default=True, help="Port to listen on.")
+@click.option("--port", type=int, default=SagePorts.proxy, show_default=True, help="Port to listen on.")
 @click.option(
     "--pd-key-file", "key_file", type=click.Path(path_type=Path), required=True,
     help="File with the secret of the group.",
@@ -90,7 +91,7 @@ def proxy(as_json: bool, **flags: Any) -> None:
 @click.option(
     "--hybrid", type=click.IntRange(0, 64), default=0, show_default=True, help="Number of engines that do both."
 )
-@click.option("--port", type=int, default=8000, show_default=True, help="Port of the proxy.")
+@click.option("--port", type=int, default=SagePorts.proxy, show_default=True, help="Port of the proxy.")
 @click.option(
     "--model", type=click.Path(path_type=Path), help="Model: name, folder, .gguf file or hub id. Default: smollm2."
 )
@@ -113,7 +114,7 @@ def up(as_json: bool, **flags: Any) -> None:
 
 
 @pd.command()
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="URL of the proxy.")
+@click.option("--url", default=f"http://127.0.0.1:{SagePorts.proxy}", show_default=True, help="URL of the proxy.")
 @click.option("--api-key", help="API key, if the proxy needs one.")
 @click.option("--json", "as_json", is_flag=True, help="Print the proxy's answer as JSON.")
 def status(url: str, api_key: str | None, as_json: bool) -> None:

@@ -1,6 +1,5 @@
 """One engine of a group as the proxy knows it: its load, its cached prefixes and its connections."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +7,7 @@ from typing import Any
 
 from sagellm.comm_backend.group_info import EngineAddress
 from sagellm.comm_backend.group_messages import EngineFacts, Load, PrefixChange, Subscribe
+from sagellm.pd.answers import Ending
 from sagellm.pd.costs import OnlineCosts
 from sagellm.prefix_reuse import EventGap, PrefixChanges, PrefixMirror
 
@@ -36,7 +36,7 @@ class Engine:
         self._pending: dict[int, tuple[float, int]] = {}  # transfer -> when it was sent, tokens of its prompt
         self._heard = 0.0
         self.num_streams = 0
-        self.hangs = asyncio.Event()  # it lives and answers nothing: its requests would wait for ever
+        self.hangs = Ending()  # it lives and answers nothing: its requests would wait for ever
 
     @property
     def decodes(self) -> bool:

@@ -19,9 +19,9 @@ from sagellm.comm_backend.control import read_key
 from sagellm.core.config import Model
 from sagellm.core.early import STOP_SIGNALS
 from sagellm.core.errors import ConfigError, SageError
+from sagellm.core.ports import SagePorts, listen
 from sagellm.pd.costs import OnlineCosts
 from sagellm.pd.group import SILENT_S, Group
-from sagellm.pd.ports import listen
 from sagellm.pd.proxy_metrics import ProxyMetrics, RequestLines
 from sagellm.pd.relay import Relay, RelayOptions
 from sagellm.pd.routing import Router, find_policy
@@ -46,7 +46,7 @@ class ProxyConfig(Model):
     """
 
     host: str = Field("127.0.0.1", min_length=1)
-    port: int = Field(8000, ge=1, le=65535)
+    port: int = Field(SagePorts.proxy, ge=1, le=65535)
     key_file: Path
     model: Path | None = None
     api_key: tuple[str, ...] = ()

@@ -1,22 +1,19 @@
 """One request of a client: to the engines that are to serve it, again where they fail, and their answer back."""
 
 import asyncio
-import contextlib
-import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from starlette.responses import Response
 
 from sagellm.comm_backend.control import sign_request
 from sagellm.core.errors import ConfigError
+from sagellm.pd.answers import Failed, ProxiedResponse, cause_of, relay_answer, send_whole, unless_hanging, words_of
 from sagellm.pd.base import RouteDecision, RouteRequest
-from sagellm.pd.bodies import BadBody, Body, error_body, read_body, relayed_headers
+from sagellm.pd.bodies import Body, error_body, relayed_headers
 from sagellm.pd.engine import Engine
 from sagellm.pd.group import Group
 from sagellm.pd.proxy_metrics import ProxyMetrics, RequestLines
@@ -28,9 +25,6 @@ __all__ = ["Relay", "RelayOptions", "RelayedResponse"]
 logger = logging.getLogger("sagellm.pd")
 
 MAX_BACKOFF_S = 1.0
-DONE = b"data: [DONE]"
-ERROR_EVENT = b'data: {"error": '  # of an engine's server that ends a stream; quotes of generated text are escaped
-HANGS = "it does not answer any more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +35,6 @@ class RelayOptions:
     wait_s: float = 30.0
     max_attempts: int = 5
     registry: Any = None
-
-
-class Failed(Exception):
-    """An engine that decodes failed before anything of its answer was shown."""
-
-    def __init__(self, cause: str, words: str, answer: tuple[int, bytes, str] | None = None) -> None:
-        super().__init__(words)
-        self.cause, self.answer = cause, answer
-
-
-class ClientLeft(Exception):
-    """The answer cannot be sent to the client."""
 
 
 class Relay:
@@ -71,77 +53,29 @@ class Relay:
         return RelayedResponse(self, path, self._number)
 
 
-class RelayedResponse(Response):
+class RelayedResponse(ProxiedResponse):
     """Serves one request from its arrival to its end. A client that leaves ends it, at both engines."""
 
     def __init__(self, relay: Relay, path: str, number: int) -> None:
         super().__init__()
         self._relay, self._path, self._number = relay, path, number
-        self._arrived = time.monotonic()
         self._kind = ""
-        self._first_byte_s: float | None = None
-        self._is_answered = False
         self._attempts = 0
         self._waited_s = 0.0
 
     async def __call__(self, scope: dict, receive: Any, send: Any) -> None:
-        metrics = self._relay.metrics
-        outcome = "failed"
-        send = self._noting(send)
-        metrics.running.inc()
-        try:
-            try:
-                body = await read_body(receive)
-            except BadBody as bad:
-                outcome = "refused"
-                await _send_whole(send, bad.status, error_body(str(bad), bad.status))
-                return
-            if body is None:
-                outcome = "client left"
-                return
-            outcome = await self._until_client_leaves(self._serve(body, scope, send), receive)
-        except ClientLeft:
-            outcome = "client left"
-        finally:
-            metrics.running.dec()
-            metrics.requests.labels(outcome).inc()
-            self._relay.lines.write(
-                "end", request=self._number, outcome=outcome, attempts=self._attempts, first_byte_s=self._first_byte_s,
-                seconds=round(time.monotonic() - self._arrived, 6),
-            )  # fmt: skip
+        self._relay.metrics.running.inc()
+        await super().__call__(scope, receive, send)
 
-    def _noting(self, send: Any) -> Any:
-        """A server calls the end of an answer a disconnect, too. Raises ClientLeft: of all that fails in a request this alone
-        is the client's."""
+    def ended(self, outcome: str) -> None:
+        self._relay.metrics.running.dec()
+        self._relay.metrics.requests.labels(outcome).inc()
+        self._relay.lines.write(
+            "end", request=self._number, outcome=outcome, attempts=self._attempts, first_byte_s=self.first_byte_s,
+            seconds=round(time.monotonic() - self.arrived, 6),
+        )  # fmt: skip
 
-        async def noting(message: dict) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                self._is_answered = True
-            try:
-                await send(message)
-            except OSError as error:
-                raise ClientLeft from error
-
-        return noting
-
-    async def _until_client_leaves(self, serving: Any, receive: Any) -> str:
-        work = asyncio.ensure_future(serving)
-        gone = asyncio.ensure_future(_wait_gone(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not self._is_answered:
-                work.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await work
-                return "client left"
-            return await work
-        finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
-
-    async def _serve(self, body: Body, scope: dict, send: Any) -> str:
-        """Return the outcome, for the metrics."""
+    async def serve(self, body: Body, scope: dict, send: Any) -> str:
         relay = self._relay
         headers = relayed_headers(scope["headers"])
         tokens = await self._tokens(body)
@@ -152,7 +86,7 @@ class RelayedResponse(Response):
             if refusal is not None:
                 status, words = refusal
                 extra = [(b"retry-after", b"5")] if status == 503 else []
-                await _send_whole(send, status, error_body(words, status), extra=extra)
+                await send_whole(send, status, error_body(words, status), extra=extra)
                 return "no engine" if status == 503 else "refused"
             self._attempts += 1
             decision = self._route(body, tokens, failed)
@@ -170,10 +104,10 @@ class RelayedResponse(Response):
         assert last is not None
         if last.answer is not None:  # an engine's own words, whatever they are
             status, content, media = last.answer
-            await _send_whole(send, status, content, media)
+            await send_whole(send, status, content, media)
         else:
             words = f"{self._attempts} engines in turn failed with this request, the last one so: {last}"
-            await _send_whole(send, 502, error_body(words, 502))
+            await send_whole(send, 502, error_body(words, 502))
         return "failed"
 
     async def _tokens(self, body: Body) -> list[list[int]] | None:
@@ -240,7 +174,7 @@ class RelayedResponse(Response):
             if first is not None:
                 copy = body.for_prefill(second.url, transfer_id)
                 prefill = asyncio.create_task(self._prefill(first, copy, headers, transfer_id))
-            outcome = await _unless_hanging(second, self._decode(second, content, headers, transfer_id, body.stream, send))
+            outcome = await unless_hanging(second.hangs, self._decode(second, content, headers, transfer_id, body.stream, send))
             served = outcome == "served"
             return outcome
         finally:
@@ -263,7 +197,7 @@ class RelayedResponse(Response):
                 if answer.status != 200:
                     cause, words = f"status {answer.status}", text[:300]
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            cause, words = _cause(error), _words(error)
+            cause, words = cause_of(error), words_of(error)
         finally:
             first.computed(transfer_id)
         if cause:
@@ -274,72 +208,19 @@ class RelayedResponse(Response):
     async def _decode(
         self, second: Engine, content: bytes, headers: dict[str, str], transfer_id: int, stream: bool, send: Any
     ) -> str:
-        shown = False
-        try:
-            async with self._post(second, content, headers) as answer:
-                media = answer.headers.get("content-type", "application/json")
-                if answer.status >= 500:
-                    words = await answer.read()
-                    raise Failed(f"status {answer.status}", words[:300].decode(errors="replace"), (answer.status, words, media))
-                if not stream or not media.startswith("text/event-stream"):
-                    whole = await answer.read()
-                    self._note_first_byte()
-                    shown = True
-                    await _send_whole(send, answer.status, whole, media)
-                    return "served" if answer.status < 400 else "refused"
-                pieces = answer.content.iter_any()
-                piece = await anext(pieces, b"")  # the headers alone promise nothing
-                if not piece:
-                    raise Failed("empty", "its answer ended before it began")
-                if piece.startswith(ERROR_EVENT):
-                    raise Failed("error event", _engine_error(piece.removeprefix(ERROR_EVENT)))
-                second.computed(transfer_id)
-                self._note_first_byte()
-                shown = True
-                return await self._stream(answer.status, media, piece, pieces, send, second)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            if shown:  # `_stream` has seen to the engine's side
-                raise
-            raise Failed(_cause(error), _words(error)) from None
-        except asyncio.CancelledError:
-            if shown or not second.hangs.is_set():
-                raise
-            raise Failed("hangs", HANGS) from None
+        def on_first() -> None:
+            second.computed(transfer_id)
+            self.note_first_byte()
+            self._relay.metrics.first_byte.labels(self._kind).observe(self.first_byte_s)
 
-    async def _stream(
-        self, status: int, media: str, piece: bytes, pieces: AsyncIterator[bytes], send: Any, second: Engine
-    ) -> str:
-        await _send_start(send, status, [(b"content-type", media.encode()), (b"cache-control", b"no-cache")])
-        tail, words = b"", ""
-        while piece:
-            piece, _, error = piece.partition(ERROR_EVENT)
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            if error:
-                words = _engine_error(error)
-                break
-            tail = (tail + piece)[-64:]
-            try:
-                piece = await anext(pieces, b"")
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-                words = _words(error)
-                break
-            except asyncio.CancelledError:
-                if not second.hangs.is_set():
-                    raise
-                words = HANGS
-                break
-        if not words and DONE not in tail:
-            words = "its answer ended without [DONE]"
+        outcome, words = await relay_answer(
+            self._post(second, content, headers), stream, send, who="the engine that decodes", hangs=second.hangs,
+            on_first=on_first,
+        )  # fmt: skip
         if words:
             self._relay.metrics.failures.labels("decode", "mid-stream").inc()
             logger.warning("request %d: %s failed in the middle of its answer: %s", self._number, second.url, words)
-            text = f"the engine that decodes failed in the middle of this answer ({words}); send the request again."
-            event = b"data: " + error_body(text, 502) + b"\n\n"
-            # A chunk may be cut off in the middle of an event: an empty line ends what there is of it.
-            await send({"type": "http.response.body", "body": b"\n\n" + event, "more_body": False})
-            return "broken"
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return "served"
+        return outcome
 
     def _post(self, engine: Engine, content: bytes, headers: dict[str, str]) -> Any:
         http = self._relay.group.http
@@ -347,57 +228,3 @@ class RelayedResponse(Response):
             raise ConfigError("the group of the proxy is not started.")
         signed = headers | sign_request(self._relay.group.key, "POST", self._path, content)
         return http.post(engine.url + self._path, data=content, headers=signed)
-
-    def _note_first_byte(self) -> None:
-        self._first_byte_s = round(time.monotonic() - self._arrived, 6)
-        self._relay.metrics.first_byte.labels(self._kind).observe(self._first_byte_s)
-
-
-async def _unless_hanging(engine: Engine, work: Any) -> str:
-    """Cancels the work when the engine is found to hang."""
-    task, hangs = asyncio.ensure_future(work), asyncio.ensure_future(engine.hangs.wait())
-    try:
-        await asyncio.wait({task, hangs}, return_when=asyncio.FIRST_COMPLETED)
-        task.cancel()  # nothing where it is done
-        return await task
-    finally:
-        for each in (task, hangs):
-            each.cancel()
-        await asyncio.gather(task, hangs, return_exceptions=True)
-
-
-async def _wait_gone(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _cause(error: BaseException) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return "cannot connect"
-    return "timeout" if isinstance(error, asyncio.TimeoutError) else "connection lost"
-
-
-def _engine_error(event: bytes) -> str:
-    """The message in the rest of an event that begins with `ERROR_EVENT`."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        return str(json.loads(b'{"error": ' + event.split(b"\n\n")[0])["error"]["message"])
-    return "it reported an error"
-
-
-def _words(error: BaseException) -> str:
-    """For clients; what the library says is of chunks and headers."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return f"it cannot be reached: {error.os_error.strerror or error}"
-    return "it has not answered in time" if isinstance(error, asyncio.TimeoutError) else "the connection to it was lost"
-
-
-async def _send_start(send: Any, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-async def _send_whole(
-    send: Any, status: int, content: bytes, media: str = "application/json", extra: list[tuple[bytes, bytes]] | None = None
-) -> None:
-    headers = [(b"content-type", media.encode()), (b"content-length", str(len(content)).encode()), *(extra or [])]
-    await _send_start(send, status, headers)
-    await send({"type": "http.response.body", "body": content, "more_body": False})

@@ -1,12 +1,12 @@
 """Which engines serve a request: policies, and the guard that keeps a faulty one from losing requests."""
 
-import logging
 import math
 from collections.abc import Sequence
 
-from sagellm.core.errors import PlanError, PolicyError, SageError
+from sagellm.core.errors import PlanError, PolicyError
 from sagellm.core.registry import Registry
 from sagellm.pd.base import EngineView, RouteDecision, RouteKind, RouteRequest, RoutingPolicy
+from sagellm.pd.guarded import GuardedRouting
 from sagellm.scheduler_ir.graph import IRGraph
 from sagellm.scheduler_ir.nodes import IRNode, NodeType
 from sagellm.scheduler_ir.pd_costs import PDCosts
@@ -14,8 +14,6 @@ from sagellm.scheduler_ir.pd_separator import Estimate, Instance, PDSeparator, R
 from sagellm.scheduler_ir.plan import ExecutionPlan
 
 __all__ = ["POLICIES", "AlwaysSplit", "NeverSplit", "PDPolicy", "Router", "check_decision", "find_policy", "policy_names"]
-
-logger = logging.getLogger("sagellm.pd")
 
 EXPECTED_TOKENS = 64  # of an answer whose client gives no limit, or a higher one
 Choice = tuple[float, Estimate, EngineView, EngineView]  # cost, estimate, prompts on, decoding on
@@ -139,38 +137,23 @@ def find_policy(name: str) -> RoutingPolicy:
     return POLICIES.make(POLICIES.find(name), name)
 
 
-class Router:
-    """Asks a policy, checks what it says, and goes on with `pd` where it is at fault.
+class Router(GuardedRouting):
+    """Asks a policy, checks what it says, and goes on with `pd` where it is at fault."""
 
-    Attributes:
-        num_faults: of the policy that was given.
-    """
-
-    def __init__(self, policy: RoutingPolicy) -> None:
-        self.policy = policy
-        self.num_faults = 0
+    default = PDPolicy
 
     def choose(self, request: RouteRequest, engines: Sequence[EngineView]) -> RouteDecision:
         """Raises SageError only where no engine decodes."""
         if all(one.role == "prefill" for one in engines):
             raise PolicyError("no engine decodes; start one with --role decode or hybrid.")
-        try:
-            decision = self.policy.choose(request, engines)
-            check_decision(decision, request, engines)
-            return decision
-        except Exception as error:
-            if type(self.policy) is PDPolicy:  # ours: a fault of it is no reason to lose the request either
-                logger.exception("the routing decision failed; the request goes to the engine with the least to do")
-                least = min((one for one in engines if one.role != "prefill"), key=lambda one: (one.load_s, one.num_running))
-                return RouteDecision(RouteKind.STAY, least.engine_id, None, f"the decision failed: {error}")
-            self.num_faults += 1
-            is_words = isinstance(error, SageError)
-            logger.error(
-                "routing policy %s is switched off, pd decides from now on: %s", self.policy.name, error,
-                exc_info=None if is_words else error,
-            )  # fmt: skip
-            self.policy = PDPolicy()
-            return self.choose(request, engines)
+        return super().choose(request, engines)
+
+    def check(self, answer: RouteDecision, request: RouteRequest, engines: Sequence[EngineView]) -> None:
+        check_decision(answer, request, engines)
+
+    def last_resort(self, engines: Sequence[EngineView], error: Exception) -> RouteDecision:
+        least = min((one for one in engines if one.role != "prefill"), key=lambda one: (one.load_s, one.num_running))
+        return RouteDecision(RouteKind.STAY, least.engine_id, None, f"the decision failed: {error}")
 
 
 def check_decision(decision: RouteDecision, request: RouteRequest, engines: Sequence[EngineView]) -> None:

@@ -21,10 +21,10 @@ from sagellm.comm_backend.topology.placement import Place, available_cores, plac
 from sagellm.core.config import Model
 from sagellm.core.early import STOP_SIGNALS
 from sagellm.core.errors import CommError, ConfigError, EngineError
+from sagellm.core.ports import SagePorts, free_ports, listen
 from sagellm.core.run_folder import hold, remove_abandoned
 from sagellm.models import find_model, prepare_model
 from sagellm.pd.child import Child
-from sagellm.pd.ports import free_ports, listen
 
 __all__ = ["UpConfig", "run_up"]
 
@@ -43,7 +43,7 @@ class UpConfig(Model):
     prefill: int = Field(1, ge=0)
     decode: int = Field(1, ge=0)
     hybrid: int = Field(0, ge=0)
-    port: int = Field(8000, ge=1, le=65535)
+    port: int = Field(SagePorts.proxy, ge=1, le=65535)
     model: Path | None = None
     api_key: tuple[str, ...] = ()
     policy: str = "pd"

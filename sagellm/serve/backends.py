@@ -1,6 +1,7 @@
 """LMDeploy's two engines as the server starts them: what each needs, how its hooks get in, what it leaves behind."""
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +44,10 @@ class Backend(Protocol):
         Raises:
             ConfigError: the engine refused, in its own words, or cannot do it.
         """
+        ...
+
+    def describe(self, device: str) -> dict[str, Any]:
+        """Return facts of the engine on this machine, for `GET /sagellm/info`. Slow: it looks at the machine."""
         ...
 
     def hang_up(self, engine: Any) -> None:
@@ -92,6 +97,11 @@ class PytorchBackend:
         if "error" in answer:
             raise ConfigError(answer["error"])
         return answer["result"]
+
+    def describe(self, device: str) -> dict[str, Any]:
+        from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
+
+        return {"engine": self.name, "device": device, "capabilities": asdict(pytorch_capabilities(device))}
 
     def hang_up(self, engine: Any) -> None:
         async def call(*_: Any, **__: Any) -> None:
@@ -151,6 +161,9 @@ class TurboMindBackend:
 
     async def command(self, engine: Any, name: str, **arguments: Any) -> Any:
         raise ConfigError(f"{name} is not supported by the engine turbomind; use --engine pytorch.")
+
+    def describe(self, device: str) -> dict[str, Any]:
+        return {"engine": self.name, "device": device}
 
     def hang_up(self, engine: Any) -> None:
         pass  # nothing lies between them that is closed

@@ -1,5 +1,6 @@
 """The routes of the server, one row each. Others are answered with 404, whatever LMDeploy's application has."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -56,6 +57,9 @@ class PolicyExchange(BaseModel):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
+Answer = Mapping[str, Any]
+
+
 class Server(NamedTuple):
     """Parts of a server that handlers use.
 
@@ -66,6 +70,7 @@ class Server(NamedTuple):
         policies: names of the eviction policies that clients may choose.
         command: `await command(name, **arguments)` asks the engine; raises ConfigError in the engine's words.
         embed: computes embeddings.
+        describe: facts of the engine; it takes some time.
     """
 
     model_name: str
@@ -74,6 +79,7 @@ class Server(NamedTuple):
     policies: tuple[str, ...]
     command: Callable[..., Awaitable[Any]]
     embed: Embed
+    describe: Callable[[], Answer] = dict
 
 
 class Request(NamedTuple):
@@ -81,9 +87,6 @@ class Request(NamedTuple):
 
     body: Any
     num_bytes: int
-
-
-Answer = Mapping[str, Any]
 
 
 class Route(NamedTuple):
@@ -129,6 +132,11 @@ async def exchange_policy(server: Server, request: Request) -> Answer:
     except ConfigError as error:
         raise Refused(str(error)) from None
     return {"tier": wanted.tier, "policy": wanted.policy, "former": former}
+
+
+async def info(server: Server, request: Request) -> Answer:
+    """Describe the engine: its device, and its abilities as a `CapabilityDescriptor`."""
+    return {"model": server.model_name} | await asyncio.to_thread(server.describe)
 
 
 async def describe(server: Server, request: Request) -> Answer:
@@ -181,6 +189,7 @@ ROUTES = {
         Route("/v1/embeddings", ("POST",), "key", EmbeddingRequest, embed),
         Route(ENCODE, ("POST",), "key", EncodeRequest, encode),
         Route("/sagellm/policy", ("POST",), "admin", PolicyExchange, exchange_policy),
+        Route("/sagellm/info", ("GET",), "key", handler=info),
         Route(INFO, ("GET",), "group", handler=group_info),
         Route("/distserve/engine_info", READ, "group"),
         Route("/distserve/p2p_initialize", ("POST",), "group"),

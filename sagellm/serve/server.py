@@ -22,6 +22,7 @@ import uvicorn
 from sagellm.core.config import PDHooks, SageConfig
 from sagellm.core.early import skip_teardown
 from sagellm.core.errors import ConfigError, PeerError, PluginError
+from sagellm.core.ports import listen
 from sagellm.core.registry import check_owners, find_plugin
 from sagellm.core.run_folder import hold, remove_abandoned
 from sagellm.engines.lmdeploy.device_settings import executor_of
@@ -68,7 +69,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         config = for_each_engine(config, device)
     _check_plugins(config)
     run_dir = _run_dir(config)
-    listener = _listen(config.host, config.port)
+    listener = listen(config.host, config.port)
     clean_up = partial(shutil.rmtree, run_dir, ignore_errors=True)
     try:
         member = _membership(config, device)
@@ -140,21 +141,6 @@ def _check_plugins(config: SageConfig) -> None:
             config.record.open("a").close()
         except OSError as error:
             raise ConfigError(f"cannot write --record {config.record}: {error.strerror}.") from None
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Take the port before a model is loaded for minutes."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        # A second server must fail here and not later; binding alone would let two of them share the port.
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port.") from None
-    return listener
 
 
 def _membership(config: SageConfig, device: str) -> "Membership | None":
@@ -288,6 +274,7 @@ class _Launch:
             RequestValidation, engine=engine, interface=VariableInterface, member=self.member,
             policies=_policies(self.config), command=partial(self.backend.command, engine), trouble=lambda: self.watch.reason,
             max_body_bytes=int(self.config.max_body_mib * 2**20), sampling=self.sampling, sot_group=sot_group,
+            describe=partial(self.backend.describe, self.banner.device),
         )  # fmt: skip
         app.user_middleware.append(middleware)
         engine.tokenizer.detokenize_incrementally = by_token(engine.tokenizer.detokenize_incrementally)
@@ -359,14 +346,14 @@ class _Banner:
     """The message of a server that is ready."""
 
     def __init__(self, config: SageConfig, device: str, sizes: Sizes, as_json: bool, out: TextIO) -> None:
-        self._config, self._name, self._device, self._sizes = config, config.model_name, device, sizes
+        self._config, self._name, self.device, self._sizes = config, config.model_name, device, sizes
         self._as_json, self._out = as_json, out
 
     def show(self) -> None:
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         url = f"http://{host}:{self._config.port}/v1"
         if self._as_json:
-            facts = {"device": self._device, "dtype": self._sizes.dtype, "kv_blocks": self._sizes.num_blocks}
+            facts = {"device": self.device, "dtype": self._sizes.dtype, "kv_blocks": self._sizes.num_blocks}
             facts["context_length"] = self._sizes.context_length
             self._say(json.dumps({"ready": True, "url": url, "model": self._name, "pid": os.getpid()} | facts))
         else:
@@ -378,7 +365,7 @@ class _Banner:
                     "messages": [{"role": "user", "content": "What is the capital of France?"}],
                 }
             )
-            self._say(f"\nReady: {self._name} on {self._device} at {url}")
+            self._say(f"\nReady: {self._name} on {self.device} at {url}")
             self._say(
                 f"KV pool: {self._sizes.num_blocks or 'chosen by LMDeploy'} blocks of {self._config.block_size} tokens, "
                 f"{self._sizes.dtype}; plug-ins: {', '.join(spec.name for spec in all_plugins(self._config)) or 'none'}"

@@ -46,6 +46,7 @@ class RequestValidation:
         policies, command: see `Server`.
         max_body_bytes: size of the largest body that is read.
         sampling: fields that a request for an answer gets where it does not have them.
+        describe: see `Server`.
         trouble: why no request is worked on any more, or nothing; `/health` asks it.
         sot_group: workers of skeleton-of-thought.
     """
@@ -54,13 +55,14 @@ class RequestValidation:
         self, app: Callable[..., Awaitable[None]], engine: Any, interface: Any, member: Membership | None = None,
         policies: tuple[str, ...] = (), command: Callable[..., Awaitable[Any]] | None = None, max_body_bytes: int = 8 << 20,
         sampling: dict[str, float] | None = None, trouble: Callable[[], str] = str, sot_group: Master | None = None,
+        describe: Callable[[], dict[str, Any]] = dict,
     ) -> None:  # fmt: skip
         self._trouble = trouble
         self._app, self._engine, self._interface = app, engine, interface
         self._gate = GroupGate(member)
         self._max_body_bytes, self._sampling = max_body_bytes, sampling or {}
         embed = embed_with(engine, self._next_session)
-        self._server = Server(engine.model_name, Prompts(engine), member, policies, command, embed)
+        self._server = Server(engine.model_name, Prompts(engine), member, policies, command, embed, describe)
         self._sot = SkeletonAnswers(engine, self._server.prompts, self._next_session, trouble, sot_group)
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:

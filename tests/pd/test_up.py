@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from benchmarks.processes import ServerProcess, free_port
 from sagellm.comm_backend.topology.placement import available_cores
 from sagellm.core.errors import EngineError
+from sagellm.core.ports import free_ports, listen
 from sagellm.pd.child import Child
 from sagellm.pd.command import pd
-from sagellm.pd.ports import free_ports, listen
 from sagellm.pd.up import UpConfig, _Supervisor
 from tests.pd.below import soon
 from tests.pd.harness import until

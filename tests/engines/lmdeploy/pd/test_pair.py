@@ -10,8 +10,8 @@ import pytest
 from lmdeploy.pytorch.disagg.backend.backend import MIGRATION_BACKENDS
 
 from sagellm.core.errors import PeerError, TransferError
+from sagellm.core.ports import free_ports
 from sagellm.engines.lmdeploy.pd.workers import options_of
-from sagellm.pd.ports import free_ports
 from tests.engines.lmdeploy.guesses import ask, tokens_of
 from tests.engines.lmdeploy.pd.pair import NEW, wait_until
 from tests.reference import make_prompts

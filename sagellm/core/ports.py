@@ -1,4 +1,4 @@
-"""Ports of this host: taken at once, or free ones."""
+"""Ports of this host: the defaults of servers, ports taken at once, and free ones."""
 
 import contextlib
 import secrets
@@ -6,9 +6,16 @@ import socket
 
 from sagellm.core.errors import ConfigError
 
-__all__ = ["free_ports", "listen"]
+__all__ = ["SagePorts", "free_ports", "listen"]
 
-FIXED_PORTS = range(12000, 20000)  # Linux takes 32768 and above for itself, IANA suggests 49152 and above
+
+class SagePorts:
+    """Default ports. `engines`: engines that a supervisor starts take free ones of these."""
+
+    serve = 23333
+    gateway = 23300
+    proxy = 8000
+    engines = range(12000, 20000)  # Linux takes 32768 and above for itself, IANA suggests 49152 and above
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -17,7 +24,9 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the port is in use, or the host is not an address of this machine.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # Named as TCP: asyncio sets TCP_NODELAY on connections of such a socket alone. Without it a token may wait for the
+    # acknowledgement of the one before, up to 40 ms.
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -35,14 +44,15 @@ def free_ports(num: int, host: str = "127.0.0.1") -> list[int]:
     A port of that range could be gone before its server listens: a control connection of one engine has taken the
     HTTP port of another.
     """
-    start = secrets.randbelow(len(FIXED_PORTS))
+    ports = SagePorts.engines
+    start = secrets.randbelow(len(ports))
     found = []
-    for port in (*FIXED_PORTS[start:], *FIXED_PORTS[:start]):
+    for port in (*ports[start:], *ports[:start]):
         if len(found) == num:
             break
         with contextlib.suppress(ConfigError):
             listen(host, port).close()
             found.append(port)
     if len(found) < num:
-        raise ConfigError(f"only {len(found)} of the ports {FIXED_PORTS[0]} to {FIXED_PORTS[-1]} are free; {num} are needed.")
+        raise ConfigError(f"only {len(found)} of the ports {ports[0]} to {ports[-1]} are free; {num} are needed.")
     return found

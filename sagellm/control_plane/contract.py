@@ -1,0 +1,155 @@
+"""Contracts of the control plane: `sagellm check engine-kind NAME` and `sagellm check router NAME`."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+from sagellm.control_plane.base import EngineKind, EngineView, Router, RouteRequest
+from sagellm.control_plane.fleet import check_choice
+from sagellm.control_plane.probe import ROUTES, key_header
+from sagellm.control_plane.relay import as_openai
+from sagellm.core.contract import Broke, Played, Report, Scenario, Suite
+from sagellm.core.errors import SageError
+from sagellm.core.tasks import within
+
+__all__ = ["ENGINE_SUITE", "ROUTER_SUITE"]
+
+ROUTER_RULES = {
+    "builds": "has a name and can be built",
+    "raises_nothing": "raises at no request for which there is an engine",
+    "answers": "answers with a RouteChoice among the engines that it was offered, and a reason",
+    "forgets": "goes on after an engine has ended",
+}
+ENGINE_RULES = {
+    "builds": "can be built with these options, and starts nothing then",
+    "raises_nothing": "raises nothing but SageError",
+    "serves": "serves a model and answers on a route when `start` has returned, with the model that it names",
+    "healthy": "`health` finds nothing wrong while it serves",
+    "streams": "ends a stream with [DONE]",
+    "errors": "rejects a request without a prompt with a status of 400 to 499",
+    "lives": "`ended` waits as long as the engine lives",
+    "stops": "`stop` returns; an engine that it started does not answer after that",
+    "again": "can be started again after `stop`",
+}
+NUM_REQUESTS = 200
+START_S, STOP_S = 600.0, 60.0
+LIVE_S = 0.5
+
+
+def requests(make: Callable[..., Router], seed: int, report: Report) -> Played:
+    """Route requests among engines that come and go."""
+    router = make()
+    if not (isinstance(getattr(router, "name", None), str) and router.name):
+        report("builds", "it has no name; give the class a text `name`.")
+    chance = random.Random(seed)
+    prompts = [chance.randbytes(chance.choice((0, 10, 500, 3000))) for _ in range(8)]
+    for _ in range(NUM_REQUESTS):
+        prompt = chance.choice(prompts) + chance.randbytes(chance.choice((0, 100)))
+        request = RouteRequest(
+            len(prompt) // 4 + 1, chance.choice((None, 1, 256)), model="m", path=chance.choice(ROUTES), prompt=prompt,
+            attempt=chance.randint(1, 2),
+        )  # fmt: skip
+        names = chance.sample(("a", "b", "c", "d", "e"), chance.randint(1, 5))
+        engines = [
+            EngineView(
+                name, "hybrid", num_running=chance.choice((0, 1, 40)), num_waiting=chance.choice((0, 0, 9)),
+                kv_use=chance.choice((None, 0.0, 0.9)), kind=chance.choice(("sagellm", "vllm")),
+                device=chance.choice(("", "cpu", "cuda", "ascend")),
+            )
+            for name in names
+        ]  # fmt: skip
+        try:
+            choice = router.choose(request, engines)
+            if chance.random() < 0.1:
+                router.forget(chance.choice(names))
+        except (Exception, SystemExit) as error:
+            report("raises_nothing", f"it raised {type(error).__name__}: {error}.")
+            raise Broke from error
+        try:
+            check_choice(choice, engines)
+        except SageError as error:
+            report("answers", str(error))
+            raise Broke from error
+    return Played(NUM_REQUESTS, set(ROUTER_RULES))
+
+
+def life(make: Callable[..., EngineKind], seed: int, report: Report) -> Played:
+    """Start the engine, ask it, stop it and start it again."""
+    seen = {"builds", "raises_nothing"}
+    try:
+        asyncio.run(_life(make(), report, seen))
+    except SageError as error:
+        report("serves", str(error))
+    except asyncio.TimeoutError:
+        report("serves", f"it does not start within {START_S:g} s, or does not stop within {STOP_S:g} s.")
+    except (aiohttp.ClientError, OSError) as error:
+        report("serves", f"it does not answer: {error}.")
+    except Broke:
+        raise
+    except Exception as error:
+        report("raises_nothing", f"it raised {type(error).__name__}: {error}.")
+        raise Broke from error
+    return Played(1, seen)
+
+
+async def _life(engine: EngineKind, report: Report, seen: set[str]) -> None:
+    async with aiohttp.ClientSession() as http:
+        engine.http = http
+        try:
+            await within(engine.start(), START_S)
+            await _ask(engine, report, seen)
+            await within(engine.stop(), STOP_S)
+            seen.add("stops")
+            if engine.is_ours and not await engine.health():
+                report("stops", f"{engine.url} answers after `stop`.")
+            await within(engine.start(), START_S)
+            seen.add("again")
+            if why := await engine.health():
+                report("again", why)
+        finally:
+            await within(engine.stop(), STOP_S)
+
+
+async def _ask(engine: EngineKind, report: Report, seen: set[str]) -> None:
+    seen |= {"serves", "healthy"}
+    facts = await engine.facts()
+    if engine.model is not None and engine.model not in facts.models:
+        report("serves", f"it is to have {engine.model!r} and serves {', '.join(facts.models)}.")
+    if why := await engine.health():
+        report("healthy", why)
+    model = engine.model or facts.models[0]
+    ended = asyncio.ensure_future(engine.ended())
+    try:
+        for path in facts.routes:
+            prompt = {ROUTES[0]: {"messages": [{"role": "user", "content": "Hello"}]}, ROUTES[1]: {"prompt": "Hello"}}.get(path)
+            if prompt is None:  # embeddings are no stream
+                continue
+            seen |= {"streams", "errors"}
+            status, said = await _post(engine, path, {"model": model, "max_tokens": 4, "stream": True} | prompt)
+            if status != 200 or b"data: [DONE]" not in said:
+                report("streams", f"{path} answers {status}: {said[-200:]!r}.")
+            status, said = await _post(engine, path, {"model": model})
+            if not 400 <= status < 500:
+                report("errors", f"{path} without a prompt answers {status}: {said[:200]!r}.")
+            elif not json.loads(as_openai(status, said, "")[1])["error"]["message"]:
+                report("errors", f"{path} without a prompt answers {status} and no message.")
+        await asyncio.wait({ended}, timeout=LIVE_S)
+        seen.add("lives")
+        if ended.done():
+            report("lives", f"`ended` has returned {ended.result()!r} while it served.")
+    finally:
+        ended.cancel()
+        await asyncio.gather(ended, return_exceptions=True)
+
+
+async def _post(engine: EngineKind, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    async with engine.http.post(engine.url + path, json=body, headers=key_header(engine.api_key)) as answer:
+        return answer.status, await answer.read()
+
+
+ROUTER_SUITE = Suite("router", ROUTER_RULES, {"requests": Scenario(requests, is_random=True)})
+ENGINE_SUITE = Suite("engine kind", ENGINE_RULES, {"life": Scenario(life)}, example={"model": "smollm2"})

@@ -1,0 +1,1 @@
+"""Kinds of engines, one file each."""

@@ -1,0 +1,74 @@
+"""`sagellm serve` as a process of the manager, with any of its settings."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sagellm.control_plane.child_engine import HOST, ChildEngine
+from sagellm.core.config import read_config
+from sagellm.core.errors import ConfigError
+from sagellm.core.run_folder import hold, remove_abandoned
+
+__all__ = ["SageLLM"]
+
+FOLDER = "sagellm-engine-"
+OURS = ("host", "port", "api_key", "pd")  # set by the manager
+
+
+class SageLLM(ChildEngine):
+    """The engine of this project.
+
+    Args:
+        model: name, folder, .gguf file or hub id; None: the default model of `sagellm serve`.
+        settings: settings of the server, by the names of `SageConfig`.
+
+    Raises:
+        ConfigError: an unknown setting or an invalid value.
+    """
+
+    name = "sagellm"
+    metrics = {  # noqa: RUF012
+        "running": "lmdeploy:num_requests_running", "waiting": "lmdeploy:num_requests_waiting",
+        "kv_use": "sagellm_kv_utilization",
+    }  # fmt: skip
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        if taken := [name for name in OURS if name in settings]:
+            raise ConfigError(f"{', '.join(taken)}: the manager sets this for its engines; leave it out.")
+        given = {name: value for name, value in settings.items() if value is not None}
+        if model is not None:
+            given["model"] = str(model)
+        self._settings = json.loads(read_config(None, given).model_dump_json(include=set(_fields(given))))
+        self.device = "" if (asked := given.get("device", "auto")) == "auto" else asked
+        self.model = given.get("model_name")
+        self._folder: Path | None = None
+        self._mark = -1  # file descriptor
+
+    def command(self, port: int) -> list[str]:
+        if self._folder is None:
+            remove_abandoned(f"{FOLDER}*")
+            self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))  # mode 700: it may hold paths and keys
+            self._mark = hold(self._folder)
+        file = self._folder / "serve.yaml"
+        file.write_text(json.dumps(self._settings))  # JSON is YAML
+        return [sys.executable, "-m", "sagellm.serve", "--config", str(file), "--host", HOST, "--port", str(port), "--json"]
+
+    def on_ready(self, line: dict[str, Any]) -> None:
+        self.device, self.model = line.get("device", self.device), line.get("model", self.model)
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        await super().stop(grace_s)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._mark)
+            self._folder = None
+
+
+def _fields(given: dict[str, Any]) -> list[str]:
+    """Fields of `SageConfig` that these settings fill: `speculative_config` is written as two others."""
+    others = ["speculative", "speculative_options"] if "speculative_config" in given else []
+    return [*given, *others]
