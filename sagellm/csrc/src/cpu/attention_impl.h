@@ -211,21 +211,20 @@ void transpose(IVec (&rows)[size]) {
   }
 }
 
-// Keys [count][words] of 4 bytes to columns, [words][count].
-template <int count>
-void pack_keys(const char* const (&keys)[count], int words, void* tile) {
+// Keys [kTile][words] of 4 bytes to a tile, [words][kTile].
+inline void pack_keys(const char* const (&keys)[kTile], int words, void* tile) {
   auto* to = static_cast<std::int32_t*>(tile);
   int word = 0;
   for (; word + WIDTH <= words; word += WIDTH) {
-    for (int j = 0; j < count; j += WIDTH) {
+    for (int j = 0; j < kTile; j += WIDTH) {
       IVec rows[WIDTH];
       for (int i = 0; i < WIDTH; ++i) rows[i] = load_words(keys[j + i] + word * 4);
       transpose(rows);
-      for (int i = 0; i < WIDTH; ++i) *reinterpret_cast<IVecAt*>(to + (word + i) * count + j) = rows[i];
+      for (int i = 0; i < WIDTH; ++i) *reinterpret_cast<IVecAt*>(to + (word + i) * kTile + j) = rows[i];
     }
   }
   for (; word < words; ++word) {
-    for (int j = 0; j < count; ++j) std::memcpy(to + word * count + j, keys[j] + word * 4, 4);
+    for (int j = 0; j < kTile; ++j) std::memcpy(to + word * kTile + j, keys[j] + word * 4, 4);
   }
 }
 
@@ -246,37 +245,6 @@ void score_keys(int num_rows, const typename T::Input* const* queries, const typ
     for (int r = 0; r < rows; ++r) products[r][j] = sums[r];
   }
   for (int r = 0; r < rows; ++r) store(scores + r * wide, add_up(products[r]));
-}
-
-constexpr int kColumnsFrom = 6;                     // query rows from which on it pays to bring keys into columns
-constexpr int kColumnRows = WIDTH == 16 ? 4 : 2;  // that are multiplied at once: their sums lie in registers
-
-// Lanes [lane, lane + count) of `dots`, added up as `add_up` does.
-template <class T, int rows, int count>
-void add_lanes(const typename T::Input* const (&queries)[rows], const typename T::Weight* columns, int lane, int size,
-               Vec (&sums)[rows]) {
-  if constexpr (count == 1) {
-    for (int r = 0; r < rows; ++r) sums[r] = Vec{};
-    T::template lane_dots<rows>(queries, columns, lane, size, sums);
-  } else {
-    Vec others[rows];
-    add_lanes<T, rows, count / 2>(queries, columns, lane, size, sums);
-    add_lanes<T, rows, count / 2>(queries, columns, lane + count / 2, size, others);
-    for (int r = 0; r < rows; ++r) sums[r] += others[r];
-  }
-}
-
-// The same numbers as `score_keys`, where more rows meet the keys. Words of a key are a multiple of WIDTH.
-template <class T>
-void score_columns(int num_rows, const typename T::Input* queries, const typename T::Weight* columns, int size, float* scores,
-                   int wide) {
-  for (int row = 0; row < num_rows; row += kColumnRows) {
-    const typename T::Input* of_rows[kColumnRows];
-    for (int r = 0; r < kColumnRows; ++r) of_rows[r] = queries + std::min(row + r, num_rows - 1) * size;
-    Vec sums[kColumnRows];
-    add_lanes<T, kColumnRows, WIDTH>(of_rows, columns, 0, size, sums);
-    for (int r = 0; r < std::min(kColumnRows, num_rows - row); ++r) store(scores + (row + r) * wide, sums[r]);
-  }
 }
 
 // out[r] += weights[r] . values of kNumbers numbers of `count` adjacent tokens; a value is read once for all rows.
@@ -364,9 +332,6 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
   auto* scores = parts.take<float>(all_rows * static_cast<std::size_t>(wide));    // [heads][rows][wide]
   auto* queries = parts.take<Input>(all_rows * static_cast<std::size_t>(size));   // [heads][rows][size]
   auto* decoded = parts.take<Weight>(static_cast<std::size_t>(WIDTH * size));     // of a head of as many tokens
-  auto* columns = parts.take<Weight>(static_cast<std::size_t>(WIDTH * size));
-  const int words = size * static_cast<int>(sizeof(Weight)) / 4;
-  const bool takes_columns = rows >= kColumnsFrom && size % 2 == 0 && words % WIDTH == 0;
   const auto scores_of = [&](int head, int row) { return scores + (head * rows + row) * wide; };
   const auto result = [&](float* of, int head) { return of + static_cast<std::size_t>(head) * task.result_stride; };
   for (int head = 0; head < task.heads; ++head) {
@@ -416,14 +381,7 @@ void attend_few(const Attend& task, float* out, float* max, float* sums, char* s
       for (int j = 0; j < WIDTH && !is_plain; ++j) {
         decode_key<T>(task, token(j), head, decoded + j * size);
       }
-      if (takes_columns) {
-        const char* of_keys[WIDTH];
-        for (int j = 0; j < WIDTH; ++j) of_keys[j] = reinterpret_cast<const char*>(keys[j]);
-        pack_keys(of_keys, words, columns);
-        score_columns<T>(rows, queries + head * rows * size, columns, size, scores_of(head, 0) + i, wide);
-      } else {
-        score_rows(head, 0, rows, keys, i);
-      }
+      score_rows(head, 0, rows, keys, i);
       for (auto& key : keys) key += is_plain ? size : 0;
     }
   }

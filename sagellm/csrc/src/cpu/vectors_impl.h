@@ -140,14 +140,6 @@ struct Float32 {  // float32 weights
       for (int r = 0; r < rows; ++r) sums[r][0] += queries[r][i] * key[i];
     }
   }
-  // What `dots` has in a lane, for WIDTH keys side by side: `columns` are their words, [words][WIDTH].
-  template <int rows>
-  static void lane_dots(const Input* const (&queries)[rows], const Weight* columns, int lane, int size, Vec (&sums)[rows]) {
-    for (int i = lane; i < size; i += WIDTH) {
-      const Vec numbers = load(columns + i * WIDTH);
-      for (int r = 0; r < rows; ++r) sums[r] += broadcast(queries[r][i]) * numbers;
-    }
-  }
   // sums[r] += weights[r] . values of kNumbers numbers of `count` tokens, in an order that `in_order` undoes.
   static constexpr int kNumbers = 4 * WIDTH;
   template <int rows>
@@ -219,17 +211,6 @@ struct BFloat16 {  // bfloat16 weights, float32 inputs
       for (int r = 0; r < rows; ++r) sums[r][i % WIDTH] += queries[r][i] * widen(key[i]);
     }
   }
-  template <int rows>
-  static void lane_dots(const Input* const (&queries)[rows], const Weight* columns, int lane, int size, Vec (&sums)[rows]) {
-    for (int i = lane; i < size; i += 2 * WIDTH) {
-      const IVec pairs = load_words(columns + (i + lane) * WIDTH);
-      const Vec even = low_half(pairs), odd = high_half(pairs);
-      for (int r = 0; r < rows; ++r) {
-        sums[r] += broadcast(queries[r][i]) * even;
-        sums[r] += broadcast(queries[r][i + WIDTH]) * odd;
-      }
-    }
-  }
   static constexpr int kNumbers = 4 * WIDTH;
   template <int rows>
   static void add_values(const Input* weights, std::size_t wide, int count, const Weight* value, std::size_t stride,
@@ -288,17 +269,6 @@ struct BFloat16Dot : BFloat16 {  // bfloat16 weights and inputs, products by vdp
     }
     for (; i < size; ++i) {
       for (int r = 0; r < rows; ++r) sums[r][i % WIDTH] += widen(queries[r][i]) * widen(key[i]);
-    }
-  }
-  template <int rows>
-  static void lane_dots(const Input* const (&queries)[rows], const Weight* columns, int lane, int size, Vec (&sums)[rows]) {
-    for (int i = 2 * lane; i < size; i += 2 * WIDTH) {
-      const auto numbers = reinterpret_cast<__m512bh>(load_words(columns + i * WIDTH));
-      for (int r = 0; r < rows; ++r) {
-        std::int32_t pair;
-        std::memcpy(&pair, queries[r] + i, 4);
-        add(sums[r], reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)), numbers);
-      }
     }
   }
   // Two tokens at a time, number by number. The weight of a token beyond the last one is 0.
