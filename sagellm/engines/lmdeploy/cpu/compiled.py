@@ -274,7 +274,7 @@ class CpuRunner(GraphRunner):
             positions = before
         return self._run(
             caches, True, inputs.input_ids, positions, inputs.max_kv_seqlen, queries,
-            before + queries - inputs.num_ignored_history, inputs.block_offsets, None, wishes, parents,
+            before + queries - inputs.num_ignored_history, inputs.block_offsets, None, wishes, parents=parents,
         )  # fmt: skip
 
     def _run(

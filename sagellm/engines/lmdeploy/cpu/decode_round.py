@@ -43,7 +43,7 @@ def run_round(
         chosen = reading(agent.cache_engine.cache_config, inputs)
         drawn = runner.decode(agent.cache_engine.gpu_cache, chosen, wishes)
         tokens = torch.tensor([token for token, _, _ in drawn])
-        logprobs = _logprobs(drawn) if sampling_inputs.max_num_logprobs >= 0 else None
+        logprobs = _logprobs(drawn) if wishes.max_num_logprobs >= 0 else None
         if speculator is not None:
             tokens, logprobs = speculator.settle(tokens, logprobs, sampling_inputs)
         if agent.need_output:  # every worker draws the tokens, one tells them

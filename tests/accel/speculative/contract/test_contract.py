@@ -272,29 +272,24 @@ class LeavesKeys(CpuRunner):
 class FirstText(judging.Speculator):
     """Every row of a tree is sampled as if it stood behind the first guesses."""
 
-    async def sample(self, sampler, logits, sampling_inputs, inputs):
-        drafts = self._drafts
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(judging, "sampling_rows", lambda given, _: sampling_rows(given, [list(draft) for draft in drafts]))
-            return await super().sample(sampler, logits, sampling_inputs, inputs)
+    def rows_of(self, sampling_inputs):
+        return sampling_rows(sampling_inputs, [list(draft) for draft in self._drafts]) if self.is_verifying else sampling_inputs
 
 
 class LenientSpeculator(judging.Speculator):
     """A guess stands if it is among the five likeliest tokens."""
 
-    async def sample(self, sampler, logits, sampling_inputs, inputs):
-        async def lenient(logits, sampling_inputs, inputs):
-            likeliest = logits.topk(5).indices.tolist()
-            sampled, logprobs = await sampler(logits, sampling_inputs, inputs)
-            row = 0
-            for guesses in self._drafts if self.is_verifying else ():
-                for place, guess in enumerate(guesses):
-                    if guess in likeliest[row + place]:
-                        sampled[row + place] = guess
-                row += len(guesses) + 1
-            return sampled, logprobs
+    def rows_of(self, sampling_inputs):
+        return replace(super().rows_of(sampling_inputs), max_num_logprobs=5)
 
-        return await super().sample(lenient, logits, sampling_inputs, inputs)
+    def settle(self, sampled, logprobs, sampling_inputs):
+        row = 0
+        for guesses in self._drafts if self.is_verifying else ():
+            for place, guess in enumerate(guesses):
+                if guess in logprobs.indices[row + place, 1:]:  # behind the token that was drawn
+                    sampled[row + place] = guess
+            row += len(guesses) + 1
+        return super().settle(sampled, None, sampling_inputs)
 
 
 class LosesLateTokens(judging.Speculator):
