@@ -1,5 +1,6 @@
 """`sagellm up`, `sagellm engine` and `sagellm infer`: a manager, its engines, and a question to them."""
 
+import gc
 import json
 import logging
 import os
@@ -69,6 +70,8 @@ def up(config: Path | None, empty: bool, as_json: bool, **flags: Any) -> None:
         try:
             manager.start()
             is_ready.set()
+            gc.collect()
+            gc.freeze()  # later searches for garbage leave out the libraries, or each would hold up all streams
             _announce(manager, as_json)
             while not stop.wait(0.5):  # in turns, or a signal that comes to another thread is not seen
                 pass
