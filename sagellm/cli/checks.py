@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from sagellm.core.devices import GROUP as DEVICE_GROUP
+from sagellm.core.devices import DeviceReport, is_brought, package_of
 from sagellm.core.errors import ConfigError, SageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ NEW_PYTHON = f"python3.12 -m venv .venv && . .venv/bin/activate && {SETUP}"
 PYTHONS = ((3, 10), (3, 13))
 MIN_FREE_BYTES = 2 << 30  # torch, LMDeploy and a small model
 MIN_DISK_BYTES = 1 << 30  # a converted default model, and some room
-DEVICE_GROUP = "sagellm.devices"
 LIBRARIES = ("transformers", "tokenizers", "safetensors", "xgrammar", "fastapi", "uvicorn", "zmq", "openai")
 
 
@@ -99,7 +99,7 @@ def _gpus(pytorch) -> Finding:
 def accelerators(
     root: Path = Path("/"), folders: Sequence[Path] | None = None, modules: Sequence[str] | None = None
 ) -> list[Finding]:  # fmt: skip
-    """Name the accelerators of this machine, the back end that runs each, and what is missing. For the arguments see `probe`."""
+    """Name the accelerators of this machine, the back end of each, and what is missing. For the arguments see `probe`."""
     from sagellm.accel.kernels.domestic import VENDORS, probe
 
     found = probe(root, folders, modules)
@@ -256,13 +256,29 @@ def port(number: int) -> list[Finding]:
 
 
 def extensions() -> list[Finding]:
-    from sagellm.core.registry import known_plugins
+    from sagellm.core.registry import known_plugins, offered_names
 
-    devices = sorted({entry.name for entry in metadata.entry_points(group=DEVICE_GROUP)})
+    devices = offered_names(DEVICE_GROUP)
     own = Finding("devices", OK, f"by entry point: {', '.join(devices)}")
     if "cpu" not in devices:
         own = Finding("devices", MISSING, "the CPU device is not registered; is sagellm installed?", SETUP)
-    return [own, Finding("plug-ins", OK, f"by entry point: {', '.join(known_plugins()) or 'none'}")]
+    brought = [_brought(name) for name in devices if is_brought(name)]
+    return [own, *brought, Finding("plug-ins", OK, f"by entry point: {', '.join(known_plugins()) or 'none'}")]
+
+
+def _brought(name: str) -> Finding:
+    """Describe a device that a package brings, by the package itself and by the report of its check."""
+    from sagellm.core.registry import load_offered
+
+    try:
+        device = load_offered(name, DEVICE_GROUP, "device", ConfigError)
+        available, total = device.memory()
+        text = f"{package_of(name)}; type {device.torch_device} in torch; {_gib(available)} free of {_gib(total)}"
+    except Exception as error:  # a package of others may raise anything
+        return Finding(f"device {name}", NOTE, f"{package_of(name)} cannot be used: {error}")
+    if why := DeviceReport.problem(name):
+        return Finding(f"device {name}", NOTE, f"{text}; {why}", f"sagellm check device {name}")
+    return Finding(f"device {name}", OK, f"{text}; it keeps to the contract", f"sagellm serve --device {name}")
 
 
 def _gib(num_bytes: int) -> str:
