@@ -16,6 +16,7 @@ from sagellm.control_plane.routers.order import Order
 from sagellm.core.config import SageConfig
 from sagellm.core.devices import NO_REPORT, DeviceReport, device_names, is_brought, package_of
 from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
+from tests.control_plane.endpoint import Endpoint
 from tests.serve.harness import ServerProcess
 from tests.vendor import install
 
@@ -59,41 +60,51 @@ def test_from_the_package_to_the_router(env, tmp_path, model_folder, start_manag
     model = str(model_folder("llama"))
     folder = tmp_path / "server"
     server = serve(env, folder, model)
-    try:
-        server.ready()
-        order = {"router": "order", "router_options": {"order": ["acme", "cpu"]}}
-        manager = start_manager(**order, engines={"cpu": {"kind": "sagellm", "model": model, "device": "cpu"} | SETTINGS})
-        manager.register_engine("acme", "openai", url=server.url)
-        acme = next(one for one in manager.engines() if one["name"] == "acme")
-        assert (acme["device"], acme["models"]) == ("acme", ["tiny"])
-        assert acme["capabilities"]["dtypes"] == ["float32", "bfloat16"] and acme["capabilities"]["quantization"] != []
-        assert NO_REPORT not in acme["capabilities"]["missing"]
-        assert answer(manager) == ("acme", "preferred device")
-        assert (folder / "mark").exists()  # the kernel of the package has run
-        assert text(server.url) == text(next(one["url"] for one in manager.engines() if one["name"] == "cpu"))
-        manager.unregister_engine("acme")
-    finally:
-        server.kill()
-
-    install(tmp_path / "site", version="2.0")  # the report is of another version
-    assert row().state == checks.NOTE and "acme-device 2.0 was not checked here" in row().text
-    manager.register_engine("acme", "sagellm", model=model, device="acme", **SETTINGS)
-    acme = next(one for one in manager.engines() if one["name"] == "acme")
-    assert acme["device"] == "acme" and "sagellm check device acme" in acme["capabilities"]["missing"][NO_REPORT]
-    assert acme["capabilities"]["dtypes"] == []
-    assert answer(manager) == ("cpu", "preferred device")
+    manager = start_manager(router="order", router_options={"order": ["acme", "cpu"]})
+    with Endpoint("tiny") as other:
+        manager.register_engine("cpu", "openai", url=other.url, device="cpu")
+        try:
+            server.ready()
+            manager.register_engine("acme", "openai", url=server.url)
+            acme = engine(manager)
+            assert (acme["device"], acme["models"]) == ("acme", ["tiny"]) and len(acme["routes"]) == 3
+            assert acme["capabilities"]["dtypes"] == ["float32", "bfloat16"] and "awq" in acme["capabilities"]["quantization"]
+            assert NO_REPORT not in acme["capabilities"]["missing"]
+            assert answer(manager) == ("acme", "preferred device")
+            assert (folder / "mark").exists()  # the kernel of the package has run
+            manager.unregister_engine("acme")
+        finally:
+            server.kill()
 
 
-def text(url):
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
-        return client.completions.create(model="tiny", prompt="a device", max_tokens=12, temperature=0).choices[0].text
+def engine(manager):
+    return next(one for one in manager.engines() if one["name"] == "acme")
 
 
 def answer(manager):
     """Ask the gateway, and return the engine that it chose, with the reason."""
-    assert text(manager.url)
+    with OpenAI(base_url=f"{manager.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        assert client.completions.create(model="tiny", prompt="a device", max_tokens=12, temperature=0).choices[0].text
     last = manager.status()["decisions"][-1]
     return last["engine"], last["reason"]
+
+
+@pytest.mark.slow
+def test_an_upgraded_package_is_not_preferred_until_it_is_checked(env, tmp_path, model_folder, start_manager):
+    DeviceReport("acme", "acme-device 1.0", ("float32",)).write()
+    assert row().state == checks.OK
+    manager = start_manager(router="order", router_options={"order": ["acme", "cpu"]})
+    install(tmp_path / "site", version="2.0")
+    assert row().state == checks.NOTE and "acme-device 2.0 was not checked here" in row().text
+    with Endpoint("tiny") as other:
+        manager.register_engine("cpu", "openai", url=other.url, device="cpu")
+        manager.register_engine("acme", "sagellm", model=str(model_folder("llama")), device="acme", **SETTINGS)
+        acme = engine(manager)
+        assert acme["device"] == "acme" and "sagellm check device acme" in acme["capabilities"]["missing"][NO_REPORT]
+        assert acme["capabilities"]["dtypes"] == []
+        assert answer(manager) == ("cpu", "preferred device")
+        manager.unregister_engine("cpu")
+        assert answer(manager) == ("acme", "no preferred device")
 
 
 @pytest.mark.slow
