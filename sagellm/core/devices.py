@@ -63,7 +63,7 @@ class DeviceReport:
 
     @classmethod
     def read(cls, device: str) -> "DeviceReport | None":
-        """Return the report of a device, None if there is none of the version that is installed."""
+        """Return the report of a device, or None where the installed version was not checked."""
         try:
             found = json.loads(_file(device).read_text())
             report = cls(**(found | {"dtypes": tuple(found["dtypes"])}))

@@ -60,9 +60,9 @@ def _has_collectives(device: str, missing: dict[str, str]) -> bool:
 
     name = "gloo" if device == "cpu" else "nccl"
     if is_brought(device):
-        from sagellm.engines.lmdeploy.contract.device import DEVICES
+        from lmdeploy import sage_device
 
-        name = DEVICES.find(device).ops_backend().ccl_backend()
+        name = sage_device.find(device).ops_backend().ccl_backend()
     if dist.is_available() and dist.is_backend_available(name):
         return True
     missing["tensor parallel"] = f"this build of torch has no {name}"

@@ -14,7 +14,7 @@ DLINFER = "https://github.com/DeepLink-org/dlinfer"
 
 @dataclass(frozen=True, slots=True)
 class Vendor:
-    """What makes a vendor's devices work, and how to get it.
+    """Parts that make a vendor's devices work, and how to get them.
 
     Attributes:
         name: short name.
