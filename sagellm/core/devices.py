@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from sagellm.core.cached_folder import default_cache_dir
+from sagellm.core.errors import ConfigError
 
 __all__ = ["DEVICES", "GROUP", "NO_REPORT", "DeviceReport", "device_names", "is_brought", "package_of"]
 
@@ -53,12 +54,18 @@ class DeviceReport:
     broken: Mapping[str, str] = field(default_factory=dict)
 
     def write(self) -> Path:
-        """Keep the report in place of an older one. Raises OSError: it cannot be written."""
+        """Keep the report in place of an older one. Raises ConfigError: it cannot be written."""
         file = _file(self.device)
-        file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_name(f".{file.name}.{os.getpid()}")
-        draft.write_text(json.dumps(asdict(self), indent=1))
-        draft.replace(file)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(asdict(self), indent=1))
+            draft.replace(file)
+        except OSError as error:
+            raise ConfigError(
+                f"the report of device {self.device} cannot be kept in {file.parent}: {error.strerror or error}. Free some "
+                "space, or let XDG_CACHE_HOME name a folder that can be written."
+            ) from None
         return file
 
     @classmethod

@@ -15,6 +15,7 @@ from sagellm.control_plane.base import EngineView, RouteRequest
 from sagellm.control_plane.routers.order import Order
 from sagellm.core.config import SageConfig
 from sagellm.core.devices import NO_REPORT, DeviceReport, device_names, is_brought, package_of
+from sagellm.core.errors import ConfigError
 from sagellm.engines.lmdeploy.capabilities import pytorch_capabilities
 from tests.control_plane.endpoint import Endpoint
 from tests.serve.harness import ServerProcess
@@ -133,6 +134,11 @@ def test_a_report_speaks_for_its_device_and_version_alone(env, tmp_path):
     for words in ("", "[]", '{"device": "acme"}'):
         file.write_text(words)
         assert DeviceReport.read("acme") is None
+    file.unlink()
+    file.parent.rmdir()
+    file.parent.write_text("in the way")
+    with pytest.raises(ConfigError, match="report of device acme cannot be kept"):
+        DeviceReport("acme", "acme-device 1.0", ()).write()
 
 
 def test_the_router_prefers_a_device_that_was_checked():
