@@ -11,12 +11,12 @@ import time
 import click
 
 from sagellm import ControlPlaneManager, UnifiedInferenceClient
-from sagellm.core.config import DEVICES
+from sagellm.core.devices import device_names
 
 
 @click.command()
 @click.option("--model", default="smollm2", show_default=True, help="Name, folder, .gguf file or hub id.")
-@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
+@click.option("--device", type=click.Choice(device_names()), default="auto", show_default=True, help="Device of the engine.")
 @click.option("--threads", type=click.IntRange(1), help="Compute threads of the CPU device [all cores].")
 @click.option("--prompt", default="What is the capital of France?", show_default=True, help="A message of the user.")
 @click.option("--max-tokens", type=click.IntRange(2), default=32, show_default=True, help="Most tokens of the answer.")

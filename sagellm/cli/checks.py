@@ -1,5 +1,6 @@
 """The questions that `sagellm doctor` asks, one function a subject. Each answers for itself whatever else is missing."""
 
+import contextlib
 import importlib.util
 import json
 import platform
@@ -7,11 +8,16 @@ import shutil
 import socket
 import subprocess
 import sys
-from importlib import metadata
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from sagellm.core.errors import SageError
+from sagellm.core.devices import GROUP as DEVICE_GROUP
+from sagellm.core.devices import DeviceReport, is_brought, package_of
+from sagellm.core.errors import ConfigError, SageError
+
+if TYPE_CHECKING:
+    from sagellm.accel.kernels.domestic import Found
 
 OK, NOTE, MISSING = "ok", "note", "missing"
 SETUP = "./apply_patches.sh"
@@ -90,6 +96,47 @@ def _gpus(pytorch) -> Finding:
     return Finding("gpu", OK, ", ".join(names))
 
 
+def accelerators(
+    root: Path = Path("/"), folders: Sequence[Path] | None = None, modules: Sequence[str] | None = None
+) -> list[Finding]:  # fmt: skip
+    """Name the accelerators of this machine, the back end of each, and what is missing. For the arguments see `probe`."""
+    from sagellm.accel.kernels.domestic import VENDORS, probe
+
+    found = probe(root, folders, modules)
+    if not found:
+        return [Finding("accelerators", NOTE, f"none found of {', '.join(vendor.title for vendor in VENDORS)}")]
+    return [_accelerator(each) for each in found]
+
+
+def _accelerator(found: "Found") -> Finding:
+    vendor = found.vendor
+    parts = [*map(str, found.nodes), *map(str, found.libraries.values()), *filter(None, [found.torch])]
+    names = [vendor.lmdeploy_device] if vendor.lmdeploy_device else _devices_for(vendor.name)
+    if vendor.lmdeploy_device:
+        runs = f"LMDeploy runs it as device {names[0]}, {'by dlinfer' if vendor.needs_dlinfer else 'natively'}"
+    elif names:
+        runs = f"LMDeploy has no back end for it, a package brings device {', '.join(names)}"
+    else:
+        runs = f"LMDeploy has no back end for it; a package can bring a device, an entry point of the group {DEVICE_GROUP}"
+    text = f"found {', '.join(parts)}; {runs}; collectives by {vendor.collective.upper()}"
+    if not found.lacks:
+        return Finding(vendor.title, OK if names else NOTE, text, f"sagellm serve --device {names[0]}" if names else "")
+    missing = "; ".join(f"{lack.what} ({lack.how})" for lack in found.lacks)
+    return Finding(vendor.title, NOTE, f"{text}. Missing: {missing}")
+
+
+def _devices_for(vendor: str) -> list[str]:
+    """Return the devices of installed packages that are for a vendor: their objects have it as `vendor`."""
+    from sagellm.core.registry import load_offered, offered_names
+
+    found = []
+    for name in offered_names(DEVICE_GROUP):
+        with contextlib.suppress(ConfigError):
+            if getattr(load_offered(name, DEVICE_GROUP, "device", ConfigError), "vendor", "") == vendor:
+                found.append(name)
+    return found
+
+
 def engines() -> list[Finding]:
     """The compiled engine needs CUDA's libraries; importing it in a process of its own cannot harm this one."""
     code = "import json; from sagellm.engines.lmdeploy.turbomind_build import probe; found = probe(); "
@@ -137,7 +184,7 @@ def collectives() -> list[Finding]:
     """The vendors' libraries of collectives. The backends of the project need none of them."""
     if importlib.util.find_spec("torch") is None:
         return []
-    from sagellm.comm_backend.vendors import State, vendor_libraries
+    from sagellm.comm_backend.domestic.libraries import State, vendor_libraries
 
     return [
         Finding(row.library.name, OK if row.state is State.USABLE else NOTE, f"{row.library.vendor}: {row.state}; {row.reason}")
@@ -209,13 +256,29 @@ def port(number: int) -> list[Finding]:
 
 
 def extensions() -> list[Finding]:
-    from sagellm.core.registry import known_plugins
+    from sagellm.core.registry import known_plugins, offered_names
 
-    devices = sorted({entry.name for entry in metadata.entry_points(group="sagellm.devices")})
+    devices = offered_names(DEVICE_GROUP)
     own = Finding("devices", OK, f"by entry point: {', '.join(devices)}")
     if "cpu" not in devices:
         own = Finding("devices", MISSING, "the CPU device is not registered; is sagellm installed?", SETUP)
-    return [own, Finding("plug-ins", OK, f"by entry point: {', '.join(known_plugins()) or 'none'}")]
+    brought = [_brought(name) for name in devices if is_brought(name)]
+    return [own, *brought, Finding("plug-ins", OK, f"by entry point: {', '.join(known_plugins()) or 'none'}")]
+
+
+def _brought(name: str) -> Finding:
+    """Describe a device that a package brings, by the package itself and by the report of its check."""
+    from sagellm.core.registry import load_offered
+
+    try:
+        device = load_offered(name, DEVICE_GROUP, "device", ConfigError)
+        available, total = device.memory()
+        text = f"{package_of(name)}; type {device.torch_device} in torch; {_gib(available)} free of {_gib(total)}"
+    except Exception as error:  # a package of others may raise anything
+        return Finding(f"device {name}", NOTE, f"{package_of(name)} cannot be used: {error}")
+    if why := DeviceReport.problem(name):
+        return Finding(f"device {name}", NOTE, f"{text}; {why}", f"sagellm check device {name}")
+    return Finding(f"device {name}", OK, f"{text}; it keeps to the contract", f"sagellm serve --device {name}")
 
 
 def _gib(num_bytes: int) -> str:

@@ -15,8 +15,9 @@ import click
 
 from sagellm.cli.tables import show_rows
 from sagellm.cli.values import read_options
-from sagellm.core.config import DEVICES, KV_SCHEMAS, read_model
+from sagellm.core.config import KV_SCHEMAS, read_model
 from sagellm.core.current_folder import look_in_current_folder
+from sagellm.core.devices import device_names
 from sagellm.core.early import STOP_SIGNALS
 from sagellm.core.errors import ConfigError, SageError
 
@@ -136,7 +137,7 @@ def _asking(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("model", required=False)
 @click.option("--name", help="Name of the engine. Default: the last part of MODEL.")
 @click.option("--engine-kind", default="sagellm", show_default=True, help="Kind: a name of `sagellm list engine-kind`.")
-@click.option("--device", type=click.Choice(DEVICES), help="Device of the engine. Default: auto.")
+@click.option("--device", type=click.Choice(device_names()), help="Device of the engine. Default: auto.")
 @click.option("--kv-schema", type=click.Choice(KV_SCHEMAS), help="Type of keys and values, of the kind sagellm.")
 @click.option("--speculative-strategy", help="Strategy that guesses tokens, of the kind sagellm.")
 @click.option("--engine-url", help="URL of the server, for the kind openai.")

@@ -19,6 +19,7 @@ def examine(port: int) -> list[Finding]:
         checks.python,
         checks.lmdeploy,
         checks.torch,
+        checks.accelerators,
         checks.engines,
         checks.capabilities,
         checks.gpu_runs,

@@ -10,7 +10,8 @@ import click
 from click.core import ParameterSource
 
 from sagellm.cli.tables import show_rows
-from sagellm.core.config import COMPUTES, DEVICES, DTYPES, KV_SCHEMAS
+from sagellm.core.config import COMPUTES, DTYPES, KV_SCHEMAS
+from sagellm.core.devices import device_names
 from sagellm.core.errors import SageError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 @click.option(
     "--kv-schema", type=click.Choice(KV_SCHEMAS), default="auto", show_default=True, help="Type of MODEL's keys and values."
 )
-@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
+@click.option("--device", type=click.Choice(device_names()), default="auto", show_default=True, help="Device of the engine.")
 @click.option("--tokens", type=click.IntRange(1024), default=52_000, show_default=True, help="Tokens of text to score.")
 @click.option("--answers", type=click.IntRange(0), default=50, show_default=True, help="Greedy answers to compare.")
 @click.option("--answer-tokens", type=click.IntRange(1, 400), default=64, show_default=True, help="Tokens of an answer.")

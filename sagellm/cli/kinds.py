@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -59,12 +60,16 @@ def _check_command(kind: Kind) -> click.Command:
     ) -> None:
         look_in_current_folder()
         given = read_options("--options", options, suite.example)
+        # LMDeploy logs to standard output, where a program reads the document.
+        aside = redirect_stdout(sys.stderr) if as_json else nullcontext()
         try:
-            run = suite.prepare(kind.load("registry"), name, given, **flags)
+            with aside:
+                run = suite.prepare(kind.load("registry"), name, given, **flags)
         except SageError as error:
             raise click.UsageError(str(error)) from None
         try:
-            report = run(seed=seed, rounds=rounds, progress=_progress(), limit_s=limit_s)
+            with aside:
+                report = run(seed=seed, rounds=rounds, progress=_progress(), limit_s=limit_s)
         except SageError as error:
             raise click.ClickException(str(error)) from None
         _show_report(kind, name, report, seed, as_json)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from sagellm.cli.values import read_options
-from sagellm.core.config import DEVICES
+from sagellm.core.devices import device_names
 from sagellm.core.errors import SageError
 
 
@@ -22,7 +22,9 @@ from sagellm.core.errors import SageError
 @click.option("--pieces", type=click.IntRange(1), default=32, show_default=True, help="Pieces of text to calibrate with.")
 @click.option("--length", type=click.IntRange(16), default=512, show_default=True, help="Tokens of a piece.")
 @click.option("--report", type=click.Path(path_type=Path), help="Measure this quantized folder beside its original instead.")
-@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of --report's engine.")
+@click.option(
+    "--device", type=click.Choice(device_names()), default="auto", show_default=True, help="Device of --report's engine."
+)
 @click.option("--tokens", type=click.IntRange(1024), default=8_000, show_default=True, help="Tokens that --report scores.")
 @click.option("--answers", type=click.IntRange(0), default=20, show_default=True, help="Greedy answers that --report compares.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

@@ -11,7 +11,8 @@ from sagellm.cli.kinds import old_commands
 from sagellm.cli.lazy import LazyGroup
 from sagellm.cli.tables import show_rows
 from sagellm.cli.values import Finite
-from sagellm.core.config import DEVICES, DTYPES
+from sagellm.core.config import DTYPES
+from sagellm.core.devices import device_names
 from sagellm.core.errors import SageError
 
 MAX_GUESSES = 64
@@ -45,7 +46,7 @@ class _Counts(click.ParamType):
 @click.option(
     "--model", type=click.Path(path_type=Path), help="Model: name, folder, .gguf file or hub id. Default: smollm2."
 )
-@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
+@click.option("--device", type=click.Choice(device_names()), default="auto", show_default=True, help="Device of the engine.")
 @click.option(
     "--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Type of weights and KV cache."
 )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import click
 
-from sagellm.core.config import DEVICES
+from sagellm.core.devices import device_names
 from sagellm.core.errors import SageError
 
 __all__ = ["LONGEST_LIMIT_S", "Bytes", "Finite", "answering", "engine_options", "options_by_name", "read_options"]
@@ -90,7 +90,9 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of the engine that answers: model, device, threads."""
     for option in (
         click.option("--threads", type=click.IntRange(1), help="Compute threads of the CPU device [all cores]."),
-        click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine."),
+        click.option(
+            "--device", type=click.Choice(device_names()), default="auto", show_default=True, help="Device of the engine."
+        ),
         click.option("--model", help="Model: name, folder, .gguf file or hub id. Default: smollm2."),
     ):
         command = option(command)

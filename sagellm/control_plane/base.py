@@ -10,6 +10,7 @@ import aiohttp
 
 from sagellm.control_plane import probe
 from sagellm.control_plane.probe import EngineFacts
+from sagellm.core.devices import NO_REPORT
 from sagellm.core.enums import StrEnum
 from sagellm.core.service import NOTHING_ASKED, ServiceRequest
 from sagellm.pd import base as pd
@@ -128,6 +129,11 @@ class EngineView(pd.EngineView):
     device: str = ""
     num_waiting: int = 0
     kv_use: float | None = None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its device can be relied on: one that a package brings has passed its check."""
+        return NO_REPORT not in self.capabilities.missing
 
     @property
     def queue(self) -> tuple[int, float, str]:

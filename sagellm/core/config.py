@@ -15,11 +15,11 @@ from pydantic import (
     model_validator,
 )
 
+from sagellm.core.devices import DEVICES, GROUP, device_names
 from sagellm.core.errors import ConfigError
 from sagellm.core.ports import SagePorts
 
 MAX_CACHED_BLOCK_SIZE = 256  # tokens
-DEVICES = ("auto", "cpu", "cuda", "ascend", "maca", "camb")
 ENGINES = ("pytorch", "turbomind")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 WEIGHTS = ("auto", "packed")
@@ -244,6 +244,7 @@ class SageConfig(Model):
     """One engine and its server. None leaves a setting to the machine and the model. Lengths are in tokens.
 
     Attributes:
+        device: a name of `core.devices.DEVICES`, or of a device that an installed package brings.
         weights: packed keeps the weights of a GGUF file in its 4 to 8 bits; auto turns them into `dtype`. On the CPU device.
         quantization: method that the model's weights are quantized by, at the first start; None leaves them as they are.
         compute: type in which the CPU device multiplies; auto is the quicker one of those that lose nothing. int8 rounds
@@ -274,7 +275,7 @@ class SageConfig(Model):
     model: Path | None = None
     model_name: str | None = None
     engine: Literal[ENGINES] = "pytorch"
-    device: Literal[DEVICES] = "auto"
+    device: str = "auto"
     dtype: Literal[DTYPES] = "auto"
     weights: Literal[WEIGHTS] = "auto"
     quantization: str | None = Field(None, min_length=1)
@@ -333,6 +334,16 @@ class SageConfig(Model):
             said = "; ".join(" ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors())
             raise ValueError(f"speculative_config: {said}; known are {', '.join(SpeculativeConfig.model_fields)}") from None
         return values | wanted.settings()
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        if value not in DEVICES and value not in (known := device_names()):
+            raise ValueError(
+                f"unknown device {value!r}; known are {', '.join(known)}. A package brings one by an entry point of the group "
+                f"{GROUP}"
+            )
+        return value
 
     @field_validator("plugins", mode="before")
     @classmethod

@@ -7,7 +7,6 @@ import click
 
 from sagellm.core.config import (
     COMPUTES,
-    DEVICES,
     DTYPES,
     ENGINES,
     EXECUTORS,
@@ -17,6 +16,7 @@ from sagellm.core.config import (
     WEIGHTS,
     read_config,
 )
+from sagellm.core.devices import device_names
 from sagellm.core.early import end, stop_at_once
 from sagellm.core.errors import SageError
 from sagellm.serve.objects import with_objects
@@ -27,7 +27,7 @@ from sagellm.serve.objects import with_objects
 @click.option("--model", type=click.Path(path_type=Path), help="Name, folder, .gguf file, or hub id. Default: smollm2.")
 @click.option("--model-name", help="Name in the API. Default: the name of the model.")
 @click.option("--engine", type=click.Choice(ENGINES), help="LMDeploy's engine. Default: pytorch. turbomind needs a build.")
-@click.option("--device", type=click.Choice(DEVICES), help="Device. Default: auto (cuda if there is a GPU, else cpu).")
+@click.option("--device", type=click.Choice(device_names()), help="Device. Default: auto (cuda if there is a GPU, else cpu).")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Type of weights. Default: auto (as stored; bfloat16 on a CPU).")
 @click.option("--weights", type=click.Choice(WEIGHTS), help="packed: those bits of a GGUF file, on a CPU. Default: auto.")
 @click.option("--quantization", help="Method of `sagellm list quantizer`, once, into the cache. Default: none.")

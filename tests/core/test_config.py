@@ -51,7 +51,7 @@ GROUP = {"role": "decode", "proxy_url": "http://a:1", "key_file": "key"}
         ({"kv_memory_share": 1.0}, "kv_memory_share: .*less than 1, got 1.0"),
         ({"block_size": 48}, "block_size: .*48 is not a power of two"),
         ({"block_size": 8}, "block_size: .*greater than or equal to 16"),
-        ({"device": "tpu"}, "device: .*'auto', 'cpu', 'cuda'"),
+        ({"device": "tpu"}, "device: .*unknown device 'tpu'; known are auto, cpu, cuda"),
         ({"dtype": "int8"}, "dtype: .*'bfloat16', got 'int8'"),
         ({"max_prefill_tokens": -1}, "max_prefill_tokens"),
         ({"plugin_time_limit_s": 0}, "plugin_time_limit_s: .*greater than 0"),

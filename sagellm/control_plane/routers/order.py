@@ -12,7 +12,7 @@ class Order(Router):
     """The engine with the least load on the first device of the order that has room.
 
     Args:
-        order: types of devices; one that is not named comes last.
+        order: types of devices; one that is not named comes last, and so does one whose check is missing or failed.
         queue: requests of an engine from which on the next device is taken.
     """
 
@@ -26,8 +26,9 @@ class Order(Router):
 
     def choose(self, request: RouteRequest, engines: Sequence[EngineView]) -> RouteChoice:
         best = min(engines, key=lambda one: (one.queue[0] >= self._queue, self._place(one), one.queue))
-        reason = "preferred device" if best.device in self._places else "no preferred device"
-        return RouteChoice(best.engine_id, reason, f"{best.device or 'unknown device'}, {best.queue[0]} requests there")
+        reason = "preferred device" if self._place(best) < len(self._places) else "no preferred device"
+        device = f"{best.device or 'unknown device'}{'' if best.is_checked else ', unchecked'}"
+        return RouteChoice(best.engine_id, reason, f"{device}, {best.queue[0]} requests there")
 
     def _place(self, one: EngineView) -> int:
-        return self._places.get(one.device, len(self._places))
+        return self._places.get(one.device, len(self._places)) if one.is_checked else len(self._places)

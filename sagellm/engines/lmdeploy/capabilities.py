@@ -4,6 +4,7 @@ from contextlib import suppress
 
 from sagellm.accel.speculative.registry import ENGINE_METHODS, speculator_names
 from sagellm.comm_backend.kv_transfer.registry import channel_names, find_channel
+from sagellm.core.devices import NO_REPORT, DeviceReport, is_brought
 from sagellm.core.hooks import COMM_HOOKS, DECISIONS, NOTICES, Tier
 from sagellm.engines.base import CapabilityDescriptor
 from sagellm.patching import status
@@ -15,8 +16,10 @@ QUANTIZED = {"awq": "LinearW4A16", "smooth_quant": "LinearW8A8", "fp8": "LinearB
 
 
 def pytorch_capabilities(device: str) -> CapabilityDescriptor:
-    """Describe the PyTorch engine on `device`, "cpu" or "cuda", without starting it."""
+    """Describe the PyTorch engine on `device` without starting it. The check's report speaks for one that a package brings."""
     missing: dict[str, str] = {}
+    if is_brought(device) and (why := DeviceReport.problem(device)):
+        missing[NO_REPORT] = why
     return CapabilityDescriptor(
         hooks=_hooks(missing),
         dtypes=_dtypes(device, missing),
@@ -40,6 +43,9 @@ def _hooks(missing: dict[str, str]) -> tuple[str, ...]:
 def _dtypes(device: str, missing: dict[str, str]) -> tuple[str, ...]:
     import torch
 
+    if is_brought(device):
+        report = DeviceReport.read(device)
+        return report.dtypes if report is not None else ()
     if device == "cpu":
         missing["float16"] = "the CPU device computes in float32 or bfloat16"
         return ("float32", "bfloat16")
@@ -53,7 +59,11 @@ def _has_collectives(device: str, missing: dict[str, str]) -> bool:
     import torch.distributed as dist
 
     name = "gloo" if device == "cpu" else "nccl"
-    if dist.is_available() and getattr(dist, f"is_{name}_available")():
+    if is_brought(device):
+        from lmdeploy import sage_device
+
+        name = sage_device.find(device).ops_backend().ccl_backend()
+    if dist.is_available() and dist.is_backend_available(name):
         return True
     missing["tensor parallel"] = f"this build of torch has no {name}"
     return False
@@ -70,6 +80,9 @@ def _quantization(device: str, missing: dict[str, str]) -> tuple[str, ...]:
 
 
 def _operator_names(device: str) -> set[str]:
+    if is_brought(device):
+        report = DeviceReport.read(device)
+        return set(QUANTIZED.values()) - set(report.missing) if report is not None else set()
     if device == "cpu":
         from sagellm.engines.lmdeploy.cpu import operators
 
@@ -86,7 +99,7 @@ def _operator_names(device: str) -> set[str]:
 
 
 def _speculation(device: str, missing: dict[str, str]) -> tuple[str, ...]:
-    if device != "cpu":
+    if device != "cpu" and not is_brought(device):
         return tuple(speculator_names())
     missing.update({f"speculation {name}": "LMDeploy's own method needs a GPU" for name in ENGINE_METHODS})
     return tuple(name for name in speculator_names() if name not in ENGINE_METHODS)

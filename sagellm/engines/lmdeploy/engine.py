@@ -353,10 +353,11 @@ class LMDeployEngine(BaseEngine):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        if self._device == "cpu" and (agent := getattr(self.engine.executor, "model_agent", None)) is not None:
-            from sagellm.engines.lmdeploy.cpu.device import CPU_DEVICE
+        from lmdeploy import sage_device
 
-            CPU_DEVICE.end_steps(agent)
+        device = sage_device.find(self._device)
+        if device is not None and (agent := getattr(self.engine.executor, "model_agent", None)) is not None:
+            device.end_steps(agent)
 
     async def _start(self) -> None:
         self.engine.start_loop()

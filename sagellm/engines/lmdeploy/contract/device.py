@@ -8,13 +8,12 @@ from typing import Any, Protocol
 import torch
 
 from sagellm.core.contract import Broke, ContractReport, Played, Report, Scenario, Suite, play, run_scenarios
+from sagellm.core.devices import GROUP, DeviceReport, package_of
 from sagellm.core.errors import ConfigError
 from sagellm.core.registry import Registry, load_offered
 from sagellm.engines.lmdeploy.contract import architectures, operators
 
 __all__ = ["DEVICES", "RULES", "SUITE", "Device", "operators_of"]
-
-GROUP = "sagellm.devices"
 
 
 class Device(Protocol):
@@ -162,7 +161,22 @@ class _DeviceSuite(Suite):
         registry.find(name)
         if options:
             raise ConfigError(f"device {name} takes no options; got {', '.join(sorted(options))}.")
-        return partial(run_scenarios, RULES, SCENARIOS, partial(play, name), what=self.what, raise_rule="architectures")
+        run = partial(run_scenarios, RULES, SCENARIOS, partial(play, name), what=self.what, raise_rule="architectures")
+        return partial(_check_and_report, name, run)
+
+
+def _check_and_report(name: str, run: Callable[..., ContractReport], **options: Any) -> ContractReport:
+    """Check a device, and keep what was found for doctor, engines and managers; a part of the check is not kept."""
+    result = run(**options)
+    if options.get("only") is None:
+        built = result.results[0].passed
+        ops = operators_of(name) if built else None
+        DeviceReport(
+            name, package_of(name), tuple(str(kind).removeprefix("torch.") for kind in ops.dtypes) if ops else (),
+            operators.missing_operators(ops) if ops else {},
+            {rule.rule: rule.message for rule in result.results if not rule.passed},
+        ).write()  # fmt: skip
+    return result
 
 
 SUITE = _DeviceSuite("device", RULES, SCENARIOS)

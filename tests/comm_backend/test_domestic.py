@@ -8,8 +8,8 @@ import torch
 from click.testing import CliRunner
 
 from sagellm.cli import checks, main
-from sagellm.comm_backend import vendors
-from sagellm.comm_backend.vendors import LIBRARIES, State, library, require, torch_backend, vendor_libraries
+from sagellm.comm_backend.domestic import libraries as vendors
+from sagellm.comm_backend.domestic.libraries import LIBRARIES, State, library, require, torch_backend, vendor_libraries
 from sagellm.core.errors import CommError
 
 PLUGINS = {"hccl": ("torch_npu", "davinci0"), "cncl": ("torch_mlu", "cambricon_dev0"), "bkcl": ("torch_xmlir", "xpu0")}
@@ -21,7 +21,7 @@ def states(**arguments):
 
 def test_each_library_says_what_it_needs():
     found = states(is_installed=lambda module: False)
-    assert list(found) == ["nccl", "rccl", "hccl", "cncl", "bkcl"]
+    assert list(found) == ["nccl", "rccl", "hccl", "cncl", "mccl", "bkcl"]
     for name, (plugin, _) in PLUGINS.items():
         assert found[name][0] is State.NOT_INSTALLED and plugin in found[name][1]
     if not torch.version.hip:
@@ -29,7 +29,7 @@ def test_each_library_says_what_it_needs():
     if not torch.version.cuda:
         assert found["nccl"] == (State.NOT_INSTALLED, f"needs a torch built for CUDA; this one is {torch.__version__}")
     assert library("HCCL").lmdeploy_device == "ascend"
-    with pytest.raises(CommError, match="known are: nccl, rccl, hccl, cncl, bkcl"):
+    with pytest.raises(CommError, match="known are: nccl, rccl, hccl, cncl, mccl, bkcl"):
         library("xccl")
 
 
@@ -82,4 +82,4 @@ def test_doctor_names_them():
     assert all(row.state.value in found[row.library.name].text for row in vendor_libraries())
     assert {finding.state for finding in found.values()} <= {checks.OK, checks.NOTE}
     document = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).output)
-    assert set(found) <= {check["name"] for check in document["checks"]}
+    assert {*found, *(row.name for row in checks.accelerators())} <= {check["name"] for check in document["checks"]}

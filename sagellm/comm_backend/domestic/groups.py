@@ -8,11 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from sagellm.comm_backend.domestic.libraries import LIBRARIES, library, missing, require, torch_backend
 from sagellm.comm_backend.torch_groups import NcclBackend
-from sagellm.comm_backend.vendors import LIBRARIES, library, missing, require, torch_backend
 from sagellm.core.errors import CommError
 
-__all__ = ["BkclBackend", "CnclBackend", "HcclBackend", "RcclBackend", "VendorBackend", "process_group"]
+__all__ = ["BkclBackend", "CnclBackend", "HcclBackend", "McclBackend", "RcclBackend", "VendorBackend", "process_group"]
 
 DEVICES = {each.name: (each.device_type,) for each in LIBRARIES}
 
@@ -81,3 +81,10 @@ class BkclBackend(VendorBackend):
 
     name = "bkcl"
     device_types = DEVICES["bkcl"]
+
+
+class McclBackend(VendorBackend):
+    """MetaX, by a torch that is built for MACA, whose devices answer as CUDA's."""
+
+    name = "mccl"
+    device_types = DEVICES["mccl"]

@@ -3,16 +3,16 @@
 All of them are reached as backends of torch.distributed, which a vendor's build of torch or a plug-in of torch brings. Looking
 imports no plug-in: some take seconds, or fail where there is no device. None of the plug-ins has been run with this project.
 
-Source: LMDeploy, pytorch/backends/*/op_backend.py (`ccl_backend`) for the dlinfer devices; the plug-ins' own documentation.
+The vendors are rows of the table in `sagellm.accel.kernels.domestic`.
 """
 
 import importlib
-import importlib.util
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from sagellm.accel.kernels.domestic import VENDORS, Vendor
+from sagellm.accel.kernels.domestic.probe import find_nodes, has_module, shown_nodes
 from sagellm.core.enums import StrEnum
 from sagellm.core.errors import CommError
 
@@ -43,7 +43,7 @@ class VendorLibrary(NamedTuple):
         device_type: of torch.
         plugin: the module that adds the device to torch, "" where torch itself is built for it.
         torch_backends: names of it in torch.distributed, the first that is registered counts.
-        nodes: pattern of names in /dev that say that a device of a plug-in is there; torch itself knows of its own.
+        vendors: its rows in the table of vendors.
     """
 
     name: str
@@ -52,7 +52,7 @@ class VendorLibrary(NamedTuple):
     device_type: str
     plugin: str
     torch_backends: tuple[str, ...]
-    nodes: str
+    vendors: tuple[Vendor, ...]
 
 
 class VendorState(NamedTuple):
@@ -63,13 +63,21 @@ class VendorState(NamedTuple):
     reason: str
 
 
-LIBRARIES = (
-    VendorLibrary("nccl", "NVIDIA", "cuda", "cuda", "", ("nccl",), ""),
-    VendorLibrary("rccl", "AMD", "", "cuda", "", ("nccl",), ""),  # torch for ROCm keeps CUDA's names
-    VendorLibrary("hccl", "Huawei Ascend", "ascend", "npu", "torch_npu", ("hccl",), r"davinci\d+"),
-    VendorLibrary("cncl", "Cambricon", "camb", "mlu", "torch_mlu", ("cncl",), r"cambricon_dev\d+"),
-    VendorLibrary("bkcl", "Baidu Kunlunxin", "", "cuda", "torch_xmlir", ("kccl", "nccl"), r"xpu\d+"),  # answers as CUDA
-)
+def _libraries() -> tuple[VendorLibrary, ...]:
+    """A library for each name in the table of vendors; two vendors may share one."""
+    found: dict[str, VendorLibrary] = {}
+    for each in VENDORS:
+        one = VendorLibrary(
+            each.collective, each.title, each.lmdeploy_device, each.torch_device, each.plugin, each.torch_backends, (each,)
+        )
+        before = found.get(each.collective)
+        if before is not None:
+            one = before._replace(vendor=f"{before.vendor}, {each.title}", vendors=(*before.vendors, each))
+        found[each.collective] = one
+    return tuple(found.values())
+
+
+LIBRARIES = _libraries()
 
 
 def library(name: str) -> VendorLibrary:
@@ -87,7 +95,7 @@ def vendor_libraries(dev: Path = Path("/dev"), is_installed: Callable[[str], boo
         dev: where device nodes are.
         is_installed: whether a module is; by default it is looked for without importing it.
     """
-    installed = is_installed or _is_installed
+    installed = is_installed or has_module
     return [_plugin_state(each, dev, installed) if each.plugin else _torch_state(each) for each in LIBRARIES]
 
 
@@ -134,18 +142,23 @@ def torch_backend(which: VendorLibrary) -> str:
 def _plugin_state(which: VendorLibrary, dev: Path, installed: Callable[[str], bool]) -> VendorState:
     if not installed(which.plugin):
         return VendorState(which, State.NOT_INSTALLED, f"needs {which.plugin} from {which.vendor}")
-    if node := _node(dev, which.nodes):
-        return VendorState(which, State.USABLE, f"{which.plugin} and {node} are there")
-    looked_for = which.nodes.replace(r"\d+", "*")
-    return VendorState(which, State.NO_DEVICE, f"{which.plugin} is there, but no {dev / looked_for}")
+    nodes = [node for vendor in which.vendors for node in find_nodes(vendor, dev)]
+    if nodes:
+        return VendorState(which, State.USABLE, f"{which.plugin} and {nodes[0]} are there")
+    looked_for = ", ".join(str(dev / shown_nodes(vendor)) for vendor in which.vendors)
+    return VendorState(which, State.NO_DEVICE, f"{which.plugin} is there, but no {looked_for}")
 
 
 def _torch_state(which: VendorLibrary) -> VendorState:
-    """NCCL and RCCL are part of torch, which is built for one of CUDA and ROCm, or for neither."""
+    """Libraries that are part of torch, which is built for one of CUDA, ROCm and MACA, or for none."""
     import torch
 
-    wants_hip = which.name == "rccl"
-    built, wanted = (torch.version.hip if wants_hip else torch.version.cuda), "ROCm" if wants_hip else "CUDA"
+    is_maca = "metax" in torch.__version__
+    builds = {
+        "nccl": ("CUDA", None if is_maca else torch.version.cuda), "rccl": ("ROCm", torch.version.hip),
+        "mccl": ("MACA", torch.__version__ if is_maca else None),
+    }  # fmt: skip
+    wanted, built = builds[which.name]
     if not built:
         return VendorState(which, State.NOT_INSTALLED, f"needs a torch built for {wanted}; this one is {torch.__version__}")
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
@@ -153,18 +166,3 @@ def _torch_state(which: VendorLibrary) -> VendorState:
     if not torch.cuda.is_available():
         return VendorState(which, State.NO_DEVICE, f"torch is built for {wanted} {built} and finds no GPU")
     return VendorState(which, State.USABLE, f"torch for {wanted} {built}, {torch.cuda.device_count()} GPUs")
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # ValueError: a module of that name was put into sys.modules by hand
-        return False
-
-
-def _node(dev: Path, pattern: str) -> str | None:
-    try:
-        names = sorted(entry.name for entry in dev.iterdir())
-    except OSError:
-        return None
-    return next((str(dev / name) for name in names if re.fullmatch(pattern, name)), None)

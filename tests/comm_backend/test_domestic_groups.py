@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sagellm.comm_backend import CommConfig, vendors
+from sagellm.comm_backend import CommConfig
+from sagellm.comm_backend.domestic import libraries as vendors
+from sagellm.comm_backend.domestic.groups import HcclBackend
 from sagellm.comm_backend.registry import backend_names, find_backend, make_backend
-from sagellm.comm_backend.vendor_groups import HcclBackend
 from sagellm.core.errors import CommError
 
-NAMES = ("rccl", "hccl", "cncl", "bkcl")
+NAMES = ("rccl", "hccl", "cncl", "bkcl", "mccl")
 PLUGIN = """
 import torch.distributed as dist
 

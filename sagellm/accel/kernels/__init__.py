@@ -1,0 +1,1 @@
+"""Kernels of devices, a folder each."""
