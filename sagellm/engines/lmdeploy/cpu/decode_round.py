@@ -92,12 +92,11 @@ def _is_plain(agent: Any, inputs: Any, sampling: Any) -> bool:
 
 
 def _is_known(strategy: Any) -> bool:
-    """LMDeploy's own strategy, or ours with guesses in one process."""
+    """LMDeploy's own strategy, or ours with guesses that are computed in decode steps of one process."""
     if type(strategy) is ARModelAgentStrategy:
         return True
-    return isinstance(strategy, ARModelAgentStrategy) and getattr(strategy, "speculator", None) is not None and (
-        strategy.speculator.sharing is None
-    )
+    speculator = getattr(strategy, "speculator", None)
+    return speculator is not None and speculator.sharing is None and speculator.prompt_tokens is None
 
 
 def _logprobs(drawn: list[Sampled]) -> BatchedLogProbs:
