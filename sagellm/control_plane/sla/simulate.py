@@ -105,9 +105,12 @@ def simulate(
 
     Raises ConfigError: a request that the pool of an engine cannot hold.
     """
-    shape = EngineShape(block_size, fleet.kv_blocks, max_prefill_tokens, fleet.max_batch_size, prefix_caching=bool(fleet.prefill))
+    has_split = fleet.prefill > 0  # what has come from a prefill engine is found like a cached prefix
+    shape = EngineShape(
+        block_size, fleet.kv_blocks, max_prefill_tokens, fleet.max_batch_size, prefix_caching=has_split
+    )  # fmt: skip
     come = [replace(each, arrival_s=each.arrival_s / speedup) for each in load.requests]
-    if not fleet.prefill:
+    if not has_split:
         return _outcome(*_run(come, fleet.decode, shape, costs), targets)
     link = link or Link(latency_s=0.0, bytes_per_s=1e30)
     first, runs, preempted = _run([replace(each, num_generated=1) for each in come], fleet.prefill, shape, costs)
@@ -118,7 +121,7 @@ def simulate(
         if asked.num_generated > 1:
             seconds = link.latency_s + asked.prompt_tokens * kv_bytes_per_token / link.bytes_per_s
             tokens = asked.prompt_tokens
-            # Only the first token is computed again: the decode engine finds the rest, whose blocks have come.
+            # Full blocks have come; a short step computes the rest and takes the place of joining.
             moved.append(RecordedRequest(
                 each.request_id, each.first_token_s + seconds, tokens + 1, asked.num_generated - 1, cached_tokens=tokens
             ))  # fmt: skip
