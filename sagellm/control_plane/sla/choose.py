@@ -143,7 +143,7 @@ class Planner:
         for fleet in self._fleets(devices):
             self._tick(f"{fleet.layout}, {fleet.lookahead} guesses, {fleet.max_batch_size} at once")
             outcomes = self.run(fleet, speedup)
-            # Of those that meet the targets the quickest is the best: it has most to spare.
+            # The quickest of those that meet the targets is the best: it has most to spare.
             share = 1.0 if self._is_met(outcomes) else _share(outcomes)
             key = (share, -sum(_mean_s(each) for each in outcomes))
             if found is None or key > found[0]:

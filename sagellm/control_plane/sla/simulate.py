@@ -53,7 +53,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a load.
+    """The run of a load and its figures.
 
     Attributes:
         requests: times of each.
