@@ -11,8 +11,10 @@ from sagellm.cli.lazy import LazyGroup
 from sagellm.cli.tables import show_rows
 from sagellm.cli.values import Counts, answering
 from sagellm.core.config import DEVICES, DTYPES, KV_SCHEMAS
+from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sagellm.control_plane.sla.measure import Grid
     from sagellm.control_plane.sla.profile import Point, SLAProfile
 
 COLUMNS = {
@@ -52,16 +54,25 @@ def sla(model: str, out: Path, plot: Path | None, as_json: bool, **given: Any) -
     """
     with answering(as_json):
         from sagellm.control_plane.sla.figure import draw
-        from sagellm.control_plane.sla.measure import Grid, measure_profile
+        from sagellm.control_plane.sla.measure import measure_profile
 
-        axes = {name: given[name] for name in ("prompt_tokens", "tensor_parallel", "lookaheads", "steps", "rounds")}
-        grid = Grid(given["concurrency"], **axes, max_kv_tokens=given["max_kv_tokens"])
+        grid = _grid(given)
         settings = {name: given[name] for name in ("device", "dtype", "kv_schema", "threads")}
         with show_progress() as tick:
             profile = measure_profile(model, out, grid, settings, tick)
         if plot is not None:
             draw(profile, f"{Path(profile.facts['model']).name} on {profile.facts['processor']}", plot)
     _show(profile, out, as_json)
+
+
+def _grid(given: dict[str, Any]) -> "Grid":
+    from sagellm.control_plane.sla.measure import Grid
+
+    axes = {name: given[name] for name in ("prompt_tokens", "tensor_parallel", "lookaheads", "steps", "rounds")}
+    try:
+        return Grid(given["concurrency"], **axes, max_kv_tokens=given["max_kv_tokens"])
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _show(profile: "SLAProfile", out: Path, as_json: bool) -> None:

@@ -170,12 +170,15 @@ def _point(setup: Setup, prompt_tokens: int, token_s: Sequence[Sequence[float]],
         gaps += np.diff(steps)[WARM_UP:][: -setup[1] or None].tolist()
     if not gaps:
         raise ConfigError("the streams of a point did not decode at the same time; measure more --steps.")
-    is_mixed = any(sum(each < begin for each in times) > 1 for times in token_s)
+    step_s = statistics.median(gaps)
+    # LMDeploy lets the first requests decode before the last prompts of a large batch.
+    num_between = max(sum(each < begin for each in times) - 1 for times in token_s)
+    prefill_s = begin - max(num_between, 0) * step_s
     context = prompt_tokens + statistics.mean(map(len, token_s)) / 2
     return Point(
         tensor_parallel=setup[0], lookahead=setup[1], concurrency=len(token_s), prompt_tokens=prompt_tokens,
-        context_tokens=context, step_s=statistics.median(gaps), num_steps=len(gaps) // len(token_s) or 1,
-        prefill_s=None if is_mixed else begin, prefill_terms=_prefill_terms(len(token_s), prompt_tokens, budget),
+        context_tokens=context, step_s=step_s, num_steps=len(gaps) // len(token_s) or 1,
+        prefill_s=prefill_s if prefill_s > begin / 2 else None, prefill_terms=_prefill_terms(len(token_s), prompt_tokens, budget),
     )  # fmt: skip
 
 

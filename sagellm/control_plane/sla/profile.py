@@ -35,7 +35,7 @@ class Point(Model):
         context_tokens: of each request, in the mean over the decode steps.
         step_s: median seconds from one decode step of a stream to its next; without guesses the inter-token latency.
         num_steps: steps that count.
-        prefill_s: until the last of the prompts had its first token; None: decode steps came between.
+        prefill_s: until the last of the prompts had its first token, without decode steps between; None: these took most of it.
         prefill_terms: steps, tokens and pairs of these prompts together.
     """
 
