@@ -178,7 +178,8 @@ def _point(setup: Setup, prompt_tokens: int, token_s: Sequence[Sequence[float]],
     return Point(
         tensor_parallel=setup[0], lookahead=setup[1], concurrency=len(token_s), prompt_tokens=prompt_tokens,
         context_tokens=context, step_s=step_s, num_steps=len(gaps) // len(token_s) or 1,
-        prefill_s=prefill_s if prefill_s > begin / 2 else None, prefill_terms=_prefill_terms(len(token_s), prompt_tokens, budget),
+        prefill_s=prefill_s if prefill_s > begin / 2 else None,
+        prefill_terms=_prefill_terms(len(token_s), prompt_tokens, budget),
     )  # fmt: skip
 
 
