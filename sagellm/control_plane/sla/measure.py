@@ -139,15 +139,13 @@ def _measure_setup(
         profile = profile.model_copy(update={"facts": profile.facts | about | {f"block_bytes_{workers}": schema.block_bytes}})
         random = np.random.default_rng(0)
         answer_greedily(engine, random.integers(0, vocab_size, (2, min(512, max(lengths) // 2))).tolist(), 8)
-        for concurrency, tokens in places:
-            tick(f"{workers} workers, {lookahead} guesses: {concurrency} requests of {tokens} tokens")
-            found = []
-            for _ in range(grid.rounds):
+        for _ in range(grid.rounds):  # each point at several moments: what slows the machine for a while slows others alike
+            for concurrency, tokens in places:
+                tick(f"{workers} workers, {lookahead} guesses: {concurrency} requests of {tokens} tokens")
                 prompts = random.integers(0, vocab_size, (concurrency, tokens)).tolist()
                 answers = answer_greedily(engine, prompts, new_tokens)
-                found.append(_point(setup, tokens, [each.token_s for each in answers], budget))
-            profile = profile.add(_quickest(found))
-            profile.write(out)
+                profile = profile.add(_point(setup, tokens, [each.token_s for each in answers], budget))
+                profile.write(out)
     finally:
         engine.close()
     return profile
@@ -181,12 +179,6 @@ def _point(setup: Setup, prompt_tokens: int, token_s: Sequence[Sequence[float]],
         prefill_s=prefill_s if prefill_s > begin / 2 else None,
         prefill_terms=_prefill_terms(len(token_s), prompt_tokens, budget),
     )  # fmt: skip
-
-
-def _quickest(rounds: Sequence[Point]) -> Point:
-    best = min(rounds, key=lambda each: each.step_s)
-    prefill_s = min((each.prefill_s for each in rounds if each.prefill_s is not None), default=None)
-    return best.model_copy(update={"prefill_s": prefill_s})
 
 
 def _prefill_terms(concurrency: int, prompt_tokens: int, budget: int) -> tuple[float, float, float]:

@@ -54,6 +54,11 @@ class Point(Model):
         return self.tensor_parallel, self.lookahead
 
     @property
+    def place(self) -> tuple[Setup, int, int]:
+        """Return the place of the point in its grid."""
+        return self.setup, self.concurrency, self.prompt_tokens
+
+    @property
     def kv_tokens(self) -> float:
         """KV in use: tokens of all requests."""
         return self.concurrency * self.context_tokens
@@ -137,8 +142,14 @@ class SLAProfile(Model):
         return [each for each in self.points if each.setup == setup]
 
     def add(self, point: Point) -> "SLAProfile":
-        """Return the profile with a point, and with new errors of its setup."""
-        points = sorted((*self.points, point), key=lambda each: (each.setup, each.concurrency, each.prompt_tokens))
+        """Return the profile with a point, and with new errors of its setup. Of a point that is there the quicker times count:
+        other processes only add time."""
+        others = [each for each in self.points if each.place != point.place]
+        for known in (each for each in self.points if each.place == point.place):
+            best = min(known, point, key=lambda each: each.step_s)
+            prefill_s = min((each.prefill_s for each in (known, point) if each.prefill_s is not None), default=None)
+            point = best.model_copy(update={"prefill_s": prefill_s})
+        points = sorted((*others, point), key=lambda each: each.place)
         grown = self.model_copy(update={"points": tuple(points)})
         found = errors_of(grown.of(point.setup))
         return grown.model_copy(update={"errors": self.errors | {name_of(point.setup): found}}) if found else grown
