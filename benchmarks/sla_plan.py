@@ -60,10 +60,10 @@ def main(output: Output, file: Path | None, **given: Any) -> None:
     plan = Planner(profile, [long_one], Wanted(targets, devices=1)).choose()
     if not plan.meets:
         raise click.ClickException(f"one request a second misses the targets already: {plan.limit}. Give longer ones.")
-    engine = open_engine(SageConfig(**engine_settings(profile, plan.fleet)))
+    model = model_folder(given["model"])
+    engine = open_engine(SageConfig(**engine_settings(profile, plan.fleet, str(model))))
     loads = {}
     try:
-        model = model_folder(given["model"])
         for scale in map(float, given["scales"].split(",")):
             load = load_of(plan.scale * scale)
             (predicted,) = Planner(profile, [load], Wanted(targets, devices=1)).run(plan.fleet)

@@ -58,9 +58,10 @@ def plan_sla(model: str, memory: int | None, as_json: bool, *, profile: Path, lo
     try:
         with contextlib.redirect_stdout(sys.stderr):
             found = read_profile(profile)
-            plan, read = _choose(model, found, memory, loads, given)
+            folder = _folder(model, found)
+            plan, read = _choose(folder, found, memory, loads, given)
             setup = plan.fleet.tensor_parallel, plan.fleet.lookahead
-            text = manager_yaml(found, plan.fleet, given["speculative"])
+            text = manager_yaml(found, plan.fleet, str(folder), given["speculative"])
             if given["write_config"] is not None and plan.meets:
                 given["write_config"].write_text(text)
     except (SageError, OSError) as error:
@@ -91,21 +92,28 @@ def plan_sla(model: str, memory: int | None, as_json: bool, *, profile: Path, lo
         click.echo(f"wrote {given['write_config']}; start it: sagellm up {given['write_config']}")
 
 
+def _folder(model: str, profile: "SLAProfile") -> Path:
+    from sagellm.control_plane.sla.measure import model_hashes
+    from sagellm.models import find_model, prepare_model
+
+    folder = prepare_model(find_model(model))
+    if model_hashes(folder) != profile.facts.get("hashes"):
+        theirs = profile.facts.get("model")
+        raise ConfigError(f"the profile is of another model, {theirs}, and not of {folder.name}; profile this one.")
+    return folder
+
+
 def _choose(
-    model: str, profile: "SLAProfile", memory: int | None, loads: Sequence[str], given: dict[str, Any]
+    folder: Path, profile: "SLAProfile", memory: int | None, loads: Sequence[str], given: dict[str, Any]
 ) -> "tuple[Plan, list[Load]]":
     from sagellm.control_plane.sla.choose import Planner, Wanted
     from sagellm.control_plane.sla.load import read_load
     from sagellm.engines.lmdeploy.sizing import weight_bytes, weights_dtype
     from sagellm.kv_policy.migration.cost_model import Link
-    from sagellm.models import find_model, prepare_model
     from sagellm.replay.schedule.metrics import Targets
 
     if not loads:
         raise ConfigError("a plan needs a load; give --load a trace file, or requests/s such as 2.5.")
-    folder = prepare_model(find_model(model))
-    if str(folder) != profile.facts.get("model"):
-        raise ConfigError(f"the profile is of {profile.facts.get('model')}, and the model is {folder}; profile this one.")
     lengths = {name: given[name] for name in ("prompt_tokens", "output_tokens")}
     read = [read_load(text, num_requests=given["requests"], **lengths) for text in loads]
     targets = Targets(given["ttft_ms"] / 1e3, given["itl_ms"] / 1e3)

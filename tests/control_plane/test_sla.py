@@ -224,13 +224,13 @@ def test_a_plan_is_a_file_for_the_manager(measured):
     folder, file, _ = measured
     profile = read_profile(file)
     fleet = Fleet(1, max_batch_size=2, kv_blocks=20, lookahead=2)
-    whole = yaml.safe_load(manager_yaml(profile, fleet, "ngram"))
+    whole = yaml.safe_load(manager_yaml(profile, fleet, str(folder), "ngram"))
     (settings,) = ManagerConfig(**whole).engines.values()
     assert (settings["max_batch_size"], settings["kv_blocks"], settings["threads"]) == (2, 20, 1)
     with ControlPlaneManager(ManagerConfig(port=0, **whole), publish=False) as manager:
         (told,) = manager.engines()
         assert told["state"] == "ready" and told["models"] == [folder.name]
-    split = yaml.safe_load(manager_yaml(profile, Fleet(2, prefill=1, max_batch_size=2, kv_blocks=20)))
+    split = yaml.safe_load(manager_yaml(profile, Fleet(2, prefill=1, max_batch_size=2, kv_blocks=20), str(folder)))
     (group,) = split["engines"].values()
     command = PDGroup(**{name: value for name, value in group.items() if name != "kind"}).command(1)
     assert command[command.index("--prefill") + 1] == "1" and command[command.index("--decode") + 1] == "2"

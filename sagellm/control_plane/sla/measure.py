@@ -22,7 +22,7 @@ from sagellm.scheduler_ir.simulation.base import EngineShape, LinearCosts
 from sagellm.scheduler_ir.simulation.requests import VirtualRequest
 from sagellm.scheduler_ir.simulation.virtual_engine import VirtualEngine
 
-__all__ = ["Grid", "measure_profile"]
+__all__ = ["Grid", "measure_profile", "model_hashes"]
 
 BLOCK_SIZE = 64
 WARM_UP = 2  # steps of a point that do not count
@@ -94,9 +94,13 @@ def measure_profile(
     return profile
 
 
+def model_hashes(folder: Path) -> list[str]:
+    """Return what tells a model from others, wherever it lies."""
+    return hash_files([folder / "config.json", *sorted(folder.glob("*.safetensors"))], default_cache_dir())
+
+
 def _facts(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    return machine_facts() | {"model": str(folder), "hashes": hash_files(files, default_cache_dir()), "settings": settings}
+    return machine_facts() | {"model": folder.name, "hashes": model_hashes(folder), "settings": settings}
 
 
 def _begun(out: Path, facts: dict[str, Any]) -> SLAProfile:

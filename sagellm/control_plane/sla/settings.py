@@ -12,12 +12,19 @@ __all__ = ["engine_settings", "manager_yaml"]
 ROUTER = "round-robin"  # as the plan was simulated
 
 
-def engine_settings(profile: SLAProfile, fleet: Fleet, speculative: str | None = None) -> dict[str, Any]:
-    """Return settings of `SageConfig` for each engine of a plan. `speculative`: strategy that guesses."""
+def engine_settings(
+    profile: SLAProfile, fleet: Fleet, model: str, speculative: str | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Return settings of `SageConfig` for each engine of a plan.
+
+    Args:
+        model: name or folder of the profile's model.
+        speculative: strategy that guesses.
+    """
     facts = profile.facts
     settings = {name: value for name, value in facts["settings"].items() if value is not None}
     settings |= {
-        "model": facts["model"], "tensor_parallel": fleet.tensor_parallel, "block_size": facts["block_size"],
+        "model": model, "tensor_parallel": fleet.tensor_parallel, "block_size": facts["block_size"],
         "kv_blocks": fleet.kv_blocks, "max_batch_size": fleet.max_batch_size, "max_prefill_tokens": facts["max_prefill_tokens"],
         "decode_round": 1,
     }  # fmt: skip
@@ -26,12 +33,12 @@ def engine_settings(profile: SLAProfile, fleet: Fleet, speculative: str | None =
     return settings
 
 
-def manager_yaml(profile: SLAProfile, fleet: Fleet, speculative: str | None = None) -> str:
+def manager_yaml(profile: SLAProfile, fleet: Fleet, model: str, speculative: str | None = None) -> str:
     """Return a file for `sagellm up`: engines side by side, or one prefill/decode group."""
-    settings = engine_settings(profile, fleet, speculative)
+    settings = engine_settings(profile, fleet, model, speculative)
     if fleet.prefill:
         guesses = settings.pop("speculative_config", None)
-        model = settings.pop("model")
+        del settings["model"]
         flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         if guesses:
             flags += ["--speculative", guesses["method"], "--speculative-options", f'{{"lookahead": {fleet.lookahead}}}']
