@@ -142,8 +142,8 @@ class SLAProfile(Model):
         return [each for each in self.points if each.setup == setup]
 
     def add(self, point: Point) -> "SLAProfile":
-        """Return the profile with a point, and with new errors of its setup. Of a point that is there the quicker times count:
-        other processes only add time."""
+        """Return the profile with a point, and with new errors of its setup. If the point is there the quicker times count,
+        since other processes only add time."""
         others = [each for each in self.points if each.place != point.place]
         for known in (each for each in self.points if each.place == point.place):
             best = min(known, point, key=lambda each: each.step_s)
