@@ -25,7 +25,8 @@ COMMANDS = {
     "quantize": (at("sagellm.cli.quantize:quantize"), "Quantize a model's weights, or report what that cost."),
     "sot": (at("sagellm.cli.sot:sot"), "Answer a question as a plan whose points are written side by side."),
     "cot": (at("sagellm.cli.cot:cot"), "Answer a question by chains of thought, and let them vote."),
-    "plan": (at("sagellm.cli.plan:plan"), "List which weights and KV schemas of a model fit into memory."),
+    "plan": (at("sagellm.cli.plan:plan"), "Plan for memory, or engines for latency targets under a load."),
+    "profile": (at("sagellm.cli.profile:profile"), "Measure an engine under load, for plans."),
     "doctor": (at("sagellm.cli.doctor:doctor"), "Report what this machine can run and what is missing."),
 }
 

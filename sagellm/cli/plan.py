@@ -1,4 +1,7 @@
-"""`sagellm plan`: which weights and KV schemas fit into memory, how fast they are, and what they cost."""
+"""`sagellm plan`: weights and KV schemas for some memory, or engines that keep to latency targets under a load.
+
+`plan_sla.py` has the second part.
+"""
 
 import contextlib
 import sys
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sagellm.cli.evaluate import show_progress
+from sagellm.cli.plan_sla import plan_sla, sla_options
 from sagellm.cli.tables import show_rows
 from sagellm.cli.values import Bytes
 from sagellm.core.errors import SageError
@@ -24,21 +28,33 @@ UNKNOWN = "-"  # not timed, or not measured
 
 @click.command()
 @click.argument("model")
-@click.option("--memory", type=Bytes(), required=True, help="Memory for weights and KV blocks, such as 2GiB or 900MiB.")
+@click.option("--memory", type=Bytes(), help="Memory for weights and KV blocks, such as 2GiB; with --profile: of a device.")
 @click.option("--context", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of a request.")
 @click.option("--concurrency", type=click.IntRange(1), default=16, show_default=True, help="Requests that run at once.")
 @click.option("--threads", type=click.IntRange(1), help="Compute threads. Default: all cores.")
 @click.option("--measure", type=click.IntRange(0), default=0, show_default=True, metavar="N",
               help="Measure the loss of the N fastest that fit, minutes each.")  # fmt: skip
+@sla_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
-    model: str, memory: int, context: int, concurrency: int, threads: int | None, measure: int, as_json: bool
-) -> None:
-    """List weights and KV schemas of MODEL for the CPU device: size, time of a decode step on this machine, loss.
+    model: str, memory: int | None, context: int, concurrency: int, threads: int | None, measure: int, as_json: bool,
+    **sla: Any,
+) -> None:  # fmt: skip
+    """Plan for some memory, or for latency targets.
 
-    Steps are timed for all requests at their full length. Losses come from earlier measurements. Exit code 0: something fits;
-    1: nothing does; 2: misuse.
+    With --memory: list weights and KV schemas of MODEL for the CPU device, with size, time of a decode step and loss.
+    Steps are timed for all requests at their full length. Losses come from earlier measurements.
+
+    With --profile: choose engines of MODEL that keep to --ttft-ms and --itl-ms under each --load with the fewest devices.
+    The load runs on a virtual clock with the measured times of the profile.
+
+    Exit code 0: something fits; 1: nothing does; 2: misuse.
     """
+    if sla["profile"] is not None:
+        plan_sla(model, memory, as_json, **sla)
+        return
+    if memory is None:
+        raise click.UsageError("give --memory to plan weights and KV schemas, or --profile to plan engines for a load.")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # LMDeploy logs to where the table goes
             rows = _rows(model, memory, context, concurrency, threads, measure)

@@ -10,33 +10,18 @@ import click
 from sagellm.cli.kinds import old_commands
 from sagellm.cli.lazy import LazyGroup
 from sagellm.cli.tables import show_rows
+<<<<<<< HEAD
 from sagellm.cli.values import Finite
 from sagellm.core.config import DTYPES
 from sagellm.core.devices import device_names
+=======
+from sagellm.cli.values import Counts, Finite
+from sagellm.core.config import DEVICES, DTYPES
+>>>>>>> plan
 from sagellm.core.errors import SageError
 
 MAX_GUESSES = 64
 MAX_BATCH = 4096
-
-
-class _Counts(click.ParamType):
-    """Whole numbers, separated by commas, in ascending order."""
-
-    name = "INTEGER,..."
-
-    def __init__(self, least: int, most: int) -> None:
-        self._least, self._most = least, most
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            numbers = [int(part) for part in value.split(",")]
-        except ValueError:
-            numbers = [self._least - 1]
-        if not all(self._least <= number <= self._most for number in numbers):
-            self.fail(f"{value!r}: give whole numbers from {self._least} to {self._most}, such as 1,4,16.", param, context)
-        return tuple(sorted(set(numbers)))
 
 
 @click.command()
@@ -52,11 +37,11 @@ class _Counts(click.ParamType):
 )
 @click.option("--threads", type=click.IntRange(1), help="Compute threads of the CPU device [all cores].")
 @click.option(
-    "--lookaheads", type=_Counts(0, MAX_GUESSES), default="0,1,2,4,8", show_default=True,
+    "--lookaheads", type=Counts(0, MAX_GUESSES), default="0,1,2,4,8", show_default=True,
     help="Numbers of guesses to try.",
 )
 @click.option(
-    "--batches", type=_Counts(1, MAX_BATCH), default="1,4,16", show_default=True,
+    "--batches", type=Counts(1, MAX_BATCH), default="1,4,16", show_default=True,
     help="Numbers of sequences in a step to try.",
 )
 @click.option(

@@ -13,7 +13,7 @@ import click
 from sagellm.core.devices import device_names
 from sagellm.core.errors import SageError
 
-__all__ = ["LONGEST_LIMIT_S", "Bytes", "Finite", "answering", "engine_options", "options_by_name", "read_options"]
+__all__ = ["LONGEST_LIMIT_S", "Bytes", "Counts", "Finite", "answering", "engine_options", "options_by_name", "read_options"]
 
 LONGEST_LIMIT_S = 1e9  # 30 years; system timers take no more
 MAX_SHOWN = 100  # characters of a value in a message
@@ -30,6 +30,26 @@ class Finite(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number above 0.", param, context)
         return number
+
+
+class Counts(click.ParamType):
+    """Whole numbers, separated by commas, in ascending order."""
+
+    name = "INTEGER,..."
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = [int(part) for part in value.split(",")]
+        except ValueError:
+            numbers = [self._least - 1]
+        if not all(self._least <= number <= self._most for number in numbers):
+            self.fail(f"{value!r}: give whole numbers from {self._least} to {self._most}, such as 1,4,16.", param, context)
+        return tuple(sorted(set(numbers)))
 
 
 class Bytes(click.ParamType):

@@ -10,7 +10,7 @@ import numpy as np
 
 from sagellm.core.errors import SpeculationError
 
-__all__ = ["LatencyTable", "read_table"]
+__all__ = ["LatencyTable", "read_table", "write_whole"]
 
 FORMAT, VERSION = "sagellm speculative table", 1
 AGAIN = "measure it anew: sagellm speculative profile --out FILE"
@@ -59,13 +59,18 @@ class LatencyTable(NamedTuple):
 
     def write(self, path: Path) -> None:
         """In place of what was there, at once. Raises SpeculationError: the file cannot be written."""
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            part.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-            part.replace(path)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise SpeculationError(f"cannot write {path}: {error.strerror}; name a file that can be written.") from None
+        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file in place of what was there, at once. Raises SpeculationError: it cannot be written."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise SpeculationError(f"cannot write {path}: {error.strerror}; name a file that can be written.") from None
 
 
 def read_table(path: Path) -> LatencyTable:

@@ -1,0 +1,1 @@
+"""Profiles of engines under load, and plans that keep to latency targets."""
