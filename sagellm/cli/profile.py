@@ -10,7 +10,8 @@ from sagellm.cli.evaluate import show_progress
 from sagellm.cli.lazy import LazyGroup
 from sagellm.cli.tables import show_rows
 from sagellm.cli.values import Counts, answering
-from sagellm.core.config import DEVICES, DTYPES, KV_SCHEMAS
+from sagellm.core.config import DTYPES, KV_SCHEMAS
+from sagellm.core.devices import device_names
 from sagellm.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ MOST = 1 << 20
 @click.option("--steps", type=click.IntRange(4), default=16, show_default=True, help="Decode steps of a measurement.")
 @click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Measurements of a point.")
 @click.option("--max-kv-tokens", type=click.IntRange(1), help="Most tokens in KV blocks [all points].")
-@click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True, help="Device of the engine.")
+@click.option("--device", type=click.Choice(device_names()), default="auto", show_default=True, help="Device of the engine.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Type of the weights.")
 @click.option("--kv-schema", type=click.Choice(KV_SCHEMAS), default="auto", show_default=True, help="Type of keys and values.")
 @click.option("--threads", type=click.IntRange(1), help="Compute threads of a CPU worker, which then are one device [all].")

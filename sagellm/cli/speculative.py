@@ -10,14 +10,9 @@ import click
 from sagellm.cli.kinds import old_commands
 from sagellm.cli.lazy import LazyGroup
 from sagellm.cli.tables import show_rows
-<<<<<<< HEAD
-from sagellm.cli.values import Finite
+from sagellm.cli.values import Counts, Finite
 from sagellm.core.config import DTYPES
 from sagellm.core.devices import device_names
-=======
-from sagellm.cli.values import Counts, Finite
-from sagellm.core.config import DEVICES, DTYPES
->>>>>>> plan
 from sagellm.core.errors import SageError
 
 MAX_GUESSES = 64
