@@ -2,7 +2,6 @@
 
 import gc
 import json
-import logging
 import os
 import signal
 import sys
@@ -47,6 +46,7 @@ def up(config: Path | None, empty: bool, as_json: bool, **flags: Any) -> None:
     """
     from sagellm.control_plane.config import ManagerConfig
     from sagellm.control_plane.manager import ControlPlaneManager
+    from sagellm.serve.logs import log_to_stderr
 
     look_in_current_folder()
     stop, is_ready = threading.Event(), threading.Event()
@@ -64,7 +64,7 @@ def up(config: Path | None, empty: bool, as_json: bool, **flags: Any) -> None:
         if empty and config is not None:
             raise ConfigError("--empty and a CONFIG contradict each other; give one of them.")
         settings = read_model(ManagerConfig, None if empty else config or SHIPPED, given)
-        _log_to_stderr(settings.log_level)
+        log_to_stderr(settings.log_level)
         for number in STOP_SIGNALS:
             signal.signal(number, on_signal)
         manager = ControlPlaneManager(settings)
@@ -95,14 +95,6 @@ def _announce(manager: Any, as_json: bool) -> None:
         return
     click.echo(f"Ready: {', '.join(models) or 'no engine yet'} at {manager.url}/v1; page: {manager.url}/ui")
     click.echo("Try:\n  sagellm infer 'What is the capital of France?'\n  sagellm engine list")
-
-
-def _log_to_stderr(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    ours = logging.getLogger("sagellm")
-    ours.addHandler(handler)
-    ours.setLevel(level)
 
 
 @click.group()

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from sagellm.pd.proxy_metrics import ProxyMetrics, RequestLines
 from sagellm.pd.relay import Relay, RelayOptions
 from sagellm.pd.routing import Router, find_policy
 from sagellm.pd.tokens import PromptTokens
+from sagellm.serve.logs import claim_stdout, log_to_stderr
 
 __all__ = ["ProxyConfig", "run_proxy"]
 
@@ -72,10 +72,10 @@ def run_proxy(config: ProxyConfig, as_json: bool = False) -> int:
         raise ConfigError(f"--model {config.model} is no folder; give the folder of the model that the engines serve.")
     given = config.listen_fd
     listener = listen(config.host, config.port) if given is None else socket.socket(fileno=os.dup(given))
-    _log_to_stderr(config.log_level)
+    log_to_stderr(config.log_level)
     lines = RequestLines(config.record)
     folder = Path(tempfile.mkdtemp(prefix="sagellm-proxy-"))
-    out = _claim_stdout()
+    out = claim_stdout()
     try:
         tokens = None if config.model is None else PromptTokens(config.model)
         if tokens is None:
@@ -151,20 +151,3 @@ def _announce(config: ProxyConfig, listener: socket.socket, out: Any, as_json: b
             f"Engines join with --proxy-url {url} --pd-key-file {config.key_file}",
             file=out, flush=True,
         )  # fmt: skip
-
-
-def _log_to_stderr(level: str) -> None:
-    """With a handler of our own: LMDeploy quiets those of the root logger when it is imported."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    ours = logging.getLogger("sagellm")
-    ours.addHandler(handler)
-    ours.setLevel(level)
-    ours.propagate = False
-
-
-def _claim_stdout() -> Any:
-    """The stream for lines that programs read; what libraries print goes to standard error from now on."""
-    from sagellm.serve.logs import claim_stdout
-
-    return claim_stdout()

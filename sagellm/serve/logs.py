@@ -17,6 +17,16 @@ def claim_stdout() -> TextIO:
     return ours
 
 
+def log_to_stderr(level: str) -> None:
+    """Log ours to standard error, with a handler of our own: LMDeploy quiets those of the root logger when it is imported."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    ours = logging.getLogger("sagellm")
+    ours.addHandler(handler)
+    ours.setLevel(level)
+    ours.propagate = False
+
+
 class ClientLeft(logging.Filter):
     """Drops the errors that LMDeploy logs when a client goes away, which is no fault."""
 
