@@ -74,6 +74,17 @@ def command_line(process: psutil.Process) -> str:
     return ""
 
 
+def engine_processes(family: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Return those of the processes that are the engine of a server."""
+
+    def name(process: psutil.Process) -> str:
+        with contextlib.suppress(psutil.Error):
+            return process.name()
+        return ""
+
+    return [each for each in family if name(each) == "sagellm-engine"]
+
+
 def workers_below(process: psutil.Process) -> list[psutil.Process]:
     """Return the tensor-parallel workers of the CPU device below a process, in their order: forks of a fork server."""
     with contextlib.suppress(psutil.Error):

@@ -136,12 +136,15 @@ def reference(model_folder: Callable[[str], Path]) -> Reference:
 @pytest.fixture
 def start_engine(model_folder: Callable[[str], Path]) -> Iterator[Callable]:
     """`start_engine(*plugins, model="llama", pd=None, **config)`. After the test every block must be accounted for."""
+    from sagellm.engines.lmdeploy import worker_processes
     from sagellm.engines.lmdeploy.engine import LMDeployEngine
     from sagellm.engines.lmdeploy.workers import failure_of
 
     engines = []
 
     def start(*plugins: str | PluginSpec, model: str | Path = "llama", pd: PDHooks | None = None, **config):
+        if config.get("tensor_parallel", 1) > 1:
+            worker_processes.load_early(keep=True)
         specs = tuple(PluginSpec(name=p) if isinstance(p, str) else p for p in plugins)
         values = dict(device="cpu", threads=1, block_size=16, kv_blocks=64, max_batch_size=8, plugins=specs) | config
         folder = model_folder(model) if isinstance(model, str) else model

@@ -1,32 +1,60 @@
-"""Processes that end when the one that started them is gone.
+"""Processes that end when the one that started them is gone, and the engine's process as a fork of the server.
 
 A server that is killed, or that a library crashes, ends no child of its own; the engine and its workers would keep their
 memory, and their GPU, for ever.
 """
 
+import ctypes
 import gc
+import io
 import multiprocessing
 import os
+import pickle
+import random
+import select
+import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
+from contextlib import contextmanager, suppress
+from multiprocessing import popen_fork, resource_tracker, util
+from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess, reduction, set_spawning_popen
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from sagellm.core.early import end, skip_teardown
+from sagellm.core.host import ENGINE_PROCESS
 from sagellm.engines.lmdeploy.worker_processes import load_if_expected
 
 POLL_S = 0.5
+ENGINE_NAME = "sagellm-engine"  # of its process in `top` and `ps -o comm`
+_PR_SET_NAME = 15  # of Linux's prctl
 
 
 class FollowingProcess(SpawnProcess):
-    """A spawned process that follows its parent, as do the processes that it spawns itself.
+    """A process that follows its parent, as do the processes that it spawns itself.
 
-    Unpickling its target loads the libraries, which `loading_libraries` makes quicker.
+    It is `fork` if there is one, else spawned. Unpickling the target of a spawned process loads the libraries, which
+    `loading_libraries` makes quicker.
     """
+
+    fork: ClassVar["WaitingFork | None"] = None
+
+    @staticmethod
+    def _Popen(process: Any) -> popen_fork.Popen:
+        fork, FollowingProcess.fork = FollowingProcess.fork, None
+        if fork is not None and fork.becomes(process):
+            return fork
+        return SpawnProcess._Popen(process)
+
+    @classmethod
+    def dismiss_fork(cls) -> None:
+        """End a fork that became no process."""
+        fork, cls.fork = cls.fork, None
+        if fork is not None:
+            fork.dismiss()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (type(self),), self.__dict__  # the state comes after the call
@@ -38,9 +66,106 @@ class FollowingProcess(SpawnProcess):
 
     def run(self) -> None:
         _keep_libraries()
+        if self.name == ENGINE_PROCESS:
+            _take_name(ENGINE_NAME)
         follow_parent()
         SpawnContext.Process = FollowingProcess  # of the workers that LMDeploy spawns here, on the context by name
         super().run()
+
+
+class WaitingFork(popen_fork.Popen):
+    """A fork of this process that becomes the next `FollowingProcess`, with all that this process has loaded.
+
+    Make it before this process starts threads: locks that they hold are never released in a fork. The fork ignores Ctrl-C
+    and ends with this process. Like a spawned process it has no open files but the standard ones.
+    """
+
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+        resource_tracker.ensure_running()  # one for both
+        util._flush_std_streams()
+        reader, self._writer = os.pipe()
+        self.sentinel, end_of_fork = os.pipe()  # readable once the fork has ended
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python's, where threads of ours wait for signals
+            self.pid = os.fork()
+        if self.pid == 0:
+            _wait_and_become(reader, kept=(reader, end_of_fork, resource_tracker.getfd()))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(reader)
+        os.close(end_of_fork)
+        self.finalizer = util.Finalize(self, util.close_fds, (self.sentinel, self._writer))
+
+    def becomes(self, process: FollowingProcess) -> bool:
+        """Have the fork run a process, in the environment of now. Returns False if the fork was killed."""
+        message = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(dict(os.environ), message)
+            reduction.dump(process, message)
+        finally:
+            set_spawning_popen(None)
+        with suppress(BrokenPipeError), open(self._writer, "wb", closefd=False) as pipe:
+            pipe.write(message.getbuffer())
+            return True
+        self.dismiss()
+        return False
+
+    def dismiss(self) -> None:
+        """End a fork that becomes no process."""
+        self.close()
+        self.wait()
+
+    def duplicate_for_child(self, fd: int) -> int:
+        raise ValueError(f"a waiting fork cannot be sent file descriptor {fd}; it has those of before it was made.")
+
+
+def _wait_and_become(reader: int, kept: tuple[int, ...]) -> NoReturn:
+    """Wait in a fork for what `WaitingFork.becomes` sends, and run it.
+
+    Args:
+        reader: file descriptor of the pipe that it is sent through.
+        kept: file descriptors that stay open, besides the standard ones.
+    """
+    code, parent = 1, os.getppid()
+    try:
+        borders = sorted({2, *kept})
+        for before, after in zip(borders, [*borders[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+            os.closerange(before + 1, after)
+        FollowingProcess.fork = None
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        while not select.select([reader], [], [], POLL_S)[0]:
+            if os.getppid() != parent:
+                os._exit(1)
+        with open(reader, "rb", closefd=False) as pipe:
+            if not pipe.peek(1):
+                os._exit(0)  # dismissed
+            environment = pickle.load(pipe)
+            os.environ.clear()
+            os.environ.update(environment)
+            _follow_environment()
+            process = pickle.load(pipe)
+        code = process._bootstrap(parent_sentinel=reader)
+    finally:
+        os._exit(code)
+
+
+def _follow_environment() -> None:
+    """Do what a library does when it is loaded in this environment."""
+    import torch
+
+    random.seed()
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+
+
+def _take_name(name: str) -> None:
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 @contextmanager

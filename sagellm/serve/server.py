@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
+import psutil
 import uvicorn
 
 from sagellm.core.config import PDHooks, SageConfig
@@ -34,7 +35,7 @@ from sagellm.engines.lmdeploy.worker_processes import expecting_workers
 from sagellm.kv_policy.registry import policy_names
 from sagellm.models import find_model, prepare_model
 from sagellm.serve.backends import Backend, backend_of
-from sagellm.serve.following import EngineProcesses, loading_libraries
+from sagellm.serve.following import EngineProcesses, FollowingProcess, WaitingFork, loading_libraries
 from sagellm.serve.lifecycle import EngineWatch, Loading, end_children
 from sagellm.serve.logprobs import chat_logprobs
 from sagellm.serve.logs import claim_stdout, quiet_disconnects
@@ -81,10 +82,13 @@ def run(config: SageConfig, as_json: bool = False) -> int:
         run_dir.mkdir(0o700)  # not before there is somebody to take it away again
         hold(run_dir)
         remove_abandoned(f"{RUN_PREFIX}????????")
+        num_threads = _num_threads()
         model = prepare_weights(config, prepare_model(source))
         sizes = size_engine(config, model, device)
         engine_config = backend.engine_config(model, sizes, device, run_dir, _hooks(config, member, run_dir))
         banner = _Banner(config, device, sizes, as_json, claim_stdout())
+        if device == "cpu" and backend.name == "pytorch" and _num_threads() == num_threads:
+            _fork_engine()
         watch = EngineWatch(clean_up, run_dir)
         has_forks = device == "cpu" and executor_of(config, device) == "mp"
         with expecting_workers(has_forks, run_dir):
@@ -93,6 +97,7 @@ def run(config: SageConfig, as_json: bool = False) -> int:
             ).serve()
     finally:
         loading.wait_for_stop()
+        FollowingProcess.dismiss_fork()
         if member is not None:
             member.close()
         backend.close()
@@ -121,6 +126,26 @@ def _run_dir(config: SageConfig) -> Path:
             f"are {MAX_SOCKET_NAME}. Set TMPDIR to a shorter one."
         )
     return run_dir
+
+
+def _num_threads() -> int:
+    """Return the number of threads of this process, those of libraries included."""
+    return psutil.Process().num_threads()
+
+
+def _fork_engine() -> None:
+    """Load the libraries of server and engine, and fork the engine's process, which would load most of them again.
+
+    Not for an engine on a GPU: to look for one may initialize CUDA, which does not work in forks. Not either where the
+    preparation of weights has started threads of OpenMP, which a fork would wait for.
+    """
+    with loading_libraries():
+        import lmdeploy.pytorch.engine.engine
+        import lmdeploy.pytorch.models.qwen2  # any model: what all of them import
+        import lmdeploy.serve.openai.api_server  # noqa: F401
+
+        import sagellm.engines.lmdeploy.cpu.backend  # noqa: F401
+    FollowingProcess.fork = WaitingFork()
 
 
 def _check_plugins(config: SageConfig) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.processes import ServerProcess, command_line, free_port, metrics_of, sum_of
+from benchmarks.processes import ServerProcess, command_line, engine_processes, free_port, metrics_of, sum_of
 from sagellm.comm_backend.control import connect, sign_request
 from sagellm.comm_backend.group_messages import EngineFacts, Hello
 from tests.pd.harness import until
@@ -97,8 +97,7 @@ class RealGroup(Engines, ServerProcess):
 
     def engine(self, role: str) -> psutil.Process:
         """The process below the server that has the model."""
-        below = self.server(role).children()
-        return next(one for one in below if "spawn_main" in command_line(one) and one.num_threads() > 4)
+        return engine_processes(self.server(role).children())[0]
 
     # ---- requests
 

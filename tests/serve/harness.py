@@ -10,7 +10,7 @@ import psutil
 from openai import OpenAI
 
 from benchmarks import processes
-from benchmarks.processes import command_line, free_port, wait_until
+from benchmarks.processes import free_port, wait_until
 
 READY_S = 90.0
 KEY = "key-of-the-tests"
@@ -30,12 +30,8 @@ class ServerProcess(processes.ServerProcess):
         return self
 
     def engine_process(self) -> psutil.Process:
-        """The child that loads the model: of the spawned ones, the resource tracker is the other."""
-
-        def spawned() -> list[psutil.Process]:
-            return [process for process in self.family() if "spawn_main" in command_line(process)]
-
-        return wait_until("an engine process", spawned)[-1]
+        """The child that loads the model."""
+        return wait_until("an engine process", lambda: processes.engine_processes(self.family()))[-1]
 
     def client(self, key: str = KEY) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)

@@ -21,7 +21,7 @@ __all__ = ["context", "end_early", "expecting_workers", "load_early", "load_if_e
 
 LIBRARIES = "sagellm.engines.lmdeploy.worker_libraries"
 EXPECTED = "SAGELLM_WORKERS_EXPECTED"  # in the environment of an engine process that will have workers: a folder
-_is_ours = False
+_is_ours = _is_kept = False
 
 
 class _Worker(ForkServerProcess):
@@ -44,13 +44,17 @@ class _WorkerContext(ForkServerContext):
     Process = _Worker
 
 
-def load_early() -> bool:
-    """Start the process that the workers are forked from. It loads libraries meanwhile. A second call does nothing.
+def load_early(keep: bool = False) -> bool:
+    """Start the process that the workers are forked from. It loads libraries meanwhile. A second call starts none.
+
+    Args:
+        keep: it outlives the engines of this program, so that later ones need not load the libraries either.
 
     Returns:
         False if this program has a fork server of its own, which is left alone.
     """
-    global _is_ours
+    global _is_ours, _is_kept
+    _is_kept = _is_kept or keep
     if not _is_ours and forkserver._forkserver._forkserver_pid is not None:
         return False
     _is_ours = True
@@ -66,9 +70,9 @@ def load_early() -> bool:
 
 
 def end_early() -> None:
-    """End the process that workers are forked from. All of them have ended; the next one starts it again."""
+    """End the process that workers are forked from, unless it is kept. All of them have ended."""
     global _is_ours
-    if _is_ours:
+    if _is_ours and not _is_kept:
         forkserver._forkserver._stop()
         _is_ours = False
 

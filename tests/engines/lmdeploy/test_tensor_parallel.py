@@ -18,6 +18,7 @@ from sagellm.core.config import PluginSpec
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.demo_model import ensure_demo_model
 from sagellm.engines.base import SamplingParams
+from sagellm.engines.lmdeploy import worker_processes
 from sagellm.engines.lmdeploy.contract.architectures import ARCHITECTURES, write_model
 from sagellm.engines.lmdeploy.workers import Pickling, failure_of
 from tests.comm_backend.sysfs_tree import Tree
@@ -36,6 +37,7 @@ def children():
 @pytest.fixture
 def two_workers(start_engine):
     """`two_workers(*plugins, **config)`; afterwards the workers must be gone."""
+    worker_processes.load_early(keep=True)
     before = children()
     engines = []
 
@@ -215,6 +217,11 @@ def test_a_worker_that_is_killed_or_hangs_is_an_error_for_requests_and_the_engin
 
 
 def test_a_worker_that_dies_while_the_engine_is_built(start_engine, monkeypatch):
+    """Then the process that workers are forked from ends too, because nobody keeps it here."""
+    load = worker_processes.load_early
+    monkeypatch.setattr(worker_processes, "_is_kept", False)
+    monkeypatch.setattr(worker_processes, "load_early", lambda keep=False: load())
+    worker_processes.end_early()
     shared, before = set(), children()
     start = ExecutorProc.start
 
