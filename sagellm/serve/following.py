@@ -86,12 +86,13 @@ class WaitingFork(popen_fork.Popen):
         util._flush_std_streams()
         reader, self._writer = os.pipe()
         self.sentinel, end_of_fork = os.pipe()  # readable once the fork has ended
+        parent = os.getpid()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's, where threads of ours wait for signals
             self.pid = os.fork()
         if self.pid == 0:
-            _wait_and_become(reader, kept=(reader, end_of_fork, resource_tracker.getfd()))
+            _wait_and_become(parent, reader, kept=(reader, end_of_fork, resource_tracker.getfd()))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reader)
         os.close(end_of_fork)
@@ -121,14 +122,15 @@ class WaitingFork(popen_fork.Popen):
         raise ValueError(f"a waiting fork cannot be sent file descriptor {fd}; it has those of before it was made.")
 
 
-def _wait_and_become(reader: int, kept: tuple[int, ...]) -> NoReturn:
+def _wait_and_become(parent: int, reader: int, kept: tuple[int, ...]) -> NoReturn:
     """Wait in a fork for what `WaitingFork.becomes` sends, and run it.
 
     Args:
+        parent: process whose end is the fork's; asked for here, it could have ended already.
         reader: file descriptor of the pipe that it is sent through.
         kept: file descriptors that stay open, besides the standard ones.
     """
-    code, parent = 1, os.getppid()
+    code = 1
     try:
         borders = sorted({2, *kept})
         for before, after in zip(borders, [*borders[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
