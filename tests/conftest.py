@@ -37,6 +37,10 @@ WINDOW = 24
 NUM_WORKERS = 3
 # Files and folders that take longest, in this order: begun last, one of them would leave the other workers idle.
 LONG = [
+    "benchmarks/test_gpu_kit.py",
+    "csrc/test_checks.py",
+    "accel/sot/test_group.py",
+    "engines/lmdeploy/test_tensor_parallel.py",
     "pd/test_real_group.py",
     "serve/one_server",
     "benchmarks/test_runner.py",
@@ -44,12 +48,12 @@ LONG = [
     "comm_backend/test_contract.py",
     "engines/lmdeploy/test_exactness.py",
     "engines/lmdeploy/test_faults.py",
+    "engines/lmdeploy/test_branches.py",
     "scheduler_ir/contract/test_contract.py",
     "comm_backend/kv_transfer/test_contract.py",
     "pd/test_lmdeploys_proxy.py",
     "serve/test_roles.py",
     "serve/test_plugins.py",
-    "engines/lmdeploy/test_tensor_parallel.py",
     "accel/speculative/contract/test_contract.py",
     "pd/test_proxy.py",
 ]

@@ -268,7 +268,7 @@ def test_an_answer_that_a_batch_changes_is_counted(model_folder, reference):
 
 @pytest.mark.slow
 def test_the_default_model_in_float32_answers_as_transformers_generates():
-    """Forty answers of 64 tokens; the benchmark has two hundred."""
+    """Six answers of 32 tokens; the benchmark has two hundred of 64."""
     from sagellm.models import find_model
 
     folder = find_model("smollm2").prepare()
@@ -276,6 +276,6 @@ def test_the_default_model_in_float32_answers_as_transformers_generates():
         TransformersModel("transformers", folder, "float32") as expected,
         EngineModel("engine", SageConfig(model=folder, dtype="float32", device="cpu")) as engine,
     ):
-        report = evaluate("smollm2", folder, [expected, engine], Options(1024, answers=40, generated=True))
+        report = evaluate("smollm2", folder, [expected, engine], Options(256, answers=6, answer_tokens=32, generated=True))
     assert report.of("engine").same_answers == 1.0 and report.of("engine").kl_mean < 1e-6
     assert report.of("engine").same_in_batch == 1.0

@@ -169,6 +169,7 @@ CHATS = {
 }
 
 
+@pytest.mark.slow
 def test_chats_of_the_default_model_are_those_of_its_file(tmp_path):
     """The text that the file's own template gives, and the ids that transformers makes of it with the file's vocabulary."""
     path = packaged.packaged_file()
@@ -201,8 +202,8 @@ def check_ids(folder, kinds):
 
 
 def test_token_ids_are_llama_cpps(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_ids, "KINDS", ("smollm", "tekken"))
-    check_ids(tmp_path, ("smollm", "tekken", "llama, with a space in front"))
+    monkeypatch.setattr(token_ids, "KINDS", ("smollm",))
+    check_ids(tmp_path, ("smollm", "llama, with a space in front"))
 
 
 @pytest.mark.slow

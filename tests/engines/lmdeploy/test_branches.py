@@ -294,8 +294,9 @@ async def checked(engine):
     check_blocks(engine.engine.scheduler)
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("caching", "count"), [(True, 150), (False, 150), pytest.param(True, 10_000, marks=pytest.mark.slow)]
+)
 def test_random_forks_joins_and_cancellations_leave_no_block_behind(start_engine, caching, count):
     engine = start_engine(prefix_caching=caching, kv_blocks=20)
     finished = wander(engine, count, seed=count)

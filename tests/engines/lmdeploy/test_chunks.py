@@ -77,9 +77,9 @@ def test_a_prompt_in_parts_gives_the_same_tokens(start_engine, reference, tokens
 def test_others_decode_between_the_parts(start_engine, reference, model):
     engine = start_engine(chunked(tokens=16), model=model, decode_round=1)
     prompts = [*SHORT, LONG]
-    long_params = [SamplingParams(max_new_tokens=400, ignore_eos=True)] * len(SHORT) + [PARAMS]
-    found = answers(engine, prompts, [0, 0, 0, 0.1], long_params)
-    assert found[:-1] == reference(SHORT, 400, model) and found[-1:] == reference([LONG], NEW, model)
+    long_params = [SamplingParams(max_new_tokens=200, ignore_eos=True)] * len(SHORT) + [PARAMS]
+    found = answers(engine, prompts, [0, 0, 0, 0.05], long_params)
+    assert found[:-1] == reference(SHORT, 200, model) and found[-1:] == reference([LONG], NEW, model)
     settle(engine)
     steps = plugin_of(engine).steps
     own = [number for number, step in enumerate(steps) if dict(step.computed).get(3) == 16 and step.phase is Phase.PREFILL]

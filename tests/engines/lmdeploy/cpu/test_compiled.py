@@ -1,10 +1,11 @@
 """The native step against plain formulas in float64: shapes, dtypes, instruction sets, batches, threads."""
 
+import itertools
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -49,6 +50,19 @@ def seed():
 def isa(request, monkeypatch):
     monkeypatch.setattr(packed, "kernels", lambda dtype: kernels_of(dtype, request.param))
     return request.param
+
+
+def a_third_of(**axes: Iterable) -> pytest.MarkDecorator:
+    """Parametrize a test, which takes `isa`, by all combinations. Two of three are slow tests.
+
+    In the others any two values of different axes still meet, where the other axes have three combinations or more.
+    """
+    chosen = [list(enumerate(values)) for values in ({"isa": ISAS} | axes).values()]
+    cases = []
+    for combination in itertools.product(*chosen):
+        marks = [pytest.mark.slow] if sum(number for number, _ in combination) % 3 else []
+        cases.append(pytest.param(*(value for _, value in combination), marks=marks))
+    return pytest.mark.parametrize(["isa", *axes], cases, indirect=["isa"])
 
 
 def test_an_instruction_set_that_is_not_there():
@@ -438,10 +452,7 @@ MODELS = {
 LENGTHS = [(40, 0), (1, 0), (1, 5), (1, 300), (5, 130), (37, 70), (1, 90), (3, 260)]
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("is_decoding", [True, False])
+@a_third_of(dtype=DTYPES, kind=MODELS, is_decoding=[True, False])
 def test_a_step_is_that_of_plain_formulas(isa, dtype, kind, is_decoding):
     model = Model(dtype=dtype, **MODELS[kind])
     step, decoder, caches, team = Step(model, LENGTHS), model.native(), model.caches(), _core.CpuTeam(2)
@@ -477,11 +488,9 @@ CACHED = {
 CACHES = [(form, kind) for form in BITS for kind in CACHED] + [("bfloat16", "head 16"), ("float32", "head 64, capped")]
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("form", "kind"), CACHES)
-@pytest.mark.parametrize("is_decoding", [True, False])
-def test_attention_over_a_cache_of_another_type_is_that_of_the_numbers_in_it(isa, dtype, form, kind, is_decoding):
+@a_third_of(cache=CACHES, dtype=DTYPES, is_decoding=[True, False])
+def test_attention_over_a_cache_of_another_type_is_that_of_the_numbers_in_it(isa, cache, dtype, is_decoding):
+    form, kind = cache
     model = Model(dtype=dtype, **CACHED[kind])
     step, decoder, caches, team = Step(model, LENGTHS), model.native(), model.caches(form), _core.CpuTeam(2)
     rows = list(range(len(LENGTHS)))
@@ -540,15 +549,15 @@ def test_a_sequence_gets_the_same_numbers_beside_any_others_and_with_any_number_
         assert all(torch.equal(one, same) for one, same in zip(answers[0], other, strict=True))
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("kind", "form"),
-    [("llama", ""), ("windows", ""), ("one key head", ""), ("one key head", LEVELS8), ("llama", LEVELS4), ("llama", FLOAT8)],
-)
-@pytest.mark.parametrize("past", [40, 240, 500])
-def test_guesses_get_the_numbers_of_tokens_that_are_decoded_alone(isa, dtype, kind, form, past):
+GUESSED = [
+    ("llama", ""), ("windows", ""), ("one key head", ""), ("one key head", LEVELS8), ("llama", LEVELS4), ("llama", FLOAT8),
+]  # fmt: skip
+
+
+@a_third_of(dtype=DTYPES, guessed=GUESSED, past=[40, 240, 500])
+def test_guesses_get_the_numbers_of_tokens_that_are_decoded_alone(isa, dtype, guessed, past):
     """Else speculation would change answers in bfloat16. Keys are read in splits of 256, whose number grows on the way."""
+    kind, form = guessed
     model, guesses = Model(dtype=dtype, **MODELS[kind]), 31
     step, decoder, caches, team = Step(model, [(1 + guesses, past)]), model.native(), model.caches(form), _core.CpuTeam(2)
     step.run(model, decoder, caches, team, [0], past_only=True)

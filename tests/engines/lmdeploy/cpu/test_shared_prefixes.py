@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sagellm import _core
 from sagellm.models.levels import FLOAT8, LEVELS4, LEVELS8
-from tests.engines.lmdeploy.cpu.test_compiled import BLOCK, DTYPES, ISAS, TOLERANCE, Model, Step, isa, plain
+from tests.engines.lmdeploy.cpu.test_compiled import BLOCK, DTYPES, TOLERANCE, Model, Step, a_third_of, isa, plain
 
 __all__ = ["isa"]
 
@@ -46,10 +46,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["", LEVELS8, LEVELS4, FLOAT8])
-@pytest.mark.parametrize("group", GROUPS)
+@a_third_of(dtype=DTYPES, form=["", LEVELS8, LEVELS4, FLOAT8], group=GROUPS)
 def test_shared_keys_give_the_same_numbers(isa, dtype, form, group):
     members, beyond = GROUPS[group]
     model = Model(dtype=dtype, **SHAPE)

@@ -10,11 +10,11 @@ from sagellm.models.levels import LEVELS4
 from tests.engines.lmdeploy.cpu.test_compiled import (
     BLOCK,
     DTYPES,
-    ISAS,
     MODELS,
     TOLERANCE,
     Model,
     Step,
+    a_third_of,
     isa,
     plain,
     seed,
@@ -76,10 +76,7 @@ def random_parents(num: int, width: int) -> list[int]:
     return [-1, *[int(torch.randint(max(0, node - width), node, ())) for node in range(1, num)]]
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("past", [5, 247])
+@a_third_of(dtype=DTYPES, kind=KINDS, past=[5, 247])
 def test_a_token_of_a_tree_gets_the_numbers_of_its_path_decoded_alone(isa, dtype, kind, past):
     trees = Trees(Model(dtype=dtype, **MODELS[kind]), [past], [random_parents(17, 9)])
     for node in range(17):
