@@ -28,6 +28,7 @@ from sagellm.core.config import SageConfig
 from sagellm.core.errors import EngineError
 from sagellm.demo_model import ensure_demo_model
 from sagellm.engines.base import SamplingParams
+from sagellm.engines.lmdeploy.worker_processes import load_early
 
 HANGS_S = 60.0  # a round that takes longer counts as hanging, and ends the run
 CALLS, TOKENS = 6, 60
@@ -40,6 +41,7 @@ PROMPTS = [[1, 5, 9, 13], [2, 4, 8], [3, 7, 11, 15, 19]]
 @with_output
 def main(kills: int, seed: int, output: Output) -> None:
     """Kill workers, print what came of it, and write the result."""
+    load_early(keep=True)  # else most moments would lie in the time that libraries are loaded
     chance = random.Random(seed)
     expected, whole_s = undisturbed()
     outcomes: Counter[str] = Counter()

@@ -4,6 +4,7 @@ A server that is killed, or that a library crashes, ends no child of its own; th
 memory, and their GPU, for ever.
 """
 
+import atexit
 import ctypes
 import gc
 import io
@@ -15,8 +16,9 @@ import select
 import signal
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import popen_fork, resource_tracker, util
 from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess, reduction, set_spawning_popen
@@ -136,6 +138,7 @@ def _wait_and_become(parent: int, reader: int, kept: tuple[int, ...]) -> NoRetur
         for before, after in zip(borders, [*borders[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(before + 1, after)
         FollowingProcess.fork = None
+        atexit._clear()  # those of the server
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -151,6 +154,8 @@ def _wait_and_become(parent: int, reader: int, kept: tuple[int, ...]) -> NoRetur
             _follow_environment()
             process = pickle.load(pipe)
         code = process._bootstrap(parent_sentinel=reader)
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -210,7 +215,14 @@ class _Lasting:
 
 
 class _FollowingContext(SpawnContext):
-    Process = FollowingProcess
+    def __init__(self, on_engine: Callable[[FollowingProcess], None]) -> None:
+        self._on_engine = on_engine
+
+    def Process(self, *args: Any, **options: Any) -> FollowingProcess:
+        process = FollowingProcess(*args, **options)
+        if process.name == ENGINE_PROCESS:
+            self._on_engine(process)
+        return process
 
 
 class EngineProcesses:
@@ -222,10 +234,11 @@ class EngineProcesses:
 
     Args:
         run_dir: of the managers' sockets; a manager that is killed leaves its folder behind.
+        on_engine: is called with the engine's process before it starts.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, on_engine: Callable[[FollowingProcess], None]) -> None:
+        self._run_dir, self._on_engine = run_dir, on_engine
         self._managers: list[SyncManager] = []
 
     def Manager(self) -> _Lasting:
@@ -237,7 +250,7 @@ class EngineProcesses:
         """Return a context whose processes follow this one; only `spawn` is known."""
         if method != "spawn":
             raise ValueError(f"context {method!r}; LMDeploy starts its engine with 'spawn'.")
-        return _FollowingContext()
+        return _FollowingContext(self._on_engine)
 
     def end_managers(self) -> None:
         while self._managers:

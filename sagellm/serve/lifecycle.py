@@ -6,7 +6,6 @@ and a thread of ours takes it during that time.
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 
 from sagellm.core.early import STOP_SIGNALS
-from sagellm.core.host import ENGINE_ENDED, ENGINE_PROCESS, START_REFUSED
+from sagellm.core.host import ENGINE_ENDED, START_REFUSED
 
 POLL_S = 0.2
 END_S = 10.0  # for an orderly end without an engine; a handler may be waiting for an answer of it, without a limit
@@ -94,7 +94,12 @@ class EngineWatch:
         self._dead = threading.Event()
         self.reason = ""
         self._callback: Callable[[], None] | None = None
+        self._engine: BaseProcess | None = None
         threading.Thread(target=self._run, name="sagellm-watch", daemon=True).start()
+
+    def watch(self, engine: BaseProcess) -> None:
+        """Watch the process of the engine, which is about to start."""
+        self._engine = engine
 
     def on_death(self, callback: Callable[[], None]) -> None:
         self._callback = callback
@@ -114,11 +119,9 @@ class EngineWatch:
         self._finished.set()
 
     def _run(self) -> None:
-        engine = None
         while not self._stopped.wait(POLL_S):
-            if engine is None:
-                engine = next((p for p in multiprocessing.active_children() if p.name == ENGINE_PROCESS), None)
-            elif not engine.is_alive():
+            engine = self._engine
+            if engine is not None and engine.pid is not None and not engine.is_alive():
                 self.reason = self._read(ENGINE_ENDED) or f"the engine process ended with code {engine.exitcode}"
                 self._dead.set()
             if self._dead.is_set() and not self._stopped.is_set():

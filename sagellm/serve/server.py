@@ -224,7 +224,7 @@ class _Launch:
 
         skip_teardown()
         quiet_disconnects()
-        processes = EngineProcesses(self.run_dir)
+        processes = EngineProcesses(self.run_dir, self.watch.watch)
 
         def run_app(app: Any) -> None:
             processes.end_managers()

@@ -20,7 +20,7 @@ from benchmarks.scenarios import serve
 from benchmarks.scenarios.serve import ServeScenario, Subject
 from benchmarks.server import Server
 
-BLOCK, BLOCKS, OUTPUT = 16, 128, 100  # tokens enough for several chunks also where the machine is busy
+BLOCK, BLOCKS, OUTPUT = 16, 128, 60  # tokens enough for several chunks also where the machine is busy
 # A token at a time: a round in which every answer came in one chunk would not count.
 SERVER = {
     "device": "cpu", "threads": 1, "block_size": BLOCK, "kv_blocks": BLOCKS, "max_batch_size": 4, "decode_round": 1,

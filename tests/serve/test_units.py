@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import threading
 from types import SimpleNamespace
@@ -228,6 +229,18 @@ def test_the_end_of_the_engine_is_noticed_when_nobody_reads_the_log(monkeypatch)
     watch.on_death(lambda: (watch.finish(), told.set()))
     watch.report_dead_loop()
     assert told.wait(30)
+
+
+def test_an_engine_that_ends_before_anybody_looks_is_noticed():
+    process = multiprocessing.get_context("spawn").Process(target=os._exit, args=(3,))
+    told = threading.Event()
+    watch = EngineWatch(lambda: None)
+    watch.on_death(lambda: (watch.finish(), told.set()))
+    process.start()
+    process.join()
+    assert multiprocessing.active_children() == []
+    watch.watch(process)
+    assert told.wait(30) and watch.reason == "the engine process ended with code 3"
 
 
 def test_why_an_engine_refuses_to_start_is_said_and_is_code_2(monkeypatch, tmp_path, capsys):
