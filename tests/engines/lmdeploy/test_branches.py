@@ -263,8 +263,10 @@ def wander(engine, count, seed):
         num_done += 1
         act = choose.random()
         running = [each for each in open_ if each.state == "running" or each.keep]
+        # Of three tokens: among all 320, one draw in 100,000 lies so near to a border that rounding decides, which differs
+        # between a prompt that is computed whole and the last token of a branch.
         params = SamplingParams(
-            max_new_tokens=choose.randint(1, 30), ignore_eos=True, temperature=choose.choice([0.0, 1.0]),
+            max_new_tokens=choose.randint(1, 30), ignore_eos=True, temperature=choose.choice([0.0, 1.0]), top_k=3,
             seed=choose.randint(1, 99),
         )  # fmt: skip
         if act < 0.1 or not running:
