@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from sagellm import _core
 from sagellm.accel.sparsity.base import KEY_SUM_UNIT, top_blocks
 from sagellm.models.levels import LEVELS4, LEVELS8
-from tests.engines.lmdeploy.cpu.test_compiled import BLOCK, DTYPES, ISAS, NUM_BLOCKS, TOLERANCE, Model, Step, isa, plain
+from tests.engines.lmdeploy.cpu.test_compiled import (
+    BLOCK,
+    DTYPES,
+    ISAS,
+    NUM_BLOCKS,
+    TOLERANCE,
+    Model,
+    Step,
+    a_third_of,
+    isa,
+    plain,
+)
 
 __all__ = ["isa"]
 
@@ -81,11 +92,9 @@ def started(
     return step, run
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("by_head", "whole_layers"), [(False, 0), (True, 0), (True, 1)])
-def test_attention_reads_the_chosen_blocks_and_no_others(isa, dtype, shape, by_head, whole_layers):
+@a_third_of(dtype=DTYPES, shape=SHAPES, choice=[(False, 0), (True, 0), (True, 1)])
+def test_attention_reads_the_chosen_blocks_and_no_others(isa, dtype, shape, choice):
+    by_head, whole_layers = choice
     model = Model(dtype=dtype, **SHAPES[shape])
     step, run = started(model, LENGTHS)
     dense = run()
