@@ -100,10 +100,10 @@ class ScalingLoop:
         target = wanted
         if wanted < present and (fewer := sum(each < present for each in self._asked)) < config.down_after:
             target = present
-            notes.append(f"{fewer} of {config.down_after} decisions asked for fewer")
+            notes.append(f"{fewer} of the last {config.down_after} decisions asked for fewer")
         elif wanted < present:
             target = max(self._asked)
-            notes += [f"the most of {config.down_after} decisions is {target}"] if target != wanted else []
+            notes += [f"the last {config.down_after} decisions asked for up to {target}"] if target != wanted else []
         left_s = 0.0 if self._changed_s is None else self._changed_s + config.cooldown_s - view.now_s
         if target != present and left_s > 0:
             target = present
@@ -171,5 +171,5 @@ def verify_scaling(path: Path) -> ScalingChecked:
                 report.differences.append(Difference(number, STEP, name, line.get(name), value))
         report.pools[pool] = report.pools.get(pool, 0) + 1
     if not report.pools:
-        raise TraceError(f"{path} has no decision of a pool; record one with `record:` and `scaling:` in the file of the manager.")
+        raise TraceError(f"{path} has no decision of a pool; give a manager `record:` and `scaling:` in its file.")
     return report

@@ -14,12 +14,11 @@ from sagellm.core.step_times import num_pairs
 
 __all__ = ["SLA", "Capacity"]
 
-STEPS = 40  # of the search for the largest rate, and of the search for the number of requests at once
+STEPS = 30  # of the search for the number of requests at once
 SURPRISE = 3.0  # standard deviations of a Poisson process beyond which a rate counts as a new one
 TAIL = 2.33  # standard deviations up to which 99 of 100 normal values lie
 WAITS = 3.0  # mean waits up to which 95 of 100 requests lie: an exponential distribution
 LEAST, MOST = 0.25, 8.0  # of the correction
-CUT_LENGTH = 1.05  # lengths are rounded to powers of it, so that a search serves many decisions
 
 
 class Capacity:
@@ -50,43 +49,48 @@ class Capacity:
         step_s = self._costs.seconds(Phase.DECODE, num, num, num * (prompt_tokens + output_tokens / 2))
         return factor * step_s / (1 - share) if share < 1 else math.inf
 
-    def latencies(self, rate: float, prompt_tokens: float, output_tokens: float, factor: float = 1.0) -> tuple[float, float]:
-        """Return seconds until the first token and between tokens that 95 of 100 requests keep to; infinity: none does.
+    def latencies(
+        self, rate: float, engines: int, prompt_tokens: float, output_tokens: float, factor: float = 1.0
+    ) -> tuple[float, float]:
+        """Return seconds until the first token and between tokens that about 95 of 100 requests keep to; infinity: none does.
 
-        `factor`: the engine is so many times as slow as its profile.
+        Args:
+            rate: requests a second of all engines. They take turns, so that arrivals at one vary less than chance.
+            factor: the engines are so many times as slow as their profile.
         """
-        prompt_s, more = factor * self.prompt_s(prompt_tokens), max(0.0, output_tokens - 1)
-        share = rate * prompt_s
+        prompt_s, more, each = factor * self.prompt_s(prompt_tokens), max(0.0, output_tokens - 1), rate / engines
+        share = each * prompt_s
         if share >= 1:
             return math.inf, math.inf
-        first_s = prompt_s + WAITS * share * prompt_s / (2 * (1 - share))
+        first_s = prompt_s + WAITS * share * prompt_s / (2 * engines * (1 - share))
         if self._role == "prefill" or not more:
             return first_s, 0.0
         num, itl_s = 1.0, 0.0
         for _ in range(STEPS):
-            itl_s = self.itl_s(rate, num, prompt_tokens, output_tokens, factor)
-            num = rate * more * itl_s
+            itl_s = self.itl_s(each, num, prompt_tokens, output_tokens, factor)
+            num = each * more * itl_s
             if num > 2 * self._max_batch_size:  # it does not settle
                 return math.inf, math.inf
-        if num + TAIL * math.sqrt(num) > self._max_batch_size:
+        varies = TAIL * math.sqrt(num / engines)
+        if num + varies > self._max_batch_size:
             return math.inf, math.inf
-        interrupted = TAIL * prompt_s * math.sqrt(rate * more * itl_s) / more
-        return first_s + itl_s * (1 - share), itl_s + interrupted
+        return first_s + itl_s * (1 - share), itl_s + prompt_s * varies / more
 
-    def largest_rate(
-        self, prompt_tokens: float, output_tokens: float, ttft_s: float, itl_s: float, factor: float = 1.0
-    ) -> float:
-        """Return the largest rate at which both targets are kept; 0 where one request alone misses them."""
-        low, high = 0.0, 1 / (factor * self.prompt_s(prompt_tokens))
-        for _ in range(STEPS):
-            middle = (low + high) / 2
-            first_s, next_s = self.latencies(middle, prompt_tokens, output_tokens, factor)
-            low, high = (middle, high) if first_s <= ttft_s and next_s <= itl_s else (low, middle)
-        return low if low > 1e-9 else 0.0
+    def engines(
+        self, rate: float, prompt_tokens: float, output_tokens: float, ttft_s: float, itl_s: float, most: int,
+        factor: float = 1.0,
+    ) -> int:  # fmt: skip
+        """Return the fewest engines that keep to both targets, or `most` where so many miss them too."""
+        low, high = 1, most
+        while low < high:
+            middle = (low + high) // 2
+            first_s, next_s = self.latencies(rate, middle, prompt_tokens, output_tokens, factor)
+            low, high = (low, middle) if first_s <= ttft_s and next_s <= itl_s else (middle + 1, high)
+        return low
 
 
 class SLA(ScalingPolicy):
-    """Divides the forecast rate by the largest rate of an engine, and rounds up.
+    """Takes the fewest engines that keep to the targets at the forecast rate.
 
     The forecast follows the measured rate slowly, unless this differs by more than chance explains; then it jumps to it. The
     times of the profile are multiplied by a correction: observed over predicted inter-token latency, smoothed.
@@ -97,7 +101,7 @@ class SLA(ScalingPolicy):
         tensor_parallel, lookahead: setup of the profile.
         tokens_of_step: tokens that a stream gets in a decode step on average, with guesses.
         max_batch_size: requests that run at once; None: the largest concurrency of the profile.
-        use: part of the largest rate that an engine is given.
+        use: part of the largest rate that engines are given.
         down_use: that part where engines are given up; the band between both keeps their number steady.
         smoothing: weight of the newest interval in the forecast.
         correction_weight: weight of the newest interval in the correction.
@@ -153,17 +157,16 @@ class SLA(ScalingPolicy):
             return ScalingDecision(view.present, f"no request has ended yet; {rate:.2f} requests/s")
         capacity = Capacity(self._costs, self._max_batch_size, view.role)
         self._correct(view, capacity)
-        prompt, output = (_rounded(each) for each in self._lengths)
-        each = capacity.largest_rate(prompt, output, self._ttft_s, self._itl_s, self._correction)
-        told = f"{rate:.2f} requests/s of {prompt:.0f} and {output:.0f} tokens; correction {self._correction:.2f}"
-        if each <= 0:
-            return ScalingDecision(view.max_engines, f"{told}; a request alone misses the targets")
-        late = 0.0 if self._catch_up_s is None else view.num_waiting / self._catch_up_s
-        if late:
-            told += f"; {view.num_waiting} wait"
-        enough, few = (max(1, math.ceil((rate + late) / each / use)) for use in (self._use, self._down_use))
-        target = min(max(view.present, enough), few)
-        return ScalingDecision(target, f"{told}; an engine carries {each:.2f}")
+        waiting = 0.0 if self._catch_up_s is None else view.num_waiting / self._catch_up_s
+        prompt, output = self._lengths
+        targets = (self._ttft_s, self._itl_s)
+        enough, few = (
+            capacity.engines((rate + waiting) / use, prompt, output, *targets, view.max_engines, self._correction)
+            for use in (self._use, self._down_use)
+        )
+        told = f"{rate:.2f} requests/s of {prompt:.0f} and {output:.0f} tokens, {view.num_waiting} wait"
+        reason = f"{told}; correction {self._correction:.2f}; {enough} engines are enough, {few} with some to spare"
+        return ScalingDecision(min(max(view.present, enough), few), reason)
 
     def _forecast(self, view: PoolView) -> float:
         known = self._rate
@@ -185,7 +188,3 @@ class SLA(ScalingPolicy):
             return
         seen = min(max(self._correction * view.itl_s / predicted, LEAST), MOST)
         self._correction += self._correction_weight * (seen - self._correction)
-
-
-def _rounded(tokens: float) -> float:
-    return CUT_LENGTH ** round(math.log(max(tokens, 1.0), CUT_LENGTH))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from sagellm.control_plane.base import PoolView
@@ -236,5 +237,4 @@ def simulate_scaling(
 
 def oscillations(changes: Sequence[tuple[float, int]], within_s: float) -> int:
     """Count changes that go back on the change before them within so many seconds."""
-    pairs = zip(changes, changes[1:], strict=False)
-    return sum(now_s - last_s <= within_s and last * num < 0 for (last_s, last), (now_s, num) in pairs)
+    return sum(now_s - last_s <= within_s and last * num < 0 for (last_s, last), (now_s, num) in pairwise(changes))
