@@ -318,7 +318,7 @@ def manager(model_folder, tmp_path_factory):
                   "kv_blocks": 300, "block_size": 16, "max_batch_size": 16},
         **{name: {"kind": "tests.control_plane.endpoint:Paced", "model": name} for name in ("dry", "faulty")},
     }  # fmt: skip
-    often = {"max": 2, "interval_s": 0.1, "cooldown_s": 0.3, "down_after": 2}
+    often = {"max": 2, "interval_s": 0.1, "cooldown_s": 0.3, "down_after": 1}
     scaling = {
         "small": often | {"policy": f"{HERE}:Busy"}, "dry": often | {"policy": f"{HERE}:Two", "dry_run": True},
         "faulty": often | {"policy": f"{HERE}:Raises"},
