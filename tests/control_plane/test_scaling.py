@@ -230,10 +230,18 @@ def test_a_load_that_rises_and_falls_on_the_virtual_clock(elastic):
     assert len(run.outcome.requests) == len(doubling().requests) and all(each.num_tokens == 20 for each in run.outcome.requests)
     kept = simulate_scaling(doubling(), FLEET, COSTS, TARGETS, {"hybrid": pool(Fixed(), config(), 2)}, **LIMITS)
     assert 1 < run.engines < max(view.present for view, _ in run.steps["hybrid"]) and run.outcome.share > kept.outcome.share
-    # An engine is not there before it has started.
-    (first_s, _), *_ = changes
-    starting = [view.now_s for view, _ in run.steps["hybrid"] if view.num_starting]
-    assert starting == [pytest.approx(first_s + 8.0 + 2.0)] or not starting or min(starting) > first_s
+
+
+def test_an_engine_takes_requests_from_its_start_to_its_drain():
+    load, one = doubling(each_s=40), config(policy="fixed", options={"engines": 2})
+    alone = simulate_scaling(load, FLEET, COSTS, TARGETS, {"hybrid": pool(Fixed(), config(), 1)}, **LIMITS)
+    never = simulate_scaling(load, FLEET, COSTS, TARGETS, {"hybrid": pool(Fixed(2), one, 1, 1e6)}, **LIMITS)
+    late = simulate_scaling(load, FLEET, COSTS, TARGETS, {"hybrid": pool(Fixed(2), one, 1, 25.0)}, **LIMITS)
+    assert never.outcome.requests == alone.outcome.requests and late.outcome.share > alone.outcome.share
+    assert [view.num_starting for view, _ in late.steps["hybrid"][:5]] == [0, 1, 1, 0, 0]
+    fewer = simulate_scaling(load, FLEET, COSTS, TARGETS, {"hybrid": pool(Fixed(1), one, 2)}, **LIMITS)
+    assert fewer.engine_s == pytest.approx(fewer.span_s + 10.0, abs=3.0), "one of two drains after the first interval"
+    assert len(fewer.outcome.requests) == len(load.requests)
 
 
 def test_pools_of_prefill_and_decode_engines_change_by_themselves():
