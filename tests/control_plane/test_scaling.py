@@ -6,6 +6,7 @@ import json
 import threading
 from itertools import pairwise
 
+import httpx
 import pytest
 from click.testing import CliRunner
 from openai import OpenAI
@@ -411,6 +412,13 @@ def test_what_the_manager_measured_and_recorded(manager):
 
     last = wait_until("lengths and latencies", measured)[-1]
     assert last["num_ended"] >= 1 and 0 < last["itl_s"] < 10 and last["prompt_tokens"] > 1 and last["start_s"] > 0
-    assert "small" in manager.status()["scaling"] and metric(manager, "sagellm_scaling_target_engines", pool="small") == 1
+    shown = httpx.get(f"{manager.url}/control/engines").json()["scaling"]["small"]
+    assert (shown["engines"], shown["min"], shown["max"]) == (["small"], 1, 2)
+    assert "are running" in shown["decisions"][0]["reason"]
+    metrics = httpx.get(f"{manager.url}/metrics").text
+    assert 'sagellm_scaling_decisions_total{action="up",pool="small"} 1.0' in metrics
+    assert 'sagellm_scaling_target_engines{pool="small"} 1.0' in metrics
+    told = CliRunner().invoke(main, ["engine", "status", "--url", manager.url]).output
+    assert "pool small: 1 of 1 to 2 engines; busy: keep 1, " in told and "pool dry: 1 of 1 to 2 engines; two: would" in told
     found = verify_scaling(manager.config.record)
     assert found.agrees and set(found.pools) == {"small", "dry", "faulty"}
