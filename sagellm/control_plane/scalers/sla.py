@@ -117,7 +117,7 @@ class SLA(ScalingPolicy):
     def __init__(
         self, profile: str | dict[str, Any], ttft_ms: float = 500.0, itl_ms: float = 50.0, tensor_parallel: int = 1,
         lookahead: int = 0, tokens_of_step: float = 1.0, max_batch_size: int | None = None, use: float = 1.0,
-        down_use: float = 0.8, smoothing: float = 0.3, correction_weight: float = 0.1, catch_up_s: float | None = 30.0,
+        down_use: float = 0.9, smoothing: float = 0.2, correction_weight: float = 0.1, catch_up_s: float | None = 30.0,
     ) -> None:  # fmt: skip
         for what, value, most in (
             ("ttft_ms", ttft_ms, 1e9), ("itl_ms", itl_ms, 1e9), ("use", use, 1.0), ("down_use", down_use, use),
