@@ -127,8 +127,10 @@ def test_the_policy_asks_for_what_the_rate_needs():
     policy = SLA(CONTENT)
     assert policy.decide(PoolView(10.0, 10.0, 2.0, num_ready=3)) == (3, "no request has ended yet; 2.00 requests/s")
     # Between what is enough and what is too much the number stays.
-    both = {SLA(CONTENT).decide(seen(11, num_ready=n)).target for n in (1, 16)}
-    assert len(both) == 2 and all(SLA(CONTENT).decide(seen(11, num_ready=n)).target == n for n in both)
+    ends = {rate: [SLA(CONTENT).decide(seen(rate, num_ready=n)).target for n in (1, 16)] for rate in range(2, 40)}
+    rate, both = next((rate, each) for rate, each in ends.items() if each[0] < each[1])
+    assert [SLA(CONTENT).decide(seen(rate, num_ready=n)).target for n in both] == both
+    assert all(fewest <= most for fewest, most in ends.values())
     assert SLA(CONTENT, ttft_ms=1.0).decide(seen(1, num_ready=2)).target == 16, "no number of engines meets the targets"
 
 
