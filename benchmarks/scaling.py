@@ -11,6 +11,7 @@ profiles the model, runs the load on a manager of real engines, and compares it 
 import contextlib
 import functools
 import json
+import logging
 import math
 import subprocess
 import sys
@@ -177,6 +178,7 @@ def _changes(run: Elastic, setting: Setting) -> dict[str, Any]:
 
 def _real(output: Output, file: Path | None, given: dict[str, Any]) -> dict[str, Any]:
     """Profile the model, run the load for real, and simulate it with the start-up time that was measured."""
+    logging.disable(logging.INFO)  # a line for each request
     load = load_of(given["steps"], given["rate"], given)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
