@@ -31,7 +31,8 @@ from benchmarks.output import Output, table, with_output
 from sagellm.control_plane.config import ScalingConfig
 from sagellm.control_plane.manager import ControlPlaneManager
 from sagellm.control_plane.registry import make_scaler
-from sagellm.control_plane.scaling import ScalingLoop, verify_scaling
+from sagellm.control_plane.scaling import ScalingLoop
+from sagellm.control_plane.scaling_replay import verify_scaling
 from sagellm.control_plane.sla.elastic import Elastic, ScaledPool, oscillations, simulate_scaling
 from sagellm.control_plane.sla.load import Load
 from sagellm.control_plane.sla.measure import Grid, measure_profile

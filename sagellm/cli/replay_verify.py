@@ -42,10 +42,10 @@ def verify_strategy(log: Path, as_json: bool, strategy: str | None, options: dic
 
 def verify_scaling(log: Path, as_json: bool) -> int:
     """Verify decisions on numbers of engines, and return the exit code. Raises SageError if log or policy cannot be used."""
-    from sagellm.control_plane import scaling
+    from sagellm.control_plane import scaling_replay
 
     look_in_current_folder()
-    found = scaling.verify_scaling(log)
+    found = scaling_replay.verify_scaling(log)
     return _show(found, as_json, f"{log}: {found.num_decisions:,} decisions of {', '.join(found.pools)}")
 
 

@@ -1,25 +1,17 @@
-"""The decision loop of a pool: policy, bounds, hysteresis and cool-down. The manager and the simulator run it by their clocks.
-
-Its record is replayed here too: the same views must give the same decisions.
-"""
+"""The decision loop of a pool: policy, bounds, hysteresis and cool-down. The manager and the simulator run it by their clocks."""
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any, NamedTuple
-
-from pydantic import ValidationError
 
 from sagellm.control_plane.base import PoolView, ScalingDecision, ScalingPolicy
 from sagellm.control_plane.config import ScalingConfig
-from sagellm.control_plane.registry import make_scaler
 from sagellm.control_plane.scalers.fixed import Fixed
-from sagellm.core.errors import PolicyError, TraceError
+from sagellm.core.errors import PolicyError
 from sagellm.pd.guarded import GuardedRouting
-from sagellm.replay.record_lines import Checked, Difference, check_number, record_lines
 
-__all__ = ["ScalingChecked", "ScalingLoop", "ScalingStep", "check_decision", "verify_scaling"]
+__all__ = ["OPEN", "STEP", "ScalingLoop", "ScalingStep", "check_decision", "open_fields", "step_fields"]
 
 OPEN, STEP = "scale_open", "scale"
 MOST_ENGINES = 1 << 20
@@ -122,54 +114,3 @@ def open_fields(pool: str, config: ScalingConfig, policy: ScalingPolicy) -> dict
 def step_fields(pool: str, number: int, view: PoolView, step: ScalingStep) -> dict[str, Any]:
     """Return the line of a decision. `number`: from 1."""
     return {"pool": pool, "n": number, "action": step.action, **step._asdict(), "view": asdict(view)}
-
-
-@dataclass(slots=True)
-class ScalingChecked(Checked):
-    """Result of a replay. `pools`: name -> decisions that were compared."""
-
-    pools: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def num_decisions(self) -> int:
-        return sum(self.pools.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return Checked.to_dict(self) | {"pools": self.pools, "decisions": self.num_decisions}
-
-
-def verify_scaling(path: Path) -> ScalingChecked:
-    """Decide everything in a record again, from the recorded views, and list what differs.
-
-    Raises:
-        TraceError: the file cannot be read, is no record, or has no decision of a pool.
-        SageError: the policy of the record cannot be built here.
-    """
-    report = ScalingChecked(str(path))
-    loops: dict[str, ScalingLoop] = {}
-    numbers: dict[str, int | None] = {}
-    for number, line in record_lines(path, report):
-        if line["event"] not in (OPEN, STEP):
-            continue
-        try:
-            pool = line["pool"]
-            if line["event"] == OPEN:
-                config = ScalingConfig.model_validate(line["settings"])
-                loops[pool] = ScalingLoop(make_scaler(config.policy, **config.options), config)
-                numbers[pool] = check_number(None, number, line, report)
-                continue
-            if pool not in loops:
-                raise TraceError(f"{path}, line {number}: pool {pool!r} decides before its line {OPEN}; give the whole record.")
-            view = PoolView(**line["view"])
-        except (KeyError, TypeError, ValidationError) as error:
-            raise TraceError(f"{path}, line {number}: no line of a pool: {error!r}.") from None
-        numbers[pool] = check_number(numbers[pool], number, line, report)
-        again = loops[pool].step(view)
-        for name, value in (("action", again.action), *again._asdict().items()):
-            if line.get(name) != value:
-                report.differences.append(Difference(number, STEP, name, line.get(name), value))
-        report.pools[pool] = report.pools.get(pool, 0) + 1
-    if not report.pools:
-        raise TraceError(f"{path} has no decision of a pool; give a manager `record:` and `scaling:` in its file.")
-    return report

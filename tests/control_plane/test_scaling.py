@@ -20,7 +20,8 @@ from sagellm.control_plane.manager import ControlPlaneManager
 from sagellm.control_plane.registry import SCALERS, make_scaler
 from sagellm.control_plane.scalers.fixed import Fixed
 from sagellm.control_plane.scalers.sla import SLA, Capacity
-from sagellm.control_plane.scaling import OPEN, STEP, ScalingLoop, open_fields, verify_scaling
+from sagellm.control_plane.scaling import OPEN, STEP, ScalingLoop, open_fields
+from sagellm.control_plane.scaling_replay import verify_scaling
 from sagellm.control_plane.sla.elastic import ScaledPool, oscillations, simulate_scaling
 from sagellm.control_plane.sla.load import Load, read_load
 from sagellm.control_plane.sla.profile import SetupCosts
