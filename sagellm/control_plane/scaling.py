@@ -1,4 +1,4 @@
-"""The decision loop of a pool: policy, bounds, hysteresis and cool-down. The manager and the simulator run it by their clocks."""
+"""The decision loop of a pool: policy, bounds, hysteresis and cool-down. Manager and simulator run it by their own clocks."""
 
 from collections import deque
 from collections.abc import Sequence
