@@ -116,7 +116,7 @@ class PoolScaler(BaseService):
         # The last ones go first; before them those that do not serve.
         staying = [one for one in self._members() if one.state is not EngineState.DRAINING]
         going = sorted(reversed(staying), key=lambda one: one.state is EngineState.READY)
-        for one in going[: step.present - step.target]:
+        for one in going[: max(0, step.present - step.target)]:
             self._fleet.drain(one.name)
             self._spawn(self._stop_engine(one.name))
 

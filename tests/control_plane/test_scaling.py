@@ -390,6 +390,17 @@ def test_a_pool_grows_under_load_and_shrinks_without_losing_a_stream(manager):
     assert sum(view["rate"] * view["interval_s"] for view in views) >= 12, "eight chats or more, and four streams"
 
 
+def test_a_pool_of_two_grows_by_one(start_manager, tmp_path):
+    engines = {"a": {"kind": "tests.control_plane.endpoint:Paced", "model": "m"}}
+    scaling = {"a": {"policy": "fixed", "options": {"engines": 3}, "min": 2, "max": 3, "interval_s": 0.1}}
+    manager = start_manager(engines=engines, scaling=scaling, record=tmp_path / "r.jsonl")
+    wait_until("three engines", lambda: list(names_of(manager, "paced").values()) == ["ready"] * 3)
+    wait_until("later decisions", lambda: lines_of(manager, "scale", "a")[-1]["view"]["num_ready"] == 3)
+    assert list(names_of(manager, "paced")) == ["a", "a-2", "a-3"] and manager.engines()[0]["starts"] == 1
+    assert [line["engine"] for line in lines_of(manager, "scaled", "a")] == ["a-3"]
+    assert [line["action"] for line in lines_of(manager, "scale", "a") if line["action"] != "keep"] == ["up"]
+
+
 def test_a_dry_run_only_says_what_it_would_do(manager):
     pool = wait_until("decisions", lambda: (found := manager.status()["scaling"]["dry"])["decisions"] and found)
     assert {(one["action"], one["target"]) for one in pool["decisions"]} <= {("up", 2), ("keep", 1)}
