@@ -13,7 +13,7 @@ from sagellm.accel.speculative.contract.rules import check_speculator
 from sagellm.accel.speculative.registry import speculator_names
 from sagellm.comm_backend.kv_transfer.registry import channel_names
 from sagellm.comm_backend.registry import backend_names
-from sagellm.control_plane.registry import ENGINE_KINDS, ROUTERS
+from sagellm.control_plane.registry import ENGINE_KINDS, ROUTERS, SCALERS
 
 ROOT = Path(__file__).parents[1] / "sagellm"
 NUM_PRINTS = {
@@ -63,7 +63,7 @@ def test_every_file_is_named(package: str) -> None:
     ("package", "names"),
     [
         ("accel", speculator_names), ("comm_backend", backend_names), ("comm_backend/kv_transfer", channel_names),
-        ("control_plane", ENGINE_KINDS.names), ("control_plane", ROUTERS.names),
+        ("control_plane", ENGINE_KINDS.names), ("control_plane", ROUTERS.names), ("control_plane", SCALERS.names),
     ],
 )
 def test_every_plugin_is_named(package, names):

@@ -185,6 +185,11 @@ def status(ask: Any, name: str | None, as_json: bool) -> None:
                 f"{one['name']}: {one['state']}{why}; {one['running']} running, {one['served']} served, {one['starts']} starts",
                 markup=False, highlight=False,
             )  # fmt: skip
+        for name, pool in found["scaling"].items():
+            last = pool["decisions"][0] if pool["decisions"] else {"action": "keep", "target": "", "reason": "not yet decided"}
+            says = "would " if pool["dry_run"] else ""
+            click.echo(f"pool {name}: {len(pool['engines'])} of {pool['min']} to {pool['max']} engines; {pool['policy']}: "
+                       f"{says}{last['action']} {last['target']}, {last['reason']}")  # fmt: skip
         click.echo(f"router {found['router']}; {found['health_share']:.1%} of health checks succeeded")
         for one in found["decisions"][:10]:
             click.echo(f"  {one['path']} of {one['model']} to {one['engine']}: {one['reason']}, {one['detail']}")

@@ -18,7 +18,7 @@ from sagellm.cli.replay_schedule import (
     run_schedule,
     schedule_options,
 )
-from sagellm.cli.replay_verify import verify_kv, verify_reads, verify_strategy
+from sagellm.cli.replay_verify import verify_kv, verify_reads, verify_scaling, verify_strategy
 from sagellm.cli.values import Finite, options_by_name
 from sagellm.core.current_folder import look_in_current_folder
 from sagellm.core.errors import SageError
@@ -139,6 +139,10 @@ class _Rates(click.ParamType):
     "--reads", type=click.Path(path_type=Path), metavar="LOG",
     help="Recorded log: verify which KV blocks its sparse policy chose, and say what policies would have read.",
 )
+@click.option(
+    "--scaling", type=click.Path(path_type=Path), metavar="LOG",
+    help="Record of a manager: verify its decisions on numbers of engines.",
+)
 @click.option("--sparsity", metavar="NAME,...", help="Sparse policies for --reads: names, or module:Class [the log's].")
 @click.option(
     "--sparsity-options", metavar="JSON", help='Options of --sparsity, a JSON object; or of several: {"quest": {...}}.'
@@ -146,8 +150,9 @@ class _Rates(click.ParamType):
 @schedule_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def replay(
-    trace_name: str | None, verify: Path | None, schedule: Path | None, reads: Path | None, as_json: bool, **given: Any
-) -> None:
+    trace_name: str | None, verify: Path | None, schedule: Path | None, reads: Path | None, scaling: Path | None,
+    as_json: bool, **given: Any,
+) -> None:  # fmt: skip
     """Replay a trace through policies, verify a recorded log, or replay a log under other strategies or sparse policies.
 
     FILE is Mooncake's JSON lines, an event log of the engine, or a CSV of lengths; plain or gzip. Generators are zipf,
@@ -157,16 +162,18 @@ def replay(
     Exit code 0: done, or every decision was reproduced; 1: the log differs; 2: invalid options, trace or policy.
     """
     is_checked = schedule is not None and verify == OF_SCHEDULE
-    ways = [trace_name, None if is_checked else verify, schedule, reads]
-    if ways.count(None) != 3 or (verify == OF_SCHEDULE and not is_checked):
+    ways = [trace_name, None if is_checked else verify, schedule, reads, scaling]
+    if ways.count(None) != 4 or (verify == OF_SCHEDULE and not is_checked):
         raise click.UsageError(
             "give either --trace and --capacity, or --verify LOG, or --schedule LOG, or --schedule LOG --verify, or --reads "
-            "LOG."
+            "LOG, or --scaling LOG."
         )
     if is_checked:
         _refuse_others("--schedule --verify", ("schedule", "verify", "as_json", *VERIFY_OPTIONS))
     elif reads is not None:
         _refuse_others("--reads", ("reads", "sparsity", "sparsity_options", "as_json"))
+    elif scaling is not None:
+        _refuse_others("--scaling", ("scaling", "as_json"))
     elif verify is not None:
         _refuse_others("--verify", ("verify", "as_json"))
     elif schedule is not None:
@@ -178,6 +185,8 @@ def replay(
             sys.exit(verify_strategy(schedule, as_json, *one_strategy(given)))
         if reads is not None:
             sys.exit(verify_reads(reads, as_json, given["sparsity"], given["sparsity_options"]))
+        if scaling is not None:
+            sys.exit(verify_scaling(scaling, as_json))
         if schedule is not None:
             run_schedule(schedule, as_json, given)
             return

@@ -1,4 +1,4 @@
-"""`sagellm replay --verify`: whether the modules that made a record, or its strategy, decide all of it again."""
+"""`sagellm replay --verify`: whether the modules that made a record, its strategy or its pools, decide all of it again."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import click
 from sagellm.cli.values import options_by_name
 from sagellm.core.current_folder import look_in_current_folder
 
-__all__ = ["verify_kv", "verify_reads", "verify_strategy"]
+__all__ = ["verify_kv", "verify_reads", "verify_scaling", "verify_strategy"]
 
 MAX_SHOWN = 20
 
@@ -38,6 +38,15 @@ def verify_strategy(log: Path, as_json: bool, strategy: str | None, options: dic
         f"{log}: {found.num_decisions:,} decisions of {', '.join(dict.fromkeys(found.strategies))}, {found.num_left:,} left to "
         f"the engine; {found.num_steps:,} steps and {found.num_ends:,} ends replayed",
     )  # fmt: skip
+
+
+def verify_scaling(log: Path, as_json: bool) -> int:
+    """Verify decisions on numbers of engines, and return the exit code. Raises SageError if log or policy cannot be used."""
+    from sagellm.control_plane import scaling_replay
+
+    look_in_current_folder()
+    found = scaling_replay.verify_scaling(log)
+    return _show(found, as_json, f"{log}: {found.num_decisions:,} decisions of {', '.join(found.pools)}")
 
 
 def verify_reads(log: Path, as_json: bool, names: str | None, options: str | None) -> int:

@@ -6,9 +6,12 @@ _HOME = {
     "ControlPlaneManager": "manager",
     "EngineKind": "base",
     "EngineView": "base",
+    "PoolView": "base",
     "RouteChoice": "base",
     "RouteRequest": "base",
     "Router": "base",
+    "ScalingDecision": "base",
+    "ScalingPolicy": "base",
     "UnifiedInferenceClient": "client",
 }
 

@@ -1,4 +1,4 @@
-"""The contracts of the control plane: services, kinds of engines, and routers."""
+"""The contracts of the control plane: services, kinds of engines, routers, and scaling policies."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -15,7 +15,10 @@ from sagellm.core.enums import StrEnum
 from sagellm.core.service import NOTHING_ASKED, ServiceRequest
 from sagellm.pd import base as pd
 
-__all__ = ["BaseService", "EngineKind", "EngineState", "EngineView", "RouteChoice", "RouteRequest", "Router"]
+__all__ = [
+    "BaseService", "EngineKind", "EngineState", "EngineView", "PoolView", "RouteChoice", "RouteRequest", "Router",
+    "ScalingDecision", "ScalingPolicy", "totals",
+]  # fmt: skip
 
 
 class EngineState(StrEnum):
@@ -56,7 +59,7 @@ class EngineKind(BaseService):
         model: name of a model that the server must have; None: whatever it has.
         device: type of its device; empty where it is not known.
         api_key: key that the server wants.
-        metrics: our name of a figure -> name of the sample in the server's /metrics.
+        metrics: our name of a figure -> name of the sample in the server's /metrics. Scaling needs those of `totals`.
         is_ours: whether it is a process below the manager.
     """
 
@@ -88,6 +91,19 @@ class EngineKind(BaseService):
     def describe(self) -> dict[str, Any]:
         """Return facts for `status` beside those that every engine has."""
         return {}
+
+
+def totals(prefix: str) -> dict[str, str]:
+    """Return our names of the sums since the start, which scaling reads, as LMDeploy and vLLM name their samples.
+
+    Requests that ended, their tokens and their seconds from the first token to the last; first tokens, and seconds until them.
+    """
+    names = {
+        "ended": "request_generation_tokens_count", "prompt_tokens": "request_prompt_tokens_sum",
+        "output_tokens": "request_generation_tokens_sum", "decode_s": "request_decode_time_seconds_sum",
+        "first_tokens": "time_to_first_token_seconds_count", "first_token_s": "time_to_first_token_seconds_sum",
+    }  # fmt: skip
+    return {name: f"{prefix}:{sample}" for name, sample in names.items()}
 
 
 async def forever() -> str:
@@ -163,3 +179,71 @@ class Router(ABC):
 
     def forget(self, engine: str) -> None:  # noqa: B027
         """The engine has ended, and all that it had cached with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolView:
+    """A pool of equal engines at the end of an interval, as a scaling policy sees it.
+
+    Attributes:
+        now_s: seconds since the pool began.
+        interval_s: length of the interval that the figures are of.
+        rate: requests that arrived in a second.
+        num_ended: requests that ended in the interval; the means below are of these.
+        prompt_tokens, output_tokens: mean of a request; None where none ended, or the engines do not tell.
+        itl_s: seconds from a token to the next; None where it is not known.
+        ttft_s: seconds until a first token; None where it is not known.
+        num_running, num_waiting: requests on the engines now, and those of them that wait there.
+        num_ready, num_starting, num_draining: engines. One that failed and is tried again counts as starting.
+        min_engines, max_engines: bounds.
+        start_s: seconds that an engine takes to start, the mean so far; None before any.
+        role: phase that the engines compute: hybrid, prefill or decode.
+    """
+
+    now_s: float
+    interval_s: float
+    rate: float
+    num_ended: int = 0
+    prompt_tokens: float | None = None
+    output_tokens: float | None = None
+    itl_s: float | None = None
+    ttft_s: float | None = None
+    num_running: int = 0
+    num_waiting: int = 0
+    num_ready: int = 1
+    num_starting: int = 0
+    num_draining: int = 0
+    min_engines: int = 1
+    max_engines: int = 1
+    start_s: float | None = None
+    role: str = "hybrid"
+
+    @property
+    def present(self) -> int:
+        """Engines that serve, or will."""
+        return self.num_ready + self.num_starting
+
+
+class ScalingDecision(NamedTuple):
+    """`target`: number of engines; bounds and pauses are not the policy's concern. `reason`: with its figures."""
+
+    target: int
+    reason: str
+
+
+class ScalingPolicy(ABC):
+    """Says how many engines a pool should have. It is called once in an interval, on the event loop of the gateway.
+
+    It must decide by its views alone, without a clock or chance: its record is replayed and compared. A policy that raises, or
+    answers no number, is replaced by `fixed`, with one line in the log.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def decide(self, view: PoolView) -> ScalingDecision:
+        """`view`: of the last interval. Views come in the order of time."""
+
+    def recorded(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return options that build this policy again in another place. `options`: those that it was built with."""
+        return options

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from sagellm.core.config import Model
 from sagellm.core.ports import SagePorts
 
-__all__ = ["ApiKey", "ManagerConfig"]
+__all__ = ["ApiKey", "ManagerConfig", "ScalingConfig"]
 
 
 class ApiKey(Model):
@@ -16,6 +16,36 @@ class ApiKey(Model):
 
     key: str = Field(pattern="^[!-~]+$")  # a header carries such text alone
     max_running: int | None = Field(None, ge=1)
+
+
+class ScalingConfig(Model):
+    """How the number of engines of a pool changes.
+
+    Attributes:
+        policy, options: a name of `sagellm list scaling`, or module:Class.
+        min, max: bounds of the number of engines. The manager starts with `min`.
+        interval_s: seconds from a decision to the next.
+        cooldown_s: after a change the number stays so long.
+        down_after: decisions in a row that must ask for fewer engines before one is stopped.
+        drain_timeout_s: seconds that requests have on an engine that is to stop.
+        dry_run: decide and record, and change nothing.
+    """
+
+    policy: str = Field("sla", min_length=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+    min: int = Field(1, ge=1, le=1024)
+    max: int = Field(ge=1, le=1024)
+    interval_s: float = Field(10.0, ge=0.05, le=3600)
+    cooldown_s: float = Field(30.0, ge=0, le=86400)
+    down_after: int = Field(3, ge=1, le=1000)
+    drain_timeout_s: float = Field(600.0, ge=0, le=86400)
+    dry_run: bool = False
+
+    @model_validator(mode="after")
+    def _bounds(self) -> "ScalingConfig":
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}; lower it, or raise max")
+        return self
 
 
 class ManagerConfig(Model):
@@ -30,6 +60,7 @@ class ManagerConfig(Model):
         check_interval_s: seconds between two health checks of an engine.
         record: file for decisions and ends of requests, as JSON lines.
         engines: name -> `kind`, a name of `sagellm list engine-kind`, and the options of the kind.
+        scaling: name of one of the engines -> how many engines like it there are. They get names such as NAME-2.
     """
 
     host: str = Field("127.0.0.1", min_length=1)
@@ -44,12 +75,21 @@ class ManagerConfig(Model):
     record: Path | None = None
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
     engines: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    scaling: dict[str, ScalingConfig] = Field(default_factory=dict)
 
     @field_validator("api_key", mode="before")
     @classmethod
     def _plain_keys(cls, value: Any) -> Any:
         values = [value] if isinstance(value, (str, dict)) else value
         return tuple({"key": one} if isinstance(one, str) else one for one in values)
+
+    @model_validator(mode="after")
+    def _pools(self) -> "ManagerConfig":
+        for name in self.scaling:
+            if name not in self.engines:
+                known = ", ".join(self.engines) or "none"
+                raise ValueError(f"scaling names {name!r}, which is no engine of this file; engines are {known}")
+        return self
 
     def limits(self) -> dict[str, int | None]:
         """Return key -> requests that it may have at once."""

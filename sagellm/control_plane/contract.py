@@ -1,4 +1,4 @@
-"""Contracts of the control plane: `sagellm check engine-kind NAME` and `sagellm check router NAME`."""
+"""Contracts of the control plane: `sagellm check engine-kind NAME`, `check router NAME` and `check scaling NAME`."""
 
 import asyncio
 import json
@@ -8,21 +8,28 @@ from typing import Any
 
 import aiohttp
 
-from sagellm.control_plane.base import EngineKind, EngineView, Router, RouteRequest
+from sagellm.control_plane.base import EngineKind, EngineView, PoolView, Router, RouteRequest, ScalingPolicy
 from sagellm.control_plane.fleet import check_choice
 from sagellm.control_plane.probe import ROUTES, key_header
 from sagellm.control_plane.relay import as_openai
+from sagellm.control_plane.scaling import check_decision
 from sagellm.core.contract import Broke, Played, Report, Scenario, Suite
 from sagellm.core.errors import SageError
 from sagellm.core.tasks import within
 
-__all__ = ["ENGINE_SUITE", "ROUTER_SUITE"]
+__all__ = ["ENGINE_SUITE", "ROUTER_SUITE", "SCALING_SUITE"]
 
 ROUTER_RULES = {
     "builds": "has a name and can be built",
     "raises_nothing": "raises at no request for which there is an engine",
     "answers": "answers with a RouteChoice among the engines that it was offered, and a reason",
     "forgets": "goes on after an engine has ended",
+}
+SCALING_RULES = {
+    "builds": "has a name and can be built",
+    "raises_nothing": "raises at no view, also where nothing was measured",
+    "answers": "answers with a ScalingDecision: a whole number from 0 on, and a reason",
+    "repeats": "answers the same views in the same way, built anew from its recorded options",
 }
 ENGINE_RULES = {
     "builds": "can be built with these options, and starts nothing then",
@@ -75,6 +82,47 @@ def requests(make: Callable[..., Router], seed: int, report: Report) -> Played:
             report("answers", str(error))
             raise Broke from error
     return Played(NUM_REQUESTS, set(ROUTER_RULES))
+
+
+def views(make: Callable[..., ScalingPolicy], seed: int, report: Report) -> Played:
+    """Decide on a load that rises, falls and stops, twice."""
+    policy = make()
+    if not (isinstance(getattr(policy, "name", None), str) and policy.name):
+        report("builds", "it has no name; give the class a text `name`.")
+    chance = random.Random(seed)
+    asked = [_pool_view(chance, number) for number in range(NUM_REQUESTS)]
+    try:
+        options = policy.recorded({})
+        answers = [policy.decide(view) for view in asked]
+        again = make(**options)
+        others = [again.decide(view) for view in asked]
+    except (Exception, SystemExit) as error:
+        report("raises_nothing", f"it raised {type(error).__name__}: {error}.")
+        raise Broke from error
+    for answer, other in zip(answers, others, strict=True):
+        try:
+            check_decision(answer)
+        except SageError as error:
+            report("answers", str(error))
+            raise Broke from error
+        if answer != other:
+            report("repeats", f"it answered {answer!r}, and then {other!r}; decide by the views alone.")
+    return Played(2 * NUM_REQUESTS, set(SCALING_RULES))
+
+
+def _pool_view(chance: random.Random, number: int) -> PoolView:
+    rate = chance.choice((0.0, 1.0, 3.0, 50.0)) * chance.random()
+    num_ended, is_told = int(10 * rate), chance.random() < 0.8
+    means: dict[str, Any] = {}
+    if is_told and num_ended:
+        means = {"prompt_tokens": 1 + 500 * chance.random(), "output_tokens": 1 + 200 * chance.random(),
+                 "itl_s": chance.choice((None, 0.01 + chance.random())), "ttft_s": chance.random()}  # fmt: skip
+    ready = chance.randint(0, 8)
+    return PoolView(
+        10.0 * (number + 1), 10.0, rate, num_ended, num_running=chance.randint(0, 50), num_waiting=chance.randint(0, 20),
+        num_ready=ready, num_starting=chance.choice((0, 0, 2)), num_draining=chance.choice((0, 1)), max_engines=8,
+        start_s=chance.choice((None, 8.0)), **means,
+    )  # fmt: skip
 
 
 def life(make: Callable[..., EngineKind], seed: int, report: Report) -> Played:
@@ -152,4 +200,5 @@ async def _post(engine: EngineKind, path: str, body: dict[str, Any]) -> tuple[in
 
 
 ROUTER_SUITE = Suite("router", ROUTER_RULES, {"requests": Scenario(requests, is_random=True)})
+SCALING_SUITE = Suite("scaling policy", SCALING_RULES, {"views": Scenario(views, is_random=True)}, example={"engines": 2})
 ENGINE_SUITE = Suite("engine kind", ENGINE_RULES, {"life": Scenario(life)}, example={"model": "smollm2"})

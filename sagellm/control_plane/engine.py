@@ -41,6 +41,7 @@ class ManagedEngine:
         hangs: is set when the engine lives and answers nothing; requests that it has end then.
         why: why it failed last; empty where it never did.
         num_running: requests of the gateway that it has.
+        num_chosen: requests that came to it first, so far.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ManagedEngine:
         self.load: dict[str, float] = {}
         self.hangs = Ending()
         self.why = ""
+        self.num_chosen = 0
         self.num_running = self.num_starts = self.num_served = self.num_failed = 0
         self.register_s = 0.0
         self._metrics, self._interval_s = metrics, interval_s

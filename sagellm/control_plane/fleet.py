@@ -59,6 +59,7 @@ class Fleet(BaseService):
     Attributes:
         decisions: the last ones, the newest at the end.
         start_s: seconds that the manager took to start.
+        pools: name -> `PoolScaler` of engines whose number changes.
     """
 
     def __init__(self, router: Router, metrics: GatewayMetrics, interval_s: float = 1.0) -> None:
@@ -68,6 +69,7 @@ class Fleet(BaseService):
         self.engines: dict[str, ManagedEngine] = {}
         self.http: aiohttp.ClientSession
         self.start_s = 0.0
+        self.pools: dict[str, Any] = {}
         self._interval_s = interval_s
         self._changed = asyncio.Event()
         self._num_faults = 0
@@ -177,7 +179,7 @@ class Fleet(BaseService):
         return {
             "engines": [one.status() for one in self.engines.values()], "models": self.models(),
             "router": self.router.policy.name, "health_share": self.metrics.health_share(),
-            "start_s": round(self.start_s, 3),
+            "start_s": round(self.start_s, 3), "scaling": {name: pool.status() for name, pool in self.pools.items()},
         }  # fmt: skip
 
     def _accept(self, engine: ManagedEngine, facts: EngineFacts) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from sagellm.control_plane.found import run_folder
 from sagellm.control_plane.gateway import Gateway
 from sagellm.control_plane.metrics import GatewayMetrics
 from sagellm.control_plane.registry import make_engine, make_router
+from sagellm.control_plane.scaler import PoolScaler
 from sagellm.core.config import read_model
 from sagellm.core.errors import ConfigError, EngineError
 from sagellm.core.ports import listen
@@ -74,7 +76,11 @@ class ControlPlaneManager:
         if self._loop is not None:
             raise ConfigError("the manager is started already.")
         begun = time.monotonic()
-        engines = [(name, self._made(name, dict(spec))) for name, spec in self.config.engines.items()]
+        pools = self._pools()
+        engines = [
+            each for name, spec in self.config.engines.items()
+            for each in (pools[name].engines() if name in pools else [(name, self._made(name, spec))])
+        ]  # fmt: skip
         router = make_router(self.config.router, **self.config.router_options)
         listener = listen(self.config.host, self.config.port)
         try:
@@ -100,6 +106,7 @@ class ControlPlaneManager:
             self._fleet.start_s = self.start_s
             self._fleet.metrics.start_s.set(self.start_s)
             self._run(self._register_all(engines))
+            self._run(self._scale(list(pools.values())))
         except BaseException:
             self.stop()
             listener.close()
@@ -114,6 +121,7 @@ class ControlPlaneManager:
 
             async def stop() -> None:
                 try:
+                    await asyncio.gather(*(pool.stop() for pool in self._fleet.pools.values()))
                     await self._gateway.stop(self.config.drain_timeout_s)
                 finally:
                     await self._fleet.stop()
@@ -193,6 +201,7 @@ class ControlPlaneManager:
         self.stop()
 
     def _made(self, name: str, spec: dict[str, Any]) -> EngineKind:
+        spec = dict(spec)
         kind = spec.pop("kind", "sagellm")
         if not isinstance(kind, str):
             raise ConfigError(f"engine {name}: kind is {kind!r}; give a name of `sagellm list engine-kind`.")
@@ -200,6 +209,23 @@ class ControlPlaneManager:
             return make_engine(kind, **spec)
         except ConfigError as error:
             raise ConfigError(f"engine {name}: {error}") from error
+
+    def _pools(self) -> dict[str, PoolScaler]:
+        """Raises ConfigError: another engine has a name that a pool gives."""
+        pools = {
+            name: PoolScaler(name, functools.partial(self._made, name, self.config.engines[name]), config)
+            for name, config in self.config.scaling.items()
+        }
+        names = [name for name in self.config.engines if name not in pools]
+        names += [name for pool in pools.values() for name in pool.names]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"engine {twice[0]}: a pool gives this name to an engine of its own; choose another one.")
+        return pools
+
+    async def _scale(self, pools: list[PoolScaler]) -> None:
+        for pool in pools:
+            pool.attach(self._fleet, self._lines)
+            await pool.start()
 
     async def _register_all(self, engines: list[tuple[str, EngineKind]]) -> None:
         tasks = [asyncio.create_task(self._fleet.register(name, kind)) for name, kind in engines]

@@ -29,6 +29,13 @@ class GatewayMetrics:
         self.engines = Gauge("sagellm_control_engines", "Engines, by state.", ["state"], **common)
         self.checks = Counter("sagellm_control_health_checks", "Health checks, by result.", ["engine", "result"], **common)
         self.share = Gauge("sagellm_control_health_share", "Share of health checks that succeeded; 1 before any.", **common)
+        self.scaling_target = Gauge("sagellm_scaling_target_engines", "Engines that a pool is to have.", ["pool"], **common)
+        self.scaling_decisions = Counter(
+            "sagellm_scaling_decisions", "Decisions on the number of engines: up, down, keep.", ["pool", "action"], **common
+        )
+        self.scaling_faults = Counter(
+            "sagellm_scaling_faults", "Scaling policies that were switched off.", ["pool"], **common
+        )
         self.start_s = Gauge("sagellm_control_start_seconds", "Time to start the manager, without engines.", **common)
         self.register_s = Gauge("sagellm_control_register_seconds", "Time to register an engine.", ["engine"], **common)
         self.share.set(1.0)

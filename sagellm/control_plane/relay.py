@@ -68,6 +68,7 @@ class GatewayResponse(ProxiedResponse):
             request = replace(request, attempt=self._attempts) if self._attempts > 1 else request
             engine = self._fleet.choose(request, found)
             self._engine = engine.name
+            engine.num_chosen += self._attempts == 1
             if self._gateway.lines is not None:
                 self._gateway.lines.write("route", **self._fleet.decisions[-1])
             try:

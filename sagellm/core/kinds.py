@@ -95,6 +95,13 @@ KINDS = (
         example="sagellm.control_plane.routers.least_load:LeastLoad",
     ),
     Kind(
+        name="scaling", what="scaling policy of the control plane", key="policy", docs="sagellm/control_plane/README.md",
+        base="sagellm.control_plane.base:ScalingPolicy",
+        registry="sagellm.control_plane.registry:SCALERS",
+        suite="sagellm.control_plane.contract:SCALING_SUITE",
+        example="sagellm.control_plane.scalers.sla:SLA",
+    ),
+    Kind(
         name="strategy", what="scheduling strategy", key="strategy", docs="sagellm/scheduler_ir/README.md",
         base="sagellm.scheduler_ir.strategies.base:SchedulingStrategy",
         registry="sagellm.scheduler_ir.strategies.registry:STRATEGIES",

@@ -31,17 +31,20 @@ class GuardedRouting:
         """Raises SageError: the answer is not allowed."""
         raise NotImplementedError
 
+    def ask(self, request: Any, engines: Sequence[Any]) -> Any:
+        return self.policy.choose(request, engines)
+
     def last_resort(self, engines: Sequence[Any], error: Exception) -> Any:
         raise NotImplementedError
 
     def choose(self, request: Any, engines: Sequence[Any]) -> Any:
         try:
-            answer = self.policy.choose(request, engines)
+            answer = self.ask(request, engines)
             self.check(answer, request, engines)
             return answer
         except Exception as error:
             if type(self.policy) is self.default:  # ours: a fault of it is no reason to lose the request either
-                logger.exception("the routing decision failed; the request goes to the engine with the least to do")
+                logger.exception("%s %s failed", self.what, self.policy.name)
                 return self.last_resort(engines, error)
             self.num_faults += 1
             is_words = isinstance(error, SageError)

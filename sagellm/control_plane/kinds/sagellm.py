@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from sagellm.control_plane.base import totals
 from sagellm.control_plane.child_engine import HOST, ChildEngine
 from sagellm.core.config import read_config
 from sagellm.core.errors import ConfigError
@@ -33,7 +34,7 @@ class SageLLM(ChildEngine):
     name = "sagellm"
     metrics = {  # noqa: RUF012
         "running": "lmdeploy:num_requests_running", "waiting": "lmdeploy:num_requests_waiting",
-        "kv_use": "sagellm_kv_utilization",
+        "kv_use": "sagellm_kv_utilization", **totals("lmdeploy"),
     }  # fmt: skip
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from sagellm.control_plane.base import totals
 from sagellm.control_plane.child_engine import HOST, ChildEngine
 from sagellm.core.errors import ConfigError
 
@@ -31,6 +32,7 @@ class VLLM(ChildEngine):
     announces = False
     metrics = {  # noqa: RUF012
         "running": "vllm:num_requests_running", "waiting": "vllm:num_requests_waiting", "kv_use": "vllm:kv_cache_usage_perc",
+        **totals("vllm"),
     }  # fmt: skip
 
     def __init__(

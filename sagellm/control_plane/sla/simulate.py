@@ -14,7 +14,7 @@ from sagellm.replay.schedule.metrics import Figures, Targets, figures, meets
 from sagellm.replay.schedule.virtual_run import virtual_run
 from sagellm.scheduler_ir.simulation.base import EngineShape
 
-__all__ = ["Fleet", "Outcome", "simulate"]
+__all__ = ["Fleet", "Outcome", "joined", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def simulate(
     if moved:
         ended, more, again = _run(sorted(moved, key=lambda each: each.arrival_s), fleet.decode, shape, costs)
         rest, runs, preempted = {each.request_id: each for each in ended}, runs + more, preempted + again
-    whole = [_joined(each, rest.get(each.request_id)) for each in first]
+    whole = [joined(each, rest.get(each.request_id)) for each in first]
     return _outcome(whole, runs, preempted, targets)
 
 
@@ -140,7 +140,7 @@ def _run(requests: Sequence[RecordedRequest], num_engines: int, shape: EngineSha
     return times, runs, sum(run.num_preempted for run in runs)
 
 
-def _joined(first: RequestTimes, rest: RequestTimes | None) -> RequestTimes:
+def joined(first: RequestTimes, rest: RequestTimes | None) -> RequestTimes:
     if rest is None:
         return first
     times = (*first.token_s, *rest.token_s)

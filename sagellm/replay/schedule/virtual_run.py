@@ -12,7 +12,7 @@ from sagellm.scheduler_ir.simulation.requests import VirtualRequest
 from sagellm.scheduler_ir.simulation.virtual_engine import VirtualEngine
 from sagellm.scheduler_ir.strategies.base import SchedulingStrategy
 
-__all__ = ["virtual_run"]
+__all__ = ["times_of", "virtual_run"]
 
 Progress = Callable[[int], None]  # how many requests have ended
 
@@ -64,7 +64,7 @@ def virtual_run(
         if progress is not None and engine.num_ended > num_told:
             num_told = engine.num_ended
             progress(num_told)
-    times = sorted(map(_times, coming), key=lambda each: (each.arrival_s, each.request_id))
+    times = sorted(map(times_of, coming), key=lambda each: (each.arrival_s, each.request_id))
     decisions_made = {} if watched is None else watched.outcomes.report()
     return Run(name, tuple(times), tuple(engine.steps), engine.num_preempted, decisions_made)
 
@@ -80,7 +80,7 @@ def _virtual(recorded: RecordedRequest, speedup: float) -> VirtualRequest:
     )  # fmt: skip
 
 
-def _times(request: VirtualRequest) -> RequestTimes:
+def times_of(request: VirtualRequest) -> RequestTimes:
     token_s = tuple(request.token_s)
     return RequestTimes(
         request.request_id, request.arrival_s, len(token_s), token_s[0], token_s[-1], token_s, request.service

@@ -104,6 +104,18 @@ class VirtualEngine:
             num_left -= 1
         return not self.unfinished
 
+    def add(self, request: VirtualRequest) -> None:
+        """Let a request come that was not known at the start. Steps that begin after its arrival must not have run yet.
+
+        Raises ConfigError: as at the start, or its id is taken.
+        """
+        _check([request], self._shape)
+        if request.request_id in self.requests:
+            raise ConfigError(f"request {request.request_id} is there already; give each request an id of its own.")
+        self.requests[request.request_id] = request
+        self._coming.append(request)
+        self._coming.sort(key=lambda each: (each.arrival_s, each.request_id), reverse=True)
+
     def step(self) -> bool:
         """A step, or a round of decode steps, comes to its end; or a pause goes by. Return False if no request is left.
 

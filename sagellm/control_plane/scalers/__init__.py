@@ -1,0 +1,1 @@
+"""Scaling policies. A new one is a new file here."""
