@@ -114,8 +114,9 @@ class RunningRequests:
             )
 
         def stop() -> None:
-            stopped.set()
-            task.cancel()
+            if not stopped.is_set():  # a second cancellation would interrupt what the first one does in the engine
+                stopped.set()
+                task.cancel()
 
         request.stop = lambda: loop.is_closed() or loop.call_soon_threadsafe(stop)
         return request

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import random
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from lmdeploy.pytorch.engine.engine_instance import EngineInstance
 
 from sagellm.core.config import KVConfig
 from sagellm.core.errors import EngineError
@@ -307,6 +309,25 @@ def test_random_forks_joins_and_cancellations_leave_no_block_behind(start_engine
     assert not (branches._groups or branches._parked or branches._due or branches._copies)
     some = random.Random(1).sample(finished, min(len(finished), 40))
     assert len(some) > 20 and [each.token_ids for each in some] == alone(engine, some)
+
+
+def test_a_second_cancellation_does_not_interrupt_the_end_of_a_request(start_engine, monkeypatch):
+    """Its blocks would stay for ever."""
+    engine = start_engine()
+    end = EngineInstance.async_end
+
+    async def end_late(instance, number):
+        await asyncio.sleep(0.2)
+        await end(instance, number)
+
+    monkeypatch.setattr(EngineInstance, "async_end", end_late)
+    request = engine.start(PROMPT, SamplingParams(max_new_tokens=200, ignore_eos=True), keep=True)
+    next(iter(request))
+    request.cancel()
+    time.sleep(0.1)
+    request.cancel()
+    assert request.result(WAIT_S).finish_reason == "cancelled"
+    settle(engine)
 
 
 def test_a_branch_that_fails_ends_the_others(start_engine):
