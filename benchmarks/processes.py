@@ -24,6 +24,7 @@ import psutil
 
 from benchmarks.errors import ServerDied
 from benchmarks.metrics.compute import parse_prometheus
+from sagellm.core.early import ENGINE_NAME
 
 READY_S, END_S = 300.0, 30.0
 ROOT = Path(__file__).parents[1]
@@ -82,7 +83,7 @@ def engine_processes(family: Sequence[psutil.Process]) -> list[psutil.Process]:
             return process.name()
         return ""
 
-    return [each for each in family if name(each) == "sagellm-engine"]
+    return [each for each in family if name(each) == ENGINE_NAME]
 
 
 def workers_below(process: psutil.Process) -> list[psutil.Process]:

@@ -7,6 +7,7 @@ import sys
 from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ENGINE_NAME = "sagellm-engine"  # of a server's engine process in `top` and `ps -o comm`
 _skips_teardown = False
 
 

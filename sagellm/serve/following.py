@@ -26,12 +26,11 @@ from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from sagellm.core.early import end, skip_teardown
+from sagellm.core.early import ENGINE_NAME, end, skip_teardown
 from sagellm.core.host import ENGINE_PROCESS
 from sagellm.engines.lmdeploy.worker_processes import load_if_expected
 
 POLL_S = 0.5
-ENGINE_NAME = "sagellm-engine"  # of its process in `top` and `ps -o comm`
 _PR_SET_NAME = 15  # of Linux's prctl
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sagellm.core.early import ENGINE_NAME
 from sagellm.core.host import ENGINE_PROCESS
-from sagellm.serve.following import ENGINE_NAME, FollowingProcess, WaitingFork
+from sagellm.serve.following import FollowingProcess, WaitingFork
 
 
 class AsItArrives:
